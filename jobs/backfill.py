@@ -1,11 +1,11 @@
-"""Adds to an index the tokens that EDJE's adapter makes of its items, for reranking.
+"""Adds the adapter tokens of an EDJE to an index, for reranking.
 
     python -m jobs.backfill SPEC.yaml rerank=FOLDER
     python -m jobs.backfill my.yaml rerank=out/training/edje/model
 
-SPEC.yaml is the spec that the index was made with: the items are read and encoded once more. Run it
-again to go on after a stop, or to fill in rows that were indexed since without `rerank`; of an
-index of several sources, once with the spec of each.
+SPEC.yaml is the spec with which the index was created; the items are read and encoded again. Rerun
+the same command to resume an interrupted job, or to fill rows that were indexed since without
+`rerank`. For an index of several sources, run it with the spec of each.
 """
 
 from __future__ import annotations

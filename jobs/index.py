@@ -1,12 +1,13 @@
-"""Indexes a corpus: encodes it once and stores every representation that the spec lists.
+"""Indexes a corpus: encodes it once and stores all representations of the spec.
 
     python -m jobs.index jobs/specs/cranfield.yaml
     python -m jobs.index jobs/specs/cranfield.yaml index=s3://bucket/cranfield encoder.layer=-2
     python -m jobs.index SPEC.yaml --limit 100 --dry-run
 
-Run it again to go on after a stop, to add what is new and to replace what changed. It joins the
-cluster that RAY_ADDRESS names, else starts a local one; so does `ray job submit -- python -m
-jobs.index ...`. SIGTERM commits what is finished and gives the lease back (exit code 143).
+Rerun the same command to resume an interrupted job, or to index new and changed items. The job
+connects to the cluster at RAY_ADDRESS or starts a local one, and can be submitted with `ray job
+submit -- python -m jobs.index ...`. On SIGTERM it commits finished work, releases the lease and
+exits with code 143.
 """
 
 from __future__ import annotations
@@ -20,19 +21,25 @@ from pipeline import config
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the job."""
     parser = jobs.spec_parser(__doc__)
-    parser.add_argument("--limit", type=jobs.positive, help="only the first N listed items")
-    parser.add_argument("--dry-run", action="store_true", help="list and estimate, write nothing")
+    parser.add_argument(
+        "--limit", type=jobs.positive, help="maximum number of items, in listing order"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="list the source and estimate time and size without writing",
+    )
     parser.add_argument(
         "--remove-missing",
         action="store_true",
-        help="remove the rows of this collection that its source no longer lists",
+        help="remove rows of this collection that the source no longer lists",
     )
     parser.add_argument(
         "--retry-rejects",
         action="append",
         default=[],
         metavar="REASON",
-        help="try items again that were rejected for this reason",
+        help="retry items that were rejected for this reason (can be repeated)",
     )
     args = parser.parse(arguments)
     if args.remove_missing and args.limit:

@@ -1,12 +1,12 @@
-"""Adds representations to an index from its stored full tokens, without encoding again.
+"""Adds representations to an index from its uncompressed token vectors, without encoding again.
 
     python -m jobs.recompress jobs/specs/cranfield_more.yaml
     python -m jobs.recompress SPEC.yaml index=s3://bucket/cranfield
 
-Compressors and codecs that learn are fitted on `fit_items` of the index; fit_index=URI draws them
-from another index, and fit_filter=FILTER from some items.
+Compressors and codecs that need it are fitted on a sample of `fit_items` items. fit_index=URI draws
+the sample from another index, fit_filter=SQL from the items that satisfy a condition.
 
-Run it again to go on after a stop, or to fill in rows that were indexed since.
+Rerun the same command to resume an interrupted job, or to fill rows that were indexed since.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from pipeline.config import parse
 from pipeline.index.columns import Representation, encoder_fields, representation_fields
 from pipeline.index.info import EncoderInfo
-from pipeline.index.positions import as_stored
+from pipeline.index.positions import encode_positions
 from pipeline.index.reader import ITEMS
 from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.registry import ENCODERS
@@ -210,5 +210,5 @@ def write_index(uri: str, representations: list[dict], keep_positions: bool = Tr
         without_last = pc.if_else(has_vectors, table["hpool_2"], None)
         table = table.set_column(position, "hpool_2", without_last)
     schema = pa.schema([column for column in columns if column.name in table.schema.names])
-    table = as_stored(table.select(schema.names), schema)
+    table = encode_positions(table.select(schema.names), schema)
     lance.write_dataset(table, f"{uri}/{ITEMS}", max_rows_per_file=5)

@@ -324,7 +324,7 @@ def test_submits_the_index_job(head, tmp_path, collection):
         time.sleep(0.5)
         done = submit("representations.0.id=uncompressed")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "listed 2 = indexed 2 (2 new, 0 replaced, 0 as before) + rejected 0" in done.stdout
+    assert "listed 2 = indexed 2 (2 new, 0 replaced, 0 unchanged) + rejected 0" in done.stdout
     table = Index(str(tmp_path / "index")).dataset.to_table()
     assert sorted(table["item_id"].to_pylist()) == ["a", "b"]
     assert [len(vectors) for vectors in table["uncompressed"].to_pylist()] == [6, 6]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import lance
 
-from pipeline.index.reader import ITEMS, part
+from pipeline.index.reader import ITEMS, part_uri
 
 
 def commits(index: Path) -> list[tuple[float, int]]:
     """Returns (Unix time in seconds, number of rows) of each commit that added rows, in order."""
     found: list[tuple[float, int]] = []
-    for version in lance.dataset(part(str(index), ITEMS)).versions():
+    for version in lance.dataset(part_uri(str(index), ITEMS)).versions():
         rows = int(version["metadata"]["total_rows"])
         if rows > (found[-1][1] if found else 0):
             time = version["timestamp"]

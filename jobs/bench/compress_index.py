@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from jobs.bench.reading import decoded_items, listed_items
 from pipeline.config import parse
-from pipeline.index.columns import Representation, encoder_fields, taps_of
+from pipeline.index.columns import Representation, encoder_fields, required_taps
 from pipeline.index.fitting import fit, needs_fit
 from pipeline.index.info import EncoderInfo
 from pipeline.index.stages import Compress, Encode, Representer
@@ -41,7 +41,7 @@ def encode_and_compress(
     ]
     plain = Encode(encoder, encoder_info).load()
     encode = Encode(
-        encoder, encoder_info, taps=taps_of(representations, encoder_info.num_layers)
+        encoder, encoder_info, taps=required_taps(representations, encoder_info.num_layers)
     ).load()
     sample = [batch for _, _, batch, _ in encode.batches(units[0].slice(0, NUM_FITTED))]
     learned = {}

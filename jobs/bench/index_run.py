@@ -22,12 +22,12 @@ from jobs.bench.harness import peak_bytes
 from pipeline import config
 from pipeline.config import digest
 from pipeline.index import JOBS, job, listing, unit_reader
-from pipeline.index.columns import encoder_fields, every_representation, representation_fields
+from pipeline.index.columns import all_representations, encoder_fields, representation_fields
 from pipeline.index.fragments import write_table
 from pipeline.index.info import EncoderInfo
 from pipeline.index.listing import ListingJob
 from pipeline.index.progress import Progress
-from pipeline.index.reader import part
+from pipeline.index.reader import part_uri
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.index.writer import IndexWriter
@@ -60,7 +60,7 @@ def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
     progress = Progress()
     writer = IndexWriter(spec.index, "bare")
     listing_job = ListingJob(
-        part(spec.index), part(spec.index, JOBS, "bare"), spec.source, digest({})
+        part_uri(spec.index), part_uri(spec.index, JOBS, "bare"), spec.source, digest({})
     )
     num_shards = listing.plan(listing_job, None)
     for shard in range(num_shards):
@@ -68,7 +68,7 @@ def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
 
     encoder_info = EncoderInfo.from_encoder(ENCODERS.build(spec.encoder), spec.encoder)
     fields = encoder_fields(encoder_info, spec.keep_positions)
-    representations = every_representation(spec)
+    representations = all_representations(spec)
     writer.add_columns(
         [
             *fields,

@@ -18,7 +18,7 @@ from jobs.bench.harness import peak_bytes
 from pipeline.config import parse
 from pipeline.index.columns import Representation, representation_fields
 from pipeline.index.info import EncoderInfo
-from pipeline.index.reader import ITEMS, part
+from pipeline.index.reader import ITEMS, part_uri
 from pipeline.index.writer import STORAGE_VERSION
 from pipeline.schema import ITEM, Item
 from pipeline.search.searcher import open_index
@@ -52,9 +52,9 @@ def write_index(uri: str, num_items: int, num_vectors: int, dim: int) -> None:
         column = random_int8(generator, size, num_vectors, dim).cast(fields[0].type)
         table = pa.Table.from_pylist(rows, schema=ITEM).append_column(fields[0], column)
         fragments += write_fragments(
-            table.cast(schema), part(uri, ITEMS), data_storage_version=STORAGE_VERSION
+            table.cast(schema), part_uri(uri, ITEMS), data_storage_version=STORAGE_VERSION
         )
-    LanceDataset.commit(part(uri, ITEMS), LanceOperation.Overwrite(schema, fragments))
+    LanceDataset.commit(part_uri(uri, ITEMS), LanceOperation.Overwrite(schema, fragments))
 
 
 def random_int8(

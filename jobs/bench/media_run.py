@@ -61,7 +61,7 @@ def source_of(kind: str, path: str) -> Video | Audio:
 def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
     """Measures the source stage of the index job, without its start-up."""
     from pipeline.index import listing
-    from pipeline.index.session import configure_ray_data, rows_of
+    from pipeline.index.session import configure_ray_data, iter_rows
     from pipeline.index.stream import read_units
     from pipeline.stage import Resources
 
@@ -85,7 +85,7 @@ def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
             compute=ray.data.ActorPoolStrategy(size=1),
             num_cpus=0,
         )
-        rows = [row for row in rows_of(counted) if row is not None]
+        rows = [row for row in iter_rows(counted) if row is not None]
     ends = sorted((row["when"], row["amount"]) for row in rows)
     amount = sum(amount for _, amount in ends[1:])
     return {"amount": amount, "seconds": ends[-1][0] - ends[0][0]}

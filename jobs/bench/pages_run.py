@@ -37,7 +37,7 @@ def main() -> None:
 def source_stage(spec: Pages.Spec, processes: int) -> dict[str, Any]:
     """Measures the source stage of the index job, without its start-up."""
     from pipeline.index import listing
-    from pipeline.index.session import configure_ray_data, rows_of
+    from pipeline.index.session import configure_ray_data, iter_rows
     from pipeline.index.stream import read_units
     from pipeline.stage import Resources, from_ipc
 
@@ -50,7 +50,7 @@ def source_stage(spec: Pages.Spec, processes: int) -> dict[str, Any]:
         pool = Resources(num_cpus=1, max_actors=processes)
         arrivals = [
             (from_ipc(row["items"]).num_rows, time.perf_counter())
-            for row in rows_of(read_units(listed, shards, UNIT_PAGES, pool))
+            for row in iter_rows(read_units(listed, shards, UNIT_PAGES, pool))
             if row is not None
         ]
     pages = sum(num_pages for num_pages, _ in arrivals[1:])

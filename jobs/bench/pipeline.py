@@ -25,7 +25,7 @@ import jobs
 from jobs.bench.commits import commits
 from jobs.bench.harness import Bench, Repeats, run_apart, table
 from pipeline.config import SpecError
-from pipeline.index.reader import ITEMS, part
+from pipeline.index.reader import ITEMS, part_uri
 
 CRANFIELD = Path(jobs.__file__).parent / "data/cranfield/corpus.jsonl"
 LAPTOP = Path(jobs.__file__).parents[1] / "cluster/profiles/laptop.yaml"
@@ -223,7 +223,7 @@ def _per_item(summaries: list[dict[str, Any]], stage: str) -> str:
 def resume(bench: Bench, runs: Runs, sizes: Sizes) -> None:
     """Measures the time from the start of the driver to the first new items on resuming."""
     built = _build_small(runs, sizes.small_items)
-    dataset = lance.dataset(part(built["index"], ITEMS))
+    dataset = lance.dataset(part_uri(built["index"], ITEMS))
     whole = dataset.count_rows()
     # Restore an earlier commit, as left by a killed driver, including its lease.
     for version in reversed(dataset.versions()):

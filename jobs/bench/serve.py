@@ -42,7 +42,7 @@ from pipeline.config import dump, parse
 from pipeline.encoders.minilm import MiniLM
 from pipeline.index.columns import Representation, encoder_fields, representation_fields
 from pipeline.index.info import EncoderInfo
-from pipeline.index.reader import ITEMS, part
+from pipeline.index.reader import ITEMS, part_uri
 from pipeline.index.rerank_tokens import rerank_field
 from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item
@@ -169,7 +169,7 @@ def write_index(uri: str, num_items: int, edje: str | None = None) -> None:
         whole = whole.append_column(
             field, lists_of(tokens.astype(np.float16), lengths, pa.float16()).cast(field.type)
         )
-    lance.write_dataset(whole, part(uri, ITEMS))
+    lance.write_dataset(whole, part_uri(uri, ITEMS))
 
 
 def _tensor(generator: np.random.Generator, *shape: int) -> torch.Tensor:
@@ -393,7 +393,7 @@ def swap(bench: Bench, server: Server, args: Any) -> None:
     num_versions = 4
     for number in range(num_versions):
         time.sleep(5)
-        dataset = lance.dataset(part(server.uri, ITEMS))
+        dataset = lance.dataset(part_uri(server.uri, ITEMS))
         dataset.delete(f"item_id = '{number:06}'")
     load = wait()
     rows = [[num_versions, len(load.answers), len(load.failed()), failures(load.statuses()),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipeline import extras
-from pipeline.index.reader import Index, both
+from pipeline.index.reader import Index, combine_filters
 from pipeline.search.score import top_rows
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it logs every index that it builds
@@ -25,7 +25,7 @@ HAS_TEXT = "{} <> ''"
 
 def has_texts(index: Index, column: str = "text", filter: str | None = None) -> bool:
     """Returns whether any item of the index has a text."""
-    filter = both(filter, HAS_TEXT.format(column))
+    filter = combine_filters(filter, HAS_TEXT.format(column))
     return any(batch.num_rows for batch in index.batches(["item_id"], filter=filter))
 
 
@@ -57,7 +57,9 @@ class Bm25:
         parent_ids: list[str] = []
         words: list[list[int]] = []
         columns = ["item_id", "parent_id", column]
-        for batch in index.batches(columns, filter=both(filter, HAS_TEXT.format(column))):
+        for batch in index.batches(
+            columns, filter=combine_filters(filter, HAS_TEXT.format(column))
+        ):
             item_ids += batch["item_id"].to_pylist()
             parent_ids += batch["parent_id"].to_pylist()
             words += self._words(batch[column].to_pylist(), update_vocab=True)

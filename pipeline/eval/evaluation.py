@@ -47,7 +47,7 @@ from pipeline.eval.results import (
 )
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.index.filters import filtering
-from pipeline.index.fitting import stored_sample
+from pipeline.index.fitting import load_fit_sample
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
 from pipeline.registry import BENCHMARKS, COMPRESSORS
@@ -163,7 +163,7 @@ class _Samples:
         info = self._index.representation(representation)
         if not info.is_fitted:
             return {}
-        sample = stored_sample(self._index.uri, info)
+        sample = load_fit_sample(self._index.uri, info)
         if sample is None:
             return {"num_items": None, "evaluated": None, "origin": {}}
         num_evaluated = int(np.isin(sample.items_N, self._evaluated_N).sum())

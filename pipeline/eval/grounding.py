@@ -20,7 +20,7 @@ from pipeline.config import Spec, SpecError
 from pipeline.encoders import EncodedQueries
 from pipeline.eval.topics import read_lines
 from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Index, both
+from pipeline.index.reader import Index, combine_filters
 from pipeline.search.explain import outputs_of
 from pipeline.search.searcher import Searcher
 
@@ -219,7 +219,7 @@ def generate_phrases(
     found: list[Phrase] = []
     for info in infos[:1]:
         spans, extents = (info.positions[kind] for kind in ("spans", "extents"))
-        has = both(filter, f"`{extents}` IS NOT NULL AND text IS NOT NULL")
+        has = combine_filters(filter, f"`{extents}` IS NOT NULL AND text IS NOT NULL")
         ids = [i for batch in index.batches(["item_id"], filter=has) for i in batch[0].to_pylist()]
         order = rng.permutation(len(ids)).tolist()
         for start in range(0, len(order), spec.num_phrases):

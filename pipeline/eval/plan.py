@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from pipeline.config import SpecError
 from pipeline.eval.results import SINGLE
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
-from pipeline.index.reader import Index, both
+from pipeline.index.reader import Index, combine_filters
 from pipeline.search.options import SCORES, Score
 from pipeline.search.searcher import Searcher
 
@@ -68,7 +68,9 @@ def _reranked_row(reranker: RerankSpec, searcher: Searcher, names: Sequence[str]
 
 def _nonempty_representations(index: Index, filter: str | None) -> list[str]:
     """Returns the representations that at least one item has."""
-    filters = {name: both(filter, f"`{name}` IS NOT NULL") for name in index.representations()}
+    filters = {
+        name: combine_filters(filter, f"`{name}` IS NOT NULL") for name in index.representations()
+    }
     return [
         name
         for name, condition in filters.items()

@@ -25,7 +25,7 @@ from pipeline.eval.topics import read_query_vectors
 from pipeline.index.columns import RERANK_TOKENS
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
-from pipeline.index.status import stored, stored_tokens
+from pipeline.index.status import representation_stats, rerank_token_stats
 from pipeline.schema import ITEM, Hit
 from pipeline.search.options import EQUAL, SearchOptions
 from pipeline.search.searcher import Searcher
@@ -182,7 +182,7 @@ class Ranker:
         index, filter = self._searcher.index, self._spec.filter
         sizes = _sizes(index, row, filter)
         if row.rerank is not None:
-            tokens = stored_tokens(index, filter)
+            tokens = rerank_token_stats(index, filter)
             assert tokens is not None, "the reranker was checked against the index"
             sizes["vectors_per_item"] += tokens["tokens"]
             for name in ("vector_bytes", "all_bytes"):
@@ -281,7 +281,7 @@ def _sizes(index: Index, row: Row, filter: str | None) -> dict[str, float]:
     """Returns the number of vectors and bytes per item that a row's score reads."""
     sizes = dict.fromkeys(SIZES, 0.0)
     if row.score in ("late", "hybrid"):
-        stored_sizes = stored(index, row.representation, filter)
+        stored_sizes = representation_stats(index, row.representation, filter)
         parts = ("vectors", "bytes_vectors", "bytes_assignment", "bytes_positions", "bytes_all")
         sizes = {name: float(stored_sizes[part]) for name, part in zip(SIZES, parts, strict=True)}
     if row.score in (SINGLE, "hybrid"):

@@ -1,8 +1,8 @@
-"""The Lance columnar index: a folder that holds one dataset of items and what its jobs recorded.
+"""Columnar index: a folder with a Lance dataset of items and the records of its jobs.
 
-<index>/items.lance      a row an item, a column a representation
-<index>/rejects.lance    what did not become a row, and why
-<index>/artefacts/       what compressors learned from a sample, by hash
+<index>/items.lance      one row per item, one column per representation
+<index>/rejects.lance    rejected items with the reason
+<index>/artefacts/       fitted state of compressors and codecs, named by hash
 <index>/jobs/<job>/      resolved spec, listing, progress and summary of each job
 """
 
@@ -16,20 +16,20 @@ ITEMS, REJECTS, ARTEFACTS, JOBS = "items.lance", "rejects.lance", "artefacts", "
 PARTS = (ITEMS, REJECTS, ARTEFACTS, JOBS)
 
 
-def no_index(uri: str) -> SpecError:
-    """The error of a URI that should be that of an index."""
+def missing_index(uri: str) -> SpecError:
+    """Returns the error for a URI that contains no index."""
     return SpecError("index", uri, "the URI of an index made by jobs.index", "contains no index")
 
 
 def check_index(uri: str) -> None:
-    """Checks that a local folder holds a part of an index; a URI with a scheme is not looked at.
+    """Checks that a local folder contains an index; URIs with a scheme are not checked.
 
-    It imports nothing slow, so that a wrong path is reported at once.
+    No slow module is imported, so that jobs report a wrong path immediately.
 
     Raises:
-        SpecError: The folder does not exist or holds none.
+        SpecError: The folder does not exist or contains no index.
     """
     with within("index"):
         folder = absolute(uri)
     if "://" not in uri and not any(Path(folder, name).exists() for name in PARTS):
-        raise no_index(uri)
+        raise missing_index(uri)

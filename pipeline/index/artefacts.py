@@ -1,4 +1,4 @@
-"""What was learned from a sample of the corpus, stored in the index under its own hash."""
+"""Fitted state of compressors and codecs, stored in the index under its content hash."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import numpy as np
 from pipeline.config import SpecError, absolute
 from pipeline.index import ARTEFACTS
 
-#: The entry of the file that says what the artefact was fitted for.
-ABOUT = "about"
-#: The entry with the hashes of the items that it was fitted on, and where in `about` they are from.
+#: Entry of the file with the settings that the artefact was fitted for, as JSON.
+METADATA = "about"
+#: Entry with the hashes of the sample items, and the metadata key of their origin.
 SAMPLE_ITEMS, SAMPLE_ORIGIN = "sample_items", "sample_origin"
 
 
 class Sample(NamedTuple):
-    """The items that something was fitted on.
+    """Items on which a compressor or codec was fitted.
 
     Attributes:
-        origin: Source, or index and filter, of a separate sample; empty for the items that were
-            indexed.
-        items_N: Sorted uint64 hashes of the items, see `listing.content_hashes`.
+        origin: Source, or index and filter, of a separate calibration sample. Empty if the sample
+            was drawn from the indexed items.
+        items_N: Sorted uint64 content hashes of the items, see `listing.content_hashes`.
     """
 
     origin: dict[str, Any]
@@ -37,67 +37,73 @@ class Sample(NamedTuple):
 def save_artefact(
     index: str,
     artefact: dict[str, np.ndarray],
-    about: dict[str, Any],
+    metadata: dict[str, Any],
     sample: Sample | None = None,
 ) -> str:
-    """Stores an artefact and returns its hash, by which a representation's metadata names it.
+    """Stores an artefact under the hash of its content and returns the hash.
 
     Args:
         index: URI of the index.
         artefact: Arrays by name.
-        about: Origin of the artefact as JSON values: the encoder's fingerprint and the compressor's
-            settings; for a codec also the artefact of the compressor, and the codec's settings.
+        metadata: JSON-serializable settings that the artefact was fitted for: the fingerprint of
+            the encoder and the settings of the compressor; for a codec also the artefact of the
+            compressor and the settings of the codec.
         sample: Items that it was fitted on.
     """
     stored = dict(artefact)
     if sample is not None:
-        about = {**about, SAMPLE_ORIGIN: sample.origin}
+        metadata = {**metadata, SAMPLE_ORIGIN: sample.origin}
         stored[SAMPLE_ITEMS] = sample.items_N
-    stored[ABOUT] = np.array(json.dumps(about, sort_keys=True))
+    stored[METADATA] = np.array(json.dumps(metadata, sort_keys=True))
     name = _hash(stored)
     with fsspec.open(_path(index, name), "wb", auto_mkdir=True) as file:
         np.savez(file, allow_pickle=False, **stored)
     return name
 
 
-def load_artefact(index: str, name: str, about: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Returns what `save_artefact` stored.
+def load_artefact(index: str, name: str, metadata: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Loads the arrays of an artefact by name.
+
+    Args:
+        index: URI of the index.
+        name: Hash of the artefact.
+        metadata: Settings that it must have been fitted for, see `save_artefact`.
 
     Raises:
-        SpecError: the index has lost it, or a file of another corpus lies in its place, or it was
-            fitted for another encoder or other settings than `about` says.
+        SpecError: The file is missing or corrupted, or the artefact was fitted for another encoder
+            or other settings.
     """
     stored = _read(index, name)
-    there = json.loads(str(stored.pop(ABOUT)))
+    stored_metadata = json.loads(str(stored.pop(METADATA)))
     stored.pop(SAMPLE_ITEMS, None)
-    for key, value in about.items():
-        if there.get(key) != value:
-            rule = f"{there.get(key)}, for which it was fitted"
+    for key, value in metadata.items():
+        if stored_metadata.get(key) != value:
+            rule = f"{stored_metadata.get(key)}, the value it was fitted for"
             raise SpecError(f"artefact {name}.{key}", value, rule)
     return stored
 
 
 def load_sample(index: str, name: str) -> Sample | None:
-    """Returns the items that an artefact was fitted on; None if an older version did not say.
+    """Returns the items that an artefact was fitted on; None if they were not recorded.
 
     Raises:
-        SpecError: the index has lost it, or a file of another corpus lies in its place.
+        SpecError: The file is missing or corrupted.
     """
     stored = _read(index, name)
     if SAMPLE_ITEMS not in stored:
         return None
-    return Sample(json.loads(str(stored[ABOUT]))[SAMPLE_ORIGIN], stored[SAMPLE_ITEMS])
+    return Sample(json.loads(str(stored[METADATA]))[SAMPLE_ORIGIN], stored[SAMPLE_ITEMS])
 
 
 def _read(index: str, name: str) -> dict[str, np.ndarray]:
     path = _path(index, name)
     rule = f"an index with the artefact {name}"
-    note = f"; restore {path} from a copy or rebuild the columns"
+    note = f"; restore {path} from a backup or rebuild its columns"
     try:
         with fsspec.open(path, "rb") as file:
             archive = np.load(file, allow_pickle=False)
             stored = {key: archive[key] for key in archive.files}
-    # What numpy and zipfile say of a damaged file; NotImplementedError is a RuntimeError.
+    # Errors of NumPy and zipfile on corrupted files; NotImplementedError is a RuntimeError.
     except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, KeyError):
         raise SpecError("index", index, rule, "is corrupted", note) from None
     if _hash(stored) != name:

@@ -1,8 +1,8 @@
-"""The column `rerank_tokens` of an index that has rows already: by fragment, resumable.
+"""Backfill job: adds the column `rerank_tokens` to the existing rows of an index.
 
-The items are read and encoded again, in the units of the index job, so that the tokens are those
-that it would have written. What is left to do are the rows without tokens that the source still
-has as they were indexed; no other column is touched.
+Items are read and encoded again in the units of the index job, so that the tokens equal those the
+index job would have written. The job processes the rows without tokens whose source item is
+unchanged, fragment by fragment; it is resumable and modifies no other column.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import ray
 
 from pipeline.config import MissingField, SpecError
 from pipeline.index import listing, tasks, unit_reader
-from pipeline.index.checks import check, refuse_other_encoders
-from pipeline.index.columns import RERANK_TOKENS, every_representation
-from pipeline.index.fill import Filled, Progress, commit_filled, fill_fragments
+from pipeline.index.checks import check, check_same_encoder
+from pipeline.index.columns import RERANK_TOKENS, all_representations
+from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
 from pipeline.index.info import RerankInfo
 from pipeline.index.listing import ListingJob
-from pipeline.index.reader import Index, get_fragment, part
-from pipeline.index.rerank_tokens import refuse_other_adapter, rerank_field
+from pipeline.index.reader import Index, get_fragment, part_uri
+from pipeline.index.rerank_tokens import check_same_adapter, rerank_field
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.index.stages import Encode, Found, TokenEncoder
+from pipeline.index.stages import ColumnCollector, Encode, TokenEncoder
 from pipeline.index.stream import encode_stage
 from pipeline.schema import ITEM
 from pipeline.stage import LoadedStage, Processed, Stage, run_stage
 
 log = logging.getLogger("maxray.backfill")
 
-#: The driver commits after so many fragments.
+#: Number of fragments per commit.
 COMMIT_FRAGMENTS = 8
 WITHOUT_TOKENS = f"`{RERANK_TOKENS}` IS NULL"
 
@@ -49,94 +49,99 @@ def run(
     report: Callable[[str], None] = log.info,
     lease_seconds: float = 60.0,
 ) -> Progress:
-    """Runs the job to its end in a Ray cluster that is connected already.
+    """Runs the job to completion on a connected Ray cluster.
 
     Args:
         spec: Spec of the index job, with `rerank`.
         resources: Resources profile of the index job.
         job_id: Identifier of the job.
-        report: Called with one progress line at a time.
-        lease_seconds: Lifetime of the lease without renewal.
+        report: Called with each progress line.
+        lease_seconds: Lifetime of the lease without renewal, in seconds.
 
     Raises:
-        SpecError: The index, its source or the EDJE is invalid, or has another encoder.
-        LeaseHeld: Another job writes to the index.
-        Stopped: SIGTERM arrived; finished work is committed and the lease is released.
+        SpecError: The index, its source or the EDJE is invalid or uses another encoder.
+        LeaseHeld: Another job is writing to the index.
+        Stopped: SIGTERM was received. Finished work is committed and the lease is released.
     """
     check(spec)
     if spec.rerank is None:
         raise MissingField("rerank", None, "the folder of an EDJE (rerank=FOLDER)")
     if not len(Index(spec.index)):
         note = "; run `python -m jobs.index` with this spec first"
-        raise SpecError("index", spec.index, "an index with rows", "is empty", note)
+        raise SpecError("index", spec.index, "an index with items", "is empty", note)
     progress = Progress(seconds={"encode": 0.0, "write": 0.0})
     with Session(spec.index, spec, "backfill", job_id, progress.summary, lease_seconds) as session:
         writer = session.writer
         load = tasks.describe_encoder.options(**resources.encode.task_options)
         encoder_info = ray.get(load.remote(spec.encoder))
         column = rerank_field(spec.rerank, encoder_info)
-        refuse_other_encoders(writer.dataset.schema, encoder_info)
+        check_same_encoder(writer.dataset.schema, encoder_info)
         if RERANK_TOKENS in writer.dataset.schema.names:
             stored = RerankInfo.from_schema(writer.dataset.schema, RERANK_TOKENS)
-            refuse_other_adapter(spec.rerank, stored)
+            check_same_adapter(spec.rerank, stored)
         else:
             writer.add_columns([column])
         writer.index_ids()
         listed = spec.listing_job(session.folder)
-        shards_of = _fragments(session, listed, resources)
+        shards_by_fragment = _shards_by_fragment(session, listed, resources)
         dataset = writer.dataset
-        lacking = [f for f in shards_of if get_fragment(dataset, f).count_rows(WITHOUT_TOKENS)]
+        incomplete = [
+            fragment
+            for fragment in shards_by_fragment
+            if get_fragment(dataset, fragment).count_rows(WITHOUT_TOKENS)
+        ]
         progress.fragments = len(dataset.get_fragments())
-        progress.done_before = progress.fragments - len(lacking)
-        report(f"{len(lacking)} of {progress.fragments} fragments have items without tokens")
-        content = [r for r in every_representation(spec) if r.of == "content"]
+        progress.done_before = progress.fragments - len(incomplete)
+        report(f"{len(incomplete)} of {progress.fragments} fragments have items without tokens")
+        content = [r for r in all_representations(spec) if r.of == "content"]
         encode = encode_stage(
             spec, encoder_info, content, rerank=True, placement=resources.placement
         )
-        given = {
-            "index": part(spec.index),
+        constructor_kwargs = {
+            "index": part_uri(spec.index),
             "version": writer.dataset.version,
             "listed": listed,
             "stage": CacheTokens(encode),
             "unit_items": spec.unit_items,
             "num_threads": resources.encode.num_threads,
         }
-        left = [{"fragment": f, "shards": json.dumps(shards_of[f])} for f in lacking]
-        if left:
-            filled = fill_fragments(CacheFragment, given, left, resources.encode)
+        rows = [{"fragment": f, "shards": json.dumps(shards_by_fragment[f])} for f in incomplete]
+        if rows:
+            filled = fill_fragments(CacheFragment, constructor_kwargs, rows, resources.encode)
             commit_filled(session, filled, COMMIT_FRAGMENTS, progress, report)
         if progress.empty:
             report(
-                f"{progress.empty:,} items have no tokens: the adapter makes none of them,"
-                " or they cannot be read"
+                f"{progress.empty:,} items have no tokens: they cannot be read,"
+                " or the adapter returns none for them"
             )
     return progress
 
 
-def _fragments(
+def _shards_by_fragment(
     session: Session, listed: ListingJob, resources: IndexResources
 ) -> dict[int, list[int]]:
-    """The shards of the source by the fragment in which rows of them lie, unchanged ones."""
+    """Returns, for each fragment, the shards of the source with unchanged rows in it."""
     read = resources.read
     num_shards = ray.get(tasks.plan.options(**read.task_options).remote(listed, None))
-    task = _placed.options(**read.task_options)
-    found = tasks.map_shards(task, listed, range(num_shards), read.max_actors, session.check)
-    shards_of: dict[int, list[int]] = {}
-    for shard, fragments in found:
+    task = _list_shard.options(**read.task_options)
+    results = tasks.map_shards(task, listed, range(num_shards), read.max_actors, session.check)
+    shards: dict[int, list[int]] = {}
+    for shard, fragments in results:
         for fragment in fragments:
-            shards_of.setdefault(fragment, []).append(shard)
-    return {fragment: sorted(shards_of[fragment]) for fragment in sorted(shards_of)}
+            shards.setdefault(fragment, []).append(shard)
+    return {fragment: sorted(shards[fragment]) for fragment in sorted(shards)}
 
 
 @ray.remote
-def _placed(listed: ListingJob, shard: int) -> tuple[int, list[int]]:
+def _list_shard(listed: ListingJob, shard: int) -> tuple[int, list[int]]:
+    """Lists a shard and returns its number and the fragments with its unchanged rows."""
     listing.list_shard(listed, shard)
-    return shard, unit_reader.fragments_of(listed, shard)
+    return shard, unit_reader.stored_fragments(listed, shard)
 
 
 @dataclass(frozen=True)
 class CacheTokens(Stage):
-    """The adapter's tokens of items, without any other column."""
+    """Stage that computes the adapter's tokens and no other column."""
 
     encode: Encode
 
@@ -168,16 +173,16 @@ class TokenCacher(LoadedStage):
     def process(self, items: pa.Table) -> Processed:
         """Returns the items with the adapter's tokens."""
         items, _ = self._encoder.prepare(items)
-        found = Found()
+        collector = ColumnCollector()
         for encoded in self._encoder.batches(items):
             table = pa.table({RERANK_TOKENS: self._encoder.rerank_tokens(encoded.batch)})
-            found.add(encoded.aspect, encoded.rows, table, encoded.problems)
-        aspects, nothing = self._encoder.stage.aspects, self._encoder.nothing
-        return Processed(*found.join(items.select(ITEM.names), aspects, nothing))
+            collector.add(encoded.item_field, encoded.rows, table, encoded.problems)
+        item_fields, empty_reason = self._encoder.stage.item_fields, self._encoder.empty_reason
+        return Processed(*collector.join(items.select(ITEM.names), item_fields, empty_reason))
 
 
 class CacheFragment:
-    """Encodes a fragment's items that have no tokens, and writes the column's data file."""
+    """Actor that encodes the items without tokens of a fragment and writes the column's file."""
 
     def __init__(
         self,
@@ -195,38 +200,43 @@ class CacheFragment:
         self.stage, self.unit_items = stage.load(), unit_items
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
-        """Fills the fragments of a batch; returns the JSON of a `Filled` for each."""
-        asked = zip(batch["fragment"], batch["shards"], strict=True)
-        filled = [self.fill(int(number), json.loads(shards)) for number, shards in asked]
-        return {"filled": [one.to_json() for one in filled]}
+        """Fills the fragments of a batch and returns the JSON of a `FilledFragment` for each."""
+        rows = zip(batch["fragment"], batch["shards"], strict=True)
+        filled = [self.fill(int(number), json.loads(shards)) for number, shards in rows]
+        return {"filled": [fragment.to_json() for fragment in filled]}
 
-    def fill(self, number: int, shards: list[int]) -> Filled:
-        """Fills the rows of one fragment that have no tokens."""
+    def fill(self, number: int, shards: list[int]) -> FilledFragment:
+        """Fills the rows without tokens of one fragment.
+
+        Args:
+            number: Fragment of the index.
+            shards: Shards of the source with items of the fragment.
+        """
         start = time.perf_counter()
         fragment = get_fragment(self.index.dataset, number)
-        with self.index.reading():
+        with self.index.corruption_errors():
             table = fragment.to_table(columns=["item_id"], filter=WITHOUT_TOKENS, with_row_id=True)
-        row_of = dict(zip(table["item_id"].to_pylist(), table["_rowid"].to_pylist(), strict=True))
-        parts, num_tried = [], 0
+        row_ids = dict(zip(table["item_id"].to_pylist(), table["_rowid"].to_pylist(), strict=True))
+        tables, num_tried = [], 0
         for shard in shards:
-            units = unit_reader.stored_units(self.listed, shard, number, row_of, self.unit_items)
+            units = unit_reader.stored_units(self.listed, shard, number, row_ids, self.unit_items)
             for unit, num_unread in units:
                 num_tried += unit.items.num_rows + num_unread
-                done = run_stage(self.stage, unit).items
-                if RERANK_TOKENS in done.column_names:
-                    has_tokens = done[RERANK_TOKENS].is_valid()
-                    parts.append(done.filter(has_tokens).select(["item_id", RERANK_TOKENS]))
-        num_done = sum(part.num_rows for part in parts)
+                items = run_stage(self.stage, unit).items
+                if RERANK_TOKENS in items.column_names:
+                    has_tokens = items[RERANK_TOKENS].is_valid()
+                    tables.append(items.filter(has_tokens).select(["item_id", RERANK_TOKENS]))
+        num_filled = sum(table.num_rows for table in tables)
         encoded = time.perf_counter()
         written: Any = None
         modified: list[int] = []
-        if num_done:
-            filled = pa.concat_tables(parts)
-            rows = pa.array([row_of[i] for i in filled["item_id"].to_pylist()], pa.uint64())
+        if num_filled:
+            filled = pa.concat_tables(tables)
+            rows = pa.array([row_ids[i] for i in filled["item_id"].to_pylist()], pa.uint64())
             field = self.index.schema.field(RERANK_TOKENS)
             columns = pa.schema([pa.field("_rowid", pa.uint64()), field])
             filled = pa.table([rows, filled[RERANK_TOKENS]], names=columns.names).cast(columns)
             metadata, modified = fragment.update_columns(filled)
             written = metadata.to_json()
         seconds = {"encode": encoded - start, "write": time.perf_counter() - encoded}
-        return Filled(written, modified, num_done, num_tried - num_done, seconds)
+        return FilledFragment(written, modified, num_filled, num_tried - num_filled, seconds)

@@ -1,4 +1,4 @@
-"""Checks of an index job before it does any work."""
+"""Validation of an index job before any work starts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import pyarrow as pa
 
 from pipeline.config import SpecError, within
 from pipeline.encoders import AttentionInfo
-from pipeline.index.columns import aspects_of, every_representation, needed_taps
+from pipeline.index.columns import all_representations, represented_fields, taps_by_representation
 from pipeline.index.info import EncoderInfo, pooled_infos, representation_infos
 from pipeline.index.reader import Index, check_location
-from pipeline.index.rerank_tokens import edje_of
+from pipeline.index.rerank_tokens import read_edje
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import ENCODERS, SOURCES
 from pipeline.taps import Tap
 
 
 def check(spec: IndexSpec) -> None:
-    """Raises `SpecError` for whatever can be known to fail before any work."""
-    aspects = aspects_of(every_representation(spec))
+    """Checks the source, encoder, representations and location of an index job.
+
+    Raises:
+        SpecError: The job cannot succeed.
+    """
+    item_fields = represented_fields(all_representations(spec))
     check_location(spec.index)
     with within("source"):
         spec.build_source().check()
@@ -30,38 +34,38 @@ def check(spec: IndexSpec) -> None:
     with within("encoder"):
         encoder.check(spec.encoder)
     if spec.rerank is not None:
-        if "content" not in aspects:
-            rule = "null unless a representation is `of: content`"
+        if "content" not in item_fields:
+            rule = "null unless a representation has `of: content`"
             raise SpecError("rerank", spec.rerank, rule)
-        edje_of(spec.rerank)
+        read_edje(spec.rerank)
     encoder_dim, source_dim = (getattr(s, "dim", None) for s in (spec.encoder, spec.source))
     if "vectors" in encoder.default_inputs and source_dim and encoder_dim != source_dim:
-        raise SpecError("encoder.dim", encoder_dim, f"{source_dim}, the value of source.dim")
+        raise SpecError("encoder.dim", encoder_dim, f"{source_dim}, as in source.dim")
     _check_taps(spec, encoder.attention(spec.encoder))
     for source in filter(None, (spec.source, spec.fit.source)):
-        for each in SOURCES.load(source.name).leaf_specs(source):
-            _check_source(spec, each.name)
+        for leaf in SOURCES.load(source.name).leaf_specs(source):
+            _check_source(spec, leaf.name)
 
 
 def check_resources(spec: IndexSpec, resources: IndexResources) -> None:
-    """Raises `SpecError` if the profile spreads an encoder over GPUs that cannot be spread."""
+    """Raises `SpecError` if `device_map` is set for an encoder that does not support it."""
     if resources.device_map and not ENCODERS.load(spec.encoder.name).supports_device_map:
-        rule = f"null (the encoder {spec.encoder.name} runs on one GPU)"
+        rule = f"null for the encoder {spec.encoder.name}, which runs on one GPU"
         raise SpecError("device_map", resources.device_map, rule)
 
 
 def check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
-    """Raises `SpecError` for a reason for which the index has no rejects."""
+    """Raises `SpecError` for a reason that no reject of the index has."""
     if reasons:
         known = set(Index(spec.index).rejects()["reason"].to_pylist())
         for reason in reasons:
             if reason not in known:
-                problem = "is not a reason in the index"
+                problem = "is not the reason of any reject in the index"
                 raise SpecError.unknown_name("--retry-rejects", reason, sorted(known), problem)
 
 
-def refuse_other_encoders(schema: pa.Schema, encoder_info: EncoderInfo) -> None:
-    """Raises `SpecError` if another encoder filled columns of this encoder's vector space."""
+def check_same_encoder(schema: pa.Schema, encoder_info: EncoderInfo) -> None:
+    """Raises `SpecError` if columns of this encoder were filled with another fingerprint."""
     pooled, representations = pooled_infos(schema).values(), representation_infos(schema).values()
     stored = [(info.name, info.encoder, info.fingerprint) for info in pooled]
     for info in representations:
@@ -71,21 +75,21 @@ def refuse_other_encoders(schema: pa.Schema, encoder_info: EncoderInfo) -> None:
             raise SpecError(
                 "encoder",
                 encoder_info.name,
-                f"the encoder of {name!r} (fingerprint {fingerprint})",
+                f"the encoder that filled {name!r} (fingerprint {fingerprint})",
                 f"has the fingerprint {encoder_info.fingerprint}",
             )
 
 
 def _check_taps(spec: IndexSpec, attention: AttentionInfo | None) -> None:
-    """Raises `SpecError` if the encoder cannot give a wanted attention statistic."""
-    wanted = {"keep_taps": tuple(Tap.parse(name) for name in spec.keep_taps)}
-    needed = needed_taps(every_representation(spec))
-    wanted |= {f"representations.{name}": taps for name, taps in needed.items()}
-    for field, taps in wanted.items():
+    """Raises `SpecError` if the encoder does not provide a required attention statistic."""
+    required = {"keep_taps": tuple(Tap.parse(name) for name in spec.keep_taps)}
+    by_representation = taps_by_representation(all_representations(spec))
+    required |= {f"representations.{name}": taps for name, taps in by_representation.items()}
+    for field, taps in required.items():
         for tap in taps:
             if attention is None or tap.statistic not in attention.statistics:
-                given = ", ".join(attention.statistics) if attention else "no attention"
-                rule = f"attention statistics that the encoder provides ({given})"
+                provided = ", ".join(attention.statistics) if attention else "none"
+                rule = f"an attention statistic that the encoder provides ({provided})"
                 problem = f"is not provided by the encoder {spec.encoder.name}"
                 raise SpecError(field, tap.name, rule, problem)
             with within(field):
@@ -93,18 +97,18 @@ def _check_taps(spec: IndexSpec, attention: AttentionInfo | None) -> None:
 
 
 def _check_source(spec: IndexSpec, source: str) -> None:
-    """Raises `SpecError` if a source provides none of the inputs of the encoder."""
+    """Raises `SpecError` if a source provides none of the data that the encoder reads."""
     provided = SOURCES.load(source).provides
-    aspects = aspects_of(every_representation(spec))
+    item_fields = represented_fields(all_representations(spec))
     encoder = ENCODERS.load(spec.encoder.name)
     reads = encoder.supported_inputs(spec.encoder)
-    if "caption" in provided and "caption" in aspects:
+    if "caption" in provided and "caption" in item_fields:
         return
-    if "content" not in aspects:
+    if "content" not in item_fields:
         problem = f"is not provided by the source {source}"
         raise SpecError("representations.of", "caption", "content", problem)
     missing = set(encoder.required_inputs(spec.encoder)) - set(provided)
     if missing or not set(reads) & set(provided):
-        rule = f"an encoder of {' or '.join(provided)}, as provided by the source {source}"
+        rule = f"an encoder that reads {' or '.join(provided)}, which the source {source} provides"
         problem = f"reads {', '.join(sorted(missing or reads))}"
         raise SpecError("encoder", spec.encoder.name, rule, problem)

@@ -1,4 +1,4 @@
-"""Columns of an index: representations and their names, and what an encoder stores for all."""
+"""Columns of an index: representations, and the columns that they share."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from pydantic import Field, field_validator, model_validator
 
 from pipeline.config import ComponentSpec, Spec, SpecError, dump, expand_sweep, parse, within
 from pipeline.index.info import EncoderInfo, RepresentationInfo
-from pipeline.index.positions import as_used, stored_type
+from pipeline.index.positions import decode_positions, stored_type
 from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec
 from pipeline.schema import FORMAT_VERSION, ITEM, with_metadata
 from pipeline.taps import Tap, single_layer_taps
 
-if TYPE_CHECKING:  # listing and reading go without torch: each of their processes starts sooner
+if TYPE_CHECKING:  # without torch, processes that list or read items start faster
     import lance
 
 
-#: How the names of columns end that come with a representation or an encoder.
-COMPANIONS = ("_support", "_pooled", "_spans", "_extents", "_confidence", "_tap")
-#: What of an item a representation stands for: what is in it, or what somebody said of it.
-Aspect = Literal["content", "caption"]
-ASPECTS: tuple[str, ...] = get_args(Aspect)
-#: Token columns between an encoding and a compressing actor, where those are apart.
+#: Suffixes of the columns that accompany a representation or an encoder.
+COMPANION_SUFFIXES = ("_support", "_pooled", "_spans", "_extents", "_confidence", "_tap")
+#: Field of an item that a representation encodes: its content or its caption.
+ItemField = Literal["content", "caption"]
+ITEM_FIELDS: tuple[str, ...] = get_args(ItemField)
+#: Token columns that a separate encoding actor passes to the compressing actor.
 TOKEN_COLUMNS = ("vectors", "spans", "extents", "confidence", "pooled")
 
 
-def token_column(aspect: str, name: str) -> str:
-    """What a token column is called that is of this aspect of the items."""
-    return name if aspect == "content" else f"{aspect}_{name}"
+def token_column(item_field: str, name: str) -> str:
+    """Returns the name of a token column of an item field."""
+    return name if item_field == "content" else f"{item_field}_{name}"
 
 
-#: The column of what EDJE's adapter makes of an item, see `rerank_tokens`.
+#: Column of the tokens of an EDJE adapter, see `rerank_tokens`.
 RERANK_TOKENS = "rerank_tokens"
-#: Columns that are there already: stored, or on the way from encoder to compressor.
-TAKEN = (
+#: Names that representations cannot have: stored and intermediate columns.
+RESERVED_NAMES = (
     *ITEM.names,
-    *(token_column(aspect, name) for aspect in ASPECTS for name in TOKEN_COLUMNS),
+    *(token_column(item_field, name) for item_field in ITEM_FIELDS for name in TOKEN_COLUMNS),
     RERANK_TOKENS,
 )
 
@@ -53,44 +53,45 @@ class Representation(Spec):
     compressor: CompressorSpec
     """Compressor of the token vectors."""
     codec: CodecSpec = Field(default="float16", validate_default=True)
-    """Format of each stored vector."""
-    of: Aspect = "content"
-    """Field of the items that is encoded."""
+    """Codec of the stored vectors."""
+    of: ItemField = "content"
+    """Field of the items to represent."""
     id: str = ""
-    """Name of the column; by default from method, budget and codec, such as `hpool_32_int8`."""
+    """Name of the column. By default it consists of method, budget and codec, such as
+    `hpool_32_int8`."""
     keep_support: bool = True
-    """Whether to store the assignment of tokens to vectors, for marked words and maps."""
+    """Whether to store the assignment of tokens to vectors, for highlights and similarity maps."""
 
     @field_validator("id")
     @classmethod
     def _plain_name(cls, value: str) -> str:
         if value and not re.fullmatch(r"[a-z][a-z0-9_]*", value):
             raise SpecError("", value, "lower-case letters, digits and _, starting with a letter")
-        if value in TAKEN or value.endswith(COMPANIONS):
-            taken, endings = ", ".join(TAKEN), ", ".join(COMPANIONS)
-            rule = f"a name other than {taken}, without an ending {endings}"
+        if value in RESERVED_NAMES or value.endswith(COMPANION_SUFFIXES):
+            names, suffixes = ", ".join(RESERVED_NAMES), ", ".join(COMPANION_SUFFIXES)
+            rule = f"a name other than {names}, without any of the suffixes {suffixes}"
             raise SpecError("", value, rule, "is reserved")
         return value
 
     @model_validator(mode="after")
     def _default_id(self) -> Representation:
         if not self.id:
-            own = "_".join([default_id(self.compressor), *codec_id(self.codec)])
-            object.__setattr__(self, "id", token_column(self.of, own))
+            name = "_".join([default_id(self.compressor), *codec_id(self.codec)])
+            object.__setattr__(self, "id", token_column(self.of, name))
         return self
 
     @property
     def support_id(self) -> str:
-        """The column that holds the support."""
+        """Name of the column with the assignment of tokens to vectors."""
         return f"{self.id}_support"
 
 
 def default_id(compressor: Spec, with_budget: bool = True) -> str:
-    """Returns the default name of a column: the method, its non-default settings, the budget.
+    """Returns the default column name: the method, its non-default settings and the budget.
 
     Args:
-        compressor: Spec of a compressor, or of a component of one.
-        with_budget: Adds `num_vectors` or `ratio`.
+        compressor: Spec of a compressor or of one of its components.
+        with_budget: Whether to append `num_vectors` or `ratio`.
 
     >>> default_id(COMPRESSORS.resolve({"name": "hpool", "num_vectors": 32}))
     'hpool_32'
@@ -119,12 +120,12 @@ def default_id(compressor: Spec, with_budget: bool = True) -> str:
 
 
 def codec_settings(codec: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a codec that a name of it must tell: its bits, and what is no default.
+    """Returns the settings of a codec that its name includes: the bits and non-default values.
 
     >>> codec_settings({"name": "residual", "bits": 4, "num_centroids": 256})
     {'bits': 4}
     """
-    if len(codec) == 1:  # nothing is imported to learn that
+    if len(codec) == 1:  # avoids importing the codec
         return {}
     fields = CODECS.load(codec["name"]).Spec.model_fields
     return {
@@ -135,17 +136,17 @@ def codec_settings(codec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def codec_name(codec: Mapping[str, Any]) -> str:
-    """A codec's name for readers.
+    """Returns the display name of a codec.
 
     >>> codec_name({"name": "binary", "query": "binary"}), codec_name({"name": "float16"})
     ('binary query=binary', 'float16')
     """
-    told = (f"{key}={value}" for key, value in codec_settings(codec).items())
-    return " ".join([codec["name"], *told])
+    settings = (f"{key}={value}" for key, value in codec_settings(codec).items())
+    return " ".join([codec["name"], *settings])
 
 
 def codec_id(codec: ComponentSpec) -> list[str]:
-    """Returns the parts that a codec adds to the name of a column: none for the default codec.
+    """Returns the parts of a column name that identify the codec; none for the default codec.
 
     >>> codec_id(CODECS.resolve({"name": "residual", "bits": 2, "num_centroids": 64}))
     ['residual', '2', 'num_centroids64']
@@ -161,7 +162,7 @@ def codec_id(codec: ComponentSpec) -> list[str]:
     return [re.sub("[^a-z0-9]+", "_", part.lower()).strip("_") for part in parts]
 
 
-#: Fields of a representation -> their values, of which the product is taken; or several such.
+#: Values by field of a representation, whose Cartesian product is taken; or a list of such maps.
 Sweep = dict[str, Any] | list[dict[str, Any]]
 
 
@@ -170,54 +171,62 @@ class ListsRepresentations(Protocol):
 
     @property
     def representations(self) -> list[Representation]:
-        """Listed representations."""
+        """Explicit representations."""
         ...
 
     @property
     def sweep(self) -> Sweep:
-        """Further representations as products of values."""
+        """Additional representations as products of values."""
         ...
 
 
-def every_representation(spec: ListsRepresentations) -> list[Representation]:
-    """The listed representations and those of the sweeps, each name once.
+def all_representations(spec: ListsRepresentations) -> list[Representation]:
+    """Returns the explicit representations followed by those of the sweeps.
 
     Raises:
-        SpecError: There is none, two have the same name, or a swept one is invalid.
+        SpecError: There are none, two have the same name, or one in a sweep is invalid.
     """
-    every = list(spec.representations)
+    representations = list(spec.representations)
     for sweep in [spec.sweep] if isinstance(spec.sweep, dict) else spec.sweep:
         for fields in expand_sweep(sweep) if sweep else []:
             with within("sweep"):
-                every.append(parse(Representation, fields))
-    if not every:
+                representations.append(parse(Representation, fields))
+    if not representations:
         raise SpecError(
             "representations", [], "a non-empty list, unless `sweep` has representations"
         )
-    names = [r.id for r in every]
+    names = [r.id for r in representations]
     for name in names:
         if names.count(name) > 1:
             rule = "unique (set a different `id`)"
             raise SpecError("representations", name, rule, "occurs twice")
-    return every
+    return representations
 
 
-def needed_taps(representations: Iterable[Representation]) -> dict[str, tuple[Tap, ...]]:
-    """The attention statistics that representations need, by their id."""
+def taps_by_representation(representations: Iterable[Representation]) -> dict[str, tuple[Tap, ...]]:
+    """Returns the required attention statistics by id, for representations that need any."""
     compressors = {r.id: COMPRESSORS.build(r.compressor) for r in representations}
     return {name: c.needs_taps for name, c in compressors.items() if c.needs_taps}
 
 
-def taps_of(representations: Iterable[Representation], num_layers: int | None) -> tuple[Tap, ...]:
-    """The taps of one layer each that representations are made of."""
-    needed = [tap for taps in needed_taps(representations).values() for tap in taps]
-    return single_layer_taps(needed, num_layers or 0)
+def required_taps(
+    representations: Iterable[Representation], num_layers: int | None
+) -> tuple[Tap, ...]:
+    """Returns the single-layer attention statistics from which the required ones are averaged."""
+    required = [tap for taps in taps_by_representation(representations).values() for tap in taps]
+    return single_layer_taps(required, num_layers or 0)
 
 
 def encoder_fields(
     encoder_info: EncoderInfo, keep_positions: bool, keep_taps: Sequence[Tap] = ()
 ) -> list[pa.Field]:
-    """Returns the columns that an encoder fills once for all representations of a field."""
+    """Returns the columns that all representations of a field share.
+
+    Args:
+        encoder_info: Encoder, as seen from the field (`EncoderInfo.for_field`).
+        keep_positions: Whether token positions are stored.
+        keep_taps: Attention statistics to store, of one layer each.
+    """
     metadata = {
         "format_version": FORMAT_VERSION,
         "encoder": encoder_info.spec,
@@ -242,7 +251,7 @@ def encoder_fields(
 def representation_info(
     representation: Representation, encoder_info: EncoderInfo
 ) -> RepresentationInfo:
-    """Returns the info of a representation of which nothing is fitted yet."""
+    """Returns the info of a representation before fitting."""
     compressor = COMPRESSORS.build(representation.compressor)
     of_field = encoder_info.for_field(representation.of)
     return RepresentationInfo(
@@ -269,13 +278,13 @@ def representation_fields(
     artefact: str | None,
     codec_artefact: str | None = None,
 ) -> list[pa.Field]:
-    """Returns the column of a representation, and that of its support if it has one.
+    """Returns the column of a representation and, if stored, that of its token assignment.
 
     Args:
         representation: Spec of the representation.
         encoder_info: Encoder of the token vectors.
-        artefact: Name of the fitted state of the compressor.
-        codec_artefact: Name of the fitted state of the codec.
+        artefact: Hash of the fitted state of the compressor; None without one.
+        codec_artefact: Hash of the fitted state of the codec; None without one.
     """
     info = representation_info(representation, encoder_info)
     info = replace(info, artefact=artefact, codec_artefact=codec_artefact)
@@ -293,16 +302,16 @@ def representation_fields(
     return fields
 
 
-def aspects_of(representations: Iterable[Representation]) -> tuple[str, ...]:
-    """The parts of the items that representations stand for, content first."""
-    wanted = {representation.of for representation in representations}
-    return tuple(aspect for aspect in ASPECTS if aspect in wanted)
+def represented_fields(representations: Iterable[Representation]) -> tuple[str, ...]:
+    """Returns the item fields that representations encode, content first."""
+    fields = {representation.of for representation in representations}
+    return tuple(item_field for item_field in ITEM_FIELDS if item_field in fields)
 
 
-def other_setting(
+def changed_setting(
     representation: Representation, encoder_info: EncoderInfo, stored: RepresentationInfo
 ) -> tuple[str, Any, Any] | None:
-    """Returns the first setting that differs in the index: its name, and its new and stored value.
+    """Returns name, new value and stored value of the first setting that differs from the index.
 
     Args:
         representation: Spec of the representation.
@@ -310,7 +319,7 @@ def other_setting(
         stored: Column of the same name in the index.
     """
     compressor, codec = stored.compressor, stored.codec
-    with contextlib.suppress(SpecError, KeyError):  # settings that are newer have their defaults
+    with contextlib.suppress(SpecError, KeyError):  # newer settings get their defaults
         compressor = dump(COMPRESSORS.resolve(compressor))
         codec = dump(CODECS.resolve(codec))
     settings = (
@@ -322,32 +331,35 @@ def other_setting(
     return next((setting for setting in settings if setting[1] != setting[2]), None)
 
 
-def refuse_other_settings(
+def check_same_settings(
     representation: Representation, encoder_info: EncoderInfo, stored: RepresentationInfo
 ) -> None:
-    """Raises `SpecError` if the column in the index was made with other settings."""
-    if other := other_setting(representation, encoder_info, stored):
-        name, value, value_there = other
+    """Raises `SpecError` if the stored column was computed with other settings."""
+    if setting := changed_setting(representation, encoder_info, stored):
+        name, value, stored_value = setting
         raise SpecError(
             f"representations.{representation.id}.{name}",
             value,
-            f"{value_there} as in the index, unless `id` is set to another name",
+            f"{stored_value}, as in the index",
+            note="; set `id` to store it as another column",
         )
 
 
 def compressor_remarks(
     dataset: lance.LanceDataset, representations: Iterable[Representation]
 ) -> list[str]:
-    """Returns sentences about settings of compressors that do not suit the first item.
+    """Returns warnings about compressor settings that do not suit the first item.
 
-    Items without stored extents are not judged.
+    Representations whose token extents are not stored are skipped.
     """
     ids_by_sentence: dict[str, list[str]] = {}
     for r in representations:
         name = RepresentationInfo.from_schema(dataset.schema, r.id).positions.get("extents")
         if name is None or name not in dataset.schema.names:
             continue
-        first = as_used(dataset.to_table([name], filter=f"`{name}` IS NOT NULL", limit=1))[name]
+        first = decode_positions(dataset.to_table([name], filter=f"`{name}` IS NOT NULL", limit=1))[
+            name
+        ]
         compressor = COMPRESSORS.build(r.compressor)
         if len(first) and (sentence := compressor.remark(np.array(first[0].as_py()))):
             ids_by_sentence.setdefault(sentence, []).append(r.id)
@@ -355,5 +367,5 @@ def compressor_remarks(
 
 
 def has_support(representation: Representation) -> bool:
-    """Whether the representation stores its support: not where each token stands for itself."""
+    """Returns True if the token assignment is stored; without compression it is the identity."""
     return representation.keep_support and representation.compressor.name != "none"

@@ -1,4 +1,4 @@
-"""Dry run of the index job: lists the source, tries a few items and estimates the rest."""
+"""Dry run of the index job: lists the source, encodes a few items and estimates time and size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ray
 from pipeline.config import dump_yaml, within
 from pipeline.index import unit_reader
 from pipeline.index.checks import check
-from pipeline.index.columns import every_representation
+from pipeline.index.columns import all_representations
 from pipeline.index.fitting import needs_fit
 from pipeline.index.info import EncoderInfo
 from pipeline.index.rerank_tokens import rerank_field
@@ -25,7 +25,7 @@ from pipeline.schema import Reject
 from pipeline.stage import Unit, run_stage
 from pipeline.tokens import TokenBatch, flat_from_arrow
 
-#: Maximum number of items that are tried.
+#: Maximum number of items to encode.
 NUM_TRIED = 32
 
 
@@ -36,7 +36,7 @@ class Trial(NamedTuple):
         tokens: Tokens per item.
         rate: Items per second.
         bytes: Bytes per item, by column.
-        rejects: Reasons of the items that were rejected.
+        rejects: Reason of each rejected item.
     """
 
     tokens: float
@@ -46,42 +46,48 @@ class Trial(NamedTuple):
 
 
 class CountingCompressor(TokenCompressor):
-    """A compressor that counts the tokens it is given."""
+    """Compressor that counts the tokens of its input."""
 
     num_tokens = 0
 
-    def columns(self, batch: TokenBatch, aspect: str = "content") -> pa.Table:
+    def columns(self, batch: TokenBatch, item_field: str = "content") -> pa.Table:
         """Counts the tokens of a batch and compresses it."""
         self.num_tokens += int(batch.mask.sum())
-        return super().columns(batch, aspect)
+        return super().columns(batch, item_field)
 
 
 def dry_run(
     spec: IndexSpec, resources: IndexResources, limit: int | None, report: Callable[[str], None]
 ) -> None:
-    """Resolves the spec, lists the source, encodes a few items and estimates; writes nothing."""
+    """Estimates time and size of an index job from a few items; writes nothing.
+
+    Args:
+        spec: Spec of the job.
+        resources: Resources profile of the job.
+        limit: Maximum number of items to list; None for all.
+        report: Called with each line of the estimate.
+    """
     check(spec)
     report(dump_yaml(spec).rstrip())
     sample, num_items, rejects = ray.get(_preview.remote(spec, limit))
-    report(f"\nlisted {num_items + len(rejects):,} items, of which {len(rejects):,} cannot be read")
+    report(f"\nlisted {num_items + len(rejects):,} items, {len(rejects):,} unreadable")
     for reject in rejects[:5]:
         report(f"  rejected {reject.item_id}: {reject.reason} {reject.detail}")
     if not sample.num_rows:
         return
-    task = _try.options(**resources.encode.task_options)
+    task = _run_trial.options(**resources.encode.task_options)
     trial = ray.get(task.remote(spec, sample))
     num_actors = resources.encode.max_actors
     report(
-        f"tried {sample.num_rows} items: {trial.tokens:.0f} tokens an item,"
-        f" {trial.rate:,.1f} items/s an actor;"
-        f" about {num_items / trial.rate / num_actors:,.0f} s in all with {num_actors} actors"
+        f"encoded {sample.num_rows} items: {trial.tokens:.0f} tokens per item,"
+        f" {trial.rate:,.1f} items/s per actor;"
+        f" about {num_items / trial.rate / num_actors:,.0f} s in total with {num_actors} actors"
     )
     for reason, number in Counter(trial.rejects).items():
         report(f"  rejected {number} of them: {reason}")
     for name, num_bytes in trial.bytes.items():
-        report(
-            f"  {name:24} {num_bytes:10,.0f} bytes an item {num_bytes * num_items / 1e6:12,.1f} MB"
-        )
+        total = f"{num_bytes * num_items / 1e6:12,.1f} MB"
+        report(f"  {name:24} {num_bytes:10,.0f} bytes per item {total}")
 
 
 @ray.remote
@@ -90,24 +96,24 @@ def _preview(spec: IndexSpec, limit: int | None) -> tuple[pa.Table, int, list[Re
 
 
 @ray.remote
-def _try(spec: IndexSpec, items: pa.Table) -> Trial:
-    """Encodes and compresses a few items.
+def _run_trial(spec: IndexSpec, items: pa.Table) -> Trial:
+    """Encodes and compresses a few items without fitting.
 
-    Nothing is fitted: compressors that need it are left out, and codecs that need it state how many
-    bytes they take.
+    Compressors that need fitting are omitted. For codecs that need it, sizes are computed from
+    their bytes per token.
     """
     with within("encoder"):
         encoder_info = EncoderInfo.from_encoder(ENCODERS.build(spec.encoder), spec.encoder)
     if spec.rerank is not None:
-        rerank_field(spec.rerank, encoder_info)  # raises if the EDJE is of another encoder
-    plain = CODECS.resolve("float16")
-    wanted = every_representation(spec)
-    codecs = {r.id: codec for r in wanted if (codec := CODECS.build(r.codec)).needs_fit}
-    tried = [r.model_copy(update={"codec": plain}) if r.id in codecs else r for r in wanted]
-    tried = [r for r in tried if not needs_fit(r)]
-    encode = encode_stage(spec, encoder_info, tried, rerank=True)
+        rerank_field(spec.rerank, encoder_info)  # raises if the EDJE has another encoder
+    float16 = CODECS.resolve("float16")
+    requested = all_representations(spec)
+    codecs = {r.id: codec for r in requested if (codec := CODECS.build(r.codec)).needs_fit}
+    unfitted = [r.model_copy(update={"codec": float16}) if r.id in codecs else r for r in requested]
+    unfitted = [r for r in unfitted if not needs_fit(r)]
+    encode = encode_stage(spec, encoder_info, unfitted, rerank=True)
     compress = Compress(
-        encoder_info, tried, {}, [column.name for column in encoder_columns(spec, encoder_info)]
+        encoder_info, unfitted, {}, [column.name for column in encoder_columns(spec, encoder_info)]
     )
     compressor = CountingCompressor(compress)
     stage = Representer(encode.load(), compressor)

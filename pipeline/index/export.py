@@ -1,7 +1,7 @@
-"""Exporting a representation: ids, vectors and items as Parquet or .npy, for other software.
+"""Export of a representation: ids, vectors and items as Parquet or .npy files.
 
-Both forms are what the `vectors` source reads. An export shows under its name when it is whole: it
-is written beside it, or for a remote store on this machine's disk, and then moved.
+The `vectors` source reads both formats. The output appears atomically: it is written to a temporary
+path, on the local disk for remote stores, and moved when it is complete.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute
 from pipeline.extras import require_storage
 from pipeline.index.filters import filtering
-from pipeline.index.reader import Index, both, first_line
+from pipeline.index.reader import Index, combine_filters, first_line
 from pipeline.schema import ITEM, METADATA_KEY, column_metadata, vectors_type
 from pipeline.sources.vector_files import NpyFiles
 
 Form = Literal["parquet", "npy"]
 
-#: Rows in memory at a time, and of a row group.
+#: Number of rows per batch in memory and per Parquet row group.
 BATCH_ROWS = 256
 ITEMS_FILE, METADATA_FILE = "items.jsonl", "metadata.json"
-#: The files of an .npy export. The ids come last: without them the source takes it for none.
+#: Files of an .npy export. The ids are uploaded last; without them the source finds no export.
 NPY_FILES = (NpyFiles.VECTORS, NpyFiles.LENGTHS, ITEMS_FILE, METADATA_FILE, NpyFiles.IDS)
 
 REPORT_SECONDS = 5.0
@@ -55,34 +55,38 @@ def export(
     overwrite: bool = False,
     report: Callable[[str], None] = print,
 ) -> int:
-    """Writes the vectors of a representation, of the items that have any, with the items.
+    """Exports the items that have a representation, with their vectors.
 
-    `parquet`: a file with the columns `id`, `vectors` and those of an item; what the index says of
-    the representation stands as JSON in the schema's metadata under `maxray`. `npy`: a folder with
-    vectors.npy (T, D), the vectors of all items one after the other, lengths.npy (n,), ids.txt,
-    items.jsonl and metadata.json. Floats keep the precision in which they are stored; of other
-    codecs it is the vectors that they stand for, as float32. Memory does not grow with the index.
+    The formats are:
+
+    - `parquet`: a file with the columns `id`, `vectors` and those of the items. The metadata of the
+      representation is JSON in the schema metadata under the key `maxray`.
+    - `npy`: a folder with vectors.npy (T, D), the concatenated vectors of all items, lengths.npy
+      (N,), ids.txt, items.jsonl and metadata.json.
+
+    Float vectors keep their stored precision; other codecs are decoded to float32. Memory use does
+    not depend on the size of the index.
 
     Args:
         uri: URI of the index.
         output: Path or URI of the file or folder to write.
-        representation: Searchable column, or one of single vectors, which count as lists of one.
+        representation: Column of token vectors, or of single vectors, which count as lists of one.
         form: Format of the export.
-        filter: SQL condition over the items' columns.
-        overwrite: Replaces an existing export.
-        report: Called with one progress line at a time.
+        filter: SQL condition over the columns of the items.
+        overwrite: Whether to replace an existing export.
+        report: Called with each progress line.
 
     Returns:
-        The number of items.
+        The number of exported items.
 
     Raises:
-        SpecError: no such representation, a filter that is none or lets nothing through, or an
-            output that is there or cannot be written.
+        SpecError: The representation does not exist, the filter is invalid or matches no items, or
+            the output exists or cannot be written.
     """
     index = Index(uri)
     metadata = _metadata(index, representation)
     filesystem, path = _check_output(output, form, overwrite)
-    condition = both(filter, f"`{representation}` IS NOT NULL")
+    condition = combine_filters(filter, f"`{representation}` IS NOT NULL")
     num_items = _count(index, condition, filter, representation)
     record = {**metadata, "index": absolute(uri), "version": index.version}
     record |= {"representation": representation, "where": filter, "items": num_items}
@@ -115,7 +119,11 @@ def _is_exportable(index: Index, column: str) -> bool:
 
 
 def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFileSystem, str]:
-    """The file system and path to write to, if that is possible and allowed."""
+    """Returns the file system and path of the output.
+
+    Raises:
+        SpecError: The output exists or cannot be written.
+    """
     if not output.strip("/ "):
         raise SpecError("output", output, "a path or URI", "names no file or folder")
     if form == "parquet" and not output.lower().endswith(".parquet"):
@@ -124,19 +132,19 @@ def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFil
     require_storage(output)
     try:
         filesystem, path = fsspec.url_to_fs(absolute(output), use_listings_cache=False)
-        is_there, is_folder = filesystem.exists(path), filesystem.isdir(path)
+        already_exists, is_folder = filesystem.exists(path), filesystem.isdir(path)
     except OSError:
         raise
-    except Exception as error:  # each storage has errors of its own library
+    except Exception as error:  # each storage library raises its own errors
         problem = f"cannot be reached ({type(error).__name__}: {first_line(error)})"
         raise SpecError("output", output, "a reachable URI", problem) from None
     check_writable(output, "output", as_file=form == "parquet")
-    if not is_there:
+    if not already_exists:
         return filesystem, path
     if form == "npy" and is_folder:
         names = {posixpath.basename(entry.rstrip("/")) for entry in filesystem.ls(path, False)}
         if names - set(NPY_FILES):
-            rule = "a new path, or an export to overwrite"
+            rule = "a new path or an export to overwrite"
             raise SpecError("output", output, rule, "is a folder with other files")
         overwrite = overwrite or not names
     if not overwrite:
@@ -150,7 +158,7 @@ def _count(index: Index, condition: str, filter: str | None, representation: str
     if num_items == 0:
         if filter is not None:
             raise SpecError(
-                "filter", filter, "a filter that matches items with vectors", "matches none"
+                "filter", filter, "a condition that matches items with vectors", "matches none"
             )
         rule = "a representation with vectors"
         raise SpecError("representation", representation, rule, "is empty")
@@ -160,7 +168,7 @@ def _count(index: Index, condition: str, filter: str | None, representation: str
 def _rows(
     index: Index, name: str, condition: str
 ) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
-    """(items, their vectors (T, D), how many each has), batch by batch."""
+    """Yields batches of (items, vectors (T, D), number of vectors per item (B,))."""
     columns = [column for column in ITEM.names if column in index.dataset.schema.names]
     codec = None if name in index.pooled_columns else index.codec(name)
     batches = index.batches([*columns, name], filter=condition, batch_rows=BATCH_ROWS)
@@ -174,11 +182,11 @@ def _rows(
 
 
 class _Writer(ABC):
-    """Writes an export at a local path.
+    """Writer of an export to a local path.
 
     Args:
-        path: of the file or the folder.
-        record: what is said of the vectors.
+        path: Path of the file or folder.
+        record: Metadata of the export.
     """
 
     def __init__(self, path: Path, record: dict[str, Any]):
@@ -186,11 +194,11 @@ class _Writer(ABC):
 
     @abstractmethod
     def write(self, items: pa.RecordBatch, vectors: np.ndarray, lengths: np.ndarray) -> None:
-        """Appends some items and their vectors (T, D)."""
+        """Appends items and their vectors (T, D)."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the files."""
+        """Completes and closes the files."""
 
 
 class _Parquet(_Writer):
@@ -206,17 +214,19 @@ class _Parquet(_Writer):
         names = ["id" if name == "item_id" else name for name in items.schema.names]
         columns = dict(zip(names, items.columns, strict=True))
         table = pa.table({"id": columns.pop("id"), "vectors": lists.cast(type), **columns})
-        said = {METADATA_KEY: json.dumps(self.record, ensure_ascii=False).encode()}
+        schema_metadata = {METADATA_KEY: json.dumps(self.record, ensure_ascii=False).encode()}
         if self._file is None:
-            # Vectors hardly compress: only what holds words is.
-            words = [f.name for f in table.schema if pa.types.is_string(f.type)]
+            # Only text is compressed: vectors hardly shrink.
+            text_columns = [f.name for f in table.schema if pa.types.is_string(f.type)]
             self._file = pq.ParquetWriter(
                 self.path,
-                table.schema.with_metadata(said),
-                compression=dict.fromkeys(words, "zstd"),
+                table.schema.with_metadata(schema_metadata),
+                compression=dict.fromkeys(text_columns, "zstd"),
                 use_dictionary=["parent_id", "source", "modality"],
             )
-        self._file.write_table(table.replace_schema_metadata(said), row_group_size=BATCH_ROWS)
+        self._file.write_table(
+            table.replace_schema_metadata(schema_metadata), row_group_size=BATCH_ROWS
+        )
         self.num_vectors += len(vectors)
 
     def close(self) -> None:
@@ -236,7 +246,7 @@ class _Npy(_Writer):
             for name in (NpyFiles.IDS, ITEMS_FILE)
         )
         for stream in (self._vectors, self._lengths):
-            stream.write(bytes(NPY_HEADER_BYTES))  # the shape is not known yet
+            stream.write(bytes(NPY_HEADER_BYTES))  # overwritten by `close`, when the shape is known
         self._num_items = 0
 
     def write(self, items: pa.RecordBatch, vectors: np.ndarray, lengths: np.ndarray) -> None:
@@ -261,9 +271,9 @@ class _Npy(_Writer):
 
 
 def _write_header(stream: Any, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-    """Fills in the header of an .npy file, in the format's version 1.0."""
-    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    text = repr(about).encode("latin1")
+    """Writes the header of an .npy file, format version 1.0, over the placeholder."""
+    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    text = repr(fields).encode("latin1")
     magic = np.lib.format.magic(1, 0)
     size = NPY_HEADER_BYTES - len(magic) - 2
     stream.seek(0)
@@ -272,7 +282,7 @@ def _write_header(stream: Any, dtype: np.dtype, shape: tuple[int, ...]) -> None:
 
 @contextmanager
 def _unfinished(filesystem: AbstractFileSystem, path: str) -> Iterator[Path]:
-    """A local path to write at, which is gone in the end."""
+    """Yields a local temporary path for the export; removes what is left of it on exit."""
     if isinstance(filesystem, LocalFileSystem):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -289,10 +299,10 @@ def _unfinished(filesystem: AbstractFileSystem, path: str) -> Iterator[Path]:
 
 
 def _move(unfinished: Path, filesystem: AbstractFileSystem, path: str) -> None:
-    """Puts a finished export under its name."""
+    """Moves a complete export to its final path."""
     if isinstance(filesystem, LocalFileSystem):
         replaced = unfinished.with_suffix(".old")
-        if unfinished.is_dir() and Path(path).exists():  # a folder is not replaced by a rename
+        if unfinished.is_dir() and Path(path).exists():  # a rename cannot replace a folder
             os.rename(path, replaced)
         os.replace(unfinished, path)
         _remove(replaced)

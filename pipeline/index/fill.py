@@ -1,7 +1,7 @@
-"""Filling of new columns: actors write them fragment by fragment, the driver commits them.
+"""Filling of new columns: actors write them fragment by fragment and the driver commits them.
 
-`recompress` and `backfill` define the actors. A fragment is done when one of its data files holds
-the column, so that an interrupted job resumes with the fragments that are left.
+`recompress` and `backfill` define the actors. A fragment is complete when one of its data files
+contains the column; an interrupted job resumes with the incomplete fragments.
 """
 
 from __future__ import annotations
@@ -15,31 +15,41 @@ from typing import Any, NamedTuple
 import ray
 from lance.fragment import FragmentMetadata
 
-from pipeline.index.session import Session, configure_ray_data, rows_of
+from pipeline.index.session import Session, configure_ray_data, iter_rows
 from pipeline.stage import Resources
 
 
 @dataclass
 class Progress:
-    """Counts of a running job."""
+    """Counts and times of a running job.
+
+    Attributes:
+        fragments: Fragments of the index.
+        done_before: Fragments that were complete when the job started.
+        done: Fragments that the job has filled.
+        rows: Rows that received data.
+        empty: Rows that were processed and received no data.
+        commits: Commits of the job.
+        seconds: Time by step, summed over actors.
+    """
 
     fragments: int = 0
     done_before: int = 0
     done: int = 0
     rows: int = 0
-    empty: int = 0  # rows that were tried and got nothing
+    empty: int = 0
     commits: int = 0
     seconds: dict[str, float] = field(
         default_factory=lambda: {"read": 0, "compress": 0, "write": 0}
     )
 
     def summary(self) -> dict[str, Any]:
-        """Everything, for the job's record."""
+        """Returns all counts and rates, for the record of the job."""
         rates = {name: self.rows / spent for name, spent in self.seconds.items() if spent}
         return {**vars(self), "rates": rates}
 
     def line(self, elapsed: float) -> str:
-        """The progress line."""
+        """Returns the progress line after `elapsed` seconds."""
         rates = "  ".join(f"{name} {r:,.0f}/s" for name, r in self.summary()["rates"].items())
         return (
             f"{self.done}/{self.fragments - self.done_before} fragments  {self.rows:,} rows"
@@ -47,14 +57,15 @@ class Progress:
         )
 
 
-class Filled(NamedTuple):
-    """The new columns of a fragment.
+class FilledFragment(NamedTuple):
+    """Result of filling the new columns of a fragment.
 
     Attributes:
-        fragment: JSON value of its metadata with the new data file; None if nothing was written.
+        fragment: Fragment metadata with the new data file, as parsed JSON; None if nothing was
+            written.
         fields: Field ids of the columns in that file.
-        rows: Number of rows that got data.
-        empty: Number of rows that were tried and got none.
+        rows: Number of rows that received data.
+        empty: Number of rows that were processed and received no data.
         seconds: Time by step.
     """
 
@@ -65,30 +76,36 @@ class Filled(NamedTuple):
     seconds: dict[str, float]
 
     @classmethod
-    def from_json(cls, text: str) -> Filled:
-        """Parses what `to_json` returned."""
+    def from_json(cls, text: str) -> FilledFragment:
+        """Parses the result of `to_json`."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """Returns the JSON in which actors hand it to the driver."""
+        """Returns the JSON that actors pass to the driver."""
         return json.dumps(self._asdict())
 
 
 def fill_fragments(
-    actor: type, given: dict[str, Any], left: list[dict[str, Any]], pool: Resources
+    actor: type,
+    constructor_kwargs: dict[str, Any],
+    rows: list[dict[str, Any]],
+    pool: Resources,
 ) -> ray.data.Dataset:
-    """Returns the dataset of the results that actors return for fragments, one row each.
+    """Fills fragments with a pool of actors.
 
     Args:
-        actor: Class whose calls fill a fragment.
-        given: Arguments of its constructor.
-        left: Arguments of the calls, one row per fragment.
-        pool: Number of actors, and the resources of each.
+        actor: Callable class that fills the fragments of a batch.
+        constructor_kwargs: Arguments of its constructor.
+        rows: Arguments of the calls, one row per fragment.
+        pool: Number of actors and resources per actor.
+
+    Returns:
+        Lazy dataset with one row per fragment.
     """
     configure_ray_data()
-    return ray.data.from_items(left, override_num_blocks=len(left)).map_batches(
+    return ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         actor,
-        fn_constructor_kwargs=given,
+        fn_constructor_kwargs=constructor_kwargs,
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(min_size=pool.min_actors, max_size=pool.max_actors),
         num_cpus=pool.num_cpus,
@@ -103,14 +120,14 @@ def commit_filled(
     progress: Progress,
     report: Callable[[str], None],
 ) -> None:
-    """Commits the columns that actors have written, some fragments at a time.
+    """Commits columns as actors complete them.
 
     Args:
         session: Session of the job.
-        filled: Rows with `filled`, the JSON of a `Filled`.
+        filled: Dataset with a column `filled`, the JSON of a `FilledFragment`.
         commit_fragments: Number of fragments per commit.
         progress: Counts, updated in place.
-        report: Called with one progress line at a time.
+        report: Called with each progress line.
     """
     pending: list[tuple[FragmentMetadata, list[int]]] = []
     start = reported = time.perf_counter()
@@ -122,9 +139,9 @@ def commit_filled(
         session.record("running")
 
     try:
-        for row in rows_of(filled):
+        for row in iter_rows(filled):
             if row is not None:
-                done = Filled.from_json(row["filled"])
+                done = FilledFragment.from_json(row["filled"])
                 if done.fragment is not None:
                     fragment = FragmentMetadata.from_json(json.dumps(done.fragment))
                     pending.append((fragment, done.fields))

@@ -1,8 +1,8 @@
-"""Filters over the items' columns: conditions in Lance's SQL, checked before they are used.
+"""Filters: SQL conditions over the columns of the items, validated before Lance executes them.
 
-Of `a = 1 b = 2` or `a = 1) OR (b = 2` Lance would take the first part in silence; here such a
-filter is an error that says where it goes wrong. A filter cannot write, and it cannot take the
-process or its memory: `pipeline.index.conditions` says what it may hold.
+Lance silently ignores the rest of `a = 1 b = 2` or `a = 1) OR (b = 2`; here such a filter is an
+error with the position of the mistake. A filter cannot write, crash the process or exhaust its
+memory, see `pipeline.index.conditions`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pipeline.index.reader import Index, first_line
 
 __all__ = ["FILTER_RULE", "check_filter", "filterable", "filtering", "matching_ids"]
 
-_IS_ABOUT_FILES = re.compile(r"Not found: |LanceError\(IO\)|Object at location|No such file")
+_FILE_ERROR = re.compile(r"Not found: |LanceError\(IO\)|Object at location|No such file")
 
 
 def check_filter(index: Index, filter: str) -> str:
-    """The SQL of a filter that Lance is to execute; looks at no item.
+    """Validates a filter without reading items and returns its SQL.
 
     Raises:
-        SpecError: For `filter`: as `condition_sql`; it is no condition; Lance cannot plan it.
+        SpecError: The filter does not parse, is not a condition, or cannot be planned by Lance.
     """
     if not isinstance(filter, str) or not filter.strip():
         raise SpecError("filter", filter, FILTER_RULE)
@@ -42,20 +42,20 @@ def check_filter(index: Index, filter: str) -> str:
 
 @contextlib.contextmanager
 def filtering(index: Index, filter: str | None) -> Iterator[str | None]:
-    """Items are filtered inside, by the SQL that is yielded; None for no filter.
+    """Context for filtered reads: yields the SQL of the filter, or None without a filter.
 
-    What comes of the filter and what of damaged files is told apart.
+    Errors of the filter are distinguished from those of corrupted files.
 
     Raises:
-        SpecError: as `check_filter`; the filter fails on an item (a division by zero); data files
-            are missing or damaged.
+        SpecError: The filter is invalid (see `check_filter`) or fails on an item, such as by a
+            division by zero; or data files are missing or corrupted.
     """
-    with index.reading():
+    with index.corruption_errors():
         sql = None if filter is None else check_filter(index, filter)
         try:
             yield sql
         except (ValueError, OSError) as error:
-            # By its class alone Lance does not tell one from the other.
+            # Lance raises the same class for both.
             if filter is None or "Error applying filter" not in str(error):
                 raise
             raise _unusable(filter, error) from None
@@ -64,10 +64,15 @@ def filtering(index: Index, filter: str | None) -> Iterator[str | None]:
 def matching_ids(
     index: Index, filter: str, fragments: Sequence[lance.LanceFragment] | None = None
 ) -> pa.ChunkedArray:
-    """Returns the ids of the items that a filter lets through, of some fragments or of all.
+    """Returns the ids of the items that match a filter.
+
+    Args:
+        index: Index to read.
+        filter: SQL condition.
+        fragments: Fragments to read; all by default.
 
     Raises:
-        SpecError: As `filtering`.
+        SpecError: See `filtering`.
     """
     with filtering(index, filter) as condition:
         scanner = index.dataset.scanner(columns=["item_id"], filter=condition, fragments=fragments)
@@ -80,11 +85,11 @@ def _unusable(filter: str, error: Exception) -> SpecError:
 
 
 def _problem(index: Index, filter: str) -> str | None:
-    """What Lance says against a filter that it plans and does not run."""
+    """Returns Lance's error for a filter that it cannot plan, without executing it; else None."""
     try:
         index.dataset.scanner(columns=["item_id"], filter=filter).explain_plan()
     except (ValueError, RuntimeError) as error:
-        if _IS_ABOUT_FILES.search(str(error)):
-            raise OSError(str(error)) from None  # as `reading` expects it
+        if _FILE_ERROR.search(str(error)):
+            raise OSError(str(error)) from None  # `corruption_errors` translates it
         return re.sub(r",? \S+\.rs:\d+:\d+", "", str(error))
     return None

@@ -1,4 +1,4 @@
-"""What compressors and codecs learn from a sample before the first commit, and where it is kept."""
+"""Fitting of compressors and codecs on a sample, and storage of their learned state."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from pipeline.registry import CODECS, COMPRESSORS
 from pipeline.tokens import TokenBatch
 
 
-class Learned(NamedTuple):
-    """What a representation's compressor and codec learned; None where they need nothing.
+class LearnedState(NamedTuple):
+    """Learned state of a representation.
 
     Attributes:
-        sample: The items that both were fitted on; None if it is not known here.
+        compressor: Fitted state of the compressor; None if it needs no fitting.
+        codec: Fitted state of the codec; None if it needs no fitting.
+        sample: Items on which both were fitted; None if not recorded.
     """
 
     compressor: dict[str, np.ndarray] | None = None
@@ -31,41 +33,41 @@ class Learned(NamedTuple):
 
 
 def needs_fit(representation: Representation) -> bool:
-    """Whether a representation must learn from a sample before anything is stored."""
+    """Returns True if the compressor or the codec must be fitted before items are stored."""
     compressor = COMPRESSORS.build(representation.compressor)
     return compressor.needs_fit or CODECS.build(representation.codec).needs_fit
 
 
 def fit(
     representation: Representation, sample: Callable[[], Iterable[TokenBatch]], seed: int
-) -> Learned:
-    """Fits the compressor, and then the codec on the compressed vectors.
+) -> LearnedState:
+    """Fits the compressor, then the codec on the compressed vectors.
 
     Args:
         representation: Compressor and codec to fit.
-        sample: Yields the batches of the sample, with the taps that the compressor needs. If both
-            are fitted it is called twice, so that the sample is never in memory as a whole.
-        seed: Seed of the codec's sample of tokens.
+        sample: Returns the batches of the sample, with the attention statistics that the compressor
+            needs. It is called twice if both are fitted, so that the sample need not fit in memory.
+        seed: Seed of the sample of tokens on which the codec is fitted.
 
     Raises:
         SpecError: The sample is too small for the settings.
     """
     compressor = COMPRESSORS.build(representation.compressor)
-    learned = compressor.fit(compressor.spec, sample()) if compressor.needs_fit else None
+    compressor_state = compressor.fit(compressor.spec, sample()) if compressor.needs_fit else None
     codec = CODECS.build(representation.codec)
     if not codec.needs_fit:
-        return Learned(learned)
-    compressor = COMPRESSORS.build(representation.compressor, learned)
+        return LearnedState(compressor_state)
+    compressor = COMPRESSORS.build(representation.compressor, compressor_state)
     compressed = map(compressor.compress, sample())
     tokens_TD = sample_tokens(compressed, seed, codec.num_fit_tokens, normalised=False)
     with within(f"representations.{representation.id}"):
-        return Learned(learned, codec.fit(codec.spec, tokens_TD, seed))
+        return LearnedState(compressor_state, codec.fit(codec.spec, tokens_TD, seed))
 
 
 def fitted_fields(
-    index: str, representation: Representation, encoder_info: EncoderInfo, learned: Learned
+    index: str, representation: Representation, encoder_info: EncoderInfo, learned: LearnedState
 ) -> list[pa.Field]:
-    """Stores the fitted state and returns the columns, whose metadata names it."""
+    """Stores the learned state and returns the columns, whose metadata references it."""
     info = representation_info(representation, encoder_info)
     artefact = codec_artefact = None
     if learned.compressor is not None:
@@ -76,25 +78,25 @@ def fitted_fields(
     return representation_fields(representation, encoder_info, artefact, codec_artefact)
 
 
-def stored_learned(index: str, info: RepresentationInfo) -> Learned:
-    """Loads what the compressor and the codec of a stored representation learned.
+def load_learned_state(index: str, info: RepresentationInfo) -> LearnedState:
+    """Loads the learned state of a stored representation.
 
     Raises:
-        SpecError: The index has lost it, or it was fitted for something else.
+        SpecError: A file is missing or corrupted, or was fitted for other settings.
     """
     compressor = codec = None
     if info.artefact:
         compressor = load_artefact(index, info.artefact, info.compressor_fit)
     if info.codec_artefact:
         codec = load_artefact(index, info.codec_artefact, info.codec_fit)
-    return Learned(compressor, codec)
+    return LearnedState(compressor, codec)
 
 
-def stored_sample(index: str, info: RepresentationInfo) -> Sample | None:
-    """Returns the sample that a stored representation was fitted on.
+def load_fit_sample(index: str, info: RepresentationInfo) -> Sample | None:
+    """Loads the sample on which a stored representation was fitted.
 
     Returns:
-        None if it has learned nothing, or an older version of this software did not record it.
+        The sample, or None if the representation was not fitted or its sample was not recorded.
     """
     name = info.artefact or info.codec_artefact
     return load_sample(index, name) if name else None

@@ -1,4 +1,4 @@
-"""Fragments: written by actors, invisible until the driver commits them."""
+"""Fragments of an index: written by actors and invisible until the driver commits them."""
 
 from __future__ import annotations
 
@@ -12,50 +12,54 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from lance.fragment import FragmentMetadata, write_fragments
 
-from pipeline.index.positions import as_stored
-from pipeline.index.reader import ITEMS, part
+from pipeline.index.positions import encode_positions
+from pipeline.index.reader import ITEMS, part_uri
 from pipeline.schema import REJECT
 from pipeline.stage import Unit, from_ipc, to_ipc
 
-#: Result of a write: none of the data, but all that the driver needs to commit it.
+#: Result of a write: the metadata that the driver needs for the commit, without the data.
 WRITTEN = pa.schema(
     [
-        pa.field("fragments", pa.string()),  # JSON; an empty list if the units held only rejects
-        pa.field("about", pa.string()),  # JSON: units, item ids, replaced rows, seconds, bytes
+        pa.field("fragments", pa.string()),  # JSON; an empty list if all items were rejected
+        pa.field("summary", pa.string()),  # JSON: units, item ids, replaced rows, seconds, bytes
         pa.field("rejects", pa.large_binary()),
     ]
 )
 
 
 class WriteFragments:
-    """Writes units as one Lance fragment, whose files are invisible before the driver's commit."""
+    """Actor that writes units as one Lance fragment, invisible until the driver commits it.
+
+    Args:
+        index: URI of the index.
+    """
 
     def __init__(self, index: str):
-        self.uri = part(index, ITEMS)
+        self.uri = part_uri(index, ITEMS)
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Writes packed units as one fragment; returns a row of `WRITTEN`."""
+        """Writes packed units as one fragment and returns a row of `WRITTEN`."""
         start = time.perf_counter()
         units = [Unit.unpack(block, i) for i in range(block.num_rows)]
         tables = [unit.items for unit in units if unit.items.num_rows]
         fragments, item_ids, num_bytes = [], [], 0
         if tables:
-            # A unit has no columns for an aspect that none of its items has.
+            # Units lack the columns of a field that none of their items has.
             table = pa.concat_tables(tables, promote_options="default")
             item_ids = table["item_id"].to_pylist()
             num_bytes = table.nbytes
             fragments = write_table(table, self.uri)
         replaces: dict[str, list[str]] = {}
-        kept = set(item_ids)  # an item whose new revision was rejected keeps its old row
+        written_ids = set(item_ids)  # an item whose new revision was rejected keeps its old row
         for unit in units:
             for fragment, ids in unit.extra["replaces"].items():
-                replaces.setdefault(fragment, []).extend(i for i in ids if i in kept)
+                replaces.setdefault(fragment, []).extend(i for i in ids if i in written_ids)
         seconds: dict[str, float] = {}
         for unit in units:
             for stage, spent in unit.seconds.items():
                 seconds[stage] = seconds.get(stage, 0.0) + spent
         seconds["write"] = time.perf_counter() - start
-        about = {
+        summary = {
             "units": [unit.name for unit in units],
             "item_ids": item_ids,
             "replaces": {fragment: ids for fragment, ids in replaces.items() if ids},
@@ -65,23 +69,34 @@ class WriteFragments:
         }
         row = {
             "fragments": json.dumps([fragment.to_json() for fragment in fragments]),
-            "about": json.dumps(about),
+            "summary": json.dumps(summary),
             "rejects": to_ipc(pa.concat_tables([unit.rejects for unit in units])).to_pybytes(),
         }
         return pa.Table.from_pylist([row], schema=WRITTEN)
 
 
 def write_table(table: pa.Table, uri: str) -> list[FragmentMetadata]:
-    """Writes rows as one fragment of the dataset at `uri`; columns it lacks are null."""
+    """Writes rows as one uncommitted fragment of the dataset at `uri`; missing columns are null."""
     schema = lance.dataset(uri).schema
     schema = pa.schema([column for column in schema if column.name in table.column_names])
-    table = as_stored(table.select(schema.names), schema)
+    table = encode_positions(table.select(schema.names), schema)
     return write_fragments(table, uri, schema=schema, max_rows_per_file=max(1, table.num_rows))
 
 
 @dataclass
 class Pending:
-    """Written fragments that wait for their commit."""
+    """Written fragments that are not committed yet.
+
+    Attributes:
+        rows: Rows of `WRITTEN` that were added.
+        fragments: Metadata of the fragments.
+        replaced: Ids of the items whose older revision is replaced, by fragment.
+        rejects: Tables of rejects.
+        item_ids: Ids of the items in the fragments.
+        gone: Number of listed items that no longer exist.
+        seconds: Time by stage.
+        num_bytes: Size of the rows in memory.
+    """
 
     rows: int = 0
     fragments: list[FragmentMetadata] = field(default_factory=list)
@@ -99,18 +114,18 @@ class Pending:
 
     @property
     def num_replaced(self) -> int:
-        """Number of items of which an older revision is replaced."""
+        """Number of items whose older revision is replaced."""
         return sum(map(len, self.replaced.values()))
 
     def rejects_with(self, spec_digest: str) -> pa.Table:
-        """Returns the rejects, with the digest in those of stages, which do not know it."""
+        """Returns the rejects, with the digest of the spec where a stage left it null."""
         rejects = pa.concat_tables(self.rejects)
         spec = pc.fill_null(rejects["spec"], spec_digest)
         return rejects.set_column(REJECT.get_field_index("spec"), REJECT.field("spec"), spec)
 
     def add(self, written: dict[str, Any]) -> None:
         """Adds a row of `WRITTEN`."""
-        summary = json.loads(written["about"])
+        summary = json.loads(written["summary"])
         self.rows += 1
         fragments = json.loads(written["fragments"])
         self.fragments += [FragmentMetadata.from_json(json.dumps(f)) for f in fragments]

@@ -1,4 +1,4 @@
-"""Typed metadata of the columns of an index: parsed from the stored JSON here, and written here."""
+"""Typed metadata of the columns of an index, parsed from and serialised to JSON."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:  # reading an index does not need torch
     from pipeline.encoders import Encoder
     from pipeline.registry import EncoderSpec
 
-#: How a stored assignment is to be read, see `stages.support_column`.
+#: Encoding of a stored token assignment, see `token_columns.support_column`.
 SupportForm = Literal["assignment", "indices"]
 
 
 @dataclass(frozen=True)
 class EncoderInfo:
-    """An encoder as an index knows it, without loading it.
+    """Description of an encoder that does not require loading it.
 
     Attributes:
-        spec: Settings of the encoder, with its name.
-        fingerprint: Hash of the weights and of the settings that change vectors.
-        dim: Number of dimensions of a token vector.
-        pooled_dim: Number of dimensions of the single vector; None without one.
+        spec: Settings of the encoder, including its name.
+        fingerprint: Hash of the weights and of the settings that affect the vectors.
+        dim: Dimensions of the token vectors.
+        pooled_dim: Dimensions of the single vectors; None without them.
         normalised: Whether token vectors have unit length.
         has_spans: Whether tokens have character ranges.
         has_extents: Whether tokens have boxes or times.
-        has_confidence: Whether tokens have the confidence of a recogniser.
-        prefix: Prefix of the names of the encoder's own columns.
-        num_layers: Number of layers of a model that gives attention statistics.
-        query_kinds: Kinds of queries that it reads, of `QUERY_KINDS`; empty: only vectors.
+        has_confidence: Whether tokens have recognition confidences.
+        prefix: Prefix of the columns that all representations of the encoder share.
+        num_layers: Number of layers with attention statistics; None without them.
+        query_kinds: Supported members of `QUERY_KINDS`; empty if queries must be vectors.
     """
 
     spec: dict[str, Any]
@@ -54,7 +54,7 @@ class EncoderInfo:
 
     @classmethod
     def from_encoder(cls, encoder: Encoder, spec: EncoderSpec) -> EncoderInfo:
-        """Describes a loaded encoder."""
+        """Returns the info of a loaded encoder."""
         attention = encoder.attention(spec)
         return cls(
             spec=dump(spec),
@@ -76,7 +76,7 @@ class EncoderInfo:
         return self.spec["name"]
 
     def for_field(self, field: str) -> EncoderInfo:
-        """Returns the info for a field of the items: captions have columns of their own."""
+        """Returns the info for an item field; captions have a separate column prefix."""
         if field == "content":
             return self
         prefix = f"{self.prefix}_{field}"
@@ -89,7 +89,7 @@ class EncoderInfo:
 
     @property
     def position_types(self) -> dict[str, pa.DataType]:
-        """Types in use of the token positions, by `TokenBatch` field; see `stored_type`."""
+        """In-memory types of the token positions by `TokenBatch` field; see `stored_type`."""
         types = {}
         if self.has_spans:
             types["spans"] = pa.list_(pa.list_(pa.int32(), 2))
@@ -100,34 +100,34 @@ class EncoderInfo:
         return types
 
     def position_column(self, kind: str) -> str:
-        """Returns the name of the column of one kind of token positions."""
+        """Returns the column name of token positions: `spans`, `extents` or `confidence`."""
         return f"{self.prefix}_{kind}"
 
     def tap_column(self, tap: Tap) -> str:
-        """Returns the name of the column of an attention statistic of one layer."""
+        """Returns the column name of a single-layer attention statistic."""
         return f"{self.prefix}_{tap.statistic}_{tap.heads}_{tap.layers}_tap"
 
 
 @dataclass(frozen=True)
 class RepresentationInfo:
-    """A stored representation: one column of token vectors and the columns that go with it.
+    """Metadata of a stored representation: a column of vectors and its companion columns.
 
     Attributes:
         name: Name of the column.
-        encoder: Encoder of the token vectors; its `has_*` hold for columns that the index has.
-        compressor: Settings of the compressor, with its name.
-        codec: Settings of the codec, with its name.
-        artefact: Name of the file with the fitted state of the compressor; None without one.
-        codec_artefact: Name of the file with the fitted state of the codec; None without one.
-        dim: Number of dimensions of a stored vector.
-        normalised: Whether the vectors have unit length before the codec encodes them.
-        field: Field of the items that it represents, "content" or "caption".
-        text_column: Column of the text in which the spans count characters.
-        pooled_column: Column of the encoder's single vectors; None without one.
+        encoder: Encoder of the token vectors. Its `has_*` flags refer to columns in the index.
+        compressor: Settings of the compressor, including its name.
+        codec: Settings of the codec, including its name.
+        artefact: Hash of the fitted state of the compressor; None without one.
+        codec_artefact: Hash of the fitted state of the codec; None without one.
+        dim: Dimensions of the stored vectors.
+        normalised: Whether vectors have unit length before the codec encodes them.
+        field: Encoded item field, "content" or "caption".
+        text_column: Column of the text to which the token spans refer.
+        pooled_column: Column of the single vectors of the encoder; None without one.
         positions: Columns of token positions, by `TokenBatch` field.
         support_column: Column of the assignment of tokens to vectors; None without one.
-        support_form: Form of that column; None where the index lacks it.
-        format_version: Version of the index format that wrote the column.
+        support_form: Encoding of the assignment; None if the index lacks the column.
+        format_version: Version of the index format in which the column was written.
     """
 
     name: str
@@ -148,7 +148,7 @@ class RepresentationInfo:
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> RepresentationInfo:
-        """Parses the metadata of a representation's column; keys of newer versions are ignored.
+        """Parses the metadata of a column of vectors, ignoring unknown keys.
 
         Raises:
             SpecError: The metadata is malformed.
@@ -157,7 +157,7 @@ class RepresentationInfo:
         try:
             positions, pooled = stored["positions"], stored["pooled"]
             encoder_name, support = stored["encoder"]["name"], stored.get("support")
-            # Older versions did not store the keys that have a default here.
+            # Keys with a default were added in later versions of the format.
             query_kinds = () if encoder_name == "precomputed" else ("text",)
             encoder = EncoderInfo(
                 spec=stored["encoder"],
@@ -197,7 +197,7 @@ class RepresentationInfo:
             raise _malformed(name, error) from None
 
     def to_metadata(self) -> dict[str, Any]:
-        """Returns the metadata to store with the column."""
+        """Returns the JSON-serializable metadata of the column."""
         support = {} if self.support_column is None else {"support": self.support_column}
         return {
             "format_version": self.format_version,
@@ -224,39 +224,39 @@ class RepresentationInfo:
 
     @property
     def token_columns(self) -> list[str]:
-        """Columns beside the vectors: the assignment, if it is stored, and the positions."""
+        """Columns of the token assignment, if stored, and of the token positions."""
         support = [] if self.support_column is None else [self.support_column]
         return [*support, *self.positions.values()]
 
     @property
     def is_uncompressed(self) -> bool:
-        """Whether every token has a vector of its own."""
+        """True if the representation stores one vector per token."""
         return self.compressor["name"] == "none"
 
     @property
     def is_fitted(self) -> bool:
-        """Whether the compressor or the codec was fitted on a sample."""
+        """True if the compressor or the codec was fitted on a sample."""
         return bool(self.artefact or self.codec_artefact)
 
     @property
     def compressor_fit(self) -> dict[str, Any]:
-        """What the artefact of the compressor was fitted for."""
+        """Settings for which the artefact of the compressor was fitted."""
         return {"fingerprint": self.encoder.fingerprint, "compressor": self.compressor}
 
     @property
     def codec_fit(self) -> dict[str, Any]:
-        """What the artefact of the codec was fitted for."""
+        """Settings for which the artefact of the codec was fitted."""
         return {**self.compressor_fit, "artefact": self.artefact, "codec": self.codec}
 
 
 @dataclass(frozen=True)
 class PooledInfo:
-    """A column of an encoder's single vectors.
+    """Metadata of a column of single vectors.
 
     Attributes:
         name: Name of the column.
         encoder: Registered name of the encoder.
-        fingerprint: Hash of the weights and of the settings that change vectors.
+        fingerprint: Hash of the weights and of the settings that affect the vectors.
     """
 
     name: str
@@ -279,13 +279,13 @@ class PooledInfo:
 
 @dataclass(frozen=True)
 class RerankInfo:
-    """The column of what an EDJE's adapter makes of the items.
+    """Metadata of the column of an EDJE adapter's tokens.
 
     Attributes:
         name: Name of the column.
         adapter: Fingerprint of the adapter; "unknown" if it was not stored.
-        encoder: Registered name of the encoder that the adapter reads.
-        dim: Number of dimensions of a token.
+        encoder: Registered name of the encoder whose vectors the adapter reads.
+        dim: Dimensions of the tokens.
     """
 
     name: str
@@ -344,20 +344,20 @@ def rerank_infos(schema: pa.Schema) -> dict[str, RerankInfo]:
 
 
 def tap_names(schema: pa.Schema) -> list[str]:
-    """Returns the names of the attention statistics that the index stores, each once."""
+    """Returns the distinct names of the stored attention statistics."""
     names = columns_with_role(schema, "tap")
     return list(dict.fromkeys(column_metadata(schema.field(name))["tap"] for name in names))
 
 
 def newest_format(schema: pa.Schema) -> int:
-    """Returns the highest format version of a representation; 0 if there is none."""
+    """Returns the highest format version of all representations; 0 without any."""
     names = columns_with_role(schema, "search")
     versions = (column_metadata(schema.field(name)).get("format_version", 0) for name in names)
     return max(versions, default=0)
 
 
 def _malformed(column: str, error: Exception) -> SpecError:
-    """Returns the error of a column whose metadata cannot be parsed."""
+    """Returns the error for a column whose metadata cannot be parsed."""
     if isinstance(error, ValidationError):
         cause = describe(error)
         detail = f"{cause.field} must be {cause.rule}"

@@ -1,8 +1,8 @@
-"""The index job: Ray Data streams units through encoder actors into fragments; the driver commits.
+"""Index job: Ray Data streams units through encoder actors, and the driver commits fragments.
 
-Phases: take the lease, list the source, plan the columns, fit, stream (encode, compress, write,
-commit) and finish. Whatever ends a job, its commits stay, and the next run continues from them: the
-index is its own checkpoint.
+The phases are: take the lease, list the source, plan the columns, fit, stream (encode, compress,
+write, commit) and finish. However a job ends, its commits persist and the next run resumes from
+them; the index is its own checkpoint.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import ray
 from pipeline.config import JobError
 from pipeline.index import tasks
 from pipeline.index.checks import check, check_reasons, check_resources
-from pipeline.index.fitting import Learned, fitted_fields, needs_fit
+from pipeline.index.fitting import LearnedState, fitted_fields, needs_fit
 from pipeline.index.fragments import Pending
 from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.plan import ColumnPlan, plan_columns
 from pipeline.index.progress import Progress
-from pipeline.index.session import Session, rows_of
+from pipeline.index.session import Session, iter_rows
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stream import encode_stage, written_fragments
 from pipeline.index.writer import IndexWriter
@@ -33,13 +33,13 @@ from pipeline.schema import REJECT
 
 log = logging.getLogger("maxray.index")
 
-#: Statuses of listed items that are left to do.
+#: Statuses of listed items that the job processes.
 TO_DO = ("new", "changed", "duplicate", "foreign")
 
 
 @dataclass(frozen=True)
 class Context:
-    """What all phases of a run share."""
+    """Shared state of the phases of a run."""
 
     spec: IndexSpec
     resources: IndexResources
@@ -49,25 +49,25 @@ class Context:
 
     @property
     def writer(self) -> IndexWriter:
-        """The only writer of the index."""
+        """Writer of the session."""
         return self.session.writer
 
     def map_shards(self, task: Any, job: ListingJob, shards: Iterable[int]) -> Iterator[Any]:
-        """Yields the results of a task for each shard, as the profile lets tasks read."""
+        """Yields the result of a task for each shard, within the `read` resources."""
         read = self.resources.read
-        options = task.options(**read.task_options)
-        return tasks.map_shards(options, job, shards, read.max_actors, self.session.check)
+        bound_task = task.options(**read.task_options)
+        return tasks.map_shards(bound_task, job, shards, read.max_actors, self.session.check)
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The listed source.
+    """Result of listing the source.
 
     Attributes:
         job: Settings that the tasks share.
         num_shards: Number of shards.
-        shards_to_do: Shards with items that are left to do.
-        num_unreadable: Number of parts of the source that cannot be read.
+        shards_to_do: Shards with items to process.
+        num_unreadable: Number of unreadable parts of the source.
     """
 
     job: ListingJob
@@ -87,12 +87,25 @@ def run(
     report: Callable[[str], None] = log.info,
     lease_seconds: float = 60.0,
 ) -> Progress:
-    """Runs the job to its end in a Ray cluster that is already connected.
+    """Runs the job to completion on a connected Ray cluster.
+
+    Args:
+        spec: Spec of the job.
+        resources: Resources profile of the job.
+        job: Identifier of the job.
+        limit: Maximum number of items to list; None for all.
+        remove_missing: Whether to remove rows that the source no longer lists.
+        retry_rejects: Reasons whose rejects are retried.
+        report: Called with each progress line.
+        lease_seconds: Lifetime of the lease without renewal, in seconds.
+
+    Returns:
+        Counts of the run.
 
     Raises:
         SpecError: An input is invalid; raised before anything is written.
-        LeaseHeld: Another job writes to the index.
-        Stopped: SIGTERM was received; finished work is committed and the lease is released.
+        LeaseHeld: Another job is writing to the index.
+        Stopped: SIGTERM was received. Finished work is committed and the lease is released.
     """
     check(spec)
     check_resources(spec, resources)
@@ -113,19 +126,19 @@ def run(
         stream(context, listing, columns, learned)
         finish(context)
         if remove_missing:
-            remove_unlisted(context, listing)
+            remove_stale(context, listing)
     return progress
 
 
 def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, ...]) -> Listing:
-    """Lists the source, records what cannot be listed and finds what is left to do."""
+    """Lists the source, records entries that cannot be listed and finds the items to process."""
     progress, writer = context.progress, context.writer
     job = context.spec.listing_job(context.session.folder, retry_rejects)
-    light = context.resources.read.task_options
+    task_options = context.resources.read.task_options
     with progress.phase("index ids"):
         writer.index_ids()
     with progress.phase("plan"):
-        num_shards = ray.get(tasks.plan.options(**light).remote(job, limit))
+        num_shards = ray.get(tasks.plan.options(**task_options).remote(job, limit))
     tallies: list[ShardTally] = []
     with progress.phase("list"):
         for tally in context.map_shards(tasks.list_shard, job, range(num_shards)):
@@ -134,9 +147,9 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
                 writer.set_rejects(REJECT.empty_table(), tally.solved)
     counts = {tally.shard: tally.counts for tally in tallies}
     with progress.phase("mark duplicates"):
-        duplicates = ray.get(tasks.mark_duplicates.options(**light).remote(job, num_shards))
+        duplicates = ray.get(tasks.mark_duplicates.options(**task_options).remote(job, num_shards))
         counts.update(duplicates)
-    # Only now: a shard that is listed later must not take the rejects of this run for known.
+    # Recorded after listing: otherwise later shards would count these rejects as already known.
     with progress.phase("record rejects"):
         shards = sorted(tally.shard for tally in tallies if tally.num_unlisted)
         for rejects, num_known in context.map_shards(tasks.unlisted_rejects, job, shards):
@@ -152,19 +165,21 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
     context.report(
         f"listed {progress.listed:,} items in {num_shards} shards"
         f" ({progress.phases['list']:.1f} s): {total['new']:,} new,"
-        f" {total['changed']:,} changed, {total['done']:,} indexed before,"
-        f" {progress.rejected_before:,} rejected before"
+        f" {total['changed']:,} changed, {total['done']:,} already indexed,"
+        f" {progress.rejected_before:,} already rejected"
     )
     shards_to_do = (s for s in sorted(counts) if any(counts[s][status] for status in TO_DO))
     num_unreadable = sum(tally.num_unreadable for tally in tallies)
     return Listing(job, num_shards, tuple(shards_to_do), num_unreadable)
 
 
-def fit_columns(context: Context, listing: Listing, columns: ColumnPlan) -> Mapping[str, Learned]:
+def fit_columns(
+    context: Context, listing: Listing, columns: ColumnPlan
+) -> Mapping[str, LearnedState]:
     """Fits the representations that need it and adds the missing columns to the index.
 
     Returns:
-        The learned state of every representation, by id.
+        The learned state of all representations by id.
     """
     spec = context.spec
     fitted = [r for r in columns.added if needs_fit(r)]
@@ -172,7 +187,7 @@ def fit_columns(context: Context, listing: Listing, columns: ColumnPlan) -> Mapp
     task = tasks.fit_representation.options(**context.resources.encode.task_options)
     learned, fields = dict(columns.learned), []
     for r in columns.added:
-        learned[r.id] = Learned()
+        learned[r.id] = LearnedState()
         if r in fitted:
             stage = encode_stage(spec, columns.encoder_info, [r])
             with context.progress.phase(f"fit {r.id}"):
@@ -183,24 +198,24 @@ def fit_columns(context: Context, listing: Listing, columns: ColumnPlan) -> Mapp
 
 
 def _calibration(context: Context, listing: Listing) -> tuple[ListingJob, int]:
-    """Returns the listing from which samples are drawn, and the number of its shards."""
+    """Returns the listing to draw fitting samples from, and its number of shards."""
     spec = context.spec.calibration()
     if spec is None:
         return listing.job, listing.num_shards
     job = spec.listing_job(f"{context.session.folder}/fit")
-    light = context.resources.read.task_options
+    task_options = context.resources.read.task_options
     with context.progress.phase("list the calibration source"):
-        num_shards = ray.get(tasks.plan.options(**light).remote(job, None))
+        num_shards = ray.get(tasks.plan.options(**task_options).remote(job, None))
         for _ in context.map_shards(tasks.list_shard, job, range(num_shards)):
             pass
-        ray.get(tasks.mark_duplicates.options(**light).remote(job, num_shards))
+        ray.get(tasks.mark_duplicates.options(**task_options).remote(job, num_shards))
     return job, num_shards
 
 
 def stream(
-    context: Context, listing: Listing, columns: ColumnPlan, learned: Mapping[str, Learned]
+    context: Context, listing: Listing, columns: ColumnPlan, learned: Mapping[str, LearnedState]
 ) -> None:
-    """Encodes, compresses, writes and commits what is left to do."""
+    """Encodes, compresses, writes and commits the items to process."""
     if not listing.shards_to_do:
         return
     spec, progress, session = context.spec, context.progress, context.session
@@ -213,14 +228,14 @@ def stream(
         learned,
         columns.encoder_columns,
     )
-    # Committed fragments are safe; those still on the way are redone by the next run.
+    # If the job dies, committed fragments persist and the next run recomputes the others.
     pending = Pending()
     progress.stream_started = time.time()
-    context.report(f"{progress.to_do:,} items to do: actors start and load the encoder")
+    context.report(f"{progress.to_do:,} items to process; starting actors and loading the encoder")
     start = reported = committed = time.perf_counter()
     with progress.phase("stream"):
         try:
-            for row in rows_of(written):
+            for row in iter_rows(written):
                 if row is not None:
                     progress.first_written = progress.first_written or time.time()
                     pending.add(row)
@@ -244,14 +259,14 @@ def _commit(context: Context, listing: Listing, pending: Pending) -> None:
     if pending.fragments:
         writer.commit(pending.fragments, pending.replaced)
     else:
-        writer.renew()  # only rejects: nobody writes these without the lease either
+        writer.renew()  # writing only rejects requires the lease as well
     writer.set_rejects(pending.rejects_with(listing.job.spec_digest), pending.item_ids)
     context.progress.add_commit(pending)
     context.session.record("running")
 
 
 def finish(context: Context) -> None:
-    """Checks that every listed item is accounted for, and reports what the user should know.
+    """Checks that every listed item is accounted for and reports counts and warnings.
 
     Raises:
         JobError: The number of listed items differs from indexed + rejected.
@@ -259,10 +274,10 @@ def finish(context: Context) -> None:
     spec, progress, report = context.spec, context.progress, context.report
     context.writer.index_ids()
     rejected = progress.rejected_before + progress.rejected
-    gone = f" + gone since {progress.gone:,}" if progress.gone else ""
+    gone = f" + deleted since {progress.gone:,}" if progress.gone else ""
     report(
         f"listed {progress.listed:,} = indexed {progress.indexed:,} ({progress.new:,} new,"
-        f" {progress.replaced:,} replaced, {progress.unchanged:,} as before)"
+        f" {progress.replaced:,} replaced, {progress.unchanged:,} unchanged)"
         f" + rejected {rejected:,}{gone}; {progress.commits} commits"
     )
     if progress.listed != progress.indexed + rejected + progress.gone:
@@ -274,26 +289,26 @@ def finish(context: Context) -> None:
     progress.truncated = len(truncated)
     if truncated:
         names = ", ".join(truncated[:5]) + (", ..." if len(truncated) > 5 else "")
-        report(f"truncated files, indexed as far as they can be read: {len(truncated):,}: {names}")
+        report(f"truncated files: {len(truncated):,} ({names}), indexed up to the truncation")
     if ENCODERS.load(spec.encoder.name).has_warnings(spec.encoder):
-        report("looking for ids in the recognisers' files that belong to no item")
+        report("checking recognition files for ids without an item")
         for sentence in ray.get(tasks.remarks.remote(spec)):
             report(sentence)
 
 
-def remove_unlisted(context: Context, listing: Listing) -> None:
-    """Removes the rows of this source that it no longer lists, in one commit.
+def remove_stale(context: Context, listing: Listing) -> None:
+    """Removes the rows that the source no longer lists, in one commit.
 
     Raises:
-        JobError: Parts of the source cannot be read, so that their items would look removed.
+        JobError: Parts of the source are unreadable; their items would be removed by mistake.
     """
     if listing.num_unreadable:
         raise JobError(
-            f"nothing was removed: {listing.num_unreadable} parts of the source cannot be read at"
-            " present (see the rejects); all else is done"
+            f"nothing was removed: {listing.num_unreadable} parts of the source cannot be read"
+            " (see the rejects); the rest of the job is complete"
         )
     collections = listing.job.build_source().collections
-    gone = ray.get(tasks.gone_rows.remote(listing.job, listing.num_shards, collections))
-    context.writer.remove(gone)
-    context.progress.removed = sum(map(len, gone.values()))
+    stale = ray.get(tasks.stale_rows.remote(listing.job, listing.num_shards, collections))
+    context.writer.remove(stale)
+    context.progress.removed = sum(map(len, stale.values()))
     context.report(f"removed {context.progress.removed:,} items that the source no longer lists")

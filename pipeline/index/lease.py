@@ -1,4 +1,4 @@
-"""Who may write to an index: a config entry of its dataset, and when it may be taken."""
+"""Lease for writing to an index, stored as a config entry of its dataset."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ from dataclasses import asdict, dataclass
 
 from lance import LanceDataset
 
-#: The entry of the dataset's config.
+#: Key of the config entry.
 LEASE_KEY = "maxray.lease"
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Who may write, and until when (seconds since 1970). An empty `owner` means nobody."""
+    """Exclusive right of a process to write to an index until it expires.
+
+    Attributes:
+        owner: Unique id of the holder; empty if the lease was released.
+        epoch: Number of times that the lease was taken.
+        expires: Expiry, in seconds since 1970.
+        job: Identifier of the holder's job.
+        host: Host of the holder.
+        pid: Process id of the holder.
+        process_start: Start of the process, which distinguishes it from later ones with its pid.
+    """
 
     owner: str
     epoch: int
@@ -24,39 +34,39 @@ class Lease:
     job: str
     host: str
     pid: int
-    process_start: str  # tells a process from a later one with the same pid
+    process_start: str
 
     def describe(self) -> str:
-        """The holder in words."""
+        """Returns a description of the holder for messages."""
         until = time.strftime("%H:%M:%S", time.localtime(self.expires))
         return f"job {self.job} (process {self.pid} on {self.host}, lease until {until})"
 
     def is_free(self, now: float) -> bool:
-        """Whether it may be taken: given back, expired, or its holder died on this machine."""
+        """Returns True if it was released or has expired, or its holder died on this machine."""
         if not self.owner or self.expires < now:
             return True
         return self.host == _host() and _process_start(self.pid) != self.process_start
 
     @classmethod
     def for_this_process(cls, owner: str, epoch: int, expires: float, job: str) -> Lease:
-        """A lease that this process holds."""
+        """Returns a lease that this process holds."""
         pid = os.getpid()
         return cls(owner, epoch, expires, job, _host(), pid, _process_start(pid))
 
     def entry(self) -> dict[str, str | None]:
-        """The lease as an entry of the dataset's config."""
+        """Returns the lease as a config entry of the dataset."""
         return {LEASE_KEY: json.dumps(asdict(self))}
 
     @classmethod
-    def of(cls, dataset: LanceDataset) -> Lease | None:
-        """The last lease that the dataset's config names."""
+    def from_dataset(cls, dataset: LanceDataset) -> Lease | None:
+        """Returns the last lease in the config of the dataset; None if it was never taken."""
         text = dataset.config().get(LEASE_KEY)
         return cls(**json.loads(text)) if text else None
 
 
 def _host() -> str:
-    # With the kernel's boot id and the namespace of process ids: hosts and containers may share a
-    # name, and a reboot ends every process.
+    # The boot id and the pid namespace distinguish reboots, and hosts or containers that share a
+    # name.
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -66,10 +76,10 @@ def _host() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """When a process of this machine started, in the kernel's ticks; "" if it runs no more."""
+    """Returns the start of a local process in clock ticks; "" if it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, *fields = file.read().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if state in "ZX" else fields[18]  # a dead process that nobody has waited for
+    return "" if state in "ZX" else fields[18]  # zombies and dead processes

@@ -1,9 +1,9 @@
-"""Listing of a source: finds shard by shard what is new, changed, done, rejected or gone.
+"""Listing of a source: determines shard by shard which items are new, changed, done or rejected.
 
 A job first *plans* (splits the source into numbered shards), then *lists* each shard in a task
-(scans it and looks its ids up in the index), then finds ids that are listed twice. All of it is
-kept as small files under the job's folder; the driver holds a few counts per shard. `unit_reader`
-reads the listed items.
+(scans it and looks up its ids in the index) and finally marks duplicate ids. The results are small
+files in the folder of the job; the driver holds only a few counts per shard. `unit_reader` reads
+the listed items.
 """
 
 from __future__ import annotations
@@ -22,54 +22,63 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config import ComponentSpec
-from pipeline.index.reader import ITEMS, REJECTS, part, quote, reading, with_ids
+from pipeline.index.reader import ITEMS, REJECTS, corruption_errors, id_filter, part_uri, quote
 from pipeline.registry import SOURCES
 from pipeline.schema import REJECT, Item, Reject
 from pipeline.sources import Source
 
-#: What the listing says of an item.
+#: Statuses of a listed item.
 STATUSES = ("new", "changed", "done", "rejected", "duplicate", "foreign")
 NEW, CHANGED, DONE, REJECTED, DUPLICATE, FOREIGN = range(len(STATUSES))
 
 LISTED = pa.schema(
     [
-        pa.field("position", pa.int32()),  # in the scan of its shard
-        pa.field("hash", pa.uint64()),  # of the item id
-        pa.field("status", pa.int8()),
-        pa.field("fragment", pa.int64()),  # where its row lies, of any revision; -1: nowhere
+        pa.field("position", pa.int32()),  # position in the scan of its shard
+        pa.field("hash", pa.uint64()),  # hash of the item id
+        pa.field("status", pa.int8()),  # index into `STATUSES`
+        pa.field("fragment", pa.int64()),  # fragment of its row, of any revision; -1 without a row
     ]
 )
 
-#: Ids looked up in one query of the index.
+#: Number of ids per query of the index.
 LOOKUP = 1024
 
 
 @dataclass(frozen=True)
 class ListingJob:
-    """What the listing tasks of one job share; picklable."""
+    """Picklable settings that the listing tasks of a job share.
+
+    Attributes:
+        index: URI of the index.
+        folder: URI of the folder of the job.
+        source: Source to list.
+        spec_digest: Digest of the settings that determine whether an item is rejected.
+        retry_rejects: Reasons whose rejects are retried although nothing changed.
+        wants: Item fields that the encoder reads.
+    """
 
     index: str
-    folder: str  # of the job, under the index
+    folder: str
     source: ComponentSpec
-    spec_digest: str  # of all that decides whether an item is rejected
-    retry_rejects: tuple[str, ...] = ()  # reasons to try again although nothing changed
-    wants: tuple[str, ...] = ("text",)  # what the encoder reads
+    spec_digest: str
+    retry_rejects: tuple[str, ...] = ()
+    wants: tuple[str, ...] = ("text",)
 
     def build_source(self) -> Source:
-        """The source, which reads what the encoder wants."""
+        """Returns the source, restricted to the fields that the encoder reads."""
         return SOURCES.build(self.source, self.wants)
 
     def file(self, kind: str, shard: int) -> str:
-        """Returns the URI of a shard's file of one kind."""
+        """Returns the URI of a file of a shard, such as "listed"."""
         return f"{self.folder}/{kind}/{shard:06d}"
 
     def read_json(self, kind: str, shard: int) -> Any:
-        """Reads a shard's JSON file of one kind."""
+        """Reads a JSON file of a shard."""
         with fsspec.open(self.file(kind, shard), "r") as file:
             return json.load(file)
 
     def read_table(self, kind: str, shard: int) -> pa.Table:
-        """Reads a shard's Arrow file of one kind."""
+        """Reads an Arrow file of a shard."""
         uri = self.file(kind, shard)
         with fsspec.open(uri, "rb") as file, pa.ipc.open_file(io.BytesIO(file.read())) as reader:
             return reader.read_all()
@@ -82,13 +91,21 @@ class ListingJob:
 
 @dataclass(frozen=True)
 class ShardTally:
-    """What listing a shard came to."""
+    """Counts of a listed shard.
+
+    Attributes:
+        shard: Number of the shard.
+        counts: Number of items by status.
+        num_unlisted: Number of entries that could not be listed.
+        num_unreadable: Number of unreadable parts of the source, which may contain more items.
+        solved: Ids of indexed items that are still among the rejects.
+    """
 
     shard: int
-    counts: dict[str, int]  # by status, over items
-    num_unlisted: int  # what could not be listed
-    num_unreadable: int  # parts of the source that may hold more items, could they be read
-    solved: list[str]  # ids that have a row and were rejected at some time in between
+    counts: dict[str, int]
+    num_unlisted: int
+    num_unreadable: int
+    solved: list[str]
 
 
 def plan(job: ListingJob, limit: int | None) -> int:
@@ -96,8 +113,8 @@ def plan(job: ListingJob, limit: int | None) -> int:
 
     Args:
         job: Settings of the listing.
-        limit: Maximum number of items, in listing order. With a limit, shards are scanned here one
-            after the other, as far as needed.
+        limit: Maximum number of items, in listing order. With a limit, shards are scanned
+            sequentially until it is reached.
     """
     source = job.build_source()
     num_shards, left = 0, limit
@@ -116,12 +133,12 @@ def plan(job: ListingJob, limit: int | None) -> int:
 
 
 def list_shard(job: ListingJob, shard: int) -> ShardTally:
-    """Scans a shard and writes for each item what is to be done with it."""
+    """Scans a shard and writes the status of each item to a file."""
     source = job.build_source()
-    dataset = _dataset(part(job.index, ITEMS))
-    rejected = _dataset(part(job.index, REJECTS))
+    dataset = _dataset(part_uri(job.index, ITEMS))
+    rejected = _dataset(part_uri(job.index, REJECTS))
     columns: dict[str, list] = {name: [] for name in LISTED.names}
-    kept: list[list[Any]] = []
+    listed_items: list[list[Any]] = []
     unlisted: list[tuple[int, Reject]] = []
     solved: list[str] = []
     for chunk in chunks(scan(source, job.read_json("shards", shard)), LOOKUP):
@@ -135,7 +152,7 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
             if status == DONE:
                 done.append(item.item_id)
             if source.stores_listing:
-                kept.append([position, vars(item)])
+                listed_items.append([position, vars(item)])
             columns["position"].append(position)
             columns["hash"].append(id_hash(item.item_id))
             columns["status"].append(status)
@@ -145,38 +162,38 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
     _write_table(job.file("listed", shard), table)
     if source.stores_listing:
         with fsspec.open(job.file("items", shard), "w", auto_mkdir=True) as file:
-            json.dump(kept, file, default=str)
+            json.dump(listed_items, file, default=str)
     rejects = job.rejects_table([reject for _, reject in unlisted])
     hashes = [id_hash(reject.item_id) for _, reject in unlisted]
-    for name, values, kind in (
+    for name, values, type in (
         ("hash", hashes, pa.uint64()),
         ("position", [position for position, _ in unlisted], pa.int32()),
         ("taken", [False] * len(unlisted), pa.bool_()),
     ):
-        rejects = rejects.append_column(name, pa.array(values, kind))
+        rejects = rejects.append_column(name, pa.array(values, type))
     _write_table(job.file("unlisted", shard), rejects)
     num_unreadable = sum(reject.retryable for _, reject in unlisted)
     return ShardTally(shard, _count(table), len(unlisted), num_unreadable, solved)
 
 
 def unlisted_rejects(job: ListingJob, shard: int) -> tuple[pa.Table, int]:
-    """Returns the rejects of what could not be listed, once ids listed twice are marked.
+    """Returns the rejects of entries that could not be listed, after `mark_duplicates`.
 
-    The table of rejects has one row an id. An entry whose id is taken, by an item or by an entry
-    before it, therefore gets an id of its own, as an item that is listed twice does.
+    The table of rejects has one row per id. An entry whose id belongs to an item or to an earlier
+    entry therefore gets a distinct id, as duplicate items do.
 
     Returns:
-        (Rejects that are not known yet, number of those that are.)
+        The new rejects, and the number of rejects that are already recorded.
     """
     table = job.read_table("unlisted", shard)
     ids = [
-        own_id(item_id, shard, position) if taken else item_id
+        disambiguated_id(item_id, shard, position) if taken else item_id
         for item_id, position, taken in zip(
             *(table[name].to_pylist() for name in ("item_id", "position", "taken")), strict=True
         )
     ]
     table = table.select(REJECT.names).set_column(0, REJECT.field("item_id"), pa.array(ids))
-    known = _known_rejects(_dataset(part(job.index, REJECTS)), ids, job)
+    known = _known_rejects(_dataset(part_uri(job.index, REJECTS)), ids, job)
     revisions = table["revision"].to_pylist()
     is_fresh = [known.get(i) != revision for i, revision in zip(ids, revisions, strict=True)]
     fresh = table.filter(pa.array(is_fresh, pa.bool_()))
@@ -193,34 +210,34 @@ def _status(
         if revision == item.revision:
             return DONE, fragment
     if known.get(item.item_id) == item.revision:
-        return REJECTED, -1  # a row of an older revision, if there is one, stays
+        return REJECTED, -1  # a row of an older revision remains
     return (NEW, -1) if stored is None else (CHANGED, fragment)
 
 
 def mark_duplicates(job: ListingJob, num_shards: int) -> dict[int, dict[str, int]]:
-    """Finds ids listed more than once; all but the first get the status "duplicate".
+    """Sets the status of repeated ids to "duplicate", except for the first occurrence.
 
-    Of what could not be listed it marks entries whose id is taken, for `unlisted_rejects`. Holds
-    8 bytes per item (run it in a task, not in the driver).
+    It also marks entries that could not be listed and whose id is taken, for `unlisted_rejects`.
+    Run it in a task, not in the driver: it holds 8 bytes per item.
 
     Returns:
-        The new counts by status of the shards that changed.
+        The new counts by status, by shard, for the shards that changed.
     """
     hashes = _hashes(job, "listed", num_shards)
-    every = np.concatenate([np.zeros(0, np.uint64), *hashes])
-    _mark_taken(job, num_shards, every)
-    values, first, counts = np.unique(every, return_index=True, return_counts=True)
-    if len(values) == len(every):
+    all_hashes = np.concatenate([np.zeros(0, np.uint64), *hashes])
+    _mark_taken(job, num_shards, all_hashes)
+    values, first, counts = np.unique(all_hashes, return_index=True, return_counts=True)
+    if len(values) == len(all_hashes):
         return {}
-    again = np.isin(every, values[counts > 1])
-    again[first] = False
+    is_repeated = np.isin(all_hashes, values[counts > 1])
+    is_repeated[first] = False
     changed, start = {}, 0
     for shard, shard_hashes in enumerate(hashes):
-        mine = again[start : start + len(shard_hashes)]
+        is_duplicate = is_repeated[start : start + len(shard_hashes)]
         start += len(shard_hashes)
-        if mine.any():
+        if is_duplicate.any():
             table = job.read_table("listed", shard)
-            status = np.where(mine, DUPLICATE, table["status"].to_numpy()).astype(np.int8)
+            status = np.where(is_duplicate, DUPLICATE, table["status"].to_numpy()).astype(np.int8)
             table = table.set_column(2, LISTED.field("status"), pa.array(status))
             _write_table(job.file("listed", shard), table)
             changed[shard] = _count(table)
@@ -228,83 +245,86 @@ def mark_duplicates(job: ListingJob, num_shards: int) -> dict[int, dict[str, int
 
 
 def _mark_taken(job: ListingJob, num_shards: int, listed: np.ndarray) -> None:
-    """Marks what could not be listed and has the id of an item or of an entry before it."""
+    """Marks unlisted entries whose id belongs to an item or to an earlier unlisted entry."""
     hashes = _hashes(job, "unlisted", num_shards)
     unlisted = np.concatenate([np.zeros(0, np.uint64), *hashes])
     taken = np.ones(len(unlisted), bool)
     taken[np.unique(unlisted, return_index=True)[1]] = False
     taken |= np.isin(unlisted, listed)
-    ends = np.cumsum([len(own) for own in hashes])
-    for shard, own in enumerate(np.split(taken, ends[:-1]) if hashes else []):
-        if own.any():
+    ends = np.cumsum([len(shard_hashes) for shard_hashes in hashes])
+    for shard, shard_taken in enumerate(np.split(taken, ends[:-1]) if hashes else []):
+        if shard_taken.any():
             table = job.read_table("unlisted", shard)
-            place = table.schema.get_field_index("taken")
-            table = table.set_column(place, "taken", pa.array(own))
+            column = table.schema.get_field_index("taken")
+            table = table.set_column(column, "taken", pa.array(shard_taken))
             _write_table(job.file("unlisted", shard), table)
 
 
-def own_id(item_id: str, shard: int, position: int) -> str:
-    """Returns an id for an entry whose id is taken, which keeps it apart from the id's holder."""
+def disambiguated_id(item_id: str, shard: int, position: int) -> str:
+    """Returns a distinct id for an entry whose id is taken."""
     return f"{item_id}~{shard:06d}:{position}"
 
 
 def id_hash(item_id: str) -> int:
-    """64 bits of a stable hash of an item id."""
+    """Returns a stable 64-bit hash of an item id."""
     return int.from_bytes(hashlib.blake2b(item_id.encode(), digest_size=8).digest(), "little")
 
 
-#: The columns that `content_hashes` reads.
+#: Columns that `content_hashes` reads.
 CONTENT = ("revision", "span")
 
 
 def content_hashes(items: pa.Table | pa.RecordBatch) -> np.ndarray:
-    """(N,) uint64 hashes of what items hold, by their `CONTENT`: of a part of a file with its span.
+    """Returns the content hashes of items, (N,) uint64, computed from the columns `CONTENT`.
 
-    Equal content has equal hashes, whatever the items are called.
+    The hash of a part of a file includes its span; the hash does not depend on item ids.
     """
     rows = zip(items["revision"].to_pylist(), items["span"].to_pylist(), strict=True)
     hashes = (id_hash(f"{revision} {span and tuple(span.values())}") for revision, span in rows)
     return np.fromiter(hashes, np.uint64, items.num_rows)
 
 
-def gone_rows(job: ListingJob, num_shards: int, collections: Sequence[str]) -> dict[int, list[str]]:
-    """The rows of some collections that are no longer listed, as item ids by fragment.
+def stale_rows(
+    job: ListingJob, num_shards: int, collections: Sequence[str]
+) -> dict[int, list[str]]:
+    """Returns the rows of `collections` that the source no longer lists, as item ids by fragment.
 
-    What is there but was rejected, itself or its parent, keeps its rows. Run it in a task: it holds
-    8 bytes a listed item, and the ids that are gone.
+    Items keep their rows if they or their parents were rejected. Run it in a task, not in the
+    driver: it holds 8 bytes per listed item and the returned ids.
     """
     listed, unlisted = (
         np.unique(np.concatenate([np.zeros(0, np.uint64), *_hashes(job, kind, num_shards)]))
         for kind in ("listed", "unlisted")
     )
-    gone: dict[int, list[str]] = {}
-    scanner = lance.dataset(part(job.index, ITEMS)).scanner(
+    stale: dict[int, list[str]] = {}
+    scanner = lance.dataset(part_uri(job.index, ITEMS)).scanner(
         columns=["item_id", "parent_id"],
         filter=f"source IN ({', '.join(map(quote, collections))})",
         with_row_address=True,
     )
     for batch in scanner.to_batches():
         ids = batch["item_id"].to_pylist()
-        own, parents = (
+        hashes, parent_hashes = (
             np.array([id_hash(name) for name in names], dtype=np.uint64)
             for names in (ids, batch["parent_id"].to_pylist())
         )
-        is_there = np.isin(own, listed) | np.isin(own, unlisted) | np.isin(parents, unlisted)
+        is_present = np.isin(hashes, listed) | np.isin(hashes, unlisted)
+        is_present |= np.isin(parent_hashes, unlisted)
         fragments = batch["_rowaddr"].to_numpy() >> 32
-        for i in np.flatnonzero(~is_there):
-            gone.setdefault(int(fragments[i]), []).append(ids[i])
-    return gone
+        for i in np.flatnonzero(~is_present):
+            stale.setdefault(int(fragments[i]), []).append(ids[i])
+    return stale
 
 
-def scan(source: Source, described: dict[str, Any]) -> Iterator[tuple[int, Item | Reject]]:
+def scan(source: Source, description: dict[str, Any]) -> Iterator[tuple[int, Item | Reject]]:
     """Yields the entries of a shard with their positions, up to the shard's limit.
 
     Args:
-        source: The source.
-        described: Description of the shard, as `plan` wrote it.
+        source: Source of the shard.
+        description: Description of the shard, as written by `plan`.
     """
-    for position, entry in enumerate(source.scan(described["shard"])):
-        if described["limit"] is not None and position >= described["limit"]:
+    for position, entry in enumerate(source.scan(description["shard"])):
+        if description["limit"] is not None and position >= description["limit"]:
             return
         yield position, entry
 
@@ -312,15 +332,15 @@ def scan(source: Source, described: dict[str, Any]) -> Iterator[tuple[int, Item 
 def _stored(
     dataset: lance.LanceDataset | None, item_ids: Sequence[str]
 ) -> dict[str, tuple[str, str, int]]:
-    """For the ids that have a row: its revision, source and fragment."""
+    """Returns (revision, source, fragment) by id, for the ids that have a row."""
     if dataset is None or not item_ids:
         return {}
     scanner = dataset.scanner(
         columns=["item_id", "revision", "source"],
-        filter=with_ids(item_ids),
+        filter=id_filter(item_ids),
         with_row_address=True,
     )
-    with reading(dataset.uri):
+    with corruption_errors(dataset.uri):
         table = scanner.to_table()
     fragments = (table["_rowaddr"].to_numpy() >> 32).tolist()
     columns = (table[name].to_pylist() for name in ("item_id", "revision", "source"))
@@ -333,12 +353,12 @@ def _stored(
 def _known_rejects(
     dataset: lance.LanceDataset | None, item_ids: Sequence[str], job: ListingJob
 ) -> dict[str, str]:
-    """For the ids that this very spec rejected and that need no other try: the revision then."""
+    """Returns the rejected revision by id, for ids that the same spec rejected for good."""
     if dataset is None or not item_ids:
         return {}
     table = dataset.scanner(
         columns=["item_id", "revision", "reason"],
-        filter=f"spec = {quote(job.spec_digest)} AND NOT retryable AND {with_ids(item_ids)}",
+        filter=f"spec = {quote(job.spec_digest)} AND NOT retryable AND {id_filter(item_ids)}",
     ).to_table()
     return {
         row["item_id"]: row["revision"]
@@ -348,15 +368,15 @@ def _known_rejects(
 
 
 def _hashes(job: ListingJob, kind: str, num_shards: int) -> list[np.ndarray]:
-    """(n,) uint64 for each shard: the hashes of the ids in its file of that kind."""
+    """Returns the hashes of the ids in each shard's "listed" or "unlisted" file, (N,) uint64."""
     return [job.read_table(kind, i)["hash"].to_numpy() for i in range(num_shards)]
 
 
 def _ids_among(rejected: lance.LanceDataset | None, item_ids: Sequence[str]) -> list[str]:
-    """Those of the ids that are in the table of rejects."""
+    """Returns the ids that are in the table of rejects."""
     if rejected is None or not item_ids:
         return []
-    table = rejected.scanner(columns=["item_id"], filter=with_ids(item_ids)).to_table()
+    table = rejected.scanner(columns=["item_id"], filter=id_filter(item_ids)).to_table()
     return table["item_id"].to_pylist()
 
 
@@ -373,7 +393,7 @@ def _dataset(uri: str) -> lance.LanceDataset | None:
 
 
 def chunks(entries: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Yields lists of up to `size` entries."""
+    """Yields lists of at most `size` consecutive entries."""
     chunk = []
     for entry in entries:
         chunk.append(entry)

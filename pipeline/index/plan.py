@@ -1,4 +1,4 @@
-"""The column plan of an index job: what its spec asks for beside what the index has."""
+"""Column plan of an index job: the columns of the spec compared with those of the index."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from pipeline.config import SpecError
-from pipeline.index.checks import refuse_other_encoders
+from pipeline.index.checks import check_same_encoder
 from pipeline.index.columns import (
     RERANK_TOKENS,
     Representation,
-    every_representation,
-    other_setting,
-    refuse_other_settings,
+    all_representations,
+    changed_setting,
+    check_same_settings,
 )
-from pipeline.index.fitting import Learned, stored_learned
+from pipeline.index.fitting import LearnedState, load_learned_state
 from pipeline.index.info import (
     EncoderInfo,
     RepresentationInfo,
@@ -24,7 +24,7 @@ from pipeline.index.info import (
     columns_with_role,
     representation_infos,
 )
-from pipeline.index.rerank_tokens import refuse_other_adapter, rerank_field
+from pipeline.index.rerank_tokens import check_same_adapter, rerank_field
 from pipeline.index.spec import IndexSpec
 from pipeline.index.stream import encoder_columns
 from pipeline.index.writer import IndexWriter
@@ -33,19 +33,19 @@ from pipeline.schema import column_metadata
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """The columns of the index, and those that are missing.
+    """Columns that an index job fills, and those it must add.
 
     Attributes:
-        encoder_info: The encoder, without its weights.
+        encoder_info: Description of the encoder.
         learned: Learned state of the stored representations, by id.
-        added: Representations without a column.
-        encoder_columns: Names of the encoder's own columns that are filled.
-        encoder_fields: Those of them that the index lacks.
-        rerank_fields: The column of an EDJE's tokens, if it is wanted and the index lacks it.
+        added: Representations to add to the index.
+        encoder_columns: Names of the shared columns of the encoder that are filled.
+        encoder_fields: Shared columns of the encoder to add.
+        rerank_fields: Column of the EDJE tokens, if it is to be added.
     """
 
     encoder_info: EncoderInfo
-    learned: Mapping[str, Learned]
+    learned: Mapping[str, LearnedState]
     added: tuple[Representation, ...]
     encoder_columns: tuple[str, ...]
     encoder_fields: tuple[pa.Field, ...]
@@ -55,53 +55,53 @@ class ColumnPlan:
 def plan_columns(spec: IndexSpec, encoder_info: EncoderInfo, writer: IndexWriter) -> ColumnPlan:
     """Compares the columns of the spec with those of the index.
 
-    Columns that a run with another spec added to an index without rows are dropped.
+    Columns of an empty index that another spec added are dropped.
 
     Raises:
-        SpecError: A column was made by another encoder or with other settings, or is missing from
-            an index that already has rows.
+        SpecError: A column has another encoder or other settings, or is missing from an index that
+            already has rows.
     """
-    wanted = every_representation(spec)
+    wanted = all_representations(spec)
     rerank = [rerank_field(spec.rerank, encoder_info)] if spec.rerank else []
     is_empty = writer.dataset.count_rows() == 0
     if is_empty and not _has_columns(writer.dataset.schema, encoder_info, wanted, rerank):
-        writer.drop_columns()  # of a run with another spec that committed nothing
+        writer.drop_columns()  # a run with another spec added them and committed no rows
     schema = writer.dataset.schema
-    refuse_other_encoders(schema, encoder_info)
+    check_same_encoder(schema, encoder_info)
     added = [r for r in wanted if r.id not in schema.names]
     if added and not is_empty:
         raise SpecError(
             "representations",
             added[0].id,
             f"one of {', '.join(columns_with_role(schema, 'search'))}",
-            "is not in this index, which has rows",
+            "is not in this index",
             f"; add it with `python -m jobs.recompress {spec.index}`, then resume indexing",
         )
     if spec.rerank and RERANK_TOKENS in schema.names:
-        refuse_other_adapter(spec.rerank, RerankInfo.from_schema(schema, RERANK_TOKENS))
+        check_same_adapter(spec.rerank, RerankInfo.from_schema(schema, RERANK_TOKENS))
         rerank = []
     elif rerank and not is_empty:
-        problem = f"would add {RERANK_TOKENS} to an index that has rows"
+        problem = f"requires the column {RERANK_TOKENS}, which this index lacks"
         note = "; add it with `python -m jobs.backfill` and this spec, then resume indexing"
-        raise SpecError("rerank", spec.rerank, "null", problem, note)
+        raise SpecError("rerank", spec.rerank, "null for this index", problem, note)
     learned = {}
     for r in wanted:
         if r.id in schema.names:
             stored = RepresentationInfo.from_schema(schema, r.id)
-            refuse_other_settings(r, encoder_info, stored)
-            learned[r.id] = stored_learned(spec.index, stored)
-    own = encoder_columns(spec, encoder_info)
-    missing = [column for column in own if column.name not in schema.names]
+            check_same_settings(r, encoder_info, stored)
+            learned[r.id] = load_learned_state(spec.index, stored)
+    shared = encoder_columns(spec, encoder_info)
+    missing = [column for column in shared if column.name not in schema.names]
     for column in missing:
         tap = column_metadata(column).get("tap")
         if tap and not is_empty:
-            rule = "attention that the index stores, unless the index is new"
+            rule = "attention statistics that the index stores, unless the index is empty"
             raise SpecError("keep_taps", tap, rule, "is not in this index")
     return ColumnPlan(
         encoder_info,
         learned,
         tuple(added),
-        tuple(column.name for column in own if is_empty or column.name in schema.names),
+        tuple(column.name for column in shared if is_empty or column.name in schema.names),
         tuple(missing if is_empty else ()),
         tuple(rerank),
     )
@@ -113,7 +113,7 @@ def _has_columns(
     wanted: list[Representation],
     rerank: list[pa.Field],
 ) -> bool:
-    """Returns whether a schema has exactly the wanted columns, with the same settings."""
+    """Returns True if a schema has exactly the wanted columns, with the same settings."""
     stored = representation_infos(schema)
     stored_rerank = [schema.field(name) for name in columns_with_role(schema, "rerank")]
     if [column_metadata(column) for column in stored_rerank] != [
@@ -121,5 +121,5 @@ def _has_columns(
     ]:
         return False
     return set(stored) == {r.id for r in wanted} and not any(
-        other_setting(r, encoder_info, stored[r.id]) for r in wanted
+        changed_setting(r, encoder_info, stored[r.id]) for r in wanted
     )

@@ -1,4 +1,4 @@
-"""The stored form of where tokens stand, a third to two thirds the size of that in use."""
+"""Compact storage of token positions, a third to two thirds of the in-memory size."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-#: Extents in use, see `TokenBatch`: x0 y0 x1 y1 in [0, 1], t0 t1 in seconds; NaN for none.
+#: In-memory extents, see `TokenBatch`: x0 y0 x1 y1 in [0, 1], t0 t1 in seconds; NaN if absent.
 EXTENTS = pa.list_(pa.list_(pa.float32(), 6))
-#: Extents as stored since format 2: boxes in steps of 1 / 65535, and seconds; each of them null for
-#: items that have none, such as the seconds of a page. Indexes of format 1 store `EXTENTS`.
+#: Stored extents since format 2: boxes in units of 1 / 65535, and times in seconds. Each list is
+#: null for items without it, such as the times of a page. Indexes of format 1 store `EXTENTS`.
 STORED_EXTENTS = pa.struct(
     [
         pa.field("boxes", pa.list_(pa.list_(pa.uint16(), 4))),
@@ -17,47 +17,47 @@ STORED_EXTENTS = pa.struct(
     ]
 )
 STEPS = 65535
-#: A token without a box in an item that has others: no box ends before it begins.
+#: Marker of a token without a box, in items with boxes; no valid box ends before it begins.
 NO_BOX = (STEPS, STEPS, 0, 0)
 
 
 def stored_type(type: pa.DataType) -> pa.DataType:
-    """The type in which new columns store positions of a type."""
+    """Returns the storage type of new columns of positions."""
     return STORED_EXTENTS if type == EXTENTS else type
 
 
-def as_stored(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Returns a table as the columns of an index store it."""
-    for place, column in enumerate(table.schema):
+def encode_positions(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Converts token positions of a table to the storage types of an index schema."""
+    for i, column in enumerate(table.schema):
         if column.type == EXTENTS and schema.field(column.name).type == STORED_EXTENTS:
-            table = table.set_column(place, column.name, _stored(table[column.name]))
+            table = table.set_column(i, column.name, _encode_extents(table[column.name]))
     return table.cast(schema)
 
 
-def as_used(table: pa.Table) -> pa.Table:
-    """Returns a table of an index with positions in the form in which they are used."""
-    for place, column in enumerate(table.schema):
+def decode_positions(table: pa.Table) -> pa.Table:
+    """Converts token positions of a stored table to their in-memory types."""
+    for i, column in enumerate(table.schema):
         if column.type == STORED_EXTENTS:
-            table = table.set_column(place, column.name, _used(table[column.name]))
+            table = table.set_column(i, column.name, _decode_extents(table[column.name]))
     return table
 
 
 def stored_bytes(column: pa.Array) -> np.ndarray:
-    """Returns the (B,) sizes in bytes of the rows of a column of lists, or of a struct of lists."""
+    """Returns the size in bytes of each row of a column of (structs of) lists, (B,)."""
     if pa.types.is_struct(column.type):
         return np.sum([stored_bytes(child) for child in column.flatten()], axis=0)
-    return pc.list_value_length(column).fill_null(0).to_numpy() * bytes_of_element(column.type)
+    return pc.list_value_length(column).fill_null(0).to_numpy() * element_bytes(column.type)
 
 
-def bytes_of_element(type: pa.ListType) -> int:
-    """Bytes of one element of a list column: a token's vector, span or support."""
+def element_bytes(type: pa.ListType) -> int:
+    """Returns the size in bytes of one element of a list column, such as a vector or a span."""
     element = type.value_type
     if pa.types.is_fixed_size_list(element):
         return element.list_size * element.value_type.bit_width // 8
     return element.bit_width // 8
 
 
-def _stored(column: pa.ChunkedArray) -> pa.StructArray:
+def _encode_extents(column: pa.ChunkedArray) -> pa.StructArray:
     lengths_B, extents_T6 = _flat(column.combine_chunks())
     item_T = np.repeat(np.arange(len(lengths_B)), lengths_B)
     has_box_T = ~np.isnan(extents_T6[:, :4]).any(axis=1)
@@ -75,7 +75,7 @@ def _stored(column: pa.ChunkedArray) -> pa.StructArray:
     )
 
 
-def _used(column: pa.ChunkedArray) -> pa.ListArray:
+def _decode_extents(column: pa.ChunkedArray) -> pa.ListArray:
     boxes, times = column.combine_chunks().flatten()
     (box_lengths_B, boxes_T4), (time_lengths_B, times_T2) = _flat(boxes), _flat(times)
     lengths_B = np.maximum(box_lengths_B, time_lengths_B)
@@ -89,7 +89,7 @@ def _used(column: pa.ChunkedArray) -> pa.ListArray:
 
 
 def _flat(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    """(B,) the lengths of the lists, 0 for null, and (T, W) their elements, one after the other."""
+    """Returns the lengths of the lists, 0 for null, (B,), and the concatenated elements (T, W)."""
     lengths_B = pc.list_value_length(column).fill_null(0).to_numpy()
     width = column.type.value_type.list_size
     return lengths_B, column.flatten().flatten().to_numpy(zero_copy_only=False).reshape(-1, width)

@@ -17,20 +17,24 @@ class Progress:
 
     Attributes:
         listed: Items that the source lists.
-        unchanged: Items that are indexed already, with the same revision.
-        rejected_before: Items that an earlier run rejected and that are not tried again.
-        to_do: Items that this run works on.
+        unchanged: Items that are already indexed with the same revision.
+        rejected_before: Items that an earlier run rejected and this run does not retry.
+        to_do: Items that this run processes.
         new: Items indexed for the first time.
-        replaced: Items of which an older revision was replaced.
+        replaced: Items whose older revision was replaced.
         rejected: Items rejected by this run.
-        gone: Items that were listed but had disappeared when they were to be read.
+        gone: Items that were deleted from the source between listing and reading.
         removed: Rows removed because the source no longer lists them.
-        truncated: Indexed files that end before their header says they do.
+        truncated: Indexed files that are shorter than their header states.
         commits: Commits so far.
-        bytes: Bytes of the written rows.
+        bytes: Size of the written rows.
         seconds: Time by stage, summed over actors.
         phases: Time by phase of the job.
-        first_written: Time at which the driver received the first written fragment.
+        started: Start of the job, in seconds since 1970, as are the following times.
+        stream_started: Start of encoding.
+        first_written: Arrival of the first written fragment at the driver.
+        first_commit: First commit.
+        last_commit: Last commit so far.
     """
 
     listed: int = 0
@@ -55,12 +59,12 @@ class Progress:
 
     @property
     def indexed(self) -> int:
-        """Number of listed items that have a row of their present revision."""
+        """Number of listed items whose current revision has a row."""
         return self.unchanged + self.new + self.replaced
 
     @property
     def done(self) -> int:
-        """Number of items that this run has finished."""
+        """Number of items that this run has processed."""
         return self.new + self.replaced + self.rejected + self.gone
 
     @contextlib.contextmanager
@@ -71,7 +75,7 @@ class Progress:
         self.phases[name] = time.perf_counter() - start
 
     def add_commit(self, pending: Pending) -> None:
-        """Counts what was committed."""
+        """Adds the counts of a commit."""
         self.new += pending.num_items - pending.num_replaced
         self.replaced += pending.num_replaced
         self.rejected += sum(table.num_rows for table in pending.rejects)
@@ -84,18 +88,18 @@ class Progress:
         self.first_commit = self.first_commit or self.last_commit
 
     def rates(self) -> dict[str, float]:
-        """Returns the items per second of work in each stage: per actor, not of the pool."""
+        """Returns the throughput of each stage in items per second per actor."""
         done = self.new + self.replaced
         return {name: done / spent for name, spent in self.seconds.items() if spent > 0}
 
     def summary(self) -> dict[str, Any]:
-        """Returns everything, for the job's record."""
+        """Returns all counts, times and rates, for the record of the job."""
         return {**vars(self), "indexed": self.indexed, "rates": self.rates()}
 
     def line(self, elapsed: float) -> str:
-        """Returns the progress line."""
+        """Returns the progress line after `elapsed` seconds."""
         rate = (self.new + self.replaced) / elapsed
-        left = f"{(self.to_do - self.done) / rate:,.0f} s left" if rate else "nothing written yet"
+        left = f"{(self.to_do - self.done) / rate:,.0f} s left" if rate else "no items written yet"
         share = 100 * self.done / self.to_do if self.to_do else 100.0
         rates = "  ".join(f"{name} {r:,.0f}/s" for name, r in self.rates().items())
         return (

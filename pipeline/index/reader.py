@@ -1,4 +1,4 @@
-"""Reading an index: what it holds, its rows and its representations."""
+"""Read access to an index: its rows, representations, rejects and lease."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipeline import config
 from pipeline.atomic import check_writable
 from pipeline.config import JobError, SpecError, absolute, digest, within
 from pipeline.extras import MissingExtra, require_storage
-from pipeline.index import ITEMS, PARTS, REJECTS, no_index
+from pipeline.index import ITEMS, PARTS, REJECTS, missing_index
 from pipeline.index.artefacts import load_artefact
 from pipeline.index.info import (
     PooledInfo,
@@ -34,49 +34,49 @@ from pipeline.index.info import (
     rerank_infos,
 )
 from pipeline.index.lease import Lease
-from pipeline.index.positions import as_used
+from pipeline.index.positions import decode_positions
 from pipeline.registry import CODECS
 from pipeline.schema import FORMAT_VERSION, REJECT
 
-if TYPE_CHECKING:  # it needs torch, and most that is read of an index does not
+if TYPE_CHECKING:  # codecs import torch, which most readers do not need
     from pipeline.codecs import Codec
 
-#: Where an index may lie: what both Lance and fsspec can write.
+#: URI schemes of an index: those that both Lance and fsspec can write.
 SCHEMES = ("file", "s3", "gs", "az")
 
 
-def part(uri: str, *names: str) -> str:
-    """The URI of a part of an index."""
+def part_uri(uri: str, *names: str) -> str:
+    """Returns the absolute URI of a file or folder of an index."""
     return posixpath.join(absolute(uri), *names)
 
 
 def open_folder(uri: str, *names: str) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system and path of a part of an index; writes of others are visible in it.
+    """Returns the file system, without a listings cache, and path of a folder of an index.
 
     Raises:
-        MissingExtra: The package of its storage is not installed.
+        MissingExtra: The package of the storage is not installed.
     """
     require_storage(uri)
-    return fsspec.url_to_fs(part(uri, *names), use_listings_cache=False)
+    return fsspec.url_to_fs(part_uri(uri, *names), use_listings_cache=False)
 
 
 def check_location(uri: str) -> None:
-    """Raises `SpecError` if no index can be written at the URI; looks without writing.
+    """Raises `SpecError` if no index can be written at the URI; does not write.
 
-    Of a remote store only the scheme is looked at.
+    For remote stores only the scheme is checked.
     """
     scheme = _check_scheme(uri)
-    with _reaching(uri):
-        open_folder(uri)  # its package may not be installed
+    with _access_errors(uri):
+        open_folder(uri)  # raises if the package of the storage is not installed
     if scheme != "file":
         return
     check_writable(uri, "index")
-    if exists(uri) and not holds_parts(uri):
+    if exists(uri) and not contains_index(uri):
         raise SpecError("index", uri, "an index, or a new or empty folder", "has other contents")
 
 
 def _check_scheme(uri: str) -> str:
-    """The scheme of an index's URI, if it is one that an index may have."""
+    """Returns the scheme of a URI, "file" for paths; raises `SpecError` if it is not supported."""
     scheme, separator, _ = uri.partition("://")
     if separator and scheme not in SCHEMES:
         rule = f"a local path, or a URI with one of the schemes {', '.join(SCHEMES)}"
@@ -85,14 +85,15 @@ def _check_scheme(uri: str) -> str:
 
 
 def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
-    """Opens the items of an index.
+    """Opens the items of an index, in the given version or the latest.
 
     Raises:
-        SpecError: there is no index, or it is damaged (half deleted), or of a newer format.
+        SpecError: The index does not exist, is corrupted or has a newer format, or it has no such
+            version.
     """
     _check_scheme(uri)
     with within("index"):
-        items = part(uri, ITEMS)
+        items = part_uri(uri, ITEMS)
     try:
         dataset = lance.dataset(items, version=version)
     except (ValueError, OSError, OverflowError) as error:
@@ -100,11 +101,11 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
             last = open_dataset(uri).version
             rule = f"a stored version from 1 to {last}"
             raise SpecError("version", version, rule, "does not exist") from None
-        if holds_parts(uri):
+        if contains_index(uri):
             raise SpecError(
                 "index", uri, "an intact index", f"is corrupted ({first_line(error)})"
             ) from None
-        raise no_index(uri) from None
+        raise missing_index(uri) from None
     if newest_format(dataset.schema) > FORMAT_VERSION:
         raise SpecError(
             "index", uri, f"an index of format {FORMAT_VERSION} or older", "has a newer format"
@@ -112,49 +113,48 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
     return dataset
 
 
-def check_whole(uri: str, dataset: lance.LanceDataset) -> None:
-    """Raises `SpecError` if data files that the current version names are missing or cut.
+def check_data_files(uri: str, dataset: lance.LanceDataset) -> None:
+    """Raises `SpecError` if data files of the current version are missing or truncated.
 
-    One listing of the data folder: a half-deleted index is found before a job works on it.
+    A single listing of the data folder detects corrupted indexes before a job works on them.
     """
-    named = {
+    expected_sizes = {
         file.path: file.file_size_bytes
         for fragment in dataset.get_fragments()
         for file in fragment.data_files()
     }
-    if not named:
+    if not expected_sizes:
         return
     filesystem, path = open_folder(uri, ITEMS, "data")
-    there = {}
+    sizes = {}
     if filesystem.exists(path):
         entries = filesystem.ls(path, detail=True)
-        there = {posixpath.basename(entry["name"]): entry["size"] for entry in entries}
-    for problem, files in (
-        ("are missing", [name for name in named if name not in there]),
-        ("have another size", [n for n, size in named.items() if size and size != there.get(n)]),
-    ):
+        sizes = {posixpath.basename(entry["name"]): entry["size"] for entry in entries}
+    missing = [name for name in expected_sizes if name not in sizes]
+    resized = [n for n, size in expected_sizes.items() if size and size != sizes.get(n)]
+    for problem, files in (("are missing", missing), ("have another size", resized)):
         if files:
-            detail = f"is corrupted ({len(files)} of {len(named)} data files {problem})"
+            detail = f"is corrupted ({len(files)} of {len(expected_sizes)} data files {problem})"
             raise SpecError("index", uri, "an intact index", detail)
 
 
 def exists(uri: str) -> bool:
-    """Whether anything lies at the index's URI."""
-    with _reaching(uri):
+    """Returns True if the URI is a file or a folder that is not empty."""
+    with _access_errors(uri):
         filesystem, path = open_folder(uri)
         return filesystem.exists(path) and bool(filesystem.ls(path))
 
 
-def holds_parts(uri: str) -> bool:
-    """Whether what lies at the URI is an index, or what is left of one."""
-    with _reaching(uri):
+def contains_index(uri: str) -> bool:
+    """Returns True if the URI contains an index, possibly an incomplete one."""
+    with _access_errors(uri):
         filesystem, path = open_folder(uri)
         return any(filesystem.exists(posixpath.join(path, name)) for name in PARTS)
 
 
 @contextlib.contextmanager
-def _reaching(uri: str) -> Iterator[None]:
-    """Raises `SpecError` if a storage cannot be asked: each has errors of its own library."""
+def _access_errors(uri: str) -> Iterator[None]:
+    """Translates the errors of storage libraries to `SpecError`; each raises its own classes."""
     try:
         yield
     except (OSError, MissingExtra):
@@ -165,15 +165,15 @@ def _reaching(uri: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, shortened, without places in Lance's source."""
+    """Returns the first line of an error message, shortened and without Lance's locations."""
     return re.sub(r",? \S+\.rs:\d+:\d+", "", config.first_line(error))[:200]
 
 
 @contextlib.contextmanager
-def reading(uri: str) -> Iterator[None]:
-    """Raises `SpecError` if data files turn out to be missing or damaged while they are read.
+def corruption_errors(uri: str) -> Iterator[None]:
+    """Translates read errors of missing or corrupted data files to `SpecError`.
 
-    What is done with the rows inside must not raise errors of Arrow itself.
+    The body of the context must not raise Arrow errors for other reasons.
     """
     try:
         yield
@@ -183,10 +183,11 @@ def reading(uri: str) -> Iterator[None]:
 
 
 class Edition(NamedTuple):
-    """A version of an index, told from that of another one at the same place.
+    """Identifier of a version of an index, distinct for another index at the same URI.
 
     Attributes:
-        content: a hash of the names of the data files, which are random, and of the columns.
+        version: Lance version.
+        content: Hash of the names of the data files, which are random, and of the schema.
     """
 
     version: int
@@ -194,7 +195,15 @@ class Edition(NamedTuple):
 
 
 class Index:
-    """A read view of one version of an index."""
+    """Read-only view of one version of an index.
+
+    Args:
+        uri: URI of the index.
+        version: Version to read; the latest by default.
+
+    Raises:
+        SpecError: See `open_dataset`.
+    """
 
     def __init__(self, uri: str, version: int | None = None):
         self.uri = uri
@@ -203,12 +212,12 @@ class Index:
 
     @property
     def version(self) -> int:
-        """The Lance version this view reads."""
+        """Lance version of this view."""
         return self.dataset.version
 
     @property
     def edition(self) -> Edition:
-        """The version, and which index it is of: another in its place may have the same number."""
+        """Identifier of the version; another index at the same URI may have the same number."""
         names = [file.path for f in self.dataset.get_fragments() for file in f.data_files()]
         names.append(str(self.dataset.schema))
         return Edition(self.version, hashlib.sha256("\n".join(names).encode()).hexdigest()[:16])
@@ -218,22 +227,22 @@ class Index:
 
     @functools.cached_property
     def schema(self) -> pa.Schema:
-        """The columns of this version."""
+        """Schema of this version."""
         return self.dataset.schema
 
     @functools.cached_property
     def _representations(self) -> dict[str, RepresentationInfo]:
-        return representation_infos(self.schema)  # read once: there may be hundreds of columns
+        return representation_infos(self.schema)  # cached: there may be hundreds of columns
 
     def representations(self) -> dict[str, RepresentationInfo]:
-        """Returns the searchable multi-vector columns by name."""
+        """Returns the representations by name."""
         return self._representations
 
     def representation(self, name: str) -> RepresentationInfo:
-        """Returns one representation.
+        """Returns a representation.
 
         Raises:
-            SpecError: There is no such representation; the message lists the valid ones.
+            SpecError: The index has no such representation.
         """
         infos = self.representations()
         if name not in infos:
@@ -251,40 +260,40 @@ class Index:
         return rerank_infos(self.schema)
 
     def codec(self, name: str) -> Codec:
-        """What reads the vectors of a representation, with what it learned; built once."""
+        """Returns the codec of a representation, with its fitted state; cached."""
         if name not in self._codecs:
             info = self.representation(name)
-            learned = None
+            state = None
             if info.codec_artefact:
-                learned = load_artefact(self.uri, info.codec_artefact, info.codec_fit)
-            self._codecs[name] = CODECS.build(CODECS.resolve(info.codec), learned)
+                state = load_artefact(self.uri, info.codec_artefact, info.codec_fit)
+            self._codecs[name] = CODECS.build(CODECS.resolve(info.codec), state)
         return self._codecs[name]
 
-    def reading(self) -> contextlib.AbstractContextManager[None]:
-        """`reading` of this index."""
-        return reading(self.uri)
+    def corruption_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the context `corruption_errors` of this index."""
+        return corruption_errors(self.uri)
 
     def fragments(self, shard: tuple[int, int] | None = None) -> list[lance.LanceFragment]:
-        """The Lance fragments in storage order: all, or those of a shard.
+        """Returns the Lance fragments in storage order, of the index or of a shard.
 
         Args:
-            shard: (i, n), the i-th of n runs of fragments with about as many rows each; some are
-                empty where there are fewer fragments than shards.
+            shard: (i, n) for the i-th of n contiguous groups of fragments with about the same
+                number of rows. Groups can be empty if n exceeds the number of fragments.
 
         Raises:
-            SpecError: no such shard.
+            SpecError: The shard is invalid.
         """
-        every = self.dataset.get_fragments()
+        fragments = self.dataset.get_fragments()
         if shard is None:
-            return every
-        place, number = shard
-        if number < 1 or not 0 <= place < number:
+            return fragments
+        index, num_shards = shard
+        if num_shards < 1 or not 0 <= index < num_shards:
             raise SpecError("shard", shard, "a pair (i, n) with n >= 1 and 0 <= i < n")
-        rows = np.array([fragment.count_rows() for fragment in every], np.int64)
-        # Where the middle of each fragment lies among all rows says which run it is in.
+        rows = np.array([fragment.count_rows() for fragment in fragments], np.int64)
+        # The middle row of a fragment determines its shard.
         middles = 2 * rows.cumsum() - rows
-        shard_of = middles * number // (2 * max(int(rows.sum()), 1))
-        return [f for f, own in zip(every, shard_of.tolist(), strict=True) if own == place]
+        shards = middles * num_shards // (2 * max(int(rows.sum()), 1))
+        return [f for f, s in zip(fragments, shards.tolist(), strict=True) if s == index]
 
     def batches(
         self,
@@ -296,16 +305,16 @@ class Index:
         with_address: bool = False,
         ahead: int | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Yields the rows in storage order, in batches, in constant memory.
+        """Yields the rows in storage order as batches, in constant memory.
 
         Args:
             columns: Columns to read.
             filter: SQL condition.
             batch_rows: Maximum number of rows per batch.
             fragments: Fragments to read, ascending; all by default.
-            with_address: Adds a column `_rowaddr`, whose lower half is the offset of a row in its
-                fragment; deleted rows leave gaps.
-            ahead: Number of batches to read ahead; Lance's default if None.
+            with_address: Whether to add a column `_rowaddr`, whose lower 32 bits are the offset of
+                the row in its fragment; deleted rows leave gaps.
+            ahead: Number of batches to read ahead; None for the default of Lance.
 
         Raises:
             SpecError: Data files are missing or corrupted.
@@ -319,45 +328,50 @@ class Index:
             with_row_address=with_address,
             batch_readahead=ahead,
         )
-        with self.reading():
+        with self.corruption_errors():
             yield from scanner.to_batches()
 
     def tokens(
         self, representation: str, *, filter: str | None = None, batch_rows: int = 1024
     ) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
-        """The token vectors of the rows that have any.
+        """Yields the decoded vectors of the rows that have the representation.
+
+        Args:
+            representation: Name of the representation.
+            filter: SQL condition.
+            batch_rows: Maximum number of rows per batch.
 
         Yields:
-            (rows with item_id and parent_id, vectors (T, D) as `Codec.decode` gives them,
-            lengths (B,) int64).
+            (items, vectors, lengths): Columns `item_id` and `parent_id`, vectors (T, D) as returned
+            by `Codec.decode`, and number of vectors per row (B,) int64.
         """
         dim = self.representation(representation).dim
         codec = self.codec(representation)
-        filter = both(filter, f"`{representation}` IS NOT NULL")
+        filter = combine_filters(filter, f"`{representation}` IS NOT NULL")
         ids = ["item_id", "parent_id"]
         for batch in self.batches([*ids, representation], filter=filter, batch_rows=batch_rows):
             yield batch.select(ids), *codec.decode(batch[representation], dim)
 
     def items(self, item_ids: Sequence[str], columns: Sequence[str] | None = None) -> pa.Table:
-        """Returns the rows of the given items, in the given order; unknown ids are left out.
+        """Returns the rows of the given items, in the given order; unknown ids are skipped.
 
-        Positions have the form in which they are used, see `positions`.
+        Token positions have their in-memory types, see `pipeline.index.positions`.
         """
         columns = list(columns) if columns else None
         if columns is not None and "item_id" not in columns:
             columns.append("item_id")
-        with self.reading():
-            table = self.dataset.to_table(columns=columns, filter=with_ids(item_ids))
-        row_of = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
-        rows = [row_of[item_id] for item_id in item_ids if item_id in row_of]
-        return as_used(table.take(pa.array(rows, pa.int64())))
+        with self.corruption_errors():
+            table = self.dataset.to_table(columns=columns, filter=id_filter(item_ids))
+        row_by_id = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
+        rows = [row_by_id[item_id] for item_id in item_ids if item_id in row_by_id]
+        return decode_positions(table.take(pa.array(rows, pa.int64())))
 
     def content_key(self, columns: Iterable[str]) -> str:
-        """A hash that changes with what the columns hold; unknown ones are left out.
+        """Returns a hash that changes with the content of the columns; unknown ones are skipped.
 
-        It is made of names: the fragments, their deletion files, and their data files that hold
-        the columns. So it reads no data, and it stays when other columns are added or when a commit
-        touches no row.
+        It is computed from fragment numbers and the names of deletion files and data files with the
+        columns. It therefore reads no data, and does not change when other columns are added or a
+        commit changes no row.
         """
         ids = self.field_ids(columns)
         wanted = set(itertools.chain(*ids.values()))
@@ -368,20 +382,20 @@ class Index:
         return digest([ids, fragments])
 
     def field_ids(self, columns: Iterable[str]) -> dict[str, list[int]]:
-        """The numbers by which data files know the columns; unknown columns are left out."""
+        """Returns the Lance field ids of columns by name; unknown columns are skipped."""
         fields = {field.name(): field for field in self.dataset.lance_schema.fields()}
         return {name: nested_ids(fields[name]) for name in columns if name in fields}
 
     def rejects(self) -> pa.Table:
-        """Everything that was rejected, with reasons."""
+        """Returns the table of rejects, see `pipeline.schema.REJECT`."""
         try:
-            return lance.dataset(part(self.uri, REJECTS)).to_table()
+            return lance.dataset(part_uri(self.uri, REJECTS)).to_table()
         except (ValueError, OSError):
             return REJECT.empty_table()
 
     def lease(self) -> Lease | None:
-        """Who writes at present; None if nobody, or nobody who is known to live."""
-        lease = Lease.of(self.dataset)
+        """Returns the lease of the current writer; None if it is free or its holder has died."""
+        lease = Lease.from_dataset(self.dataset)
         return None if lease is None or lease.is_free(time.time()) else lease
 
 
@@ -389,7 +403,7 @@ def open_edition(uri: str, edition: Edition) -> Index:
     """Opens a version of an index.
 
     Raises:
-        SpecError: It is not there any more; another index may be in its place.
+        SpecError: The version no longer exists, or another index has replaced it.
     """
     index = Index(uri, edition.version)
     if index.edition != edition:
@@ -401,7 +415,7 @@ def get_fragment(dataset: lance.LanceDataset, number: int) -> lance.LanceFragmen
     """Returns a fragment of a dataset.
 
     Raises:
-        JobError: The version of the dataset has no such fragment.
+        JobError: The dataset has no such fragment.
     """
     fragment = dataset.get_fragment(number)
     if fragment is None:
@@ -410,36 +424,38 @@ def get_fragment(dataset: lance.LanceDataset, number: int) -> lance.LanceFragmen
 
 
 def nested_ids(field: Any) -> list[int]:
-    """The numbers of a Lance field and of all fields in it."""
+    """Returns the ids of a Lance field and of all fields nested in it."""
     return [field.id(), *(i for child in field.children() for i in nested_ids(child))]
 
 
 def files_with(fragment: lance.LanceFragment, field_ids: Iterable[int]) -> list[str]:
-    """The names of a fragment's data files that hold any of the fields, which never change."""
+    """Returns the sorted names of a fragment's immutable data files with any of the fields."""
     wanted = set(field_ids)
     return sorted(file.path for file in fragment.data_files() if wanted & set(file.fields))
 
 
-def with_ids(item_ids: Iterable[str]) -> str:
-    """A Lance filter for the rows of these items.
+def id_filter(item_ids: Iterable[str]) -> str:
+    """Returns a Lance filter that matches items by id.
 
-    >>> with_ids(["a", "it's"])
+    >>> id_filter(["a", "it's"])
     "item_id IN ('a', 'it''s')"
     """
     return f"item_id IN ({', '.join(map(quote, item_ids))})"
 
 
-def both(filter: str | None, condition: str) -> str:
-    """A Lance filter of the rows that an optional filter lets through and that meet a condition.
+def combine_filters(filter: str | None, condition: str) -> str:
+    """Returns a Lance filter that requires a condition in addition to an optional filter.
 
-    >>> both(None, "text <> ''"), both("a = 1 OR b = 2", "text <> ''")
-    ("text <> ''", "(a = 1 OR b = 2) AND text <> ''")
+    >>> combine_filters("a = 1 OR b = 2", "text <> ''")
+    "(a = 1 OR b = 2) AND text <> ''"
+    >>> combine_filters(None, "text <> ''")
+    "text <> ''"
     """
     return f"({filter}) AND {condition}" if filter else condition
 
 
 def quote(text: str) -> str:
-    """A string literal for a Lance filter.
+    """Returns a string literal for a Lance filter.
 
     >>> quote("it's")
     "'it''s'"

@@ -1,8 +1,8 @@
-"""New representations from a stored full-token column: by fragment, resumable, without the encoder.
+"""Recompression job: adds representations computed from stored uncompressed token vectors.
 
-A column is added empty (metadata only), then filled fragment by fragment; a fragment is done when
-one of its data files holds the column. The result equals that of the index job up to the rounding
-of the stored vectors, which are float16 or what the codec of their column makes of them.
+Each column is added empty (metadata only) and then filled fragment by fragment, which makes the job
+resumable; the encoder is not loaded. The result equals that of the index job up to the rounding of
+the stored vectors by their codec, by default float16.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pipeline.index.artefacts import Sample
 from pipeline.index.columns import (
     Representation,
     Sweep,
+    all_representations,
+    check_same_settings,
     compressor_remarks,
-    every_representation,
-    needed_taps,
-    refuse_other_settings,
-    taps_of,
+    required_taps,
+    taps_by_representation,
 )
-from pipeline.index.fill import Filled, Progress, commit_filled, fill_fragments
+from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
 from pipeline.index.filters import matching_ids
-from pipeline.index.fitting import Learned, fit, fitted_fields, needs_fit, stored_learned
+from pipeline.index.fitting import LearnedState, fit, fitted_fields, load_learned_state, needs_fit
 from pipeline.index.info import EncoderInfo, RepresentationInfo, tap_names
 from pipeline.index.listing import CONTENT, content_hashes
-from pipeline.index.positions import as_used
-from pipeline.index.reader import Index, get_fragment, part
+from pipeline.index.positions import decode_positions
+from pipeline.index.reader import Index, get_fragment, part_uri
 from pipeline.index.session import Session
-from pipeline.index.stages import Compress, Found
-from pipeline.index.token_columns import TAP, batches_of, with_taps
+from pipeline.index.stages import ColumnCollector, Compress
+from pipeline.index.token_columns import TAP, token_batches, with_taps
 from pipeline.registry import COMPRESSORS
 from pipeline.stage import Resources
 from pipeline.taps import Tap
@@ -57,28 +57,28 @@ class RecompressSpec(Spec):
     index: Uri
     """Path or URI of the index."""
     source: str = "full"
-    """Representation that is compressed; it must hold all token vectors."""
+    """Name of the uncompressed representation to read."""
     representations: list[Representation] = Field(default_factory=list)
     """Columns of token vectors to add."""
     sweep: Sweep = Field(default_factory=dict)
-    """Further representations: values by field, of which the product is taken."""
+    """Additional representations: values by field, whose Cartesian product is taken."""
     commit_fragments: PositiveInt = 8
-    """Number of fragments after which the driver commits."""
+    """Number of fragments per commit."""
     fit_items: PositiveInt = 256
-    """Number of items on which compressors and codecs that need it are fitted."""
+    """Number of items on which compressors and codecs are fitted."""
     fit_seed: int = Field(0, ge=0, lt=2**32)
-    """Seed of the sample."""
+    """Seed of the sample of items."""
     fit_index: Uri | None = None
-    """Index with a separate calibration sample; by default this one."""
+    """Index with a separate calibration sample. By default the sample is drawn from `index`."""
     fit_filter: str | None = None
-    """SQL condition on the items from which the sample is drawn."""
+    """SQL condition over the columns of the items, which restricts the sample."""
 
 
 class RecompressResources(Spec):
-    """How much hardware the job takes: a resources profile."""
+    """Resources profile of the recompression job."""
 
     compress: Resources = Resources(num_cpus=1.0, num_threads=2)
-    """Actors that read, compress and write."""
+    """Actors that read, compress and write fragments."""
 
 
 def run(
@@ -89,46 +89,52 @@ def run(
     report: Callable[[str], None] = log.info,
     lease_seconds: float = 60.0,
 ) -> Progress:
-    """Runs the job to its end in a Ray cluster that is connected already.
+    """Runs the job to completion on a connected Ray cluster.
+
+    Args:
+        spec: Spec of the job.
+        resources: Resources profile of the job.
+        job: Identifier of the job.
+        report: Called with each progress line.
+        lease_seconds: Lifetime of the lease without renewal, in seconds.
 
     Raises:
-        SpecError: the index, its source column or a representation is invalid.
-        LeaseHeld: another job writes to the index.
-        Stopped: SIGTERM came; what was finished is committed and the lease is free.
+        SpecError: The index, its source column or a representation is invalid.
+        LeaseHeld: Another job is writing to the index.
+        Stopped: SIGTERM was received. Finished work is committed and the lease is released.
     """
-    wanted = every_representation(spec)
+    wanted = all_representations(spec)
     index = Index(spec.index)
-    encoder_info, aspect = stored_encoder(index, spec.source)
+    encoder_info, item_field = stored_encoder(index, spec.source)
     for r in wanted:
-        if r.of != aspect:
-            rule = f"{aspect}, as in {spec.source}"
+        if r.of != item_field:
+            rule = f"{item_field}, the field of {spec.source}"
             raise SpecError(f"representations.{r.id}.of", r.of, rule)
-    check_taps(index, encoder_info.for_field(aspect), wanted)
-    learning = [r for r in wanted if needs_fit(r)]
-    if learning:
-        check_sample(spec, encoder_info, aspect, learning)
+    check_taps(index, encoder_info.for_field(item_field), wanted)
+    if fitted := [r for r in wanted if needs_fit(r)]:
+        check_sample(spec, encoder_info, item_field, fitted)
     progress = Progress()
     with Session(spec.index, spec, "recompress", job, progress.summary, lease_seconds) as session:
         learned = _prepare_columns(session, spec, encoder_info, wanted)
         dataset = session.writer.dataset
-        left = columns_left(dataset, [r.id for r in wanted])
+        incomplete = incomplete_fragments(dataset, [r.id for r in wanted])
         progress.fragments = len(dataset.get_fragments())
-        progress.done_before = progress.fragments - sum(map(len, left.values()))
+        progress.done_before = progress.fragments - sum(map(len, incomplete.values()))
         report(
-            f"{progress.fragments - progress.done_before} of {progress.fragments} fragments to do,"
-            f" {len(wanted)} representations"
+            f"{progress.fragments - progress.done_before} of {progress.fragments} fragments to fill"
+            f" with {len(wanted)} representations"
         )
-        for names, fragments in left.items():
+        for names, fragments in incomplete.items():
             missing = [r for r in wanted if r.id in names]
-            given = {
-                "index": part(spec.index),
+            constructor_kwargs = {
+                "index": part_uri(spec.index),
                 "version": session.writer.dataset.version,
                 "source": spec.source,
                 "stage": Compress(encoder_info, missing, learned, encoder_columns=()),
                 "num_threads": resources.compress.num_threads,
             }
             rows = [{"fragment": fragment} for fragment in fragments]
-            filled = fill_fragments(FillFragment, given, rows, resources.compress)
+            filled = fill_fragments(FillFragment, constructor_kwargs, rows, resources.compress)
             commit_filled(session, filled, spec.commit_fragments, progress, report)
         for sentence in compressor_remarks(dataset, wanted):
             report(sentence)
@@ -136,78 +142,81 @@ def run(
 
 
 def stored_encoder(index: Index, source: str) -> tuple[EncoderInfo, str]:
-    """Returns the encoder of a representation with all tokens, and its field of the items.
+    """Returns the encoder and the item field of an uncompressed representation.
 
     Raises:
-        SpecError: `source` is no representation with all tokens.
+        SpecError: The index has no representation `source`, or it is compressed.
     """
-    there = index.representations()
-    if source not in there:
-        raise SpecError.unknown_name("source", source, there, "is not in the index")
-    info = there[source]
+    infos = index.representations()
+    if source not in infos:
+        raise SpecError.unknown_name("source", source, infos, "is not in the index")
+    info = infos[source]
     if not info.is_uncompressed:
-        raise SpecError(
-            "source", source, "a representation of the compressor none", "is compressed"
-        )
+        raise SpecError("source", source, "an uncompressed representation", "is compressed")
     return info.encoder, info.field
 
 
 def check_taps(index: Index, encoder_info: EncoderInfo, wanted: Sequence[Representation]) -> None:
-    """Raises `SpecError` if a representation needs attention that the index does not keep."""
+    """Raises `SpecError` if a representation needs attention statistics that are not stored."""
     schema = index.dataset.schema
-    for name, taps in needed_taps(wanted).items():
+    for name, taps in taps_by_representation(wanted).items():
         for tap in taps:
-            ones = tap.split_layers(encoder_info.num_layers) if encoder_info.num_layers else ()
-            if not ones or any(encoder_info.tap_column(one) not in schema.names for one in ones):
-                there = ", ".join(tap_names(schema)) or "none"
-                rule = f"attention that the index stores ({there})"
+            singles = tap.split_layers(encoder_info.num_layers) if encoder_info.num_layers else ()
+            columns = [encoder_info.tap_column(single) for single in singles]
+            if not columns or not set(columns) <= set(schema.names):
+                stored = ", ".join(tap_names(schema)) or "none"
+                rule = f"an attention statistic that the index stores ({stored})"
                 note = f"; index with `keep_taps: [{tap.statistic}/{tap.heads}/all]` to store it"
                 raise SpecError(f"representations.{name}", tap.name, rule, note=note)
 
 
 def check_sample(
-    spec: RecompressSpec, encoder_info: EncoderInfo, aspect: str, wanted: Sequence[Representation]
+    spec: RecompressSpec,
+    encoder_info: EncoderInfo,
+    item_field: str,
+    wanted: Sequence[Representation],
 ) -> None:
-    """Raises `SpecError` if representations cannot be fitted on the sample that the spec names."""
+    """Raises `SpecError` if representations cannot be fitted on the sample of the spec."""
     index = Index(spec.index)
     if spec.fit_index is not None:
-        with _naming("fit_index", spec.fit_index):
+        with _errors_at("fit_index", spec.fit_index):
             index = Index(spec.fit_index)
-            others, other = stored_encoder(index, spec.source)
-            if (others.fingerprint, other) != (encoder_info.fingerprint, aspect):
-                rule = f"an index whose {spec.source} has the same encoder and `of: {aspect}`"
-                raise SpecError("fit_index", spec.fit_index, rule, "has another")
-            check_taps(index, others.for_field(aspect), wanted)
+            fit_encoder, fit_field = stored_encoder(index, spec.source)
+            if (fit_encoder.fingerprint, fit_field) != (encoder_info.fingerprint, item_field):
+                rule = f"an index whose {spec.source} has the same encoder and `of: {item_field}`"
+                problem = f"has the fingerprint {fit_encoder.fingerprint} and `of: {fit_field}`"
+                raise SpecError("fit_index", spec.fit_index, rule, problem)
+            check_taps(index, fit_encoder.for_field(item_field), wanted)
     if spec.fit_filter is not None:
-        with _naming("fit_filter", spec.fit_filter):
-            there = matching_ids(index, spec.fit_filter)
-        if not len(there):
-            rule = "a filter that matches items"
+        with _errors_at("fit_filter", spec.fit_filter):
+            item_ids = matching_ids(index, spec.fit_filter)
+        if not len(item_ids):
+            rule = "a condition that matches items"
             raise SpecError("fit_filter", spec.fit_filter, rule, "matches none")
 
 
 @contextlib.contextmanager
-def _naming(field: str, value: str) -> Iterator[None]:
-    """Makes errors inside speak of a field of the spec."""
+def _errors_at(field: str, value: str) -> Iterator[None]:
+    """Attributes errors to a field of the spec and its value."""
     try:
         yield
     except SpecError as error:
         raise SpecError(field, value, error.rule, error.problem, error.note) from None
 
 
-def columns_left(
+def incomplete_fragments(
     dataset: lance.LanceDataset, columns: Sequence[str]
 ) -> dict[tuple[str, ...], list[int]]:
-    """The columns that have no data yet, and the fragments in which it is these that have none."""
+    """Returns the fragments that lack data of some columns, grouped by the columns they lack."""
     ids = {
         f.name(): {c.id() for c in f.children()} | {f.id()} for f in dataset.lance_schema.fields()
     }
-    left: dict[tuple[str, ...], list[int]] = {}
+    incomplete: dict[tuple[str, ...], list[int]] = {}
     for fragment in dataset.get_fragments():
-        there = {field for file in fragment.data_files() for field in file.fields}
-        if missing := tuple(name for name in columns if not ids[name] & there):
-            left.setdefault(missing, []).append(fragment.fragment_id)
-    return left
+        present = {field for file in fragment.data_files() for field in file.fields}
+        if missing := tuple(name for name in columns if not ids[name] & present):
+            incomplete.setdefault(missing, []).append(fragment.fragment_id)
+    return incomplete
 
 
 def _prepare_columns(
@@ -215,23 +224,26 @@ def _prepare_columns(
     spec: RecompressSpec,
     encoder_info: EncoderInfo,
     wanted: Sequence[Representation],
-) -> dict[str, Learned]:
+) -> dict[str, LearnedState]:
+    """Adds the missing columns and returns the learned state of all representations by id."""
     schema = session.writer.dataset.schema
     learned, added = {}, []
     for r in wanted:
         if r.id in schema.names:
-            there = RepresentationInfo.from_schema(schema, r.id)
-            refuse_other_settings(r, encoder_info, there)
-            learned[r.id] = stored_learned(spec.index, there)
+            stored = RepresentationInfo.from_schema(schema, r.id)
+            check_same_settings(r, encoder_info, stored)
+            learned[r.id] = load_learned_state(spec.index, stored)
             continue
-        learned[r.id] = ray.get(_fit.remote(spec, encoder_info, r)) if needs_fit(r) else Learned()
+        learned[r.id] = (
+            ray.get(_fit.remote(spec, encoder_info, r)) if needs_fit(r) else LearnedState()
+        )
         added += fitted_fields(spec.index, r, encoder_info, learned[r.id])
     session.writer.add_columns(added)
     return learned
 
 
 class FillFragment:
-    """Reads a fragment's full tokens, compresses them and writes the new columns' data file."""
+    """Actor that compresses the token vectors of a fragment and writes the new columns."""
 
     def __init__(self, index: str, version: int, source: str, stage: Compress, num_threads: int):
         import torch
@@ -239,28 +251,30 @@ class FillFragment:
         torch.set_num_threads(num_threads)
         self.index = Index(index, version)
         self.source, self.stage, self.compressor = source, stage, stage.load()
-        (self.aspect,) = stage.aspects
+        (self.item_field,) = stage.item_fields
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
-        """Fills the fragments of a batch; returns the JSON of a `Filled` for each."""
+        """Fills the fragments of a batch and returns the JSON of a `FilledFragment` for each."""
         return {"filled": [self.fill(int(number)).to_json() for number in batch["fragment"]]}
 
-    def fill(self, number: int) -> Filled:
-        """Fills one fragment; rows without full tokens keep null."""
+    def fill(self, number: int) -> FilledFragment:
+        """Fills one fragment; rows without the source representation remain null."""
         start = time.perf_counter()
         fragment = get_fragment(self.index.dataset, number)
-        with self.index.reading():
+        with self.index.corruption_errors():
             encoder_info = self.stage.encoder_info
-            taps = taps_of(self.stage.representations, encoder_info.num_layers)
-            table = read_tokens(fragment, self.source, encoder_info.for_field(self.aspect), taps)
+            taps = required_taps(self.stage.representations, encoder_info.num_layers)
+            table = read_tokens(
+                fragment, self.source, encoder_info.for_field(self.item_field), taps
+            )
         table = with_vectors(table, self.index.codec(self.source), encoder_info.dim)
         read = time.perf_counter()
-        found = Found()
-        for rows, tokens in batches_of(table, self.stage.encoder_info):
-            found.add(self.aspect, rows, self.compressor.columns(tokens, self.aspect))
+        collector = ColumnCollector()
+        for rows, tokens in token_batches(table, self.stage.encoder_info):
+            collector.add(self.item_field, rows, self.compressor.columns(tokens, self.item_field))
         if table.num_rows:
-            filled, _ = found.join(table.select(["_rowid"]), (self.aspect,))
-        else:  # a null in one row: the columns have data then, and the fragment is done
+            filled, _ = collector.join(table.select(["_rowid"]), (self.item_field,))
+        else:  # an explicit null in one row marks the fragment as complete
             filled = fragment.to_table(columns=[], with_row_id=True, limit=1)
             for name in self.stage.adds:
                 filled = filled.append_column(name, pa.nulls(1))
@@ -274,15 +288,16 @@ class FillFragment:
             "compress": compressed - read,
             "write": time.perf_counter() - compressed,
         }
-        return Filled(metadata.to_json(), modified, table.num_rows, 0, seconds)
+        return FilledFragment(metadata.to_json(), modified, table.num_rows, 0, seconds)
 
 
 def read_tokens(
     fragment: lance.LanceFragment, source: str, encoder_info: EncoderInfo, taps: Sequence[Tap]
 ) -> pa.Table:
-    """The rows of a fragment that have full tokens, as the token columns of `stages.Encode`.
+    """Reads the rows of a fragment that have the source representation.
 
-    The vectors are as they are stored.
+    Returns:
+        The token columns of `stages.Encode` with the vectors as stored, and `_rowid`.
     """
     schema = fragment.schema
     columns = {"vectors": source}
@@ -294,25 +309,26 @@ def read_tokens(
         columns=list(columns.values()), filter=f"`{source}` IS NOT NULL", with_row_id=True
     )
     table = table.select([*columns.values(), "_rowid"]).rename_columns([*columns, "_rowid"])
-    return as_used(table)
+    return decode_positions(table)
 
 
 def with_vectors(table: pa.Table, codec: Codec, dim: int) -> pa.Table:
-    """The rows of a table with their stored `vectors` as lists of numbers."""
-    place = table.schema.get_field_index("vectors")
-    numbers = lists_of(*codec.decode(table["vectors"], dim))
-    return table.set_column(place, "vectors", numbers)
+    """Returns a table with its column `vectors` decoded to lists of floats."""
+    column = table.schema.get_field_index("vectors")
+    vectors = lists_of(*codec.decode(table["vectors"], dim))
+    return table.set_column(column, "vectors", vectors)
 
 
 @ray.remote
 def _fit(
     spec: RecompressSpec, encoder_info: EncoderInfo, representation: Representation
-) -> Learned:
+) -> LearnedState:
+    """Fits a representation on a sample of the stored items."""
     index = Index(spec.fit_index or spec.index)
-    own = encoder_info.for_field(representation.of)
+    field_info = encoder_info.for_field(representation.of)
     columns = {"vectors": spec.source}
-    taps = taps_of([representation], encoder_info.num_layers)
-    columns |= {TAP + tap.name: own.tap_column(tap) for tap in taps}
+    taps = required_taps([representation], encoder_info.num_layers)
+    columns |= {TAP + tap.name: field_info.tap_column(tap) for tap in taps}
     columns |= {name: name for name in CONTENT}
     table = _sample(index, spec, list(columns.values())).rename_columns(list(columns))
     table = table.filter(pa.compute.field("vectors").is_valid())
@@ -324,7 +340,7 @@ def _fit(
 
     def sample() -> Iterator[TokenBatch]:
         return (
-            with_taps(batch, taps, encoder_info) for _, batch in batches_of(table, encoder_info)
+            with_taps(batch, taps, encoder_info) for _, batch in token_batches(table, encoder_info)
         )
 
     origin = {"index": spec.fit_index, "where": spec.fit_filter}
@@ -338,8 +354,8 @@ def _sample(index: Index, spec: RecompressSpec, columns: list[str]) -> pa.Table:
     dataset = index.dataset
     rows = np.arange(dataset.count_rows())
     if spec.fit_filter is not None:
-        every = dataset.to_table(columns=["item_id"])["item_id"]
-        there = matching_ids(index, spec.fit_filter).combine_chunks()
-        rows = np.flatnonzero(pa.compute.is_in(every, there).to_numpy())
-    chosen = np.random.default_rng(spec.fit_seed).permutation(rows)[: spec.fit_items]
-    return dataset.take(np.sort(chosen).tolist(), columns=columns)
+        item_ids = dataset.to_table(columns=["item_id"])["item_id"]
+        matches = matching_ids(index, spec.fit_filter).combine_chunks()
+        rows = np.flatnonzero(pa.compute.is_in(item_ids, matches).to_numpy())
+    sample = np.random.default_rng(spec.fit_seed).permutation(rows)[: spec.fit_items]
+    return dataset.take(np.sort(sample).tolist(), columns=columns)

@@ -1,8 +1,8 @@
-"""The column `rerank_tokens`: what EDJE's adapter makes of an item, kept for its joint encoder.
+"""Column `rerank_tokens`: tokens of an EDJE adapter, stored for its joint encoder.
 
-The adapter reads an item's vectors as the encoder gives them, in the encoder's own batches: what
-was trained on. They are not those of a column of full tokens, which has them at unit length and
-does not tell prompts from other tokens; so this column is written where items are encoded.
+The adapter was trained on the batches that the encoder returns. An uncompressed representation
+differs from them: its vectors have unit length and it does not mark prompt tokens. The column is
+therefore computed when items are encoded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ if TYPE_CHECKING:
 
 
 def rerank_field(folder: str, encoder_info: EncoderInfo) -> pa.Field:
-    """The column of an adapter's tokens, `list<fixed_size_list<float16>[d_language]>`.
+    """Returns the column of an adapter's tokens, `list<fixed_size_list<float16>[D]>`.
+
+    Args:
+        folder: Folder of an EDJE.
+        encoder_info: Encoder of the items.
 
     Raises:
-        SpecError: for `rerank`: the folder is no EDJE's, or one of another encoder.
+        SpecError: The folder contains no EDJE, or one that was trained on another encoder.
     """
-    edje = edje_of(folder)
+    edje = read_edje(folder)
     if edje["vision"]["fingerprint"] != encoder_info.fingerprint:
-        rule = f"an EDJE of the index's encoder, {encoder_info.spec['name']}"
+        rule = f"an EDJE trained on the encoder {encoder_info.spec['name']}"
         rule += f" (fingerprint {encoder_info.fingerprint})"
         problem = f"was trained on another encoder (fingerprint {edje['vision']['fingerprint']})"
         raise SpecError("rerank", folder, rule, problem)
@@ -47,22 +51,22 @@ def rerank_field(folder: str, encoder_info: EncoderInfo) -> pa.Field:
     return with_metadata(pa.field(RERANK_TOKENS, vectors_type(edje["dim"])), metadata)
 
 
-def edje_of(folder: str) -> dict[str, Any]:
-    """What the folder of an EDJE says of itself; see `pipeline.rerank.edje.read_metadata`."""
-    from pipeline.rerank.edje import read_metadata  # it needs transformers, and most jobs do not
+def read_edje(folder: str) -> dict[str, Any]:
+    """Returns the metadata of an EDJE, see `pipeline.rerank.edje.read_metadata`."""
+    from pipeline.rerank.edje import read_metadata  # imports transformers, which few jobs need
 
     return read_metadata(folder, "rerank")
 
 
-def refuse_other_adapter(folder: str, stored: RerankInfo) -> None:
-    """Raises `SpecError` if the tokens of a stored column are another adapter's."""
+def check_same_adapter(folder: str, stored: RerankInfo) -> None:
+    """Raises `SpecError` if a stored column has the tokens of another adapter."""
     from pipeline.rerank.edje import check_tokens
 
     check_tokens(folder, stored.adapter, "rerank")
 
 
 def tokens_column(adapter: Adapter, batch: TokenBatch) -> pa.Array:
-    """What is stored of encoded items: null where there is no token, or one beyond float16."""
+    """Returns the tokens to store, null for items without tokens or beyond the float16 range."""
     tokens_BVD, mask_BV = adapter.cached(batch)
     is_finite_B = (tokens_BVD.isfinite().all(dim=2) | ~mask_BV).all(dim=1)
     has_any = (mask_BV.any(dim=1) & is_finite_B).cpu().numpy()

@@ -1,4 +1,4 @@
-"""A writing job from lease to release: keeps the lease, heeds SIGTERM, records what it did."""
+"""Session of a job that writes to an index: holds the lease, handles SIGTERM, records the job."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ import ray
 from pipeline.atomic import write_atomic
 from pipeline.config import JobError, Spec, SpecError, Stopped, dump_yaml
 from pipeline.index import JOBS
-from pipeline.index.reader import open_dataset, open_folder, part
+from pipeline.index.reader import open_dataset, open_folder, part_uri
 from pipeline.index.writer import IndexWriter, LeaseLost
 
 log = logging.getLogger("maxray.session")
 
 
 class Session:
-    """Holds an index's lease while a job writes, and records the job under `<index>/jobs/<job>/`.
+    """Context of a writing job, which holds the lease and records it in `<index>/jobs/<job>/`.
 
     Args:
         index: URI of the index.
         spec: Spec of the job, for the record.
-        kind: Verb that names the job, for the record.
+        kind: Type of the job, such as "index", for the record.
         job: Identifier of the job.
-        summary: Returns the counts to record; called whenever the record is written.
-        lease_seconds: Lifetime of the lease without renewal; it is renewed four times as often.
+        summary: Returns the counts to record; called for each write of the record.
+        lease_seconds: Lifetime of the lease in seconds, renewed after a quarter of it.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Session:
     ):
         self.index, self.spec, self.kind, self.job = index, spec, kind, job
         self._summary = summary
-        self.folder = part(index, JOBS, job)
+        self.folder = part_uri(index, JOBS, job)
         self._lease_seconds = lease_seconds
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -69,7 +69,7 @@ class Session:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and self._is_deleted():
-            # Whatever failed first, in this process or in a task: this is the cause.
+            # The deletion is the cause, whichever error it raised here or in a task.
             with contextlib.suppress(OSError, ValueError):
                 self._end()
             problem = "was deleted while the job was writing to it; rerun the job to rebuild it"
@@ -81,7 +81,7 @@ class Session:
             self.record(state, str(error) if error else "")
 
     def _is_deleted(self) -> bool:
-        """Whether the index is gone or was deleted meanwhile; the job's own writes recreate it."""
+        """Returns True if the index was deleted, even if writes of this job have recreated it."""
         try:
             open_dataset(self.index)
             storage, path = open_folder(self.index, JOBS, self.job, "spec.yaml")
@@ -102,45 +102,52 @@ class Session:
         while not self._ended.wait(self._lease_seconds / 4):
             try:
                 self.writer.renew()
-            except LeaseLost as error:  # the main thread raises it at its next check
+            except LeaseLost as error:  # raised by the next `check` in the main thread
                 self._lost = error
                 return
-            except (OSError, ValueError) as error:  # storage: tries are left before it expires
-                log.warning("the lease could not be renewed: %s", error)
+            except (OSError, ValueError) as error:  # retried before the lease expires
+                log.warning("Could not renew the lease, retrying: %s", error)
 
     @property
     def may_commit(self) -> bool:
-        """Whether the lease was still this job's when it was last renewed."""
+        """True unless another job has taken the lease."""
         return self._lost is None
 
     def check(self) -> None:
-        """Raises what ends the job: `Stopped` after SIGTERM, `LeaseLost` after a takeover."""
+        """Raises `Stopped` after SIGTERM and `LeaseLost` if another job has taken the lease."""
         if self._lost:
             raise self._lost
         if self._stop.is_set():
-            raise Stopped("stopped by SIGTERM: what was finished is committed, the lease is free")
+            raise Stopped(
+                "stopped by SIGTERM; finished work is committed and the lease is released"
+            )
 
     def record(self, state: str, error: str = "") -> None:
-        """Writes the job's summary, which `jobs.status` shows."""
-        about = {"job": self.job, "kind": self.kind, "state": state, "error": error}
-        text = json.dumps({**about, "updated": time.time(), **self._summary()}, indent=1)
-        write_atomic(f"{self.folder}/summary.json", text)
+        """Writes the summary of the job, which `jobs.status` shows.
+
+        Args:
+            state: "running", "done", "stopped" or "failed".
+            error: Message of the error that ended the job.
+        """
+        job = {"job": self.job, "kind": self.kind, "state": state, "error": error}
+        record = {**job, "updated": time.time(), **self._summary()}
+        write_atomic(f"{self.folder}/summary.json", json.dumps(record, indent=1))
 
 
 def configure_ray_data() -> None:
-    """Settings of Ray Data for the streams of jobs."""
+    """Configures Ray Data for the streams of jobs."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
-    # A row (a unit, or a fragment's number) a block: it is what is scheduled, and what is lost when
-    # a process dies.
+    # One row (a unit or a fragment number) per block, the granularity of scheduling and of the work
+    # lost when a process dies.
     context.target_max_block_size = 1
-    context.raise_original_map_exception = True  # a `SpecError` of a stage stays one
+    context.raise_original_map_exception = True  # preserves a `SpecError` of a stage
 
 
-def rows_of(dataset: ray.data.Dataset) -> Iterator[dict[str, Any] | None]:
-    """The rows of a dataset as they come; None when none came for half a second.
+def iter_rows(dataset: ray.data.Dataset) -> Iterator[dict[str, Any] | None]:
+    """Yields the rows of a dataset as they arrive, and None after half a second without a row.
 
-    The stream is consumed in a thread: the caller can keep time and stop at once between rows.
+    A background thread consumes the dataset, so that the caller can act between rows.
     """
     rows: queue.Queue = queue.Queue(maxsize=8)
 
@@ -149,7 +156,7 @@ def rows_of(dataset: ray.data.Dataset) -> Iterator[dict[str, Any] | None]:
             for row in dataset.iter_rows():
                 rows.put(row)
             rows.put(StopIteration)
-        except BaseException as error:  # raised again in the caller's thread
+        except BaseException as error:  # re-raised in the thread of the caller
             rows.put(error)
 
     threading.Thread(target=consume, daemon=True).start()

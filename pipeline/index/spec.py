@@ -1,4 +1,4 @@
-"""Specs of the index job: what is computed, and how much hardware each step takes."""
+"""Spec and resources profile of the index job."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from pipeline.config import Spec, Uri, digest, dump
-from pipeline.index.columns import Representation, Sweep, aspects_of, every_representation
+from pipeline.index.columns import Representation, Sweep, all_representations, represented_fields
 from pipeline.index.listing import ListingJob
-from pipeline.index.reader import part
+from pipeline.index.reader import part_uri
 from pipeline.registry import ENCODERS, SOURCES, EncoderSpec, SourceSpec
 from pipeline.sources import Source
 from pipeline.stage import Resources
@@ -27,8 +27,8 @@ class FitSample(Spec):
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the sample."""
     source: SourceSpec | None = None
-    """A separate source for calibration. By default the sample is drawn from the items that are
-    indexed, and evaluations of the index report that."""
+    """Separate calibration source. By default the sample is drawn from the indexed items, which
+    evaluations of the index report."""
 
 
 class IndexSpec(Spec):
@@ -37,74 +37,75 @@ class IndexSpec(Spec):
     index: Uri
     """Path or URI of the index."""
     source: SourceSpec
-    """The items to index."""
+    """Source of the items."""
     encoder: EncoderSpec = Field(default_factory=partial(ENCODERS.resolve, "minilm"))
-    """The model that encodes them."""
+    """Encoder of the items."""
     representations: list[Representation] = Field(default_factory=list)
     """Columns of token vectors to store."""
     sweep: Sweep = Field(default_factory=dict)
-    """Further representations: values by field, of which the product is taken."""
+    """Additional representations: values by field, whose Cartesian product is taken."""
     keep_positions: bool = True
-    """Whether to store the position of each token, for marked words and similarity maps."""
+    """Whether to store token positions, for highlights and similarity maps."""
     keep_taps: list[TapName] = Field(default_factory=list)
     """Attention statistics to store, for recompression."""
     rerank: Uri | None = None
-    """Folder of an EDJE; its adapter's tokens are stored for reranking."""
+    """Folder of an EDJE whose adapter tokens are stored for reranking."""
     unit_items: Items = 64
-    """Number of items that are encoded, written and committed together."""
+    """Number of items per unit, the granularity of reading, encoding and resuming."""
     fragment_items: Items = 512
     """Maximum number of items per written fragment."""
     commit_items: Items = 1024
-    """Number of items after which the driver commits."""
+    """Number of items per commit."""
     commit_seconds: PositiveFloat = 30.0
-    """Time after which the driver commits, if `commit_items` are not reached before."""
+    """Time in seconds after which fewer than `commit_items` items are committed."""
     fit: FitSample = FitSample()
     """Sample on which compressors and codecs that need it are fitted."""
 
     def calibration(self) -> IndexSpec | None:
-        """Returns this spec with its calibration source as source; None if it has none."""
+        """Returns this spec with the calibration source as source; None without one."""
         if self.fit.source is None:
             return None
         return self.model_copy(update={"source": self.fit.source})
 
     def payload(self) -> tuple[str, ...]:
-        """Returns the fields of the items that are read, see `schema.PAYLOAD`."""
-        aspects = aspects_of(every_representation(self))
+        """Returns the item fields to read, see `schema.PAYLOAD`."""
+        item_fields = represented_fields(all_representations(self))
         encoder = ENCODERS.load(self.encoder.name)
-        content = encoder.supported_inputs(self.encoder) if "content" in aspects else ()
-        return (*content, *(aspect for aspect in aspects if aspect != "content"))
+        content = encoder.supported_inputs(self.encoder) if "content" in item_fields else ()
+        return (*content, *(item_field for item_field in item_fields if item_field != "content"))
 
     def build_source(self) -> Source:
-        """Returns the source, which reads the fields in `payload`."""
+        """Returns the source, restricted to the fields in `payload`."""
         return SOURCES.build(self.source, self.payload())
 
     def listing_job(self, folder: str, retry_rejects: tuple[str, ...] = ()) -> ListingJob:
-        """Returns the settings that the tasks which list the source share.
+        """Returns the settings shared by the tasks that list the source.
 
         Args:
-            folder: Folder of the job, under the index.
+            folder: URI of the folder of the job.
             retry_rejects: Reasons whose rejects are retried.
         """
-        deciding = digest({"source": dump(self.source), "encoder": dump(self.encoder)})
-        index = part(self.index)
-        return ListingJob(index, folder, self.source, deciding, retry_rejects, self.payload())
+        spec_digest = digest({"source": dump(self.source), "encoder": dump(self.encoder)})
+        index = part_uri(self.index)
+        return ListingJob(index, folder, self.source, spec_digest, retry_rejects, self.payload())
 
 
 class IndexResources(Spec):
-    """Resources profile of the index job: how much hardware each step takes."""
+    """Resources profile of the index job."""
 
     read: Resources = Resources(num_cpus=0.25, max_actors=2)
     """Tasks that list and read the source."""
     prepare: Resources | None = None
-    """Actors that recognise text and speech and process images; by default the encoder's."""
+    """Actors that run OCR, speech recognition and image preprocessing. By default the encoding
+    actors do so."""
     encode: Resources = Resources(num_cpus=1.0, num_threads=2)
     """Actors that encode."""
     compress: Resources | None = None
-    """Actors that compress; by default the encoder's."""
+    """Actors that compress. By default the encoding actors do so."""
     write: Resources = Resources(num_cpus=0.25)
     """Actors that write fragments."""
     device_map: Literal["auto"] | None = None
-    """`auto` spreads a model over the GPUs of its actor, for models larger than one GPU."""
+    """Set to `auto` to distribute a model that exceeds one GPU over the GPUs of its actor."""
     object_store_bytes: int | None = Field(default=None, ge=75 * 2**20)
     """Size of the object store of a local cluster, in bytes; Ray requires at least 75 MiB."""
 

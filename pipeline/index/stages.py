@@ -1,4 +1,4 @@
-"""Stages of the index job: prepare and encode items, compress their token vectors."""
+"""Stages of the index job: preparing and encoding items, and compressing their vectors."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from pipeline.encoders import Encoder
 from pipeline.index.columns import (
     RERANK_TOKENS,
     Representation,
-    aspects_of,
     has_support,
+    represented_fields,
     token_column,
 )
-from pipeline.index.fitting import Learned
+from pipeline.index.fitting import LearnedState
 from pipeline.index.info import EncoderInfo
 from pipeline.index.rerank_tokens import tokens_column
 from pipeline.index.token_columns import (
     TAP,
-    batches_of,
     fixed_lists,
     positions_column,
     support_column,
     tap_values,
+    token_batches,
     token_columns,
     with_taps,
 )
@@ -44,9 +44,9 @@ from pipeline.tokens import TokenBatch, ragged_to_arrow
 if TYPE_CHECKING:
     from pipeline.rerank.adapter import Adapter
 
-#: First words of the reason for which an item without the wanted content is rejected.
+#: Prefix of the reject reason of items without tokens.
 NOTHING = "nothing to index"
-#: Problems of items, by their row.
+#: Problems of items by row.
 Problems = dict[int, str]
 
 
@@ -54,26 +54,26 @@ class EncodedRows(NamedTuple):
     """Tokens of some rows of a unit.
 
     Attributes:
-        aspect: The aspect of the items that was encoded.
-        rows: Rows with tokens that can be indexed, in the order of `batch`.
-        batch: Their tokens.
+        item_field: Encoded field of the items.
+        rows: Rows with tokens to index, in the order of `batch`.
+        batch: Tokens of these rows.
         problems: Problems of other rows.
     """
 
-    aspect: str
+    item_field: str
     rows: np.ndarray
     batch: TokenBatch
     problems: Problems
 
 
-def needs_preparing(spec: ComponentSpec, aspects: Sequence[str]) -> bool:
-    """Returns whether items of these aspects are prepared before the encoder reads them."""
-    return "content" in aspects and ENCODERS.load(spec.name).has_preprocessor
+def needs_preparing(spec: ComponentSpec, item_fields: Sequence[str]) -> bool:
+    """Returns True if the encoder requires that items with these fields are prepared."""
+    return "content" in item_fields and ENCODERS.load(spec.name).has_preprocessor
 
 
 @dataclass(frozen=True)
 class Prepare(Stage):
-    """Adds to the items what their encoder reads, in processes without its weights."""
+    """Stage that computes the inputs of the encoder, without loading its weights."""
 
     spec: ComponentSpec
 
@@ -101,18 +101,21 @@ class Preparer(LoadedStage):
 
 @dataclass(frozen=True)
 class Encode(Stage):
-    """Encodes the wanted aspects of items into token columns.
+    """Stage that encodes fields of the items into token columns.
 
     Attributes:
-        taps: Attention statistics to add, of one layer each.
-        rerank: Folder of an EDJE whose adapter's tokens are added; None: none are.
-        prepare: Whether items are prepared here rather than by an earlier `Prepare`.
+        spec: Spec of the encoder.
+        encoder_info: Description of the encoder.
+        item_fields: Fields to encode.
+        taps: Single-layer attention statistics to add.
+        rerank: Folder of an EDJE whose adapter tokens are added; None for none.
+        prepare: Whether this stage prepares the items itself, without an earlier `Prepare`.
         placement: Options of the encoder's constructor that place its weights on devices.
     """
 
     spec: ComponentSpec
     encoder_info: EncoderInfo
-    aspects: Sequence[str] = ("content",)
+    item_fields: Sequence[str] = ("content",)
     taps: Sequence[Tap] = ()
     rerank: str | None = None
     prepare: bool = True
@@ -123,7 +126,7 @@ class Encode(Stage):
     @property
     def needs(self) -> tuple[str, ...]:
         """Columns that the items must have."""
-        if "content" not in self.aspects:
+        if "content" not in self.item_fields:
             return ("caption",)
         return ENCODERS.load(self.spec.name).required_inputs(self.spec)
 
@@ -132,21 +135,21 @@ class Encode(Stage):
         """Columns that the stage adds."""
         taps = tuple(TAP + tap.name for tap in self.taps)
         tokens = (
-            token_column(aspect, name)
-            for aspect in self.aspects
-            for name in (*token_columns_of(self.encoder_info.for_field(aspect)), *taps)
+            token_column(item_field, name)
+            for item_field in self.item_fields
+            for name in (*encoder_token_columns(self.encoder_info.for_field(item_field)), *taps)
         )
         return (*tokens, *self.adds_for_rerank)
 
     @property
     def adds_for_rerank(self) -> tuple[str, ...]:
-        """The columns that are stored as they are, without compression."""
+        """Columns of adapter tokens, which are not compressed."""
         return (RERANK_TOKENS,) if self.rerank else ()
 
     def load(self) -> TokenEncoder:
-        """Loads the encoder, and the adapter of the EDJE if one is named."""
+        """Loads the encoder and, with `rerank`, the adapter of the EDJE."""
         encoder = ENCODERS.build(self.spec, **self.placement)
-        prepares = self.prepare and needs_preparing(self.spec, self.aspects)
+        prepares = self.prepare and needs_preparing(self.spec, self.item_fields)
         preparer = encoder.preprocessor(self.spec) if prepares else None
         adapter = None
         if self.rerank is not None:
@@ -160,8 +163,8 @@ class TokenEncoder(LoadedStage):
     """A loaded `Encode`.
 
     Attributes:
-        stage: What was loaded.
-        nothing: The reason for which items without tokens are rejected.
+        stage: Settings of the stage.
+        empty_reason: Reject reason of items without tokens.
     """
 
     name = Encode.name
@@ -175,11 +178,11 @@ class TokenEncoder(LoadedStage):
     ):
         self.stage, self._encoder = stage, encoder
         self._prepare, self._adapter = prepare, adapter
-        reason = encoder.empty_reason if "content" in stage.aspects else "no caption"
-        self.nothing = f"{NOTHING}: {reason}"
+        reason = encoder.empty_reason if "content" in stage.item_fields else "no caption"
+        self.empty_reason = f"{NOTHING}: {reason}"
 
     def prepare(self, items: pa.Table) -> tuple[pa.Table, dict[str, float]]:
-        """Returns the items with all that the encoder reads, and the time if it took any."""
+        """Returns the items with the inputs of the encoder, and the time by stage if measurable."""
         start = time.perf_counter()
         if self._prepare is not None:
             items = self._prepare(items)
@@ -187,79 +190,84 @@ class TokenEncoder(LoadedStage):
         return items, {"prepare": seconds} if seconds > 1e-3 else {}
 
     def batches(self, items: pa.Table) -> Iterator[EncodedRows]:
-        """Yields the tokens of prepared items, and the problems of those without usable ones."""
+        """Yields the tokens of prepared items and the problems of items without valid tokens."""
         taps = [self.stage.taps] if self.stage.taps else []
-        for aspect in self.stage.aspects:
-            rows, texts = _items_of(items, aspect)
+        for item_field in self.stage.item_fields:
+            rows, texts = _items_of(items, item_field)
             if not len(rows):
                 continue
             for batch_rows, batch in self._encoder.encode(texts, *taps):
-                usable, problems = usable_rows(batch, self.nothing)
+                usable, problems = usable_rows(batch, self.empty_reason)
                 item_rows = rows[batch_rows]
-                bad = {int(item_rows[i]): problem for i, problem in problems.items()}
-                chosen = usable.nonzero().squeeze(1)
-                batch = batch.take(chosen) if bad else batch
-                yield EncodedRows(aspect, item_rows[usable.numpy()], batch, bad)
+                row_problems = {int(item_rows[i]): problem for i, problem in problems.items()}
+                if row_problems:
+                    batch = batch.take(usable.nonzero().squeeze(1))
+                yield EncodedRows(item_field, item_rows[usable.numpy()], batch, row_problems)
 
     def rerank_tokens(self, batch: TokenBatch) -> pa.Array:
-        """Returns the tokens that the adapter of the stage's EDJE makes of a batch."""
+        """Returns the adapter tokens of a batch."""
         if self._adapter is None:
-            raise ValueError("this stage was made without `rerank`")
+            raise ValueError("rerank must be set to compute adapter tokens, got None")
         return tokens_column(self._adapter, batch)
 
     def with_rerank_tokens(self, table: pa.Table, encoded: EncodedRows) -> pa.Table:
-        """Returns the columns of a batch and, for content, the adapter's tokens if wanted."""
-        if self.stage.rerank is None or encoded.aspect != "content":
+        """Appends the adapter tokens to the columns of a batch if `rerank` is set."""
+        if self.stage.rerank is None or encoded.item_field != "content":
             return table
         return table.append_column(RERANK_TOKENS, self.rerank_tokens(encoded.batch))
 
     def process(self, items: pa.Table) -> Processed:
         """Encodes items into token columns."""
         items, preparing = self.prepare(items)
-        found = Found()
+        collector = ColumnCollector()
         start = time.perf_counter()
         for encoded in self.batches(items):
-            aspect, rows, batch, problems = encoded
+            item_field, rows, batch, problems = encoded
             columns = {"vectors": ragged_to_arrow(batch.vectors, batch.mask, pa.float32())}
-            for kind, type in self.stage.encoder_info.for_field(aspect).position_types.items():
+            for kind, type in self.stage.encoder_info.for_field(item_field).position_types.items():
                 columns[kind] = positions_column(batch, kind, type)
             if self.stage.encoder_info.pooled_dim:
                 columns["pooled"] = fixed_lists(batch.pooled, pa.float32())
             for tap in self.stage.taps:
                 columns[TAP + tap.name] = tap_values(batch, tap)
-            named = {token_column(aspect, name): column for name, column in columns.items()}
-            found.add(aspect, rows, self.with_rerank_tokens(pa.table(named), encoded), problems)
+            named = {token_column(item_field, name): column for name, column in columns.items()}
+            collector.add(
+                item_field, rows, self.with_rerank_tokens(pa.table(named), encoded), problems
+            )
         seconds = {"encode": time.perf_counter() - start, **preparing}
-        return Processed(
-            *found.join(items.select(ITEM.names), self.stage.aspects, self.nothing), seconds
+        accepted, rejects = collector.join(
+            items.select(ITEM.names), self.stage.item_fields, self.empty_reason
         )
+        return Processed(accepted, rejects, seconds)
 
 
 @dataclass(frozen=True)
 class Compress(Stage):
-    """Compresses token vectors into the columns of every representation.
+    """Stage that compresses token vectors into the columns of all representations.
 
     Attributes:
-        learned: Learned state of the representations that need it, by id.
-        encoder_columns: The encoder's own columns that are stored.
+        encoder_info: Description of the encoder.
+        representations: Representations to compute.
+        learned: Learned state of the fitted representations, by id.
+        encoder_columns: Names of the shared columns of the encoder to store.
     """
 
     encoder_info: EncoderInfo
     representations: Sequence[Representation]
-    learned: Mapping[str, Learned]
+    learned: Mapping[str, LearnedState]
     encoder_columns: Sequence[str]
 
     name: ClassVar[str] = "compress"
 
     @property
-    def aspects(self) -> tuple[str, ...]:
-        """Aspects of the items that the representations stand for."""
-        return aspects_of(self.representations)
+    def item_fields(self) -> tuple[str, ...]:
+        """Item fields that the representations encode."""
+        return represented_fields(self.representations)
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Columns that the items must have."""
-        return tuple(token_column(aspect, "vectors") for aspect in self.aspects)
+        return tuple(token_column(item_field, "vectors") for item_field in self.item_fields)
 
     @property
     def adds(self) -> tuple[str, ...]:
@@ -276,15 +284,15 @@ class Compress(Stage):
 
 
 class Method(NamedTuple):
-    """A compressor and the representations that store its result, each through its codec."""
+    """A compressor, and the representations that store its result with their codecs."""
 
-    aspect: str
+    item_field: str
     compressor: Compressor
     outputs: list[tuple[Representation, Codec]]
 
 
 class TokenCompressor(LoadedStage):
-    """A loaded `Compress`; representations that differ only in their codec share a compression."""
+    """A loaded `Compress`; representations that differ only in the codec are compressed once."""
 
     name = Compress.name
 
@@ -292,19 +300,22 @@ class TokenCompressor(LoadedStage):
         self.stage = stage
         methods: dict[str, Method] = {}
         for r in stage.representations:
-            learned = stage.learned.get(r.id, Learned())
-            owner = [r.id] if learned.compressor is not None else []
-            key = digest([r.of, dump(r.compressor), owner])
+            learned = stage.learned.get(r.id, LearnedState())
+            fitted_id = [r.id] if learned.compressor is not None else []
+            key = digest([r.of, dump(r.compressor), fitted_id])
             if key not in methods:
                 compressor = COMPRESSORS.build(r.compressor, learned.compressor)
                 methods[key] = Method(r.of, compressor, [])
             methods[key].outputs.append((r, CODECS.build(r.codec, learned.codec)))
         self._methods = tuple(methods.values())
 
-    def columns(self, batch: TokenBatch, aspect: str = "content") -> pa.Table:
-        """Returns the stored columns of a batch of token vectors of an aspect of the items."""
+    def columns(self, batch: TokenBatch, item_field: str = "content") -> pa.Table:
+        """Returns the stored columns of a batch of token vectors of an item field."""
         columns: dict[str, pa.Array] = {}
-        encoder_info, stored = self.stage.encoder_info.for_field(aspect), self.stage.encoder_columns
+        encoder_info, stored = (
+            self.stage.encoder_info.for_field(item_field),
+            self.stage.encoder_columns,
+        )
         if (pooled := encoder_info.pooled_column) is not None and pooled in stored:
             columns[pooled] = fixed_lists(batch.pooled, pa.float16())
         for kind, type in encoder_info.position_types.items():
@@ -314,7 +325,7 @@ class TokenCompressor(LoadedStage):
             if (column := encoder_info.tap_column(Tap.parse(name))) in stored:
                 columns[column] = tap_values(batch, Tap.parse(name))
         for method in self._methods:
-            if method.aspect != aspect:
+            if method.item_field != item_field:
                 continue
             compressor = method.compressor
             result = compressor.compress(with_taps(batch, compressor.needs_taps, encoder_info))
@@ -326,17 +337,17 @@ class TokenCompressor(LoadedStage):
 
     def process(self, items: pa.Table) -> Processed:
         """Compresses the token columns of items."""
-        found = Found()
-        for aspect in self.stage.aspects:
-            for rows, batch in batches_of(items, self.stage.encoder_info, aspect):
-                found.add(aspect, rows, self.columns(batch, aspect))
+        collector = ColumnCollector()
+        for item_field in self.stage.item_fields:
+            for rows, batch in token_batches(items, self.stage.encoder_info, item_field):
+                collector.add(item_field, rows, self.columns(batch, item_field))
         others = items.drop_columns(list(token_columns(items)))
-        return Processed(*found.join(others, self.stage.aspects))
+        return Processed(*collector.join(others, self.stage.item_fields))
 
 
 @dataclass(frozen=True)
 class Represent(Stage):
-    """`Encode` and `Compress` in one actor: uncompressed token vectors never leave its device."""
+    """`Encode` and `Compress` in one actor, so that token vectors stay on its device."""
 
     encode: Encode
     compress: Compress
@@ -369,23 +380,24 @@ class Representer(LoadedStage):
     def process(self, items: pa.Table) -> Processed:
         """Encodes and compresses items."""
         items, preparing = self._encoder.prepare(items)
-        found = Found()
+        collector = ColumnCollector()
         compressing = 0.0
         started = time.perf_counter()
         for encoded in self._encoder.batches(items):
             start = time.perf_counter()
-            table = self._compressor.columns(encoded.batch, encoded.aspect)
+            table = self._compressor.columns(encoded.batch, encoded.item_field)
             table = self._encoder.with_rerank_tokens(table, encoded)
-            found.add(encoded.aspect, encoded.rows, table, encoded.problems)
+            collector.add(encoded.item_field, encoded.rows, table, encoded.problems)
             compressing += time.perf_counter() - start
         encoding = time.perf_counter() - started - compressing
         seconds = {**preparing, "encode": encoding, "compress": compressing}
-        aspects, nothing = self._encoder.stage.aspects, self._encoder.nothing
-        return Processed(*found.join(items.select(ITEM.names), aspects, nothing), seconds)
+        item_fields, empty_reason = self._encoder.stage.item_fields, self._encoder.empty_reason
+        accepted, rejects = collector.join(items.select(ITEM.names), item_fields, empty_reason)
+        return Processed(accepted, rejects, seconds)
 
 
-def token_columns_of(encoder_info: EncoderInfo) -> tuple[str, ...]:
-    """Returns the token columns that an encoder's batches fill."""
+def encoder_token_columns(encoder_info: EncoderInfo) -> tuple[str, ...]:
+    """Returns the token columns that the batches of an encoder fill."""
     return (
         "vectors",
         *encoder_info.position_types,
@@ -393,19 +405,19 @@ def token_columns_of(encoder_info: EncoderInfo) -> tuple[str, ...]:
     )
 
 
-def _items_of(items: pa.Table, aspect: str) -> tuple[np.ndarray, pa.Table]:
-    """Returns the rows that have an aspect, and their items as an encoder of it reads them."""
-    if aspect == "content":
+def _items_of(items: pa.Table, item_field: str) -> tuple[np.ndarray, pa.Table]:
+    """Returns the rows that have a field, and these items in the form that the encoder reads."""
+    if item_field == "content":
         return np.arange(items.num_rows), items
-    rows = np.flatnonzero(items[aspect].is_valid().to_numpy())
-    texts = items.select(["item_id", aspect]).take(rows)
+    rows = np.flatnonzero(items[item_field].is_valid().to_numpy())
+    texts = items.select(["item_id", item_field]).take(rows)
     return rows, texts.rename_columns(["item_id", "text"])
 
 
-def usable_rows(batch: TokenBatch, nothing: str) -> tuple[torch.Tensor, Problems]:
-    """Returns which items have tokens that can be indexed, (B,) bool, and the others' problems.
+def usable_rows(batch: TokenBatch, empty_reason: str) -> tuple[torch.Tensor, Problems]:
+    """Returns a mask (B,) of the items with valid tokens, and the problems of the others.
 
-    An item must have at least one token, at most `MAX_TOKENS`, and finite vectors.
+    An item must have between 1 and `MAX_TOKENS` tokens and finite vectors.
     """
     finite = (batch.vectors.isfinite().all(dim=2) | ~batch.mask).all(dim=1)
     if batch.pooled is not None:
@@ -414,14 +426,14 @@ def usable_rows(batch: TokenBatch, nothing: str) -> tuple[torch.Tensor, Problems
     usable = (finite & (lengths > 0) & (lengths <= MAX_TOKENS)).cpu()
     problems = {}
     for i in np.flatnonzero(~usable.numpy()).tolist():
-        problems[i] = "non-finite vectors" if not finite[i] else nothing
+        problems[i] = "non-finite vectors" if not finite[i] else empty_reason
         if lengths[i] > MAX_TOKENS:
             problems[i] = f"more than {MAX_TOKENS:,} tokens: have the source cut it into passages"
     return usable, problems
 
 
-class Found:
-    """Columns computed for the items of a unit, aspect by aspect, and the problems of some."""
+class ColumnCollector:
+    """Accumulator of the columns and problems of the items of a unit, over item fields."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[np.ndarray]] = {}
@@ -429,41 +441,49 @@ class Found:
         self._problems: Problems = {}
 
     def add(
-        self, aspect: str, rows: np.ndarray, table: pa.Table, problems: Problems | None = None
+        self, item_field: str, rows: np.ndarray, table: pa.Table, problems: Problems | None = None
     ) -> None:
-        """Adds the columns of an aspect for some rows."""
+        """Adds the columns of an item field for some rows."""
         if len(rows):
-            self._rows.setdefault(aspect, []).append(rows)
-            self._tables.setdefault(aspect, []).append(table)
+            self._rows.setdefault(item_field, []).append(rows)
+            self._tables.setdefault(item_field, []).append(table)
         self._problems.update(problems or {})
 
     def join(
-        self, items: pa.Table, aspects: Sequence[str], nothing: str = ""
+        self, items: pa.Table, item_fields: Sequence[str], empty_reason: str = ""
     ) -> tuple[pa.Table, list[Reject]]:
-        """Returns the items with the columns of every aspect, null where an item lacks the aspect.
+        """Returns the items with the columns of all fields, and the rejects.
 
-        An item without any aspect is rejected, and so is one with an unusable aspect.
+        Columns are null for items without the field. Items without any field and items with a
+        problem are rejected.
+
+        Args:
+            items: Items of the unit.
+            item_fields: Fields whose columns are appended.
+            empty_reason: Problem that does not reject an item with another field.
         """
         has_any = np.zeros(items.num_rows, dtype=bool)
         order: dict[str, np.ndarray] = {}
-        for aspect, rows in self._rows.items():
+        for item_field, rows in self._rows.items():
             present = np.concatenate(rows)
-            order[aspect] = np.full(items.num_rows, -1)
-            order[aspect][present] = np.arange(len(present))
+            order[item_field] = np.full(items.num_rows, -1)
+            order[item_field][present] = np.arange(len(present))
             has_any[present] = True
         for row, problem in self._problems.items():
-            has_any[row] &= problem == nothing
-        chosen = np.flatnonzero(has_any)
-        table = items.take(chosen)
-        for aspect in aspects:
-            if aspect not in order:
+            has_any[row] &= problem == empty_reason
+        accepted = np.flatnonzero(has_any)
+        table = items.take(accepted)
+        for item_field in item_fields:
+            if item_field not in order:
                 continue
-            place = order[aspect][chosen]
-            added = pa.concat_tables(self._tables[aspect]).take(pa.array(place, mask=place < 0))
+            indices = order[item_field][accepted]
+            columns = pa.concat_tables(self._tables[item_field])
+            added = columns.take(pa.array(indices, mask=indices < 0))
             for name in added.column_names:
                 table = table.append_column(name, added[name])
-        bad = np.flatnonzero(~has_any).tolist()
-        return table, [_reject(items, row, self._problems.get(row, nothing)) for row in bad]
+        rejected = np.flatnonzero(~has_any).tolist()
+        rejects = [_reject(items, row, self._problems.get(row, empty_reason)) for row in rejected]
+        return table, rejects
 
 
 def _reject(items: pa.Table, row: int, problem: str) -> Reject:
@@ -472,7 +492,7 @@ def _reject(items: pa.Table, row: int, problem: str) -> Reject:
     )
     detail = ""
     if problem.startswith(NOTHING) and items["caption"][row].is_valid:
-        detail = "it has a caption, which a representation `of: caption` would hold"
+        detail = "it has a caption; add a representation with `of: caption` to index it"
     detail = detail_with_file(
         detail, metadata_file(*(items[n][row].as_py() for n in ("modality", "metadata")))
     )

@@ -1,4 +1,4 @@
-"""What an index holds, in numbers: for `jobs.status` and for evaluation tables."""
+"""Statistics of an index, for `jobs.status` and evaluation tables."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ import pyarrow.compute as pc
 from pipeline.index import JOBS
 from pipeline.index.columns import RERANK_TOKENS, codec_name
 from pipeline.index.info import tap_names
-from pipeline.index.positions import bytes_of_element, stored_bytes
+from pipeline.index.positions import element_bytes, stored_bytes
 from pipeline.index.reader import Index, open_folder
 
 
 def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
-    """Everything `jobs.status` prints.
+    """Returns the statistics of an index that `jobs.status` prints.
+
+    Args:
+        uri: URI of the index.
+        num_jobs: Maximum number of recent jobs.
 
     Raises:
-        SpecError: there is no whole index at the URI.
+        SpecError: The index does not exist or is corrupted.
     """
     index = Index(uri)
     lease = index.lease()
@@ -36,28 +40,32 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
         "items": len(index),
         "lease": lease and f"{lease.job} on {lease.host}, process {lease.pid}",
         "encoders": [{"name": n, "fingerprint": f} for n, f in sorted(encoders)],
-        "representations": {name: stored(index, name) for name in index.representations()},
+        "representations": {
+            name: representation_stats(index, name) for name in index.representations()
+        },
         "taps": tap_names(index.schema),
-        "rerank_tokens": stored_tokens(index),
+        "rerank_tokens": rerank_token_stats(index),
         "rejects": dict(reasons.most_common()),
-        "jobs": last_jobs(uri, num_jobs, lease.job if lease else None),
+        "jobs": recent_jobs(uri, num_jobs, lease.job if lease else None),
     }
 
 
-def stored(index: Index, representation: str, filter: str | None = None) -> dict[str, Any]:
-    """What a representation takes, of all items or of those that a Lance filter lets through.
+def representation_stats(
+    index: Index, representation: str, filter: str | None = None
+) -> dict[str, Any]:
+    """Returns the size statistics of a representation, optionally of items that match a filter.
 
     Returns:
-        `vectors`: mean per item; bytes per item that has it: `bytes_vectors`, `bytes_assignment`
-        (which input token each vector stands for), `bytes_positions` (where the input tokens
-        stand, which all representations of an encoder share) and `bytes_all`, their sum; `filled`:
-        share of the items that have it.
+        The settings and these means over the items that have the representation: `vectors`, and in
+        bytes `bytes_vectors`, `bytes_assignment` (assignment of tokens to vectors),
+        `bytes_positions` (token positions, which all representations of an encoder share) and
+        `bytes_all`, their sum. `filled` is the fraction of items that have the representation.
     """
     info = index.representation(representation)
-    others = [name for name in info.token_columns if name in index.schema.names]
+    companions = [name for name in info.token_columns if name in index.schema.names]
     num_rows = num_filled = num_vectors = 0
     num_bytes: Counter[str] = Counter()
-    columns = [representation, *others]
+    columns = [representation, *companions]
     for batch in index.batches(columns, filter=filter):
         filled = np.asarray(pc.is_valid(batch[representation]))
         num_rows += batch.num_rows
@@ -83,11 +91,12 @@ def stored(index: Index, representation: str, filter: str | None = None) -> dict
     }
 
 
-def stored_tokens(index: Index, filter: str | None = None) -> dict[str, Any] | None:
-    """What `rerank_tokens` takes, as `stored` has it of a representation; None without them.
+def rerank_token_stats(index: Index, filter: str | None = None) -> dict[str, Any] | None:
+    """Returns the size statistics of the column `rerank_tokens`; None if the index lacks it.
 
     Returns:
-        `tokens` and `bytes`: mean over the items that have any; `filled`; the `adapter`.
+        The means `tokens` and `bytes` over the items that have tokens, the fraction `filled` of
+        these items, and the fingerprint of the `adapter`.
     """
     info = index.rerank_columns.get(RERANK_TOKENS)
     if info is None:
@@ -102,18 +111,18 @@ def stored_tokens(index: Index, filter: str | None = None) -> dict[str, Any] | N
     return {
         "adapter": info.adapter,
         "tokens": per_item,
-        "bytes": per_item * bytes_of_element(element),
+        "bytes": per_item * element_bytes(element),
         "filled": num_filled / max(1, num_rows),
     }
 
 
-def last_jobs(uri: str, number: int, writer: str | None) -> list[dict[str, Any]]:
-    """Returns the summaries of the last jobs, newest first.
+def recent_jobs(uri: str, number: int, writer: str | None) -> list[dict[str, Any]]:
+    """Returns the summaries of the most recent jobs, newest first.
 
     Args:
         uri: URI of the index.
         number: Maximum number of jobs.
-        writer: Job that holds the lease; other jobs whose record says `running` were killed.
+        writer: Job that holds the lease. Other jobs recorded as "running" were killed.
     """
     filesystem, path = open_folder(uri, JOBS)
     if not filesystem.exists(path):
@@ -124,7 +133,7 @@ def last_jobs(uri: str, number: int, writer: str | None) -> list[dict[str, Any]]
         if len(summaries) == number:
             break
         with (
-            contextlib.suppress(FileNotFoundError, ValueError),  # killed early, or damaged
+            contextlib.suppress(FileNotFoundError, ValueError),  # killed early, or corrupted
             filesystem.open(f"{folder}/summary.json", "r") as file,
         ):
             summary = json.load(file)

@@ -1,4 +1,4 @@
-"""The stream of the index job: units are read, encoded, compressed and written by Ray Data."""
+"""Stream of the index job: Ray Data reads, encodes, compresses and writes units."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pipeline.decoding.process import keep_memory
 from pipeline.index import unit_reader
 from pipeline.index.columns import (
     Representation,
-    aspects_of,
+    all_representations,
     encoder_fields,
-    every_representation,
-    taps_of,
+    represented_fields,
+    required_taps,
 )
-from pipeline.index.fitting import Learned
+from pipeline.index.fitting import LearnedState
 from pipeline.index.fragments import WriteFragments
 from pipeline.index.info import EncoderInfo
 from pipeline.index.listing import ListingJob
-from pipeline.index.reader import part
+from pipeline.index.reader import part_uri
 from pipeline.index.session import configure_ray_data
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress, Encode, Prepare, Represent, needs_preparing
@@ -33,18 +33,18 @@ from pipeline.taps import Tap, single_layer_taps
 
 
 def stored_taps(spec: IndexSpec, encoder_info: EncoderInfo) -> tuple[Tap, ...]:
-    """Returns the attention statistics to store, of one layer each."""
+    """Returns the single-layer attention statistics to store."""
     return single_layer_taps(map(Tap.parse, spec.keep_taps), encoder_info.num_layers or 0)
 
 
 def encoder_columns(spec: IndexSpec, encoder_info: EncoderInfo) -> list[pa.Field]:
-    """Returns the columns that the encoder fills once for all representations."""
-    aspects = aspects_of(every_representation(spec))
+    """Returns the columns of the encoder that all representations share."""
+    item_fields = represented_fields(all_representations(spec))
     taps = stored_taps(spec, encoder_info)
     return [
-        f
-        for a in aspects
-        for f in encoder_fields(encoder_info.for_field(a), spec.keep_positions, taps)
+        column
+        for name in item_fields
+        for column in encoder_fields(encoder_info.for_field(name), spec.keep_positions, taps)
     ]
 
 
@@ -57,22 +57,25 @@ def encode_stage(
     prepare: bool = True,
     placement: Mapping[str, Any] | None = None,
 ) -> Encode:
-    """Returns the stage that encodes what representations and the encoder's columns need.
+    """Returns the stage that encodes items for representations and shared columns.
 
     Args:
         spec: Spec of the index job.
         encoder_info: Description of the encoder.
         representations: Representations to encode for.
-        rerank: Whether to add the tokens of the spec's EDJE.
+        rerank: Whether to add the adapter tokens of the spec's EDJE.
         prepare: Whether the stage prepares the items itself.
         placement: Options of the encoder's constructor that place its weights on devices.
     """
     return Encode(
         spec.encoder,
         encoder_info,
-        aspects_of(representations),
+        represented_fields(representations),
         sorted(
-            {*taps_of(representations, encoder_info.num_layers), *stored_taps(spec, encoder_info)}
+            {
+                *required_taps(representations, encoder_info.num_layers),
+                *stored_taps(spec, encoder_info),
+            }
         ),
         spec.rerank if rerank else None,
         prepare,
@@ -83,7 +86,7 @@ def encode_stage(
 def read_units(
     listing_job: ListingJob, shards: Sequence[int], unit_items: int, pool: Resources
 ) -> ray.data.Dataset:
-    """Returns the units of some shards that are to be done, as packed rows, read by tasks."""
+    """Returns a lazy dataset of packed units, read from shards by Ray tasks."""
 
     def read(block: DataBatch) -> Iterator[pa.Table]:
         keep_memory()
@@ -109,25 +112,25 @@ def written_fragments(
     listing_job: ListingJob,
     shards: Sequence[int],
     encoder_info: EncoderInfo,
-    learned: Mapping[str, Learned],
+    learned: Mapping[str, LearnedState],
     stored_columns: Sequence[str],
 ) -> ray.data.Dataset:
-    """Returns the dataset whose rows (`fragments.WRITTEN`) describe fragments as they are written.
+    """Returns a lazy dataset with a row (`fragments.WRITTEN`) per written fragment.
 
     Args:
         spec: Spec of the index job.
         resources: Resources profile of the job.
         listing_job: Settings of the listing.
-        shards: Shards with items to do.
+        shards: Shards with items to process.
         encoder_info: Description of the encoder.
-        learned: Learned state of the representations that need it, by id.
-        stored_columns: The encoder's own columns that are stored.
+        learned: Learned state of the fitted representations, by id.
+        stored_columns: Names of the shared columns of the encoder to store.
     """
     configure_ray_data()
-    representations = every_representation(spec)
-    aspects = aspects_of(representations)
+    representations = all_representations(spec)
+    item_fields = represented_fields(representations)
     groups: list[tuple[list[Stage], Resources]] = []
-    prepare = resources.prepare if needs_preparing(spec.encoder, aspects) else None
+    prepare = resources.prepare if needs_preparing(spec.encoder, item_fields) else None
     if prepare is not None:
         groups.append(([Prepare(spec.encoder)], prepare))
     encode = encode_stage(
@@ -147,7 +150,7 @@ def written_fragments(
     payload = listing_job.build_source().payload
     return chain(units, groups, [*ITEM.names, *payload.names]).map_batches(
         WriteFragments,
-        fn_constructor_kwargs={"index": part(spec.index)},
+        fn_constructor_kwargs={"index": part_uri(spec.index)},
         batch_size=max(1, spec.fragment_items // spec.unit_items),
         batch_format="pyarrow",
         zero_copy_batch=True,

@@ -15,8 +15,8 @@ from pipeline.config import ComponentSpec, SpecError, dump, within
 from pipeline.decoding import Unreadable
 from pipeline.index import listing, unit_reader
 from pipeline.index.artefacts import Sample
-from pipeline.index.columns import Representation, compressor_remarks, every_representation
-from pipeline.index.fitting import Learned, fit
+from pipeline.index.columns import Representation, all_representations, compressor_remarks
+from pipeline.index.fitting import LearnedState, fit
 from pipeline.index.info import EncoderInfo
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import Index, quote
@@ -30,7 +30,7 @@ plan = ray.remote(listing.plan)
 list_shard = ray.remote(listing.list_shard)
 mark_duplicates = ray.remote(listing.mark_duplicates)
 unlisted_rejects = ray.remote(listing.unlisted_rejects)
-gone_rows = ray.remote(listing.gone_rows)
+stale_rows = ray.remote(listing.stale_rows)
 
 
 def map_shards(
@@ -40,15 +40,15 @@ def map_shards(
     max_running: int,
     check: Callable[[], None],
 ) -> Iterator[Any]:
-    """Yields the results of a task for each shard, as they come.
+    """Yields the result of a task for each shard, in order of completion.
 
     Args:
         task: Ray task that is called with the listing job and a shard.
         job: Settings of the listing.
-        shards: Shards.
-        max_running: Maximum number of tasks at a time. Beyond what the profile lets read, each
-            would start a process, which takes longer than the listing on a small machine.
-        check: Raises whatever ends the job.
+        shards: Shards to process.
+        max_running: Maximum number of concurrent tasks. Each starts a process, which on a small
+            machine takes longer than the listing itself.
+        check: Called between results; raises an error to stop the job.
     """
     running: list[ray.ObjectRef] = []
     shards = iter(shards)
@@ -64,14 +64,14 @@ def map_shards(
 
 @ray.remote
 def describe_encoder(spec: ComponentSpec) -> EncoderInfo:
-    """Loads an encoder and describes it."""
+    """Loads an encoder and returns its info."""
     with within("encoder"):
         return EncoderInfo.from_encoder(ENCODERS.build(spec), spec)
 
 
 @ray.remote
 def remarks(spec: IndexSpec) -> list[str]:
-    """Returns sentences about unused inputs and unsuitable settings of an index job."""
+    """Returns warnings about unused inputs and unsuitable settings of an index job."""
 
     def ids() -> Iterator[str]:
         index = Index(spec.index)
@@ -82,12 +82,12 @@ def remarks(spec: IndexSpec) -> list[str]:
 
     sentences = ENCODERS.load(spec.encoder.name).warnings(spec.encoder, ids)
     dataset = Index(spec.index).dataset
-    return [*sentences, *compressor_remarks(dataset, every_representation(spec))]
+    return [*sentences, *compressor_remarks(dataset, all_representations(spec))]
 
 
 @ray.remote
 def truncated_files(spec: IndexSpec) -> list[str]:
-    """Returns the truncated files of a spec's source, each with how much of it can be read."""
+    """Returns the truncated files of the source of a spec, with their readable duration."""
     parts = SOURCES.load(spec.source.name).leaf_specs(spec.source)
     if not any({"frames", "audio"} & set(SOURCES.load(part.name).provides) for part in parts):
         return []
@@ -109,21 +109,30 @@ def truncated_files(spec: IndexSpec) -> list[str]:
 def fit_representation(
     job: ListingJob,
     num_shards: int,
-    drawn: FitSample,
+    fit_sample: FitSample,
     stage: Encode,
     representation: Representation,
-) -> Learned:
-    """Draws a sample of the listed items, encodes it and fits a representation on it.
+) -> LearnedState:
+    """Fits a representation on a sample of the listed items.
+
+    Args:
+        job: Settings of the listing.
+        num_shards: Number of shards.
+        fit_sample: Size and seed of the sample.
+        stage: Stage that encodes the items.
+        representation: Representation to fit.
 
     Raises:
-        SpecError: The source has no item that can be read, or too few.
+        SpecError: The source has too few readable items.
     """
     encoder = stage.load()
     taps = COMPRESSORS.build(representation.compressor).needs_taps
     hashes: set[int] = set()
 
     def sample() -> Iterator[TokenBatch]:
-        for items in unit_reader.sample_items(job, num_shards, drawn.num_items, drawn.seed):
+        for items in unit_reader.sample_items(
+            job, num_shards, fit_sample.num_items, fit_sample.seed
+        ):
             for prepared in _readable(encoder, items):
                 content_N = listing.content_hashes(prepared)
                 for _, rows, batch, _ in encoder.batches(prepared):
@@ -132,17 +141,17 @@ def fit_representation(
                         yield with_taps(batch, taps, stage.encoder_info)
         if not hashes:
             rule = "a source with at least one readable item"
-            problem = f"has none to fit {representation.id} on"
-            field = "fit.source" if drawn.source else "source"
+            problem = f"has none on which to fit {representation.id}"
+            field = "fit.source" if fit_sample.source else "source"
             raise SpecError(field, job.source.name, rule, problem)
 
-    learned = fit(representation, sample, drawn.seed)
-    origin = {"source": dump(drawn.source)} if drawn.source else {}
+    learned = fit(representation, sample, fit_sample.seed)
+    origin = {"source": dump(fit_sample.source)} if fit_sample.source else {}
     return learned._replace(sample=Sample(origin, np.array(sorted(hashes), np.uint64)))
 
 
 def _readable(encoder: TokenEncoder, items: pa.Table) -> Iterator[pa.Table]:
-    """Yields the prepared items, without those that cannot be read."""
+    """Yields prepared items, skipping unreadable ones."""
     try:
         yield encoder.prepare(items)[0]
         return

@@ -10,35 +10,35 @@ import pyarrow as pa
 import torch
 
 from pipeline.compression import MAX_TOKENS, Compressor
-from pipeline.index.columns import ASPECTS, TOKEN_COLUMNS, token_column
+from pipeline.index.columns import ITEM_FIELDS, TOKEN_COLUMNS, token_column
 from pipeline.index.info import EncoderInfo
 from pipeline.taps import Tap, average_layers
 from pipeline.tokens import TokenBatch, flat_from_arrow, pad, ragged_to_arrow
 
-#: Maximum number of padded values in one batch of a compressing actor: 256 MiB of float32.
-COMPRESS_NUMBERS = 1 << 26
+#: Maximum number of padded values per batch of a compressing actor: 256 MiB of float32.
+MAX_BATCH_VALUES = 1 << 26
 
 #: Prefix of the token columns that hold attention statistics.
 TAP = "tap "
 
 
 def with_taps(batch: TokenBatch, taps: Sequence[Tap], encoder_info: EncoderInfo) -> TokenBatch:
-    """Returns the batch with the taps that a compressor needs, averaged from taps of one layer."""
+    """Returns the batch with attention statistics averaged from the single-layer ones."""
     if not taps:
         return batch
     if encoder_info.num_layers is None:
-        raise ValueError(f"the encoder {encoder_info.spec['name']} gives no attention statistics")
+        raise ValueError(f"the encoder {encoder_info.name} provides no attention statistics")
     num_layers = encoder_info.num_layers
     return replace(batch, taps={t.name: average_layers(t, batch.taps, num_layers) for t in taps})
 
 
 def tap_values(batch: TokenBatch, tap: Tap) -> pa.Array:
-    """Returns the values of a tap as `list<float32>`."""
+    """Returns the values of an attention statistic as `list<float32>`."""
     return ragged_to_arrow(batch.taps[tap.name], batch.mask, pa.float32())
 
 
 def positions_column(batch: TokenBatch, kind: str, type: pa.ListType) -> pa.Array:
-    """Returns the `spans`, `extents` or `confidence` of the tokens, null where items have none."""
+    """Returns the `spans`, `extents` or `confidence` of the tokens, null for items without any."""
     positions = getattr(batch, kind)
     if positions is None:
         return pa.nulls(len(batch), type)
@@ -48,18 +48,18 @@ def positions_column(batch: TokenBatch, kind: str, type: pa.ListType) -> pa.Arra
 
 
 def support_column(result: TokenBatch, batch: TokenBatch, compressor: Compressor) -> pa.Array:
-    """Returns the assignment of tokens to vectors as `list<uint16>`; 65535 means no vector.
+    """Returns the assignment of tokens to vectors as `list<uint16>`.
 
-    In the compressor's form: "assignment" has the index of the vector of each input token,
-    "indices" the index of the input token of each vector.
+    The form depends on the compressor: "assignment" lists for each input token the index of its
+    vector, 65535 for none; "indices" lists for each vector the index of its input token.
     """
     support = result.support
     if support is None:
-        raise ValueError(f"{compressor.spec.name} gives no support")
+        raise ValueError(f"the compressor {compressor.spec.name} returned no token assignment")
     if compressor.support_form == "assignment":
         support = support.masked_fill(support.lt(0), MAX_TOKENS + 1)
         return ragged_to_arrow(support, batch.mask, pa.uint16())
-    # Positions are counted over real tokens: padding is not stored.
+    # Indices count valid tokens only, as padding is not stored.
     ordinal = batch.mask.cumsum(dim=1) - 1
     num_outputs = result.mask.shape[1]
     indices = support.new_zeros((len(batch), num_outputs + 1))
@@ -69,10 +69,10 @@ def support_column(result: TokenBatch, batch: TokenBatch, compressor: Compressor
 
 
 def fixed_lists(vectors: torch.Tensor | None, type: pa.DataType) -> pa.FixedSizeListArray:
-    """Returns a (B, P) tensor as a column of lists of P numbers.
+    """Returns a (B, P) tensor as a column of fixed-size lists.
 
     Raises:
-        ValueError: There are no vectors.
+        ValueError: `vectors` is None.
     """
     if vectors is None:
         raise ValueError("the encoder has a `pooled_dim`, but its batch has no `pooled` vectors")
@@ -80,42 +80,42 @@ def fixed_lists(vectors: torch.Tensor | None, type: pa.DataType) -> pa.FixedSize
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1), type), vectors.shape[1])
 
 
-def token_columns(items: pa.Table, aspects: Sequence[str] = ASPECTS) -> dict[str, str]:
-    """Returns the columns that `Encode` added to a table, each with its name without the aspect."""
-    there = {}
-    for aspect in aspects:
-        prefix = token_column(aspect, "")
+def token_columns(items: pa.Table, item_fields: Sequence[str] = ITEM_FIELDS) -> dict[str, str]:
+    """Maps the columns that `Encode` added to a table to their names without the field prefix."""
+    names = {}
+    for item_field in item_fields:
+        prefix = token_column(item_field, "")
         for column in items.column_names:
             name = column.removeprefix(prefix)
-            is_own = column == prefix + name
-            if is_own and (name in TOKEN_COLUMNS or name.startswith(TAP)):
-                there[column] = name
-    return there
+            has_prefix = column == prefix + name
+            if has_prefix and (name in TOKEN_COLUMNS or name.startswith(TAP)):
+                names[column] = name
+    return names
 
 
-def batches_of(
-    items: pa.Table, encoder_info: EncoderInfo, aspect: str = "content"
+def token_batches(
+    items: pa.Table, encoder_info: EncoderInfo, item_field: str = "content"
 ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-    """Yields padded batches from the token columns of `Encode`, of items of similar length.
+    """Yields padded batches of items of similar length from the token columns of `Encode`.
 
     Yields:
-        (rows, batch): Rows of `items` that have tokens, and the tokens.
+        (rows, batch): Indices of rows that have tokens, and their tokens.
     """
-    if (vectors := token_column(aspect, "vectors")) not in items.column_names:
+    if (vectors := token_column(item_field, "vectors")) not in items.column_names:
         return
-    names = token_columns(items, [aspect])
-    own = items.select(list(names)).rename_columns(list(names.values()))
+    names = token_columns(items, [item_field])
+    columns = items.select(list(names)).rename_columns(list(names.values()))
     lengths = flat_lengths(items[vectors])
     by_length = np.argsort(lengths, kind="stable")
     start = int((lengths == 0).sum())
     while start < len(by_length):
         stop = start + 1
         while stop < len(by_length) and (
-            (stop + 1 - start) * lengths[by_length[stop]] * encoder_info.dim <= COMPRESS_NUMBERS
+            (stop + 1 - start) * lengths[by_length[stop]] * encoder_info.dim <= MAX_BATCH_VALUES
         ):
             stop += 1
         rows = by_length[start:stop]
-        yield rows, batch_from(own.take(rows), encoder_info)
+        yield rows, batch_from(columns.take(rows), encoder_info)
         start = stop
 
 
@@ -144,15 +144,15 @@ def batch_from(items: pa.Table, encoder_info: EncoderInfo) -> TokenBatch:
 def padded_positions(
     column: pa.ChunkedArray, mask: torch.Tensor, fill: float
 ) -> torch.Tensor | None:
-    """Returns positions padded as `mask`, `fill` in null rows; None if all rows are null."""
+    """Returns positions padded to the shape of `mask` with `fill`; None if all rows are null."""
     if column.null_count == len(column):
         return None
     flat, lengths = flat_from_arrow(column)
-    there = mask & torch.from_numpy(lengths > 0).unsqueeze(1)
+    has_position = mask & torch.from_numpy(lengths > 0).unsqueeze(1)
     padded = torch.full(
         (*mask.shape, *flat.shape[1:]), fill, dtype=torch.from_numpy(flat[:0]).dtype
     )
-    padded[there] = torch.from_numpy(flat.copy())
+    padded[has_position] = torch.from_numpy(flat.copy())
     return padded
 
 

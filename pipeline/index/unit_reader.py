@@ -1,4 +1,4 @@
-"""Reading of listed items: units of an index job, units of stored items, samples, previews."""
+"""Reading of listed items: units of an index job, units of stored items, samples and previews."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pipeline.index.listing import (
     REJECTED,
     ListingJob,
     chunks,
+    disambiguated_id,
     id_hash,
-    own_id,
     scan,
 )
 from pipeline.schema import MEDIA, Item, Reject, detail_with_file
@@ -29,11 +29,11 @@ from pipeline.stage import Unit
 
 
 def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
-    """Reads the items of a shard that are left to do, in units of up to `unit_items` entries.
+    """Yields the items of a shard that remain to be processed, in units.
 
-    Units are formed by position in the listing, before finished items are left out, so that a
-    resumed job forms the same units. A last unit without items counts the listed entries that no
-    longer exist.
+    Units are formed by position in the listing, before finished items are skipped, so that a
+    resumed job forms the same units. If listed entries no longer exist, a final unit without items
+    counts them.
 
     Args:
         job: Settings of the listing.
@@ -46,16 +46,16 @@ def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
     positions, hashes = listed["position"].to_numpy(), listed["hash"].to_numpy()
     status, fragment = listed["status"].to_numpy(), listed["fragment"].to_numpy()
     to_do = np.flatnonzero(~np.isin(status, (DONE, REJECTED)))
-    # By id, not by position: a document that cannot be opened now shifts all that stand behind it.
-    rows_of: dict[int, list[int]] = {}
+    # By id, not by position: an entry that has become unreadable shifts all later positions.
+    rows_by_hash: dict[int, list[int]] = {}
     for row in to_do[::-1].tolist():
-        rows_of.setdefault(int(hashes[row]), []).append(row)
-    # What was not there when the shard was listed is left to the next run.
+        rows_by_hash.setdefault(int(hashes[row]), []).append(row)
+    # Entries that were added after the listing are left to the next run.
     unit_items = min(unit_items, source.unit_limit(description["shard"]))
     entries = [
         (rows.pop(), position, entry)
         for position, entry in _entries(job, source, shard, description)
-        if isinstance(entry, Item) and (rows := rows_of.get(id_hash(entry.item_id)))
+        if isinstance(entry, Item) and (rows := rows_by_hash.get(id_hash(entry.item_id)))
     ]
     wanted = [(p, entry) for row, p, entry in entries if status[row] in (NEW, CHANGED)]
     decoded = source.decode(description["shard"], wanted) if wanted else iter(())
@@ -65,11 +65,13 @@ def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
         replaces: dict[str, list[str]] = {}
         for row, _, entry in group:
             if status[row] in (DUPLICATE, FOREIGN):
-                new_id = own_id(entry.item_id, shard, positions[row])
-                rejects.append(_refused(entry, status[row], new_id))
+                new_id = disambiguated_id(entry.item_id, shard, positions[row])
+                rejects.append(_id_reject(entry, status[row], new_id))
                 continue
             result = next(decoded)
-            assert result.item_id == entry.item_id, "decode yields one result an item, in order"
+            assert result.item_id == entry.item_id, (
+                "decode must yield one result per item, in order"
+            )
             if isinstance(result, Item):
                 items.append(result)
             else:
@@ -87,8 +89,8 @@ def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
         yield Unit(f"{shard:06d}-gone", items_table([], source.payload), extra=extra)
 
 
-def fragments_of(job: ListingJob, shard: int) -> list[int]:
-    """Returns the fragments that hold unchanged rows of a listed shard."""
+def stored_fragments(job: ListingJob, shard: int) -> list[int]:
+    """Returns the fragments with unchanged rows of a listed shard."""
     listed = job.read_table("listed", shard)
     return np.unique(listed["fragment"].to_numpy()[listed["status"].to_numpy() == DONE]).tolist()
 
@@ -96,19 +98,19 @@ def fragments_of(job: ListingJob, shard: int) -> list[int]:
 def stored_units(
     job: ListingJob, shard: int, fragment: int, item_ids: Container[str], unit_items: int
 ) -> Iterator[tuple[Unit, int]]:
-    """Reads the items of a fragment again, in the units of the index job.
+    """Yields the stored items of a fragment, read again in the units of the index job.
 
-    Units are smaller where items are not wanted or no longer exist.
+    Units are smaller if some of their items are not requested or no longer exist.
 
     Args:
         job: Settings of the listing.
         shard: Shard of the source.
         fragment: Fragment of the index.
-        item_ids: Items of the fragment that are wanted.
+        item_ids: Ids of the requested items.
         unit_items: Items per unit in the index job.
 
     Yields:
-        (unit, number of its items that can no longer be read).
+        (unit, num_unreadable): A unit, and the number of its items that are no longer readable.
     """
     source = job.build_source()
     description = job.read_json("shards", shard)
@@ -117,14 +119,15 @@ def stored_units(
     hashes, positions = (
         listed[name].to_numpy()[is_stored].tolist() for name in ("hash", "position")
     )
-    place_of = dict(zip(hashes[::-1], positions[::-1], strict=True))  # an id's first
+    # Reversed, so that the first of repeated ids prevails.
+    position_by_hash = dict(zip(hashes[::-1], positions[::-1], strict=True))
     unit_items = min(unit_items, source.unit_limit(description["shard"]))
     entries = [
-        (place, position, entry)
+        (listed_position, position, entry)
         for position, entry in _entries(job, source, shard, description)
         if isinstance(entry, Item)
         and entry.item_id in item_ids
-        and (place := place_of.pop(id_hash(entry.item_id), None)) is not None
+        and (listed_position := position_by_hash.pop(id_hash(entry.item_id), None)) is not None
     ]
     wanted = [(position, entry) for _, position, entry in entries]
     decoded = source.decode(description["shard"], wanted) if wanted else iter(())
@@ -136,7 +139,7 @@ def stored_units(
 
 
 def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> Iterator[pa.Table]:
-    """Yields a sample of the listed items, those with the smallest seeded hash.
+    """Yields a sample of the listed items: those with the smallest seeded hashes.
 
     Args:
         job: Settings of the listing.
@@ -145,7 +148,7 @@ def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> Iter
         seed: Seed of the hash.
 
     Yields:
-        Tables of as many decoded items as may be in memory together.
+        Tables of decoded items, within the memory limit of a unit.
     """
     salt = np.uint64(id_hash(f"sample {seed}"))
     ranked = []
@@ -178,12 +181,12 @@ def preview(
     """Lists a source without writing anything.
 
     Args:
-        source: The source.
+        source: Source to list.
         limit: Maximum number of entries; None for all.
         num_sample: Number of items to decode.
 
     Returns:
-        Table of the first items, the number of items, and the rejects.
+        The decoded first items, the number of items, and the rejects.
     """
     sample: list[Item] = []
     rejects: list[Reject] = []
@@ -203,18 +206,18 @@ def preview(
 
 
 def _entries(
-    job: ListingJob, source: Source, shard: int, described: dict[str, Any]
+    job: ListingJob, source: Source, shard: int, description: dict[str, Any]
 ) -> Iterator[tuple[int, Item | Reject]]:
-    """Yields the entries of a listed shard with their positions, from its file or by scanning."""
+    """Yields (position, entry) of a listed shard, from its file or by scanning again."""
     if not source.stores_listing:
-        yield from scan(source, described)
+        yield from scan(source, description)
         return
     for position, fields in job.read_json("items", shard):
         yield position, Item(**{**fields, "span": fields["span"] and tuple(fields["span"])})
 
 
-def _refused(item: Item, status: int, reject_id: str) -> Reject:
-    """Returns the reject of an item whose id is taken."""
+def _id_reject(item: Item, status: int, reject_id: str) -> Reject:
+    """Returns the reject of an item with a duplicate id or one of another source."""
     if status == DUPLICATE:
         reason, detail = "duplicate id", f"{item.item_id} was listed before; the first is kept"
     else:

@@ -1,10 +1,10 @@
-"""Writing an index: one writer at a time, and no commit by one that has lost its lease.
+"""Write access to an index, protected by a lease and a fence.
 
-The lease is a config entry of the dataset (holder, epoch, expiry), taken by `update_config`: of two
-racing takers one wins. Taking it ends with a no-op `Project` commit, the *fence*: Lance refuses any
-append or update whose read version is older than that commit. A holder commits with the version of
-its own last commit as read version, never a fresh one; so a driver that was frozen past its lease
-cannot add a row when it wakes up.
+The lease is a config entry of the dataset (holder, epoch, expiry). It is taken by `update_config`,
+which succeeds for only one of two concurrent writers. Taking it ends with a no-op `Project` commit,
+the *fence*: Lance rejects any append or update whose read version is older. A holder always commits
+with the version of its last commit as read version, so that a driver that was suspended beyond the
+expiry of its lease cannot add rows when it resumes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from pipeline.index.lease import Lease
 from pipeline.index.reader import (
     ITEMS,
     REJECTS,
+    check_data_files,
     check_location,
-    check_whole,
+    contains_index,
     exists,
     first_line,
     get_fragment,
-    holds_parts,
+    id_filter,
     open_dataset,
-    part,
-    with_ids,
+    part_uri,
 )
 from pipeline.schema import ITEM, REJECT
 
@@ -44,24 +44,24 @@ STORAGE_VERSION: Final = "2.2"
 
 
 class LeaseHeld(SpecError):
-    """Another job writes to the index at present."""
+    """Another job is writing to the index."""
 
 
 class LeaseLost(JobError):
-    """This job's lease expired and was taken by another: it must stop and commits nothing more."""
+    """The lease of this job expired and another job took it; this job can no longer commit."""
 
 
 class IndexWriter:
-    """The one writer of an index.
+    """Exclusive writer of an index.
 
     Args:
-        uri: the index; its dataset is made if there is none.
-        job: this job's id, told to others who want to write.
-        ttl: seconds after which a lease that is not renewed may be taken by another job.
+        uri: URI of the index; the dataset is created if it does not exist.
+        job: Identifier of the job, which other writers report.
+        ttl: Time in seconds after which another job can take a lease that was not renewed.
 
     Raises:
-        SpecError: the URI cannot be written, or holds something that is not a whole index.
-        LeaseHeld: another job writes to it.
+        SpecError: The URI cannot be written, or contains a corrupted index or other files.
+        LeaseHeld: Another job is writing to the index.
     """
 
     def __init__(self, uri: str, job: str, ttl: float = 60.0):
@@ -69,13 +69,13 @@ class IndexWriter:
         self._owner = f"{job}-{secrets.token_hex(4)}"
         self._lock = threading.RLock()
         self.dataset = open_or_create(uri)
-        check_whole(uri, self.dataset)
+        check_data_files(uri, self.dataset)
         self._take()
 
     # -- the lease ---------------------------------------------------------------------------
 
     def _take(self) -> None:
-        held = Lease.of(self.dataset)
+        held = Lease.from_dataset(self.dataset)
         if held and not held.is_free(time.time()):
             problem, note = f"is being written by {held.describe()}", "; wait for it or stop it"
             raise LeaseHeld("index", self.uri, "an index without a writer", problem, note)
@@ -84,95 +84,94 @@ class IndexWriter:
         try:
             self.dataset.update_config(lease.entry())
         except (OSError, CommitConflictError) as error:
-            if not _overtaken(error):
+            if not _is_conflict(error):
                 raise SpecError(
                     "index", self.uri, "a writable URI", f"cannot be written ({first_line(error)})"
                 ) from None
-            winner = Lease.of(open_dataset(self.uri))
-            who = winner.describe() if winner else "another job"
-            raise LeaseHeld(
-                "index", self.uri, "one writer at a time", f"was just taken by {who}"
-            ) from None
+            winner = Lease.from_dataset(open_dataset(self.uri))
+            holder = winner.describe() if winner else "another job"
+            problem, note = f"is being written by {holder}", "; wait for it or stop it"
+            raise LeaseHeld("index", self.uri, "an index without a writer", problem, note) from None
         self._lease = lease
-        self._own(self._fence)
+        self._apply(self._fence)
 
     def _fence(self) -> None:
-        nothing = LanceOperation.Project(self.dataset.lance_schema)
-        self.dataset = LanceDataset.commit(self.dataset, nothing, read_version=self.dataset.version)
+        no_op = LanceOperation.Project(self.dataset.lance_schema)
+        self.dataset = LanceDataset.commit(self.dataset, no_op, read_version=self.dataset.version)
 
     def renew(self) -> None:
-        """Moves the lease's expiry.
+        """Extends the lease.
 
         Raises:
-            LeaseLost: another job took it meanwhile.
+            LeaseLost: Another job has taken the lease.
         """
         with self._lock:
             lease = replace(self._lease, expires=time.time() + self.ttl)
-            self._own(lambda: self.dataset.update_config(lease.entry()))
+            self._apply(lambda: self.dataset.update_config(lease.entry()))
             self._lease = lease
 
     def release(self) -> None:
-        """Gives the lease back; does nothing if another job has it by now."""
-        with self._lock, contextlib.suppress(LeaseLost):  # it is lost in the end, either way
+        """Releases the lease; does nothing if another job has taken it."""
+        with self._lock, contextlib.suppress(LeaseLost):
             free = replace(self._lease, owner="", expires=0.0)
-            self._own(lambda: self.dataset.update_config(free.entry()))
+            self._apply(lambda: self.dataset.update_config(free.entry()))
 
-    def _own(self, change: Callable[[], Any]) -> None:
-        """Runs a change against this writer's own last version.
+    def _apply(self, change: Callable[[], Any]) -> None:
+        """Applies a change to the version of this writer's last commit.
 
-        After a conflict with somebody else's harmless change it tries again on top of that. The
-        lease is looked at once more behind the change: some changes (of indices) pass the fence,
-        and whoever makes one stands behind it from then on.
+        After a conflict with a change that keeps the lease, the change is retried on top of it. The
+        lease is checked again afterwards: changes of scalar indices pass the fence and would give
+        a writer that lost its lease a newer read version.
 
         Raises:
-            LeaseLost: another job has the lease.
+            LeaseLost: Another job has taken the lease.
         """
         while True:
-            self._check_own()
+            self._check_lease()
             try:
                 change()
                 break
             except (OSError, CommitConflictError) as error:
-                if not _overtaken(error):
+                if not _is_conflict(error):
                     raise
                 self.dataset = open_dataset(self.uri)
-        self._check_own()
+        self._check_lease()
 
-    def _check_own(self) -> None:
-        held = Lease.of(self.dataset)
+    def _check_lease(self) -> None:
+        held = Lease.from_dataset(self.dataset)
         if held is None or held.owner != self._owner:
-            who = held.describe() if held and held.owner else "another job that has ended"
-            raise LeaseLost(f"the lease on {self.uri} went to {who}")
+            holder = held.describe() if held and held.owner else "another job, which has ended"
+            raise LeaseLost(f"the lease on {self.uri} was taken by {holder}")
 
     # -- commits -----------------------------------------------------------------------------
 
     def add_columns(self, fields: Sequence[pa.Field]) -> None:
-        """Adds columns, null in every row there is; their metadata is committed with them."""
+        """Adds columns with their metadata; they are null in all existing rows."""
         with self._lock:
             if fields:
-                self._own(lambda: self.dataset.add_columns(pa.schema(fields)))
+                self._apply(lambda: self.dataset.add_columns(pa.schema(fields)))
 
     def drop_columns(self) -> None:
-        """Drops every column but those of the items themselves."""
+        """Drops all columns except those of the items."""
         names = [name for name in self.dataset.schema.names if name not in ITEM.names]
         with self._lock:
             if names:
-                self._own(lambda: self.dataset.drop_columns(names))
+                self._apply(lambda: self.dataset.drop_columns(names))
 
     def commit(
         self, fragments: Sequence[FragmentMetadata], replaced: dict[int, list[str]] | None = None
     ) -> int:
-        """Adds rows, and takes out in the same commit the rows they replace.
+        """Adds rows and removes the rows that they replace, in one commit.
 
         Args:
-            fragments: what `write_fragments` returned.
-            replaced: by fragment id, the item ids whose rows go.
+            fragments: Metadata of the written fragments.
+            replaced: Ids of the items whose rows are removed, by fragment.
 
         Returns:
             The version of the commit.
         """
         with self._lock:
-            self._own(lambda: self._commit(fragments, replaced or {}))
+            self._apply(lambda: self._commit(fragments, replaced or {}))
             return self.dataset.version
 
     def _commit(
@@ -195,7 +194,7 @@ class IndexWriter:
     def _without(self, rows: dict[int, list[str]]) -> tuple[list[FragmentMetadata], list[int]]:
         updated, removed = [], []
         for fragment_id, item_ids in rows.items():
-            metadata = get_fragment(self.dataset, fragment_id).delete(with_ids(item_ids))
+            metadata = get_fragment(self.dataset, fragment_id).delete(id_filter(item_ids))
             if metadata is None:
                 removed.append(fragment_id)
             else:
@@ -203,11 +202,19 @@ class IndexWriter:
         return updated, removed
 
     def remove(self, rows: dict[int, list[str]]) -> int:
-        """Takes out rows, given by fragment id and item id, in one commit; returns the version."""
+        """Removes rows in one commit and returns its version.
+
+        Args:
+            rows: Ids of the items, by fragment.
+        """
         return self.commit([], rows) if rows else self.dataset.version
 
     def commit_columns(self, fragments: Iterable[tuple[FragmentMetadata, list[int]]]) -> int:
-        """Commits columns that were filled by `fragment.update_columns` (metadata, field ids)."""
+        """Commits filled columns and returns the version of the commit.
+
+        Args:
+            fragments: Results of `LanceFragment.update_columns`: metadata and modified field ids.
+        """
         fragments = list(fragments)
         modified = sorted({field for _, fields in fragments for field in fields})
         operation = LanceOperation.Update(
@@ -220,22 +227,27 @@ class IndexWriter:
             )
 
         with self._lock:
-            self._own(change)
+            self._apply(change)
             return self.dataset.version
 
     def index_ids(self) -> None:
-        """Builds or extends the B-tree over `item_id`, by which a resume finds what is done."""
+        """Builds or extends the B-tree over `item_id`, which resumed jobs use to look up items."""
         with self._lock:
             if self.dataset.count_rows() == 0:
                 return
             if self.dataset.has_index:
-                self._own(lambda: self.dataset.optimize.optimize_indices())
+                self._apply(lambda: self.dataset.optimize.optimize_indices())
             else:
-                self._own(lambda: self.dataset.create_scalar_index("item_id", "BTREE"))
+                self._apply(lambda: self.dataset.create_scalar_index("item_id", "BTREE"))
 
     def set_rejects(self, rejects: pa.Table, solved: Sequence[str] = ()) -> None:
-        """Records rejects, one row an item id, and forgets those of items that are indexed now."""
-        uri = part(self.uri, REJECTS)
+        """Records rejects, one row per item id, and deletes those of items that are now indexed.
+
+        Args:
+            rejects: Rejects to record; they replace earlier rejects of the same items.
+            solved: Ids of items that are now indexed.
+        """
+        uri = part_uri(self.uri, REJECTS)
         try:
             dataset = lance.dataset(uri)
         except (ValueError, OSError):
@@ -245,7 +257,7 @@ class IndexWriter:
                 REJECT.empty_table(), uri, data_storage_version=STORAGE_VERSION
             )
         if solved:
-            dataset.delete(with_ids(solved))
+            dataset.delete(id_filter(solved))
         if rejects.num_rows:
             last = {item_id: i for i, item_id in enumerate(rejects["item_id"].to_pylist())}
             merge = (
@@ -256,20 +268,20 @@ class IndexWriter:
             merge.execute(rejects.take(list(last.values())))
 
 
-def _overtaken(error: Exception) -> bool:
-    """Whether a commit failed because somebody else committed, not for the storage's sake.
+def _is_conflict(error: Exception) -> bool:
+    """Returns True if a commit failed because of a concurrent commit, not because of the storage.
 
-    A process that slept inside Lance's own retries wakes to their time-out, not to a conflict.
+    A process that is suspended during Lance's retries receives a timeout instead of a conflict.
     """
-    said = str(error).lower()
-    return "conflict" in said or "concurrent writers" in said
+    message = str(error).lower()
+    return "conflict" in message or "concurrent writers" in message
 
 
 def open_or_create(uri: str) -> LanceDataset:
-    """The dataset of an index, made with the item columns alone if there is nothing at the URI.
+    """Opens the dataset of an index; creates it, with only the item columns, if nothing exists.
 
     Raises:
-        SpecError: the URI cannot be written, or holds something else or a damaged index.
+        SpecError: The URI cannot be written, or contains a corrupted index or other files.
     """
     check_location(uri)
     try:
@@ -277,19 +289,19 @@ def open_or_create(uri: str) -> LanceDataset:
             try:
                 return lance.write_dataset(
                     ITEM.empty_table(),
-                    part(uri, ITEMS),
+                    part_uri(uri, ITEMS),
                     mode="create",
                     data_storage_version=STORAGE_VERSION,
                 )
             except OSError:
                 if not exists(uri):
                     raise
-                # Another job was the first.
-        elif not holds_parts(uri):
+                # Another job created it first.
+        elif not contains_index(uri):
             raise SpecError(
                 "index", uri, "an index, or a new or empty folder", "has other contents"
             )
-        for _ in range(10):  # another job may be making it at this moment
+        for _ in range(10):  # another job may be creating it
             with contextlib.suppress(SpecError):
                 return open_dataset(uri)
             time.sleep(0.1)

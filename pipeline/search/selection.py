@@ -40,7 +40,7 @@ class Items:
         scanner = self.index.dataset.scanner(
             columns=["item_id", "parent_id"], scan_in_order=True, fragments=self.fragments
         )
-        with self.index.reading():
+        with self.index.corruption_errors():
             return scanner.to_table().combine_chunks()
 
     @functools.cached_property

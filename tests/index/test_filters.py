@@ -1,4 +1,4 @@
-"""Filters: what passes, and where one that does not is wrong."""
+"""Tests of filters: accepted conditions, and error messages of invalid ones."""
 
 import contextlib
 import datetime
@@ -26,11 +26,11 @@ def index(index_uri) -> Index:
     return Index(index_uri)
 
 
-def sentence(index: Index, filter) -> str:
-    """What is said against a filter."""
-    with pytest.raises(SpecError) as caught:
+def error_message(index: Index, filter) -> str:
+    """Returns the error message of an invalid filter."""
+    with pytest.raises(SpecError) as error:
         check_filter(index, filter)
-    return str(caught.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ def sentence(index: Index, filter) -> str:
         "title = 'naïve ☃'\n",
     ],
 )
-def test_filters_that_pass(index, filter):
+def test_valid_filters(index, filter):
     check_filter(index, filter)
 
 
 @pytest.mark.parametrize(
-    ("filter", "at", "there"),
+    ("filter", "location", "expected"),
     [
         (
             "parent_id = 'heat' item_id = 'b'",
@@ -69,28 +69,33 @@ def test_filters_that_pass(index, filter):
         ("text = 'x' AND item_id BETWEEN 'a' 'x'", "near \"'x'\" at character 36", "AND"),
         ("item_id = 'x' x x", "near 'x' at character 15", "AND, OR or the end"),
         ("source = 'é' AND\n item_id ! 3", "near '!' at character 27", "AND, OR or the end"),
-        ("item_id = 'a", 'near "\'" at character 11', "another ' after it"),
+        ("item_id = 'a", 'near "\'" at character 11', "a closing '"),
         ("item_id = 'a'; DROP TABLE items", "near ';' at character 14", "AND, OR or the end"),
         ("DELETE FROM items", "near 'FROM' at character 8", "AND, OR or the end"),
-        ("item_id = '' OR 1=1; --", "near '--' at character 22", "no comments"),
-        ("item_id = 'a' -- all", "near '--' at character 15", "no comments"),
-        ("item_id = 'a' /* ) */", "near '/*' at character 15", "no comments"),
-        ("item_id = $1", "near '$' at character 11", "parameters"),
-        ("item_id = :name", "near ':' at character 11", "parameters"),
-        ("item_id = N'x'", "near 'N' at character 11", "string prefixes"),
+        ("item_id = '' OR 1=1; --", "near '--' at character 22", "no comments, "),
+        ("item_id = 'a' -- all", "near '--' at character 15", "no comments, "),
+        ("item_id = 'a' /* ) */", "near '/*' at character 15", "no comments, "),
+        ("item_id = $1", "near '$' at character 11", "no comments, parameters"),
+        ("item_id = :name", "near ':' at character 11", "no comments, parameters"),
+        ("item_id = N'x'", "near 'N' at character 11", "no comments, parameters or string"),
         (
             "true AND \"Item_id\" = 'a'",
             "near '\"Item_id\"' at character 10",
             "`item_id` for the col",
         ),
-        ('"title" IS NULL', "near '\"title\"' at character 1", "`title` for the column, 'title' "),
+        (
+            '"title" IS NULL',
+            "near '\"title\"' at character 1",
+            "`title` for the column or 'title' ",
+        ),
     ],
 )
-def test_where_a_filter_does_not_parse(index, filter, at, there):
-    said = sentence(index, filter)
-    start = f"filter must be {FILTER_RULE}, got {filter!r}, which does not parse {at} (expected "
-    assert said.startswith(start)
-    assert there in said.removeprefix(start)
+def test_parse_error_location(index, filter, location, expected):
+    message = error_message(index, filter)
+    problem = f"does not parse {location} (expected "
+    start = f"filter must be {FILTER_RULE}, got {filter!r}, which {problem}"
+    assert message.startswith(start)
+    assert message.removeprefix(start).startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -105,67 +110,73 @@ def test_where_a_filter_does_not_parse(index, filter, at, there):
     ],
 )
 def test_unknown_columns(index, filter, name):
-    said = sentence(index, filter)
-    if name is None:  # it is no condition before it is one of an unknown column
-        assert "does not parse near 'such' at character 4" in said
+    message = error_message(index, filter)
+    if name is None:  # parse errors take precedence
+        assert "does not parse near 'such' at character 4" in message
     else:
-        assert said.lower() == (
-            f"filter must be a filter on {COLUMNS}, got {filter!r}, which names the unknown column"
-            f" {name}".lower()
-        )
+        rule, problem = f"a condition on {COLUMNS}", f"names the unknown column {name}"
+        expected = f"filter must be {rule}, got {filter!r}, which {problem}"
+        assert message.lower().partition("; did you mean")[0] == expected.lower()
 
 
-def test_conditions_alone_are_filters(index):
+def test_unknown_column_suggests_the_closest_name(index):
+    assert error_message(index, "item_ids = 'a'").endswith("; did you mean 'item_id'?")
+
+
+def test_expressions_must_be_boolean(index):
     for filter in ("item_id", "length(text)", "'text'", "span.start + 1"):
-        said = sentence(index, filter)
-        assert said == (
+        message = error_message(index, filter)
+        assert message == (
             f"filter must be {FILTER_RULE}, got {filter!r},"
             " which does not evaluate to true or false"
         )
     for filter in ("", " \n", 3):
-        assert sentence(index, filter) == f"filter must be {FILTER_RULE}, got {filter!r}"
+        assert error_message(index, filter) == f"filter must be {FILTER_RULE}, got {filter!r}"
 
 
 @pytest.mark.parametrize(
-    ("filter", "why"),
+    ("filter", "reason"),
     [
         ("item_id = 3", "could not convert to literal of type 'Utf8'"),
         ("lower(item_id, title) = 'a'", "expects 1 arguments"),
         ("item_id = '\ud800'", "surrogates not allowed"),
     ],
 )
-def test_conditions_that_cannot_be(index, filter, why):
-    said = sentence(index, filter)
-    assert said.startswith(
+def test_conditions_that_lance_cannot_plan(index, filter, reason):
+    message = error_message(index, filter)
+    assert message.startswith(
         f"filter must be {FILTER_RULE}, got {filter!r}, which cannot be evaluated ("
     )
-    assert why in said and ".rs" not in said
+    assert reason in message and ".rs" not in message
 
 
-def test_a_filter_that_fails_on_an_item(index):
+def test_filter_that_fails_on_an_item(index):
     filter = "cast(item_id AS int) = 1"
     check_filter(index, filter)
     for read in (index.dataset.count_rows, lambda filter: index.dataset.to_table(filter=filter)):
-        sentence = "^filter must be .* cannot be evaluated .*Cannot cast string"
-        with pytest.raises(SpecError, match=sentence), filtering(index, filter):
+        message = (
+            "^filter must be an SQL .*, got 'cast.*, which cannot be evaluated .*Cannot cast str"
+        )
+        with pytest.raises(SpecError, match=message), filtering(index, filter):
             read(filter)
 
 
-def test_damaged_files_are_not_the_fault_of_the_filter(index_uri, tmp_path):
+def test_corrupted_files_are_not_reported_as_filter_errors(index_uri, tmp_path):
     shutil.copytree(index_uri, tmp_path / "index")
     index = Index(str(tmp_path / "index"))
     for file in (tmp_path / "index" / ITEMS / "data").iterdir():
         file.unlink()
     filter = "parent_id = 'flow'"
     with (
-        pytest.raises(SpecError, match="^index must be an intact index, got .*is corrupted"),
+        pytest.raises(
+            SpecError, match="^index must be an intact index, got .*, which is corrupted"
+        ),
         filtering(index, filter),
     ):
         index.dataset.to_table(filter=filter)
 
 
-def test_no_filter_writes(index_uri, index):
-    """Whatever a filter holds, the index is as it was."""
+def test_filters_cannot_write(index_uri, index):
     before = lance.dataset(f"{index_uri}/{ITEMS}")
     rows, version = before.to_table(columns=["item_id"]), before.version
     for filter in (
@@ -176,28 +187,28 @@ def test_no_filter_writes(index_uri, index):
         "DROP TABLE items",
         "UPDATE items SET item_id = 'x'",
     ):
-        sentence(index, filter)
+        error_message(index, filter)
     after = lance.dataset(f"{index_uri}/{ITEMS}")
     assert after.version == version and after.to_table(columns=["item_id"]).equals(rows)
 
 
-def test_filterable_columns_hold_no_vectors(index):
+def test_filterable_columns_exclude_lists_and_vectors(index):
     assert ", ".join(filterable(index.schema)) == COLUMNS
-    own = pa.field("tags", pa.list_(pa.string()))
-    assert ", ".join(filterable(index.schema.append(own))) == COLUMNS
+    tags = pa.field("tags", pa.list_(pa.string()))
+    assert ", ".join(filterable(index.schema.append(tags))) == COLUMNS
 
 
-def test_a_long_filter_is_looked_at_quickly(index):
+def test_long_filters_are_parsed_quickly(index):
     ids = ", ".join(f"'{number}'" for number in range(20_000))
     check_filter(index, f"item_id IN ({ids})")
-    assert "does not parse near 'xyz'" in sentence(index, f"item_id IN ({ids}) xyz")
+    assert "does not parse near 'xyz'" in error_message(index, f"item_id IN ({ids}) xyz")
     filter = "modality = 'text' AND title IS NOT NULL AND span.start > 3"
     seconds = timeit.repeat(lambda: condition_sql(filter, index.schema), number=1, repeat=20)
     assert min(seconds) < 0.005
 
 
-#: Each makes gigabytes, or takes minutes or the process, of a few characters.
-GROWING = [
+#: Short filters that would take gigabytes or minutes, or crash the process.
+EXPENSIVE = [
     "repeat(text, 1000000) = 'x'",
     "`repeat`(text, 1000000) = 'x'",
     "\"repeat\"(text, 1000000) = 'x'",
@@ -252,14 +263,14 @@ GROWING = [
 ]
 
 
-@pytest.mark.parametrize("filter", GROWING, ids=range(len(GROWING)))
-def test_what_would_take_the_process_or_its_memory_is_refused(index, filter):
-    """Before Lance sees it: its planner evaluates constants already."""
+@pytest.mark.parametrize("filter", EXPENSIVE, ids=range(len(EXPENSIVE)))
+def test_rejects_expensive_filters(index, filter):
+    """They are rejected before Lance plans them, because its planner evaluates constants."""
     with pytest.raises(SpecError, match="^filter must be "):
         condition_sql(filter, index.schema)
 
 
-PIECES = (
+TOKENS = (
     *("item_id", "`text`", '"title"', "span.start", "span", "hpool_2", "'a'", '"b"', "1", "2.5"),
     *("=", "<>", "<", "||", "::", "int", "string", "AND", "OR", "NOT", "IS", "NULL", "IN", "LIKE"),
     *("BETWEEN", "(", ")", "[", "]", ",", "+", "-", "*", "/", "lower(", "coalesce(", "`repeat`("),
@@ -274,22 +285,22 @@ PREDICATES = (
     *("{} = {}", "{} < {} * 2", "{} IN ('a', 'b')", "{} LIKE '%a_'", "{} IS NOT NULL"),
     *("NOT {} = {}", "{} BETWEEN {} AND {}", "{} IS DISTINCT FROM {}", "({} = {}) = ({} >= {})"),
 )
-JOINED = ("{} AND {}", "({}) OR NOT ({})", "{} OR {}")
+COMBINATIONS = ("{} AND {}", "({}) OR NOT ({})", "{} OR {}")
 
 
-def test_what_passes_is_what_lance_parses(index):
-    """Random filters raise nothing but `SpecError`, and never an error of Lance's parser."""
-    draw = random.Random(7)
+def test_lance_parses_all_accepted_filters(index):
+    """Random filters raise only `SpecError`, and never because Lance cannot parse them."""
+    rng = random.Random(7)
     for _ in range(3_000):
         with contextlib.suppress(SpecError):
-            check_filter(index, " ".join(draw.choices(PIECES, k=draw.randint(1, 9))))
+            check_filter(index, " ".join(rng.choices(TOKENS, k=rng.randint(1, 9))))
     num_passed = 0
     for _ in range(500):
         filter = "item_id = 'a'"
-        for _ in range(draw.randint(1, 4)):
-            predicate = draw.choice(PREDICATES)
-            predicate = predicate.format(*draw.choices(VALUES, k=predicate.count("{}")))
-            filter = draw.choice(JOINED).format(filter, predicate)
+        for _ in range(rng.randint(1, 4)):
+            predicate = rng.choice(PREDICATES)
+            predicate = predicate.format(*rng.choices(VALUES, k=predicate.count("{}")))
+            filter = rng.choice(COMBINATIONS).format(filter, predicate)
         try:
             check_filter(index, filter)
             num_passed += 1
@@ -299,7 +310,7 @@ def test_what_passes_is_what_lance_parses(index):
     assert num_passed > 50
 
 
-def test_brackets_as_deep_as_they_may_be(index):
+def test_maximum_bracket_depth(index):
     for opening in ("(", "NOT (", "true OR ("):
         check_filter(index, opening * MAX_DEPTH + "true" + ")" * MAX_DEPTH)
     check_filter(index, "lower(" * MAX_DEPTH + "text" + ")" * MAX_DEPTH + " = 'a'")
@@ -307,7 +318,7 @@ def test_brackets_as_deep_as_they_may_be(index):
 
 @pytest.fixture(scope="module")
 def typed(tmp_path_factory) -> lance.LanceDataset:
-    """A table with a column of every type that filters compare."""
+    """A dataset with a column of each comparable type."""
     inner = pa.struct([("inner", pa.struct([("x", pa.int64())]))])
     span = pa.struct([("unit", pa.string()), ("start", pa.float64())])
     rows = {
@@ -341,6 +352,6 @@ def typed(tmp_path_factory) -> lance.LanceDataset:
         ("item_id = \"it's\" OR item_id = 'it''s' OR item_id = 'a'", 1),
     ],
 )
-def test_filters_of_every_type(typed, filter, number):
+def test_filters_on_all_types(typed, filter, number):
     sql = condition_sql(filter, typed.schema)
     assert typed.count_rows(sql) == typed.count_rows(filter) == number

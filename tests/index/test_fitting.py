@@ -1,4 +1,4 @@
-"""A compressor that learns from the corpus, added by another package: fitted once, then reused."""
+"""Tests of fitting, with a compressor from an external package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.index.reader import Index
 from pipeline.index.status import status
 from tests.conftest import ROOT, run_jobs
 
-#: A package of somebody else: it takes the corpus' mean out of every vector.
+#: Module of an external package whose compressor subtracts the mean of the corpus.
 CENTRED = """
 import uuid
 from pathlib import Path
@@ -31,7 +31,7 @@ from pipeline.compression import Compressor, select
 class Centred(Compressor):
     class Spec(config.Spec):
         name: Literal["centred"] = "centred"
-        log: str  # a folder: a file for each call of fit
+        log: str  # folder with one file per call of fit
 
     needs_fit: ClassVar[bool] = True
     normalised = True
@@ -57,21 +57,21 @@ ENTRY_POINT = "[maxray.compressors]\ncentred = centred_vectors:Centred\n"
 
 @pytest.fixture
 def installed(tmp_path: Path) -> str:
-    """The folder in which the package is installed, with its entry point."""
+    """Folder in which the package is installed, with its entry point."""
     site = tmp_path / "site"
-    about = site / "centred-1.0.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text(METADATA)
-    (about / "entry_points.txt").write_text(ENTRY_POINT)
+    dist_info = site / "centred-1.0.dist-info"
+    dist_info.mkdir(parents=True)
+    (dist_info / "METADATA").write_text(METADATA)
+    (dist_info / "entry_points.txt").write_text(ENTRY_POINT)
     (site / "centred_vectors.py").write_text(CENTRED)
     return str(site)
 
 
 @pytest.mark.heavy
-def test_fitted_once_before_the_first_commit(tmp_path, collection, installed):
-    log, late_log = tmp_path / "fits", tmp_path / "late_fits"
+def test_compressor_is_fitted_once_before_the_first_commit(tmp_path, collection, installed):
+    log, recompress_log = tmp_path / "fits", tmp_path / "late_fits"
     log.mkdir()
-    late_log.mkdir()
+    recompress_log.mkdir()
     centred = {"compressor": {"name": "centred", "log": str(log)}}
     spec = {
         "index": str(tmp_path / "index"),
@@ -82,14 +82,14 @@ def test_fitted_once_before_the_first_commit(tmp_path, collection, installed):
         "fit": {"num_items": 5, "seed": 3},
     }
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
-    late = {
+    recompress_spec = {
         "index": spec["index"],
         "representations": [
-            {"compressor": {"name": "centred", "log": str(late_log)}, "id": "late"}
+            {"compressor": {"name": "centred", "log": str(recompress_log)}, "id": "late"}
         ],
         "fit_items": 4,
     }
-    (tmp_path / "late.yaml").write_text(yaml.safe_dump(late))
+    (tmp_path / "late.yaml").write_text(yaml.safe_dump(recompress_spec))
     index = ["index", str(tmp_path / "spec.yaml")]
     recompress = ["recompress", str(tmp_path / "late.yaml")]
     done = run_jobs(
@@ -103,52 +103,62 @@ def test_fitted_once_before_the_first_commit(tmp_path, collection, installed):
     )
     assert done.returncode == 0, done.stderr
 
-    assert [path.read_text() for path in log.iterdir()] == ["5"]  # one call, of five items
-    assert [path.read_text() for path in late_log.iterdir()] == ["4"]
+    assert [path.read_text() for path in log.iterdir()] == ["5"]  # one call with five items
+    assert [path.read_text() for path in recompress_log.iterdir()] == ["4"]
     stored = status(spec["index"])["representations"]
     assert (stored["centred"]["filled"], stored["late"]["filled"]) == (1.0, 1.0)
     assert len(Index(spec["index"])) == 9
     names = {name: stored[name]["artefact"] for name in ("centred", "late")}
     files = {path.stem for path in (tmp_path / "index/artefacts").iterdir()}
-    assert files == set(names.values()) and len(files) == 2  # samples of another size
+    assert files == set(names.values()) and len(files) == 2  # the sample sizes differ
 
-    there = Index(spec["index"]).dataset.to_table().to_pylist()
+    rows = Index(spec["index"]).dataset.to_table().to_pylist()
     for name in ("centred", "late"):
         mean = load_artefact(spec["index"], names[name], {})["mean"]
-        for row in there:  # of both runs: by one and the same artefact
+        for row in rows:  # both runs use the same artefact
             expected = np.array(row["full"], dtype=np.float64) - mean
             expected /= np.linalg.norm(expected, axis=1, keepdims=True)
             np.testing.assert_allclose(np.array(row[name], np.float64), expected, atol=3e-3)
 
 
-def test_an_artefact_is_named_by_its_content(tmp_path):
+def test_artefacts_are_named_by_their_content(tmp_path):
     uri = str(tmp_path)
-    some = {"mean": np.arange(4.0), "scale": np.float32([2])}
-    about = {"fingerprint": "f", "compressor": {"name": "centred"}}
-    name = save_artefact(uri, some, about)
-    assert save_artefact(uri, dict(reversed(some.items())), about) == name
-    others = [{**some, "mean": np.arange(4)}, {**some, "mean": np.arange(4.0).reshape(2, 2)}]
-    names = {name, *(save_artefact(uri, other, about) for other in others)}
-    assert len(names | {save_artefact(uri, some, {**about, "fingerprint": "g"})}) == 4
-    loaded = load_artefact(uri, name, about)
-    assert loaded.keys() == some.keys()
-    assert all(loaded[key].dtype == some[key].dtype for key in some)
-    assert all(np.array_equal(loaded[key], some[key]) for key in some)
+    artefact = {"mean": np.arange(4.0), "scale": np.float32([2])}
+    metadata = {"fingerprint": "f", "compressor": {"name": "centred"}}
+    name = save_artefact(uri, artefact, metadata)
+    assert save_artefact(uri, dict(reversed(artefact.items())), metadata) == name
+    others = [
+        {**artefact, "mean": np.arange(4)},
+        {**artefact, "mean": np.arange(4.0).reshape(2, 2)},
+    ]
+    names = {name, *(save_artefact(uri, other, metadata) for other in others)}
+    assert len(names | {save_artefact(uri, artefact, {**metadata, "fingerprint": "g"})}) == 4
+    loaded = load_artefact(uri, name, metadata)
+    assert loaded.keys() == artefact.keys()
+    assert all(loaded[key].dtype == artefact[key].dtype for key in artefact)
+    assert all(np.array_equal(loaded[key], artefact[key]) for key in artefact)
 
-    with pytest.raises(ValueError, match="fingerprint must be f, for which it was fitted, got 'g'"):
-        load_artefact(uri, name, {**about, "fingerprint": "g"})
+    with pytest.raises(
+        ValueError, match="[.]fingerprint must be f, the value it was fitted for, got 'g'"
+    ):
+        load_artefact(uri, name, {**metadata, "fingerprint": "g"})
     file = Path(uri, "artefacts", f"{name}.npz")
-    other = save_artefact(uri, others[0], about)
+    other = save_artefact(uri, others[0], metadata)
     shutil.copy(Path(uri, "artefacts", f"{other}.npz"), file)
-    with pytest.raises(ValueError, match="contains another artefact"):
-        load_artefact(uri, name, about)
-    whole = Path(uri, "artefacts", f"{other}.npz").read_bytes()
-    entry = whole.index(b"PK\1\2")  # of the archive's directory: flags and method lie behind it
-    encrypted, compressed = bytearray(whole), bytearray(whole)
+    with pytest.raises(
+        ValueError,
+        match=f"^index must be an index with the artefact {name}, got .*contains another artefact",
+    ):
+        load_artefact(uri, name, metadata)
+    content = Path(uri, "artefacts", f"{other}.npz").read_bytes()
+    entry = content.index(b"PK\1\2")  # directory entry; flags and method follow
+    encrypted, compressed = bytearray(content), bytearray(content)
     encrypted[entry + 8], compressed[entry + 10] = 1, 99
-    for damaged in (encrypted, compressed, whole[:100], b"", None):
-        file.unlink() if damaged is None else file.write_bytes(damaged)
+    for corrupted in (encrypted, compressed, content[:100], b"", None):
+        file.unlink() if corrupted is None else file.write_bytes(corrupted)
         with pytest.raises(
-            ValueError, match=f"an index with the artefact {name}, got .*, which is corrupted"
+            ValueError,
+            match=f"^index must be an index with the artefact {name}, got .*, which is corrupted; "
+            "restore .*[.]npz from a backup",
         ):
-            load_artefact(uri, name, about)
+            load_artefact(uri, name, metadata)

@@ -1,4 +1,4 @@
-"""The typed metadata of columns, against the JSON that an older version stored."""
+"""Tests of the typed metadata of columns against the JSON stored by an older version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pipeline.taps import Tap
 
 OLD = Path(__file__).parent / "fixtures/old_index"
 
-#: The keys of a representation that the first versions stored.
+#: Metadata of a representation as stored by the first versions.
 FIRST = {
     "role": "search",
     "encoder": {"name": "minilm"},
@@ -45,16 +45,16 @@ FIRST = {
 
 @pytest.fixture(scope="module")
 def schema() -> pa.Schema:
-    """The columns of the old index of texts."""
+    """Schema of the old index of texts."""
     return lance.dataset(str(OLD / "texts/items.lance")).schema
 
 
 def column(**changes: object) -> pa.Schema:
-    """A schema of one representation, `r`, with changed metadata."""
+    """Returns a schema with one representation `r` whose metadata is changed."""
     return pa.schema([with_metadata(pa.field("r", pa.list_(pa.float16())), {**FIRST, **changes})])
 
 
-def test_stored_json_is_written_again_as_it_was(schema):
+def test_stored_json_round_trip(schema):
     infos = representation_infos(schema)
     assert len(infos) == 8 and list(infos)[:2] == ["full", "caption_full"]
     for name, info in infos.items():
@@ -62,7 +62,7 @@ def test_stored_json_is_written_again_as_it_was(schema):
         assert json.dumps(info.to_metadata()) == json.dumps(column_metadata(schema.field(name)))
 
 
-def test_what_a_representation_is_made_of(schema):
+def test_representation_infos(schema):
     infos = representation_infos(schema)
     full, caption, hpc = infos["full"], infos["caption_full"], infos["hpc_num_centroids8_4"]
     assert full.encoder == EncoderInfo(
@@ -88,7 +88,7 @@ def test_what_a_representation_is_made_of(schema):
     assert infos["full_residual_2_num_centroids8"].codec_artefact == "a3b71ce7b7d50494"
 
 
-def test_other_columns(schema):
+def test_infos_of_other_columns(schema):
     pooled = pooled_infos(schema)
     assert list(pooled) == ["minilm_pooled", "minilm_caption_pooled"]
     first = pooled["minilm_pooled"]
@@ -105,7 +105,7 @@ def test_other_columns(schema):
         assert rerank_infos(pa.schema([stored])) == {"t": expected}
 
 
-def test_columns_of_an_encoder():
+def test_encoder_columns():
     info = EncoderInfo({"name": "minilm"}, "f", 8, 4, True, True, True, "own", has_confidence=True)
     assert (info.pooled_column, list(info.position_types)) == (
         "own_pooled",
@@ -121,7 +121,7 @@ def test_columns_of_an_encoder():
     assert info.for_field("content") is info
 
 
-def test_keys_that_the_first_versions_did_not_store():
+def test_keys_missing_in_the_first_versions():
     info = RepresentationInfo.from_schema(column(), "r")
     assert (info.field, info.text_column, info.codec_artefact) == ("content", "text", None)
     encoder = info.encoder
@@ -132,8 +132,7 @@ def test_keys_that_the_first_versions_did_not_store():
     assert newest_format(column()) == 0 and newest_format(column(format_version=7)) == 7
 
 
-def test_columns_that_the_index_lost():
-    """Their names stay in the metadata."""
+def test_dropped_columns_remain_in_the_metadata():
     positions = {"spans": "minilm_spans", "confidence": "minilm_confidence"}
     lost = column(positions=positions, pooled="minilm_pooled", support="r_support")
     info = RepresentationInfo.from_schema(lost, "r")
@@ -142,7 +141,7 @@ def test_columns_that_the_index_lost():
     assert info.support_column == "r_support" and info.support_form is None
 
 
-def test_keys_of_newer_versions_are_ignored():
+def test_unknown_keys_are_ignored():
     assert representation_infos(column(colour="red")) == representation_infos(column())
 
 
@@ -152,14 +151,14 @@ def test_keys_of_newer_versions_are_ignored():
         ({"encoder": {}}, "KeyError: 'name'"),
         ({"encoder": "minilm"}, "TypeError: .*"),
         ({"positions": None}, "AttributeError: .*"),
-        ({"dim": "wide"}, "dim must be a valid integer.*"),
-        ({"compressor": "none"}, "compressor must be a .*"),
+        ({"dim": "wide"}, "dim must be an integer"),
+        ({"compressor": "none"}, "compressor must be a mapping"),
     ],
 )
-def test_malformed_metadata_is_refused(changes, detail):
+def test_rejects_malformed_metadata(changes, detail):
     with pytest.raises(
         SpecError,
-        match=rf"^index must be .*, got 'r', which is malformed"
+        match=rf"^index must be a column with valid metadata, got 'r', which is malformed"
         rf" \({detail}\)$",
     ):
         representation_infos(column(**changes))
@@ -169,4 +168,4 @@ def test_infos_are_immutable_and_pickle(schema):
     info = representation_infos(schema)["hpool_4"]
     assert pickle.loads(pickle.dumps(info)) == info
     with pytest.raises(FrozenInstanceError):
-        info.dim = 3  # type: ignore[misc]  # the assignment is what is tested
+        info.dim = 3  # type: ignore[misc]  # tests that it fails

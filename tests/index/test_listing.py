@@ -1,4 +1,4 @@
-"""The listing: what is to be done with each item, and which items go together."""
+"""Tests of the listing: item statuses, rejects, units and samples."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ from pipeline.config import parse
 from pipeline.index import listing, unit_reader
 from pipeline.index.fragments import write_table
 from pipeline.index.listing import ListingJob, ShardTally
-from pipeline.index.reader import part
+from pipeline.index.reader import part_uri
 from pipeline.index.writer import IndexWriter, open_or_create
 from pipeline.schema import ITEM, REJECT, Item, Reject
 from pipeline.sources import text
 
-Place = tuple[int, int]  # shard, position
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a collection."""
+    """Folder of a collection."""
     folder = tmp_path / "notes"
     folder.mkdir()
     return folder
 
 
 def write(folder: Path, **texts: str) -> None:
-    """Writes documents in one .jsonl file each, named by the keyword: a shard each."""
+    """Writes a .jsonl file, which is a shard, per keyword argument."""
     for name, documents in texts.items():
         lines = [
             json.dumps({"_id": item_id, "text": words})
@@ -43,17 +41,17 @@ def write(folder: Path, **texts: str) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
 
 
-def a_job(folder: Path, name: str = "job", **fields: Any) -> ListingJob:
-    """A listing job over the folder; the index lies beside it."""
+def listing_job(folder: Path, name: str = "job", **fields: Any) -> ListingJob:
+    """Returns a listing job for the folder and an index next to it."""
     index = str(folder.parent / "index")
     open_or_create(index)
     spec = parse(text.Text.Spec, {"name": "text", "path": str(folder)})
     given = {"spec_digest": "this spec", **fields}
-    return ListingJob(index, part(index, "jobs", name), spec, **given)
+    return ListingJob(index, part_uri(index, "jobs", name), spec, **given)
 
 
 def list_all(job: ListingJob, limit: int | None = None) -> list[ShardTally]:
-    """Plans and lists; duplicates are marked, and the tallies have their counts."""
+    """Plans and lists the shards, marks duplicates and returns the tallies."""
     num_shards = listing.plan(job, limit)
     tallies = [listing.list_shard(job, shard) for shard in range(num_shards)]
     changed = listing.mark_duplicates(job, num_shards)
@@ -61,7 +59,7 @@ def list_all(job: ListingJob, limit: int | None = None) -> list[ShardTally]:
 
 
 def counts(tallies: list[ShardTally]) -> dict[str, int]:
-    """The statuses that occur, summed over the shards."""
+    """Returns the nonzero counts by status, summed over the shards."""
     return {
         status: total
         for status in listing.STATUSES
@@ -70,7 +68,7 @@ def counts(tallies: list[ShardTally]) -> dict[str, int]:
 
 
 def units(job: ListingJob, num_shards: int, unit_items: int = 2) -> dict[str, list[str]]:
-    """The item ids of each unit that is left to do."""
+    """Returns the item ids of each unit to process."""
     return {
         unit.name: unit.items["item_id"].to_pylist()
         for shard in range(num_shards)
@@ -79,26 +77,26 @@ def units(job: ListingJob, num_shards: int, unit_items: int = 2) -> dict[str, li
 
 
 def store(job: ListingJob, *item_ids: str, source: str = "notes") -> IndexWriter:
-    """Commits rows for listed items as the index job would, one fragment for all."""
+    """Commits rows of listed items as one fragment, like the index job."""
     num_shards = listing.plan(job, None)
     for shard in range(num_shards):
         listing.list_shard(job, shard)
-    every = pa.concat_tables(
+    items = pa.concat_tables(
         unit.items
         for shard in range(num_shards)
         for unit in unit_reader.read_units(job, shard, 100)
     )
-    rows = [{**row, "source": source} for row in every.to_pylist() if row["item_id"] in item_ids]
+    rows = [{**row, "source": source} for row in items.to_pylist() if row["item_id"] in item_ids]
     assert {row["item_id"] for row in rows} == set(item_ids)
     writer = IndexWriter(job.index, "writer")
     table = pa.Table.from_pylist(rows, schema=ITEM)
-    writer.commit(write_table(table, part(job.index, "items.lance")))
+    writer.commit(write_table(table, part_uri(job.index, "items.lance")))
     writer.release()
     return writer
 
 
 def set_reject(job: ListingJob, item_id: str, revision: str, **fields: Any) -> None:
-    """Records a reject as an earlier run would have."""
+    """Records a reject, like an earlier run."""
     row = {
         **Reject(item_id, "notes", "encode", "too odd", revision=revision).row(),
         "spec": job.spec_digest,
@@ -109,15 +107,15 @@ def set_reject(job: ListingJob, item_id: str, revision: str, **fields: Any) -> N
     writer.release()
 
 
-def revision_of(job: ListingJob, item_id: str) -> str:
-    """The revision that the source lists for an item."""
+def listed_revision(job: ListingJob, item_id: str) -> str:
+    """Returns the revision of an item in the source."""
     source = text.Text(job.source)
     entries = [entry for shard in source.shards() for entry in source.scan(shard)]
     return next(e.revision for e in entries if isinstance(e, Item) and e.item_id == item_id)
 
 
 def record_unlisted(job: ListingJob) -> list[dict[str, Any]]:
-    """Lists as the index job does, records what could not be listed, and returns what is new."""
+    """Lists the source, records unlisted entries and returns the new rejects."""
     tallies = list_all(job)
     tables = [listing.unlisted_rejects(job, tally.shard)[0] for tally in tallies]
     rejects = pa.concat_tables(tables)
@@ -130,9 +128,9 @@ def record_unlisted(job: ListingJob) -> list[dict[str, Any]]:
 # -- units -----------------------------------------------------------------------------------
 
 
-def test_units_are_cut_by_position_and_do_not_move(folder):
+def test_units_are_formed_by_position(folder):
     write(folder, a="a0=x; a1=x; a2=x; a3=x; a4=x", b="b0=x; b1=x; b2=x")
-    first = a_job(folder)
+    first = listing_job(folder)
     list_all(first)
     everything = units(first, 2)
     assert everything == {
@@ -143,7 +141,7 @@ def test_units_are_cut_by_position_and_do_not_move(folder):
         "000001-000001": ["b2"],
     }
     store(first, "a1", "a2", "a3", "b0")
-    resumed = a_job(folder, "resumed")
+    resumed = listing_job(folder, "resumed")
     assert counts(list_all(resumed)) == {"new": 4, "done": 4}
     assert units(resumed, 2) == {
         "000000-000000": ["a0"],
@@ -153,11 +151,11 @@ def test_units_are_cut_by_position_and_do_not_move(folder):
     }
 
 
-def test_a_line_that_cannot_be_listed_keeps_its_position(folder):
+def test_unlisted_lines_keep_their_position(folder):
     (folder / "a.jsonl").write_text(
         '{"_id": "a", "text": "x"}\nnot json\n{"_id": "c", "text": "x"}'
     )
-    job = a_job(folder)
+    job = listing_job(folder)
     (tally,) = list_all(job)
     rejects, _ = listing.unlisted_rejects(job, 0)
     assert (tally.num_unlisted, rejects["item_id"].to_pylist()) == (1, ["a.jsonl:2"])
@@ -166,27 +164,27 @@ def test_a_line_that_cannot_be_listed_keeps_its_position(folder):
     assert units(job, 1) == {"000000-000000": ["a"], "000000-000001": ["c"]}
 
 
-def test_a_limit_counts_listed_entries_over_shards(folder):
+def test_limit_counts_entries_of_all_shards(folder):
     write(folder, a="a0=x; a1=x", b="b0=x; b1=x", c="c0=x")
-    job = a_job(folder)
+    job = listing_job(folder)
     tallies = list_all(job, limit=3)
     assert len(tallies) == 2
     assert units(job, 2) == {"000000-000000": ["a0", "a1"], "000001-000000": ["b0"]}
 
 
-def test_an_item_that_comes_after_its_shard_was_listed_waits_for_the_next_run(folder):
+def test_items_added_after_listing_are_left_to_the_next_run(folder):
     write(folder, a="a0=x")
-    job = a_job(folder)
+    job = listing_job(folder)
     list_all(job)
     with (folder / "a.jsonl").open("a") as file:
         file.write('\n{"_id": "late", "text": "x"}')
     assert units(job, 1) == {"000000-000000": ["a0"]}
 
 
-def test_what_is_gone_since_the_listing_shifts_nothing(folder):
+def test_items_deleted_after_listing_do_not_shift_units(folder):
     write(folder, a="a0=x; a1=y; a2=z; a3=w")
-    store(a_job(folder), "a0")
-    job = a_job(folder, "next")
+    store(listing_job(folder), "a0")
+    job = listing_job(folder, "next")
     list_all(job)
     write(folder, a="a1=y; a3=w; a4=later")
     first, second, gone = unit_reader.read_units(job, 0, 2)
@@ -195,14 +193,14 @@ def test_what_is_gone_since_the_listing_shifts_nothing(folder):
     assert (gone.items.num_rows, gone.extra["gone"]) == (0, 1)
 
 
-# -- what is to be done ----------------------------------------------------------------------
+# -- statuses --------------------------------------------------------------------------------
 
 
-def test_a_changed_item_names_the_row_it_replaces(folder):
+def test_changed_items_reference_the_replaced_rows(folder):
     write(folder, a="a0=x; a1=x; a2=x")
-    store(a_job(folder), "a0", "a1")
+    store(listing_job(folder), "a0", "a1")
     write(folder, a="a0=x; a1=changed; a2=x")
-    job = a_job(folder, "next")
+    job = listing_job(folder, "next")
     assert counts(list_all(job)) == {"new": 1, "changed": 1, "done": 1}
     first, second = unit_reader.read_units(job, 0, 2)
     assert first.extra == {"replaces": {"0": ["a1"]}, "gone": 0}
@@ -212,7 +210,7 @@ def test_a_changed_item_names_the_row_it_replaces(folder):
 
 def test_duplicates_within_and_across_shards(folder):
     write(folder, a="same=first; a1=x; same=second", b="b0=x; same=third")
-    job = a_job(folder)
+    job = listing_job(folder)
     assert counts(list_all(job)) == {"new": 3, "duplicate": 2}
     read = [unit for shard in range(2) for unit in unit_reader.read_units(job, shard, 8)]
     texts = {row["item_id"]: row["text"] for unit in read for row in unit.items.to_pylist()}
@@ -222,19 +220,19 @@ def test_duplicates_within_and_across_shards(folder):
         ("same~000000:2", "duplicate id"),
         ("same~000001:1", "duplicate id"),
     ]
-    # With the first indexed, the others are duplicates still, not changed items.
+    # Once the first is indexed, the others remain duplicates and are not changed items.
     store_first = pa.Table.from_pylist(
         [row for unit in read for row in unit.items.to_pylist()], schema=ITEM
     )
     writer = IndexWriter(job.index, "writer")
-    writer.commit(write_table(store_first, part(job.index, "items.lance")))
-    assert counts(list_all(a_job(folder, "next"))) == {"done": 3, "duplicate": 2}
+    writer.commit(write_table(store_first, part_uri(job.index, "items.lance")))
+    assert counts(list_all(listing_job(folder, "next"))) == {"done": 3, "duplicate": 2}
 
 
-def test_an_id_of_another_source_is_refused(folder):
+def test_rejects_id_of_another_source(folder):
     write(folder, a="a0=x; a1=x")
-    store(a_job(folder), "a0", source="other")
-    job = a_job(folder, "next")
+    store(listing_job(folder), "a0", source="other")
+    job = listing_job(folder, "next")
     assert counts(list_all(job)) == {"new": 1, "foreign": 1}
     (unit,) = unit_reader.read_units(job, 0, 2)
     assert unit.items["item_id"].to_pylist() == ["a1"]
@@ -260,7 +258,7 @@ ROW_R1, ROW_R2 = ("r1", "notes", 5), ("r2", "notes", 5)
         (("r1", "other", 5), "r2", "foreign", -1),
     ],
 )
-def test_the_status_of_an_item(stored, rejected_at, expected, fragment):
+def test_item_status(stored, rejected_at, expected, fragment):
     known = {"x": rejected_at} if rejected_at else {}
     status, row = listing._status(ITEM_X, stored, known)
     assert (listing.STATUSES[status], row) == (expected, fragment)
@@ -280,77 +278,77 @@ def test_the_status_of_an_item(stored, rejected_at, expected, fragment):
         ({}, {"retry_rejects": ("another reason",)}, "rejected"),
     ],
 )
-def test_what_was_rejected_is_tried_again_only_for_a_reason(folder, reject, job_fields, expected):
+def test_rejects_are_retried_only_with_a_reason(folder, reject, job_fields, expected):
     write(folder, a="a0=x")
-    job = a_job(folder, **job_fields)
-    set_reject(job, "a0", **{"revision": revision_of(job, "a0"), **reject})
+    job = listing_job(folder, **job_fields)
+    set_reject(job, "a0", **{"revision": listed_revision(job, "a0"), **reject})
     assert counts(list_all(job)) == {expected: 1}
     assert units(job, 1) == ({"000000-000000": ["a0"]} if expected == "new" else {})
 
 
-def test_what_cannot_be_listed_is_counted_once_it_is_known(folder):
+def test_unlisted_entries_are_recorded_once(folder):
     write(folder, a="a0= ; a1=x")
-    job = a_job(folder)
+    job = listing_job(folder)
     assert [row["item_id"] for row in record_unlisted(job)] == ["a0"]
-    assert record_unlisted(a_job(folder, "next")) == []
-    assert len(record_unlisted(a_job(folder, "other", spec_digest="another spec"))) == 1
+    assert record_unlisted(listing_job(folder, "next")) == []
+    assert len(record_unlisted(listing_job(folder, "other", spec_digest="another spec"))) == 1
 
 
-def test_each_entry_that_cannot_be_listed_has_an_id_of_its_own(folder):
-    """The table of rejects has one row an id: of entries that share one all but one were lost."""
+def test_unlisted_entries_have_distinct_ids(folder):
+    """The table of rejects has one row per id, so entries with the same id would be lost."""
     write(folder, a="a0= ; a1=x; a0= ; a1= ", b="a0= ; b0=x")
-    job = a_job(folder)
+    job = listing_job(folder)
     rows = record_unlisted(job)
     ids = ["a0", "a0~000000:2", "a1~000000:3", "a0~000001:0"]
     assert [row["item_id"] for row in rows] == ids
-    stored = lance.dataset(part(job.index, "rejects.lance")).to_table()["item_id"].to_pylist()
+    stored = lance.dataset(part_uri(job.index, "rejects.lance")).to_table()["item_id"].to_pylist()
     assert sorted(stored) == sorted(ids)
-    assert record_unlisted(a_job(folder, "next")) == []  # now they are known
+    assert record_unlisted(listing_job(folder, "next")) == []  # already recorded
 
 
-# -- rows that went, and samples -------------------------------------------------------------
+# -- stale rows and samples ------------------------------------------------------------------
 
 
-def test_rows_that_are_no_longer_listed(folder):
+def test_stale_rows(folder):
     write(folder, a="a0=x; a1=x; it's=x", b="b0=x")
-    store(a_job(folder), "a0", "a1", "it's")
-    store(a_job(folder, "second"), "b0")
-    job = a_job(folder, "same")
+    store(listing_job(folder), "a0", "a1", "it's")
+    store(listing_job(folder, "second"), "b0")
+    job = listing_job(folder, "same")
     list_all(job)
-    assert listing.gone_rows(job, 2, ["notes"]) == {}
+    assert listing.stale_rows(job, 2, ["notes"]) == {}
     write(folder, a="a0=changed", b="b9=x")
-    job = a_job(folder, "next")
+    job = listing_job(folder, "next")
     list_all(job)
-    assert listing.gone_rows(job, 2, ["notes"]) == {0: ["a1", "it's"], 1: ["b0"]}
-    assert listing.gone_rows(job, 2, ["another collection"]) == {}
+    assert listing.stale_rows(job, 2, ["notes"]) == {0: ["a1", "it's"], 1: ["b0"]}
+    assert listing.stale_rows(job, 2, ["another collection"]) == {}
 
 
-def test_a_sample_follows_from_its_seed_alone(folder):
+def test_sample_depends_only_on_its_seed(folder):
     many = "; ".join(f"a{i}=text {i}" for i in range(40))
     write(folder, a=many, b="b0=x; b1=x; a0=again")
-    job = a_job(folder)
+    job = listing_job(folder)
     list_all(job)
 
     def sample(job: ListingJob, size: int, seed: int) -> list[str]:
         tables = unit_reader.sample_items(job, 2, size, seed)
         return [item_id for table in tables for item_id in table["item_id"].to_pylist()]
 
-    chosen = sample(job, 10, seed=0)
-    assert len(set(chosen)) == 10
-    assert sample(job, 10, seed=0) == chosen
-    assert set(sample(job, 5, seed=0)) < set(chosen)
-    assert set(sample(job, 10, seed=1)) != set(chosen)
-    assert len(sample(job, 1000, seed=0)) == 42  # duplicates once
-    store(job, *chosen[:5])  # what is indexed already counts like the rest
-    resumed = a_job(folder, "resumed")
+    item_ids = sample(job, 10, seed=0)
+    assert len(set(item_ids)) == 10
+    assert sample(job, 10, seed=0) == item_ids
+    assert set(sample(job, 5, seed=0)) < set(item_ids)
+    assert set(sample(job, 10, seed=1)) != set(item_ids)
+    assert len(sample(job, 1000, seed=0)) == 42  # duplicates count once
+    store(job, *item_ids[:5])  # indexed items remain in the sample
+    resumed = listing_job(folder, "resumed")
     list_all(resumed)
-    assert sample(resumed, 10, seed=0) == chosen
+    assert sample(resumed, 10, seed=0) == item_ids
     tables = unit_reader.sample_items(job, 2, 10, 0)
     assert all(t for table in tables for t in table["text"].to_pylist())
 
 
 def test_listing_loads_no_torch():
-    """A listing process starts for every job, before anything else can."""
+    """Each job starts by launching listing processes, whose imports delay everything else."""
     code = (
         "import sys, pipeline.index.listing, pipeline.sources.text;"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"

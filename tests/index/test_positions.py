@@ -1,4 +1,4 @@
-"""Positions are stored in a smaller form and read back as they were; older indexes open."""
+"""Tests of the compact storage of token positions, in the current and the older format."""
 
 import lance
 import numpy as np
@@ -8,8 +8,8 @@ from pipeline.index.fragments import write_table
 from pipeline.index.positions import (
     EXTENTS,
     STORED_EXTENTS,
-    as_stored,
-    as_used,
+    decode_positions,
+    encode_positions,
     stored_bytes,
 )
 from pipeline.index.reader import ITEMS, Index
@@ -37,27 +37,27 @@ def schema(type):
     return pa.schema([pa.field("item_id", pa.string()), pa.field("e", type)])
 
 
-def check(found):
-    assert found["e"].type == EXTENTS
-    for row, expected in zip(found["e"].to_pylist(), ROWS, strict=True):
+def check(actual):
+    assert actual["e"].type == EXTENTS
+    for row, expected in zip(actual["e"].to_pylist(), ROWS, strict=True):
         assert (row is None) == (expected is None)
         if row is not None:
             row, expected = np.array(row), np.array(expected, np.float32)
             np.testing.assert_allclose(row[:, :4], expected[:, :4], atol=0.5 / 65535 + 1e-7)
-            np.testing.assert_array_equal(row[:, 4:], expected[:, 4:])  # to the bit
+            np.testing.assert_array_equal(row[:, 4:], expected[:, 4:])
 
 
-def test_there_and_back():
-    stored = as_stored(table(), schema(STORED_EXTENTS))
+def test_round_trip():
+    stored = encode_positions(table(), schema(STORED_EXTENTS))
     assert stored["e"].type == STORED_EXTENTS and stored["e"].null_count == 1
-    check(as_used(stored))
-    check(as_used(pa.concat_tables([stored.slice(0, 1), stored.slice(1)])))
-    # Boxes of 8 bytes and times of 8 bytes, where there are any: before it was 24 a token.
+    check(decode_positions(stored))
+    check(decode_positions(pa.concat_tables([stored.slice(0, 1), stored.slice(1)])))
+    # 8 bytes per box and 8 bytes per time, against 24 bytes per token in format 1.
     assert stored_bytes(stored["e"].combine_chunks()).tolist() == [16, 0, 8, 48]
     assert stored_bytes(table()["e"].combine_chunks()).tolist() == [48, 0, 24, 72]
 
 
-def test_columns_of_either_format_are_written_and_read(tmp_path):
+def test_both_formats_are_written_and_read(tmp_path):
     for name, type in (("old", EXTENTS), ("new", STORED_EXTENTS)):
         items = str(tmp_path / name / ITEMS)
         empty = schema(type).empty_table()
@@ -67,12 +67,12 @@ def test_columns_of_either_format_are_written_and_read(tmp_path):
         index = Index(str(tmp_path / name))
         assert index.schema.field("e").type == type
         check(index.items(["0", "1", "2", "3"]))
-        (found,) = index.batches(["item_id"], filter="e IS NOT NULL")
-        assert found["item_id"].to_pylist() == ["0", "2", "3"]
+        (batch,) = index.batches(["item_id"], filter="e IS NOT NULL")
+        assert batch["item_id"].to_pylist() == ["0", "2", "3"]
         assert index.content_key(["e"]) != index.content_key([])
 
 
-def test_items_without_any_position_have_none():
-    nothing = table([[[NAN] * 6], [], None])
-    assert as_stored(nothing, schema(STORED_EXTENTS))["e"].to_pylist() == [None] * 3
-    assert as_used(as_stored(table([]), schema(STORED_EXTENTS))).num_rows == 0
+def test_items_without_positions_are_null():
+    empty = table([[[NAN] * 6], [], None])
+    assert encode_positions(empty, schema(STORED_EXTENTS))["e"].to_pylist() == [None] * 3
+    assert decode_positions(encode_positions(table([]), schema(STORED_EXTENTS))).num_rows == 0

@@ -1,4 +1,4 @@
-"""What a view of an index says of its columns without reading them."""
+"""Tests of content keys, which identify the data of columns without reading it."""
 
 import shutil
 
@@ -15,41 +15,41 @@ def uri(index_uri, tmp_path) -> str:
     return str(tmp_path / "index")
 
 
-def dataset_of(uri):
+def open_dataset(uri):
     return lance.dataset(f"{uri}/{ITEMS}")
 
 
-def test_a_content_key_stays_where_the_columns_stay(uri):
+def test_content_key_is_stable_if_columns_do_not_change(uri):
     before = Index(uri).content_key(["hpool_4", "hpool_4_support"])
     assert Index(uri).content_key(["hpool_4", "hpool_4_support"]) == before
-    dataset_of(uri).add_columns({"twice": "item_id"})
-    dataset_of(uri).update_config({"maxray.test": "no row is touched"})
+    open_dataset(uri).add_columns({"twice": "item_id"})
+    open_dataset(uri).update_config({"maxray.test": "changes no row"})
     assert Index(uri).version > 1
     assert Index(uri).content_key(["hpool_4", "hpool_4_support"]) == before
 
 
-def test_a_content_key_tells_columns_of_one_file_apart(uri):
+def test_content_key_distinguishes_columns_of_a_file(uri):
     index = Index(uri)
     assert index.content_key(["hpool_4"]) != index.content_key(["hpool_2"])
     assert index.content_key(["hpool_4", "no such column"]) == index.content_key(["hpool_4"])
 
 
-def test_a_content_key_changes_with_rows_and_data(uri):
+def test_content_key_changes_with_rows_and_data(uri):
     keys = [Index(uri).content_key(["hpool_4", "text"])]
-    dataset_of(uri).delete("item_id = 'flow'")
+    open_dataset(uri).delete("item_id = 'flow'")
     keys.append(Index(uri).content_key(["hpool_4", "text"]))
-    dataset_of(uri).delete("item_id = 'bread/1'")
+    open_dataset(uri).delete("item_id = 'bread/1'")
     keys.append(Index(uri).content_key(["hpool_4", "text"]))
-    dataset_of(uri).update({"text": "'other'"}, where="item_id = 'wing/1'")
+    open_dataset(uri).update({"text": "'other'"}, where="item_id = 'wing/1'")
     keys.append(Index(uri).content_key(["hpool_4", "text"]))
     assert len(set(keys)) == len(keys)
 
 
-def test_a_column_that_is_filled_later_changes_its_key_alone(uri):
-    dataset = dataset_of(uri)
+def test_filling_a_column_changes_only_its_content_key(uri):
+    dataset = open_dataset(uri)
     dataset.add_columns(pa.field("later", pa.string()))
     empty, other = (Index(uri).content_key([name]) for name in ("later", "text"))
-    dataset = dataset_of(uri)
+    dataset = open_dataset(uri)
     dataset.drop_columns(["later"])
     dataset.add_columns({"later": "title"})
     assert Index(uri).content_key(["later"]) != empty

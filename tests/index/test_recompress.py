@@ -1,4 +1,4 @@
-"""Recompression: the columns of the index job without the encoder, by fragment, resumable."""
+"""Tests of the recompression job against the index job, and of its resumption."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lance.fragment import FragmentMetadata
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import job, recompress
-from pipeline.index.columns import every_representation, representation_fields
+from pipeline.index.columns import all_representations, representation_fields
 from pipeline.index.fill import Progress
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -40,7 +40,7 @@ FULL = {"compressor": "none"}
 
 
 def make_index(uri: Path, collection: Path, *representations: dict, **fields: Any) -> None:
-    """Indexes the collection, two items a fragment."""
+    """Indexes the collection with two items per fragment."""
     given = {
         "index": str(uri),
         "source": {"name": "text", "path": str(collection)},
@@ -55,29 +55,31 @@ def make_index(uri: Path, collection: Path, *representations: dict, **fields: An
 
 
 def spec(uri: Path, *representations: dict, **fields: Any) -> recompress.RecompressSpec:
-    """A recompression spec."""
+    """Returns a recompression spec."""
     given = {"index": str(uri), "representations": list(representations), **fields}
     return config.parse(recompress.RecompressSpec, given)
 
 
-def run(a_spec: recompress.RecompressSpec) -> Progress:
-    """Runs the job, quietly."""
+def run(job_spec: recompress.RecompressSpec) -> Progress:
+    """Runs the job without printing."""
     resources = recompress.RecompressResources()
-    return recompress.run(a_spec, resources, job="2", report=lambda line: None)
+    return recompress.run(job_spec, resources, job="2", report=lambda line: None)
 
 
 def rows(uri: Path) -> dict[str, dict[str, Any]]:
-    """Every row of the index by item id; none may be there twice."""
+    """Returns the rows by item id and checks that ids are unique."""
     table = Index(str(uri)).dataset.to_table()
-    there = {row["item_id"]: row for row in table.to_pylist()}
-    assert len(there) == table.num_rows
-    return there
+    by_id = {row["item_id"]: row for row in table.to_pylist()}
+    assert len(by_id) == table.num_rows
+    return by_id
 
 
 @pytest.fixture(scope="module")
 def original(cluster, tmp_path_factory) -> Path:
-    """An index of three fragments that holds the full tokens only."""
-    folder = tmp_path_factory.mktemp("original") / "collection"  # named as that of the tests
+    """Index of three fragments with only the uncompressed representation."""
+    folder = (
+        tmp_path_factory.mktemp("original") / "collection"
+    )  # named like the fixture `collection`
     folder.mkdir()
     lines = [json.dumps({"_id": i, "text": text}) for i, text in DOCUMENTS.items()]
     (folder / "corpus.jsonl").write_text("\n".join(lines))
@@ -88,27 +90,27 @@ def original(cluster, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def uri(original: Path, tmp_path: Path) -> Path:
-    """A copy of that index."""
+    """Copy of the original index."""
     return Path(shutil.copytree(original, tmp_path / "index"))
 
 
-def test_the_columns_are_those_of_the_index_job(tmp_path, collection, uri):
+def test_columns_equal_those_of_the_index_job(tmp_path, collection, uri):
     make_index(tmp_path / "at_once", collection(**DOCUMENTS), FULL, HPOOL, SAMER)
     progress = run(spec(uri, HPOOL, SAMER))
     assert (progress.done, progress.rows) == (3, 6)
-    there, expected = rows(uri), rows(tmp_path / "at_once")
-    assert there.keys() == expected.keys()
+    actual, expected = rows(uri), rows(tmp_path / "at_once")
+    assert actual.keys() == expected.keys()
     for item_id, row in expected.items():
-        assert there[item_id].keys() == row.keys()
+        assert actual[item_id].keys() == row.keys()
         for name in ("hpool_4", "samer_4"):
-            here = np.array(there[item_id][name], dtype=np.float64)
-            # The source has gone through float16 once, and the result once more.
-            np.testing.assert_allclose(here, np.array(row[name], dtype=np.float64), atol=2e-3)
-            assert there[item_id][f"{name}_support"] == row[f"{name}_support"]
+            vectors = np.array(actual[item_id][name], dtype=np.float64)
+            # Both the source and the result are rounded to float16.
+            np.testing.assert_allclose(vectors, np.array(row[name], dtype=np.float64), atol=2e-3)
+            assert actual[item_id][f"{name}_support"] == row[f"{name}_support"]
         unchanged = [n for n in row if not n.startswith(("hpool", "samer"))]
-        assert all(there[item_id][name] == row[name] for name in unchanged)
+        assert all(actual[item_id][name] == row[name] for name in unchanged)
 
-    # A search needs nothing but the column's metadata.
+    # Search requires only the metadata of the column.
     schema, schema_at_once = (Index(str(u)).dataset.schema for u in (uri, tmp_path / "at_once"))
     for name in ("hpool_4", "hpool_4_support", "samer_4", "samer_4_support"):
         assert column_metadata(schema.field(name)) == column_metadata(schema_at_once.field(name))
@@ -125,19 +127,19 @@ def test_the_columns_are_those_of_the_index_job(tmp_path, collection, uri):
     assert [done["kind"] for done in stored["jobs"]] == ["recompress", "index"]
 
 
-def test_a_resume_does_the_rest_and_nothing_twice(uri):
-    a_spec = spec(uri, HPOOL)
-    # A run that came as far as one committed fragment, and died.
+def test_resumes_with_incomplete_fragments(uri):
+    job_spec = spec(uri, HPOOL)
+    # A run that died after committing one fragment.
     writer = IndexWriter(str(uri), "died")
     encoder_info, _ = recompress.stored_encoder(Index(str(uri)), "full")
-    (wanted,) = every_representation(a_spec)
-    writer.add_columns(representation_fields(wanted, encoder_info, None))
-    assert recompress.columns_left(writer.dataset, ["hpool_4"]) == {("hpool_4",): [0, 1, 2]}
+    (representation,) = all_representations(job_spec)
+    writer.add_columns(representation_fields(representation, encoder_info, None))
+    assert recompress.incomplete_fragments(writer.dataset, ["hpool_4"]) == {("hpool_4",): [0, 1, 2]}
     fill = recompress.FillFragment(
         str(uri),
         writer.dataset.version,
         "full",
-        Compress(encoder_info, [wanted], {}, ()),
+        Compress(encoder_info, [representation], {}, ()),
         num_threads=1,
     )
     filled = fill.fill(1)
@@ -148,28 +150,28 @@ def test_a_resume_does_the_rest_and_nothing_twice(uri):
     assert sum(row["hpool_4"] is not None for row in before.values()) == 2
     files = data_files(uri, 1)
 
-    progress = run(a_spec)
+    progress = run(job_spec)
     assert (progress.done_before, progress.done, progress.rows) == (1, 2, 4)
     after = rows(uri)
     assert all(len(row["hpool_4"]) == 4 for row in after.values())
     assert data_files(uri, 1) == files
 
     version = Index(str(uri)).dataset.version
-    progress = run(a_spec)
+    progress = run(job_spec)
     assert (progress.done_before, progress.done, progress.commits) == (3, 0, 0)
     assert rows(uri) == after
-    # Nothing but the lease was written: taken, fenced, given back.
+    # Three commits of the lease: taken, fenced and released.
     assert Index(str(uri)).dataset.version == version + 3
 
 
 def data_files(uri: Path, number: int) -> list[str]:
-    """The data files of a fragment that hold a column today."""
+    """Returns the data files of a fragment that contain a current column."""
     files = Index(str(uri)).dataset.get_fragment(number).data_files()
     return [file.path for file in files if any(field >= 0 for field in file.fields)]
 
 
-def test_a_failure_keeps_the_fragments_that_were_committed(uri, monkeypatch):
-    a_spec = spec(uri, HPOOL, commit_fragments=1)
+def test_committed_fragments_survive_a_failure(uri, monkeypatch):
+    job_spec = spec(uri, HPOOL, commit_fragments=1)
     commit = IndexWriter.commit_columns
 
     def commit_once(writer, fragments):
@@ -181,21 +183,21 @@ def test_a_failure_keeps_the_fragments_that_were_committed(uri, monkeypatch):
 
     monkeypatch.setattr(IndexWriter, "commit_columns", commit_once)
     with pytest.raises(OSError, match="the network is gone"):
-        run(a_spec)
+        run(job_spec)
     monkeypatch.undo()
     assert sum(row["hpool_4"] is not None for row in rows(uri).values()) == 2
     assert status(str(uri))["lease"] is None
     assert status(str(uri))["jobs"][0]["state"] == "failed"
-    progress = run(a_spec)
+    progress = run(job_spec)
     assert (progress.done_before, progress.done) == (1, 2)
     assert all(row["hpool_4"] for row in rows(uri).values())
 
 
-def test_a_second_representation_leaves_the_first_alone(uri):
+def test_adding_a_representation_keeps_the_others(uri):
     run(spec(uri, HPOOL))
     files = [data_files(uri, number) for number in range(3)]
-    one_more = {"compressor": {"name": "random", "num_vectors": 2}, "keep_support": False}
-    progress = run(spec(uri, HPOOL, SAMER, one_more))
+    random = {"compressor": {"name": "random", "num_vectors": 2}, "keep_support": False}
+    progress = run(spec(uri, HPOOL, SAMER, random))
     assert (progress.done, progress.rows) == (3, 6)
     assert all(row["samer_4"] and row["random_2"] for row in rows(uri).values())
     for number in range(3):
@@ -203,11 +205,11 @@ def test_a_second_representation_leaves_the_first_alone(uri):
 
 
 @pytest.mark.heavy
-def test_rows_that_came_later_are_filled_by_another_run(tmp_path, collection, uri):
+def test_later_rows_are_filled_by_another_run(tmp_path, collection, uri):
     run(spec(uri, HPOOL))
     first = rows(uri)
     more = {**DOCUMENTS, "bread": "Bake it until the crust is dark.", "cone": "A cone in a stream."}
-    make_index(uri, collection(**more), FULL)  # the job's spec does not speak of hpool_4
+    make_index(uri, collection(**more), FULL)  # the spec does not list hpool_4
     assert {i for i, row in rows(uri).items() if row["hpool_4"] is None} == {"bread", "cone"}
     progress = run(spec(uri, HPOOL))
     assert progress.rows == 2
@@ -218,7 +220,7 @@ def test_rows_that_came_later_are_filled_by_another_run(tmp_path, collection, ur
 
 
 @pytest.mark.heavy
-def test_rows_without_full_tokens_stay_empty(collection, uri):
+def test_rows_without_source_vectors_remain_null(collection, uri):
     run(spec(uri, HPOOL))
     make_index(uri, collection(**DOCUMENTS, cone="A cone in a stream."), HPOOL)
     assert rows(uri)["cone"]["full"] is None
@@ -227,7 +229,9 @@ def test_rows_without_full_tokens_stay_empty(collection, uri):
     assert {i for i, row in rows(uri).items() if row["samer_4"] is None} == {"cone"}
     assert run(spec(uri, SAMER)).done == 0
 
-    Index(str(uri)).dataset.optimize.compact_files()  # now one fragment holds both kinds of rows
+    Index(
+        str(uri)
+    ).dataset.optimize.compact_files()  # one fragment now has rows with and without it
     assert len(Index(str(uri)).dataset.get_fragments()) == 1
     two = {"compressor": {"name": "random", "num_vectors": 2}}
     assert run(spec(uri, two)).rows == 6
@@ -237,46 +241,54 @@ def test_rows_without_full_tokens_stay_empty(collection, uri):
     assert status(str(uri))["representations"]["random_2"]["filled"] == pytest.approx(6 / 7)
 
 
-def test_what_is_refused(uri, monkeypatch):
-    """All of it before anything is written, and in one sentence."""
+def test_rejects_invalid_specs_before_writing(uri):
     run(spec(uri, HPOOL))
     version = Index(str(uri)).dataset.version
     other = {"compressor": {"name": "random", "num_vectors": 4, "seed": 1}, "id": "hpool_4"}
-    for source, representation, sentence in [
+    for source, representation, message in [
         (
             "full",
             other,
-            r"representations.hpool_4.compressor must be .* as in the index,"
-            r" unless `id` is set",
+            r"representations.hpool_4.compressor must be .*, as in the index, got .*; set `id`",
         ),
-        ("hpool_4", SAMER, "source must be a representation of the compressor none, got 'hpool_4'"),
+        (
+            "hpool_4",
+            SAMER,
+            "source must be an uncompressed representation, got 'hpool_4', which is compressed",
+        ),
         (
             "fully",
             SAMER,
             "source must be one of full, hpool_4, got 'fully', which is not in the index",
         ),
     ]:
-        with pytest.raises(SpecError, match=sentence):
+        with pytest.raises(SpecError, match=message):
             run(spec(uri, representation, source=source))
     with pytest.raises(SpecError, match="representations must be a non-empty list"):
         run(spec(uri))
-    with pytest.raises(SpecError, match="unique .*, got 'hpool_4', which occurs twice"):
+    with pytest.raises(
+        SpecError, match="representations must be unique .*, got 'hpool_4', which occurs twice"
+    ):
         run(spec(uri, HPOOL, HPOOL))
-    with pytest.raises(SpecError, match="must be the URI of an index .* which contains no index"):
+    with pytest.raises(
+        SpecError, match="index must be the URI of an index .*none', which contains no index"
+    ):
         run(spec(uri.parent / "none", HPOOL))
     assert not (uri.parent / "none").exists()
     assert Index(str(uri)).dataset.schema.names[-1] == "hpool_4_support"
-    assert Index(str(uri)).dataset.version <= version + 3  # one of them took the lease
+    assert Index(str(uri)).dataset.version <= version + 3  # one of the runs took the lease
 
 
-def test_a_second_job_is_told_who_writes(uri):
+def test_concurrent_job_reports_the_writer(uri):
     holder = IndexWriter(str(uri), "the-first-job")
-    with pytest.raises(LeaseHeld, match="is being written by job the-first-job"):
+    with pytest.raises(
+        LeaseHeld, match="^index must be an index without a writer, .* by job the-first"
+    ):
         run(spec(uri, HPOOL))
     holder.release()
 
 
-def test_a_damaged_data_file_is_one_sentence(uri):
+def test_rejects_corrupted_data_files(uri):
     for file in (uri / "items.lance/data").iterdir():
         os.truncate(file, 100)
     for work in (
@@ -286,7 +298,6 @@ def test_a_damaged_data_file_is_one_sentence(uri):
     ):
         with pytest.raises(
             SpecError,
-            match=r"index must be an intact index, got '.*', which"
-            r" is corrupted \(",
+            match=r"^index must be an intact index, got '.*', which is corrupted \(",
         ):
             work()

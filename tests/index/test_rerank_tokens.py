@@ -1,4 +1,4 @@
-"""What EDJE's adapter makes of items, written by the index job and by the backfill."""
+"""Tests of the column `rerank_tokens`, written by the index job or the backfill job."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ UNIT = 2
 
 @pytest.fixture(scope="module")
 def dual(checkpoint) -> dict[str, Any]:
-    """A tiny SigLIP, of which the states have lengths of their own."""
+    """Tiny SigLIP encoder, whose hidden states are not normalised."""
     return {"name": "dual", "model": checkpoint("siglip"), "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
 def model(dual, tmp_path_factory) -> str:
-    """The folder of an EDJE of that encoder."""
-    return edje_of(tmp_path_factory.mktemp("edje"), dual)
+    """Folder of an EDJE trained on the encoder."""
+    return save_edje(tmp_path_factory.mktemp("edje"), dual)
 
 
-def edje_of(folder: Path, dual: dict[str, Any], **adapter: Any) -> str:
+def save_edje(folder: Path, dual: dict[str, Any], **adapter: Any) -> str:
     spec = ENCODERS.resolve(dual)
     torch.manual_seed(len(adapter))
-    made = edje(folder, width=32, **adapter)
-    made.vision = {"spec": config.dump(spec), "fingerprint": ENCODERS.build(spec).fingerprint}
-    made.save(folder / "model")
+    joint = edje(folder, width=32, **adapter)
+    joint.vision = {"spec": config.dump(spec), "fingerprint": ENCODERS.build(spec).fingerprint}
+    joint.save(folder / "model")
     return str(folder / "model")
 
 
@@ -80,17 +80,17 @@ def spec(uri: Path, photos: Path, dual: dict[str, Any], **fields: Any) -> IndexS
     return config.parse(IndexSpec, given)
 
 
-def index(a_spec: IndexSpec, **resources: Any) -> Progress:
+def index(job_spec: IndexSpec, **resources: Any) -> Progress:
     profile = config.parse(IndexResources, resources)
-    return job.run(a_spec, profile, job="1", report=lambda line: None)
+    return job.run(job_spec, profile, job="1", report=lambda line: None)
 
 
-def fill(a_spec: IndexSpec, job_id: str = "2") -> backfill.Progress:
-    return backfill.run(a_spec, IndexResources(), job_id=job_id, report=lambda line: None)
+def fill(job_spec: IndexSpec, job_id: str = "2") -> backfill.Progress:
+    return backfill.run(job_spec, IndexResources(), job_id=job_id, report=lambda line: None)
 
 
 def tokens(uri: Path) -> dict[str, np.ndarray | None]:
-    """(V, D) float16 of each item."""
+    """Returns the tokens of each item, (V, D) float16, or None."""
     table = Index(str(uri)).dataset.to_table(columns=["item_id", "rerank_tokens"])
     return {
         row["item_id"]: row["rerank_tokens"] and np.array(row["rerank_tokens"], np.float16)
@@ -99,12 +99,12 @@ def tokens(uri: Path) -> dict[str, np.ndarray | None]:
 
 
 def files(uri: Path, *columns: str) -> list[list[str]]:
-    """By fragment the data files that hold these columns."""
-    there = Index(str(uri))
-    wanted = {number for numbers in there.field_ids(columns).values() for number in numbers}
+    """Returns the data files with any of the columns, by fragment."""
+    index = Index(str(uri))
+    field_ids = {number for numbers in index.field_ids(columns).values() for number in numbers}
     return [
-        sorted(file.path for file in fragment.data_files() if wanted & set(file.fields))
-        for fragment in there.dataset.get_fragments()
+        sorted(file.path for file in fragment.data_files() if field_ids & set(file.fields))
+        for fragment in index.dataset.get_fragments()
     ]
 
 
@@ -112,7 +112,7 @@ def contents(uri: Path, columns: list[str]) -> str:
     return repr(Index(str(uri)).dataset.to_table(columns=columns).to_pylist())
 
 
-def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert actual[name].dtype == value.dtype == np.float16
@@ -121,7 +121,7 @@ def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def cached(tmp_path_factory, photos, dual, model, cluster) -> Path:
-    """An index whose job wrote the tokens."""
+    """Index whose job wrote the tokens."""
     uri = tmp_path_factory.mktemp("cached") / "index"
     assert index(spec(uri, photos, dual, rerank=model)).new == NUM_PHOTOS
     return uri
@@ -129,7 +129,7 @@ def cached(tmp_path_factory, photos, dual, model, cluster) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, photos, dual, cluster) -> Path:
-    """The same index without them."""
+    """Index without the tokens."""
     uri = tmp_path_factory.mktemp("plain") / "index"
     index(spec(uri, photos, dual))
     return uri
@@ -140,43 +140,41 @@ def uri(plain, tmp_path) -> Path:
     return Path(shutil.copytree(plain, tmp_path / "index"))
 
 
-def test_the_index_job_the_backfill_and_the_adapter_agree_bit_for_bit(
-    cached, uri, photos, dual, model
-):
+def test_index_job_backfill_and_adapter_agree_exactly(cached, uri, photos, dual, model):
     encoder, adapter = ENCODERS.build(ENCODERS.resolve(dual)), load_adapter(model)
     names = sorted(path.name for path in photos.iterdir())
-    own = {}
+    expected = {}
     for first in range(0, NUM_PHOTOS, UNIT):  # the units of the job
         unit = names[first : first + UNIT]
         items = pa.table({"item_id": unit, "image": [(photos / n).read_bytes() for n in unit]})
         for rows, batch in encoder.encode(items):
-            kept, mask = adapter.cached(batch)
-            for row, item, is_real in zip(rows, kept, mask, strict=True):
-                own[unit[row]] = item[is_real].numpy()
-        trained = adapter.cached(encoded(encoder, items.to_pylist()))  # what a learner feeds it
-        for name, item, is_real in zip(unit, *trained, strict=True):
-            np.testing.assert_array_equal(own[name], item[is_real].numpy())
-    assert not encoder.normalised and own["0.png"].shape == (3, adapter.dim)
-    same(tokens(cached), own)
+            adapted, mask = adapter.cached(batch)
+            for row, item, is_valid in zip(rows, adapted, mask, strict=True):
+                expected[unit[row]] = item[is_valid].numpy()
+        trained = adapter.cached(encoded(encoder, items.to_pylist()))  # as in training
+        for name, item, is_valid in zip(unit, *trained, strict=True):
+            np.testing.assert_array_equal(expected[name], item[is_valid].numpy())
+    assert not encoder.normalised and expected["0.png"].shape == (3, adapter.dim)
+    assert_equal(tokens(cached), expected)
 
     progress = fill(spec(uri, photos, dual, rerank=model))
     assert (progress.done, progress.rows, progress.empty) == (2, NUM_PHOTOS, 0)
-    same(tokens(uri), own)
+    assert_equal(tokens(uri), expected)
     columns = [Index(str(u)).schema.field("rerank_tokens") for u in (cached, uri)]
     assert columns[0].type == columns[1].type == pa.list_(pa.list_(pa.float16(), adapter.dim))
-    about = column_metadata(columns[0])
-    assert about == column_metadata(columns[1])
-    assert about["role"] == "rerank" and about["fingerprint"] == encoder.fingerprint
+    metadata = column_metadata(columns[0])
+    assert metadata == column_metadata(columns[1])
+    assert metadata["role"] == "rerank" and metadata["fingerprint"] == encoder.fingerprint
 
 
 @pytest.mark.heavy
-def test_separate_compressing_actors_write_the_same(tmp_path, cached, photos, dual, model):
+def test_separate_compression_actors_write_the_same_tokens(tmp_path, cached, photos, dual, model):
     apart = spec(tmp_path / "apart", photos, dual, rerank=model)
     index(apart, compress={"num_cpus": 0.5})
-    same(tokens(tmp_path / "apart"), tokens(cached))
+    assert_equal(tokens(tmp_path / "apart"), tokens(cached))
 
 
-def test_the_backfill_touches_no_other_column(uri, photos, dual, model):
+def test_backfill_modifies_no_other_column(uri, photos, dual, model):
     others = [name for name in Index(str(uri)).schema.names if name != "rerank_tokens"]
     before, rows = files(uri, *others), contents(uri, others)
     key, size = Index(str(uri)).content_key(others), {}
@@ -188,15 +186,15 @@ def test_the_backfill_touches_no_other_column(uri, photos, dual, model):
         file = uri / "items.lance/data" / name
         assert (file.stat().st_size, file.stat().st_mtime_ns) == stat
     assert contents(uri, others) == rows
-    own = files(uri, "rerank_tokens")
-    assert all(len(names) == 1 for names in own)
-    assert not {name for names in own for name in names} & set(size)
-    # Whoever searches by another representation has the same packed vectors.
+    token_files = files(uri, "rerank_tokens")
+    assert all(len(names) == 1 for names in token_files)
+    assert not {name for names in token_files for name in names} & set(size)
+    # Other representations remain searchable.
     assert open_index(str(uri)).search(np.ones((1, 32)), "hpool_4", k=3, explain=False)
 
 
 @pytest.mark.heavy
-def test_a_resume_does_the_rest_and_nothing_twice(uri, photos, dual, model, cached, monkeypatch):
+def test_resumes_with_incomplete_fragments(uri, photos, dual, model, cached, monkeypatch):
     commit = IndexWriter.commit_columns
 
     def fail(writer, fragments):
@@ -208,130 +206,140 @@ def test_a_resume_does_the_rest_and_nothing_twice(uri, photos, dual, model, cach
 
     monkeypatch.setattr(IndexWriter, "commit_columns", commit_once)
     monkeypatch.setattr(backfill, "COMMIT_FRAGMENTS", 1)
-    a_spec = spec(uri, photos, dual, rerank=model)
+    job_spec = spec(uri, photos, dual, rerank=model)
     with pytest.raises(OSError, match="the network is gone"):
-        fill(a_spec)
+        fill(job_spec)
     monkeypatch.undo()
     first = files(uri, "rerank_tokens")
     assert sorted(map(len, first)) == [0, 1]
-    progress = fill(a_spec, "3")
+    progress = fill(job_spec, "3")
     assert 0 < progress.rows < NUM_PHOTOS
-    same(tokens(uri), tokens(cached))
+    assert_equal(tokens(uri), tokens(cached))
     after = files(uri, "rerank_tokens")
     assert all(new == old for old, new in zip(first, after, strict=True) if old)
-    assert (fill(a_spec, "4").rows, files(uri, "rerank_tokens")) == (0, after)
-    monkeypatch.setattr(backfill, "filling", None)  # what is complete starts no actor
-    assert fill(a_spec, "5").done_before == progress.fragments
+    assert (fill(job_spec, "4").rows, files(uri, "rerank_tokens")) == (0, after)
+    monkeypatch.setattr(backfill, "fill_fragments", None)  # complete fragments start no actor
+    assert fill(job_spec, "5").done_before == progress.fragments
 
 
 @pytest.mark.heavy
-def test_rows_that_came_later_are_filled_by_another_run(tmp_path, photos, dual, model):
-    own = Path(shutil.copytree(photos, tmp_path / "photos"))
+def test_later_rows_are_filled_by_another_run(tmp_path, photos, dual, model):
+    folder = Path(shutil.copytree(photos, tmp_path / "photos"))
     uri = tmp_path / "index"
-    index(spec(uri, own, dual, rerank=model))
+    index(spec(uri, folder, dual, rerank=model))
     first = tokens(uri)
-    (own / "1.png").write_bytes(png(noise(40, 44, 99)))
-    (own / "new.png").write_bytes(png(noise(44, 40, 98)))
-    index(spec(uri, own, dual))  # a spec that does not speak of the tokens
-    assert {name for name, there in tokens(uri).items() if there is None} == {"1.png", "new.png"}
-    Index(str(uri)).dataset.optimize.compact_files()  # now some rows of a fragment lack them
+    (folder / "1.png").write_bytes(png(noise(40, 44, 99)))
+    (folder / "new.png").write_bytes(png(noise(44, 40, 98)))
+    index(spec(uri, folder, dual))  # the spec does not set `rerank`
+    assert {name for name, value in tokens(uri).items() if value is None} == {"1.png", "new.png"}
+    Index(
+        str(uri)
+    ).dataset.optimize.compact_files()  # one fragment now has rows with and without tokens
     assert len(Index(str(uri)).dataset.get_fragments()) == 1
-    (own / "1.png").write_bytes(png(noise(41, 44, 97)))  # is no longer what was indexed
-    assert fill(spec(uri, own, dual, rerank=model)).rows == 1
+    (folder / "1.png").write_bytes(png(noise(41, 44, 97)))  # differs from the indexed revision
+    assert fill(spec(uri, folder, dual, rerank=model)).rows == 1
     after = tokens(uri)
     assert after.pop("1.png") is None and after.pop("new.png").shape == (3, 32)
-    same(after, {name: first[name] for name in after})
-    index(spec(uri, own, dual, rerank=model))
-    assert all(there is not None for there in tokens(uri).values())
+    assert_equal(after, {name: first[name] for name in after})
+    index(spec(uri, folder, dual, rerank=model))
+    assert all(value is not None for value in tokens(uri).values())
 
 
-def test_an_item_of_which_nothing_is_made_has_null(model):
-    """It has prompts alone, or a token beyond what float16 holds."""
+def test_items_without_valid_tokens_are_null(model):
+    """They have only prompt tokens, or a token that exceeds float16."""
     adapter = load_adapter(model)
     vectors, kind = torch.randn(4, 2, 32), torch.full((4, 2), VISUAL)
     kind[1] = PROMPT
-    vectors[2] *= 1e38  # of which a sum is none
+    vectors[2] *= 1e38  # sums overflow
     mask = torch.tensor([[True, True], [True, True], [True, True], [True, False]])
     column = tokens_column(adapter, TokenBatch(vectors, mask, normalised=False, kind=kind))
     assert column.is_valid().to_pylist() == [True, False, False, True]
     assert [row and len(row) for row in column.to_pylist()] == [3, None, None, 3]
 
 
-def test_what_is_refused(tmp_path, uri, photos, dual, model):
-    """In one sentence, and before a column is added."""
+def test_rejects_invalid_specs_before_adding_a_column(tmp_path, uri, photos, dual, model):
     version = Index(str(uri)).version
-    with pytest.raises(SpecError, match=r"rerank must be null, got .* has rows; .*jobs\.backfill"):
+    with pytest.raises(
+        SpecError,
+        match=r"rerank must be null for this index, got .*, which requires the column rerank_tokens"
+        r".*; add it with `python -m jobs\.backfill`",
+    ):
         index(spec(uri, photos, dual, rerank=model))
     with pytest.raises(
         SpecError, match="field 'rerank' is required; it must be the folder of an EDJE"
     ):
         fill(spec(uri, photos, dual))
-    with pytest.raises(SpecError, match="rerank must be .*has no edje.json"):
+    with pytest.raises(SpecError, match="rerank must be .*, got .*has no edje.json"):
         fill(spec(uri, photos, dual, rerank=str(tmp_path)))
     other = {**dual, "layer": 1}
     with pytest.raises(
-        SpecError, match="rerank must be .*was trained on another encoder .fingerprint"
+        SpecError,
+        match="rerank must be an EDJE trained on the encoder dual .fingerprint .*, got .*, which"
+        " was trained on another encoder .fingerprint",
     ):
         index(spec(tmp_path / "other", photos, other, rerank=model))
-    of_other = edje_of(tmp_path / "of_other", other)
+    of_other = save_edje(tmp_path / "of_other", other)
     with pytest.raises(
-        SpecError, match="encoder must be the encoder of .*, got 'dual', which has the fingerprint"
+        SpecError,
+        match="encoder must be the encoder that filled .* .fingerprint .*, got 'dual', which has"
+        " the fingerprint",
     ):
         fill(spec(uri, photos, other, rerank=of_other))
     assert "rerank_tokens" not in Index(str(uri)).schema.names
     fill(spec(uri, photos, dual, rerank=model), "3")
-    again = edje_of(tmp_path / "again", dual, num_tokens=5)
+    retrained = save_edje(tmp_path / "retrained", dual, num_tokens=5)
     for run in (fill, index):
         with pytest.raises(
             SpecError, match="rerank must be .*the index's adapter .* has the adapter"
         ):
-            run(spec(uri, photos, dual, rerank=again))
-    with pytest.raises(SpecError, match="index must be an index with rows, got .*, which is empty"):
-        (tmp_path / "nothing").mkdir()
-        (tmp_path / "nothing/a.png").write_bytes(b"no picture")
-        nothing = spec(tmp_path / "empty", tmp_path / "nothing", dual)
-        index(nothing)
-        fill(nothing.model_copy(update={"rerank": model}))
+            run(spec(uri, photos, dual, rerank=retrained))
+    with pytest.raises(
+        SpecError, match="index must be an index with items, got .*, which is empty"
+    ):
+        (tmp_path / "corrupted").mkdir()
+        (tmp_path / "corrupted/a.png").write_bytes(b"not an image")
+        empty = spec(tmp_path / "empty", tmp_path / "corrupted", dual)
+        index(empty)
+        fill(empty.model_copy(update={"rerank": model}))
     captions = [{"compressor": "none", "of": "caption"}]
     with pytest.raises(
-        SpecError, match="rerank must be null unless a representation is `of: content`"
+        SpecError, match="rerank must be null unless a representation has `of: content`, got"
     ):
         index(spec(uri, photos, dual, rerank=model, representations=captions))
     assert version < Index(str(uri)).version
 
 
 @pytest.mark.heavy
-def test_a_video_has_tokens_of_each_frame_up_to_a_bound(tmp_path, dual, model):
-    """Five frames of three tokens; bound to ten tokens, those of three frames."""
+def test_max_tokens_limits_the_frames_of_a_video(tmp_path, dual, model):
+    """Five frames have three tokens each; at most ten tokens are those of three frames."""
     (tmp_path / "clips").mkdir()
     write_video(tmp_path / "clips/a.mp4", frame_times(5, 2))
     source = {"name": "video", "path": str(tmp_path / "clips"), "sampling": "uniform"}
     source |= {"num_frames": 5, "window_seconds": None}
     uri = tmp_path / "every"
     index(spec(uri, tmp_path, dual, source=source, rerank=model))
-    (of_every,) = tokens(uri).values()
-    assert of_every.shape == (5 * 3, 32)
-    bound = spec(tmp_path / "bound", tmp_path, dual, source=source)
-    index(bound)
-    fill(bound.model_copy(update={"rerank": edje_of(tmp_path / "edje", dual, max_tokens=10)}))
-    (of_some,) = tokens(tmp_path / "bound").values()
-    assert of_some.shape == (3 * 3, 32)
+    (all_frames,) = tokens(uri).values()
+    assert all_frames.shape == (5 * 3, 32)
+    limited = spec(tmp_path / "limited", tmp_path, dual, source=source)
+    index(limited)
+    fill(limited.model_copy(update={"rerank": save_edje(tmp_path / "edje", dual, max_tokens=10)}))
+    (three_frames,) = tokens(tmp_path / "limited").values()
+    assert three_frames.shape == (3 * 3, 32)
 
 
-def test_the_jobs_as_a_user_runs_them(uri, photos, dual, model, tmp_path, capsys):
+def test_jobs_from_the_command_line(uri, photos, dual, model, tmp_path, capsys):
     (tmp_path / "spec.yaml").write_text(config.dump_yaml(spec(uri, photos, dual)))
     arguments = [str(tmp_path / "spec.yaml"), f"rerank={model}"]
     with pytest.raises(
         SpecError,
-        match=r"rerank must be null, .*; add it with `python -m"
-        r" jobs\.backfill`",
+        match=r"rerank must be null for this index, .*; add it with `python -m jobs\.backfill`",
     ):
         index_job.main(arguments)
     backfill_job.main(arguments)
     assert "2/2 fragments  7 rows" in capsys.readouterr().out
     status_job.main([str(uri)])
-    said = capsys.readouterr().out
-    assert "rerank_tokens: 3.0 an item, 192 B/item, 100.0%, adapter " in said
-    assert "backfill " in said
+    output = capsys.readouterr().out
+    assert "rerank_tokens: 3.0 per item, 192 B/item, 100.0% filled, adapter " in output
+    assert "backfill " in output
     index_job.main([*arguments, "--dry-run"])
     assert "rerank_tokens" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The one writer of an index: its lease, its fence, and what one commit can do."""
+"""Tests of the index writer: its lease, its fence and its commits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lance.fragment import FragmentMetadata
 
 from pipeline.config import SpecError
 from pipeline.index.fragments import write_table
-from pipeline.index.reader import Index, part
+from pipeline.index.reader import Index, part_uri
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld, LeaseLost, open_or_create
 from pipeline.schema import ITEM, REJECT, Item, Reject
 
-EXPIRED = -1.0  # a lease of this many seconds may be taken at once
+EXPIRED = -1.0  # lifetime in seconds of a lease that has already expired
 
 
 @pytest.fixture
@@ -35,57 +35,56 @@ def uri(tmp_path: Path) -> str:
 
 
 def written(uri: str, *item_ids: str, revision: str = "1") -> list[FragmentMetadata]:
-    """A fragment of items that waits for its commit."""
+    """Writes an uncommitted fragment of items."""
     items = [Item(item_id, item_id, "test", "text", revision).row() for item_id in item_ids]
-    return write_table(pa.Table.from_pylist(items, schema=ITEM), part(uri, "items.lance"))
+    return write_table(pa.Table.from_pylist(items, schema=ITEM), part_uri(uri, "items.lance"))
 
 
 def revisions(uri: str) -> dict[str, str]:
-    """The revision of each item; none may be there twice."""
+    """Returns the revision by item id and checks that ids are unique."""
     table = Index(uri).dataset.to_table(columns=["item_id", "revision"])
-    there = dict(zip(*(column.to_pylist() for column in table.columns), strict=True))
-    assert len(there) == table.num_rows == len(Index(uri))
-    return there
+    by_id = dict(zip(*(column.to_pylist() for column in table.columns), strict=True))
+    assert len(by_id) == table.num_rows == len(Index(uri))
+    return by_id
 
 
 # -- the lease -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_of_racing_takers_one_wins_and_the_others_are_told_who(uri, there):
-    if there:
+@pytest.mark.parametrize("exists", [True, False])
+def test_one_of_concurrent_writers_takes_the_lease(uri, exists):
+    if exists:
         open_or_create(uri)
     num_takers = 4
     start = threading.Barrier(num_takers)
     won: list[IndexWriter] = []
-    told: list[str] = []
+    messages: list[str] = []
 
     def take(job: str) -> None:
         start.wait()
         try:
             won.append(IndexWriter(uri, job))
         except LeaseHeld as error:
-            told.append(str(error))
+            messages.append(str(error))
 
     takers = [threading.Thread(target=take, args=[f"job-{i}"]) for i in range(num_takers)]
     for taker in takers:
         taker.start()
     for taker in takers:
         taker.join()
-    assert len(won) == 1 and len(told) == num_takers - 1
-    who = re.escape(f"job {won[0].job} (process {os.getpid()} on ")
-    for sentence in told:
-        assert re.match(
-            rf"index must be an index without a writer, got '{uri}', which (is being"
-            rf" written|was just"
-            rf" taken) by {who}.* until \d\d:\d\d:\d\d\); wait for it or stop it",
-            sentence,
+    assert len(won) == 1 and len(messages) == num_takers - 1
+    holder = re.escape(f"job {won[0].job} (process {os.getpid()} on ")
+    for message in messages:
+        assert re.fullmatch(
+            rf"index must be an index without a writer, got '{uri}', which is being written by"
+            rf" {holder}.* until \d\d:\d\d:\d\d\); wait for it or stop it",
+            message,
         )
     won[0].commit(written(uri, "a"))
     assert set(revisions(uri)) == {"a"}
 
 
-def test_released_is_free_and_the_one_who_released_writes_no_more(uri):
+def test_released_lease_is_free_and_its_writer_cannot_commit(uri):
     first = IndexWriter(uri, "first")
     assert status(uri)["lease"].startswith("first on ")
     first.release()
@@ -93,26 +92,28 @@ def test_released_is_free_and_the_one_who_released_writes_no_more(uri):
     with pytest.raises(LeaseLost):
         first.commit(written(uri, "a"))
     second = IndexWriter(uri, "second")
-    first.release()  # once more: the lease of the second stays
+    first.release()  # does not release the lease of the second writer
     second.commit(written(uri, "b"))
     assert set(revisions(uri)) == {"b"}
 
 
-def test_an_expired_lease_is_nobodys(uri):
+def test_expired_lease_is_free(uri):
     IndexWriter(uri, "gone", ttl=EXPIRED)
     assert status(uri)["lease"] is None
 
 
-def test_renewing_keeps_others_away(uri):
+def test_renewed_lease_is_held(uri):
     writer = IndexWriter(uri, "slow", ttl=EXPIRED)
     writer.ttl = 60.0
     writer.renew()
-    with pytest.raises(LeaseHeld, match="is being written by job slow"):
+    with pytest.raises(
+        LeaseHeld, match="^index must be an index without a writer, .* by job slow "
+    ):
         IndexWriter(uri, "other")
 
 
 def fill_column(writer: IndexWriter, number: int) -> tuple[FragmentMetadata, list[int]]:
-    """The column `extra` of a fragment, filled and waiting for its commit."""
+    """Fills the column `extra` of a fragment without committing it."""
     fragment = writer.dataset.get_fragment(number)
     ids = fragment.to_table(columns=[], with_row_id=True)["_rowid"]
     values = pa.table({"_rowid": ids, "extra": pa.array([7] * len(ids), pa.int32())})
@@ -131,28 +132,28 @@ CHANGES: dict[str, Callable[[str, IndexWriter], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_who_lost_the_lease_changes_nothing(uri, change):
+def test_writer_that_lost_its_lease_cannot_commit(uri, change):
     frozen = IndexWriter(uri, "frozen", ttl=EXPIRED)
     frozen.add_columns([pa.field("extra", pa.int32())])
     frozen.commit(written(uri, "a", "b"))
     taker = IndexWriter(uri, "taker")
     taker.commit(written(uri, "c"))
-    for _ in range(2):  # the second time it knows already
-        with pytest.raises(LeaseLost, match=r"the lease on .* went to job taker \(process"):
+    for _ in range(2):  # also after it has noticed the loss
+        with pytest.raises(LeaseLost, match=r"the lease on .* was taken by job taker \(process"):
             change(uri, frozen)
-    with pytest.raises(LeaseLost):  # and no change opened a way past the fence
+    with pytest.raises(LeaseLost):  # no change moved its read version past the fence
         frozen.commit(written(uri, "later"))
     assert revisions(uri) == {"a": "1", "b": "1", "c": "1"}
-    there = Index(uri).dataset.to_table()
-    assert there.column_names == [*ITEM.names, "extra"]
-    assert there["extra"].null_count == 3
-    taker.commit(written(uri, "d"))  # the taker was not disturbed
+    table = Index(uri).dataset.to_table()
+    assert table.column_names == [*ITEM.names, "extra"]
+    assert table["extra"].null_count == 3
+    taker.commit(written(uri, "d"))  # the taker is not affected
     assert set(revisions(uri)) == {"a", "b", "c", "d"}
 
 
-def test_a_commit_that_slips_in_before_the_fence_is_seen_by_the_taker(uri, monkeypatch):
+def test_taker_sees_commits_made_before_the_fence(uri, monkeypatch):
     old = IndexWriter(uri, "old", ttl=EXPIRED)
-    fragments = written(uri, "slipped in")
+    fragments = written(uri, "late commit")
     commit = LanceDataset.commit
 
     def commit_after_the_old_holder(dataset, operation, **options):
@@ -164,12 +165,12 @@ def test_a_commit_that_slips_in_before_the_fence_is_seen_by_the_taker(uri, monke
 
     monkeypatch.setattr(LanceDataset, "commit", commit_after_the_old_holder)
     taker = IndexWriter(uri, "taker")
-    assert taker.dataset.to_table()["item_id"].to_pylist() == ["slipped in"]
+    assert taker.dataset.to_table()["item_id"].to_pylist() == ["late commit"]
     with pytest.raises(LeaseLost):
         old.commit(written(uri, "late"))
 
 
-def test_a_holder_that_died_on_this_machine_is_not_waited_for(uri):
+def test_lease_of_a_dead_local_process_is_free(uri):
     code = "import sys, time; from pipeline.index.writer import IndexWriter;"
     code += "writer = IndexWriter(sys.argv[1], 'victim', ttl=3600); print('held', flush=True);"
     code += "time.sleep(600)"
@@ -184,26 +185,26 @@ def test_a_holder_that_died_on_this_machine_is_not_waited_for(uri):
     while not re.search(r"\) [ZX] ", Path(f"/proc/{victim.pid}/stat").read_text()):
         assert time.time() < deadline
         time.sleep(0.01)
-    writer = IndexWriter(uri, "next")  # although nobody has waited for the dead process yet
+    writer = IndexWriter(uri, "next")  # the dead process is still a zombie
     victim.wait()
     victim.stdout.close()
     writer.commit(written(uri, "a"))
     assert set(revisions(uri)) == {"a"}
 
 
-def test_a_harmless_change_by_somebody_else_does_not_stop_the_holder(uri):
+def test_holder_retries_after_harmless_conflicts(uri):
     writer = IndexWriter(uri, "holder")
     writer.add_columns([pa.field("extra", pa.int32())])
     writer.commit(written(uri, "a", "b"))
 
-    def somebody_else(change: Callable[[LanceDataset], object]) -> None:
-        change(lance.dataset(part(uri, "items.lance")))
+    def another_writer(change: Callable[[LanceDataset], object]) -> None:
+        change(lance.dataset(part_uri(uri, "items.lance")))
 
-    somebody_else(lambda dataset: dataset.update_config({"note": "seen"}))
+    another_writer(lambda dataset: dataset.update_config({"note": "seen"}))
     writer.commit(written(uri, "c"))
-    somebody_else(lambda dataset: dataset.tags.create("v1", dataset.version))
+    another_writer(lambda dataset: dataset.tags.create("v1", dataset.version))
     writer.renew()
-    # A no-op projection conflicts with whatever is committed on top of an older version.
+    # A no-op projection conflicts with any commit based on an older version.
     project = lambda ds: LanceDataset.commit(  # noqa: E731
         ds, LanceOperation.Project(ds.lance_schema), read_version=ds.version
     )
@@ -216,7 +217,7 @@ def test_a_harmless_change_by_somebody_else_does_not_stop_the_holder(uri):
         writer.index_ids,
         writer.release,
     ):
-        somebody_else(project)
+        another_writer(project)
         change()
     assert revisions(uri) == {"a": "2", "b": "1", "c": "1", "d": "1"}
     assert Index(uri).dataset.config()["note"] == "seen"
@@ -226,7 +227,7 @@ def test_a_harmless_change_by_somebody_else_does_not_stop_the_holder(uri):
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_holder_that_slept_inside_lance_looks_who_has_the_lease(uri, monkeypatch, taken):
+def test_holder_checks_the_lease_after_a_retry_timeout(uri, monkeypatch, taken):
     writer = IndexWriter(uri, "sleeper", ttl=EXPIRED)
     if taken:
         IndexWriter(uri, "taker")
@@ -239,7 +240,7 @@ def test_a_holder_that_slept_inside_lance_looks_who_has_the_lease(uri, monkeypat
     )
     change = lambda: writer.commit(written(uri, "a"))  # noqa: E731
     if taken:
-        with pytest.raises(LeaseLost, match="went to job taker"):
+        with pytest.raises(LeaseLost, match="was taken by job taker"):
             change()
     else:
         change()
@@ -283,15 +284,15 @@ def test_every_row_can_be_replaced_and_removed(uri):
     assert writer.remove({}) == before
 
 
-def test_rejects_are_one_row_an_item_and_forgotten_when_solved(uri):
+def test_rejects_have_one_row_per_item_and_are_deleted_when_solved(uri):
     writer = IndexWriter(uri, "job")
 
     def reject(*rejects: tuple[str, str], solved: tuple[str, ...] = ()) -> dict[str, str]:
         rows = [Reject(item_id, "test", "encode", reason).row() for item_id, reason in rejects]
         writer.set_rejects(pa.Table.from_pylist(rows, schema=REJECT), solved)
-        there = Index(uri).rejects()
-        assert len(set(there["item_id"].to_pylist())) == there.num_rows
-        return dict(zip(there["item_id"].to_pylist(), there["reason"].to_pylist(), strict=True))
+        table = Index(uri).rejects()
+        assert len(set(table["item_id"].to_pylist())) == table.num_rows
+        return dict(zip(table["item_id"].to_pylist(), table["reason"].to_pylist(), strict=True))
 
     assert reject() == {}
     assert reject(solved=("a",)) == {}
@@ -300,24 +301,25 @@ def test_rejects_are_one_row_an_item_and_forgotten_when_solved(uri):
     assert reject(("c", "z"), solved=("it's", "a", "never rejected")) == {"b": "y", "c": "z"}
 
 
-# -- what lies at the URI --------------------------------------------------------------------
+# -- location --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["file/index", "/proc/index"])
-def test_a_place_that_cannot_be_written(tmp_path, place):
+@pytest.mark.parametrize("location", ["file/index", "/proc/index"])
+def test_rejects_unwritable_location(tmp_path, location):
     (tmp_path / "file").write_text("not a folder")
-    uri = str(tmp_path / place)
+    uri = str(tmp_path / location)
     with pytest.raises(SpecError) as error:
         open_or_create(uri)
-    sentence = str(error.value)
+    message = str(error.value)
     problems = ("cannot be written (", "is below the file")
-    assert any(f"got {uri!r}, which {problem}" in sentence for problem in problems)
-    assert "\n" not in sentence and ".rs" not in sentence
+    assert message.startswith("index must be ")
+    assert any(f"got {uri!r}, which {problem}" in message for problem in problems)
+    assert "\n" not in message and ".rs" not in message
 
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """Makes a folder read-only, for root too."""
+    """Makes a folder read-only, even for root."""
     if os.geteuid():
         lock, unlock = ["chmod", "-R", "a-w"], ["chmod", "-R", "u+w"]
     else:
@@ -325,31 +327,34 @@ def read_only(folder: Path) -> Iterator[None]:
     try:
         subprocess.run([*lock, folder], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("root, on a file system without immutable files")
+        pytest.skip("the file system does not support immutable files for root")
     try:
         yield
     finally:
         subprocess.run([*unlock, folder], check=True)
 
 
-@pytest.mark.parametrize("there", ["an index", "an empty folder"])
-def test_a_read_only_folder(tmp_path, there):
+@pytest.mark.parametrize("content", ["an index", "an empty folder"])
+def test_rejects_read_only_folder(tmp_path, content):
     folder = tmp_path / "index"
     folder.mkdir()
-    if there == "an index":
+    if content == "an index":
         IndexWriter(str(folder), "before").release()
-    with read_only(folder), pytest.raises(SpecError, match="cannot be written"):
+    with (
+        read_only(folder),
+        pytest.raises(SpecError, match="^index must be .*, got .*cannot be written"),
+    ):
         IndexWriter(str(folder), "job")
 
 
-@pytest.mark.parametrize("place", ["letters", "letters/from_home.txt"])
-def test_what_is_no_index_is_left_alone(tmp_path, place):
+@pytest.mark.parametrize("location", ["letters", "letters/from_home.txt"])
+def test_does_not_modify_other_files(tmp_path, location):
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters/from_home.txt").write_text("Dear Ada")
-    uri = str(tmp_path / place)
+    uri = str(tmp_path / location)
     with pytest.raises(SpecError) as error:
         IndexWriter(uri, "job")
-    is_file = place.endswith(".txt")
+    is_file = location.endswith(".txt")
     rule = "the path of a folder" if is_file else "an index, or a new or empty folder"
     problem = "is a file" if is_file else "has other contents"
     assert str(error.value) == f"index must be {rule}, got {uri!r}, which {problem}"
@@ -361,7 +366,7 @@ def test_what_is_no_index_is_left_alone(tmp_path, place):
 
 
 @pytest.mark.parametrize("lost", ["data", "_versions", "_transactions and _versions"])
-def test_a_half_deleted_index_is_refused_as_it_is(uri, lost):
+def test_rejects_partially_deleted_index_without_changes(uri, lost):
     writer = IndexWriter(uri, "job")
     writer.commit(written(uri, "a"))
     writer.release()
@@ -371,8 +376,7 @@ def test_a_half_deleted_index_is_refused_as_it_is(uri, lost):
     before = sorted(Path(uri).rglob("*"))
     with pytest.raises(
         SpecError,
-        match=r"^index must be an intact index, got '.*', which is"
-        r" corrupted \(.*\)$",
+        match=r"^index must be an intact index, got '.*', which is corrupted \(.*\)$",
     ):
         IndexWriter(uri, "next")
     assert sorted(Path(uri).rglob("*")) == before

@@ -12,7 +12,7 @@ import pytest
 from jobs.bench.index_run import bare_loop
 from pipeline import config
 from pipeline.index import job
-from pipeline.index.reader import ITEMS, part
+from pipeline.index.reader import ITEMS, part_uri
 from pipeline.index.spec import IndexResources, IndexSpec
 from tests.conftest import ROOT, start_job
 
@@ -48,7 +48,7 @@ def test_plain_loop_writes_the_rows_of_the_ray_job(cluster, tmp_path, collection
         else:
             progress = job.run(spec, IndexResources(), job="test", report=lambda line: None)
         assert (progress.new, progress.commits) == (9, 3)
-        dataset = lance.dataset(part(spec.index, ITEMS))
+        dataset = lance.dataset(part_uri(spec.index, ITEMS))
         # A fragment is committed when it is written, whichever comes first.
         assert sorted(f.count_rows() for f in dataset.get_fragments()) == [1, 4, 4]
         rows[side] = dataset.to_table().sort_by("item_id")

@@ -368,7 +368,7 @@ def test_weights_of_the_hybrid_score(spec_file, index_uri, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("filter", "sentence"),
     [
-        ("nonsense", "filter must be a filter on "),
+        ("nonsense", "filter must be a condition on "),
         ("item_id = ''", "which matches none"),
     ],
 )

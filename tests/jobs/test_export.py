@@ -1,4 +1,4 @@
-"""The export job: both forms are read back as they were, and nothing half-written shows."""
+"""Tests of the export job: round trips through both formats, and atomic output."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from pipeline.sources.vectors import Vectors
 
 
 def read_back(path, dim=384):
-    """Reads an export with the source `vectors`; returns items and their vectors by id."""
+    """Reads an export with the `vectors` source and returns its items by id."""
     source = Vectors(parse(Vectors.Spec, {"path": str(path), "dim": dim}))
     source.check()
     return {
@@ -30,8 +30,8 @@ def read_back(path, dim=384):
     }
 
 
-def stored(uri, name, filter=None):
-    """The vectors that the index itself reads, by id."""
+def stored_vectors(uri, name, filter=None):
+    """Returns the vectors of a representation of an index by id."""
     vectors = {}
     for rows, flat, lengths in Index(uri).tokens(name, filter=filter):
         parts = np.split(flat.astype(np.float32), np.cumsum(lengths)[:-1])
@@ -39,10 +39,10 @@ def stored(uri, name, filter=None):
     return vectors
 
 
-def assert_equal(found, expected):
-    assert list(found) == list(expected)
+def assert_equal(actual, expected):
+    assert list(actual) == list(expected)
     for item_id, vectors in expected.items():
-        np.testing.assert_array_equal(found[item_id].payload["vectors"], vectors)
+        np.testing.assert_array_equal(actual[item_id].payload["vectors"], vectors)
 
 
 @pytest.fixture(params=["parquet", "npy"])
@@ -56,11 +56,11 @@ def output(tmp_path, form):
 
 
 @pytest.mark.parametrize("name", ["full", "hpool_4", "hpool_2"])  # hpool_2 lacks an item
-def test_the_vectors_source_reads_it_back(index_uri, output, form, name, texts, monkeypatch):
+def test_round_trip_through_the_vectors_source(index_uri, output, form, name, texts, monkeypatch):
     monkeypatch.setattr(exporting, "BATCH_ROWS", 3)
     export.main([index_uri, str(output), "--representation", name, "--format", form])
     found = read_back(output)
-    assert_equal(found, stored(index_uri, name))
+    assert_equal(found, stored_vectors(index_uri, name))
     assert len(found) == len(texts) - (name == "hpool_2")
     if form == "parquet":
         assert found["wing/1"].text == texts["wing/1"]
@@ -69,7 +69,7 @@ def test_the_vectors_source_reads_it_back(index_uri, output, form, name, texts, 
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
 
-def test_parquet_metadata(index_uri, tmp_path):
+def test_parquet_columns_and_metadata(index_uri, tmp_path):
     path = tmp_path / "a.parquet"
     export.main([index_uri, str(path), "--representation", "hpool_4"])
     table = pq.read_table(path)
@@ -85,7 +85,7 @@ def test_parquet_metadata(index_uri, tmp_path):
     assert {"span", "metadata", "text", "title", "revision"} <= set(table.schema.names)
 
 
-def test_npy_metadata(index_uri, tmp_path, texts):
+def test_npy_files_and_metadata(index_uri, tmp_path, texts):
     export.main([index_uri, str(tmp_path / "a"), "--representation", "full", "--format", "npy"])
     vectors, lengths = (np.load(tmp_path / "a" / f"{n}.npy") for n in ("vectors", "lengths"))
     assert vectors.dtype == np.float16 and vectors.shape == (lengths.sum(), 384)
@@ -107,20 +107,20 @@ def test_single_vectors(index_uri, output, form):
     assert_equal(read_back(output), expected)
 
 
-def test_exports_only_filtered_items(index_uri, output, form, capsys):
+def test_filter(index_uri, output, form, capsys):
     filter = "parent_id = 'bread' OR parent_id = 'flow'"
     options = ["--representation", "hpool_2", "--format", form, "--filter", filter]
     export.main([index_uri, str(output), *options])
-    assert list(read_back(output)) == ["flow", "bread/1"]  # bread/2 has no vectors there
+    assert list(read_back(output)) == ["flow", "bread/1"]  # bread/2 has no vectors
     assert f" 2 items, 4 vectors of hpool_2: {output}\n" in capsys.readouterr().out
 
 
-def test_any_fsspec_uri(index_uri, form):
+def test_fsspec_uri(index_uri, form):
     uri = "memory://exports/" + {"parquet": "a.parquet", "npy": "a"}[form]
     for overwrite in ([], ["--overwrite"]):
         options = ["--representation", "hpool_4", "--format", form]
         export.main([index_uri, uri, *options, *overwrite])
-        assert_equal(read_back(uri), stored(index_uri, "hpool_4"))
+        assert_equal(read_back(uri), stored_vectors(index_uri, "hpool_4"))
     with pytest.raises(
         SpecError,
         match="^output must be a new path unless --overwrite is given, got .*, which exists",
@@ -128,12 +128,13 @@ def test_any_fsspec_uri(index_uri, form):
         export.main([index_uri, uri, *options])
     fsspec.filesystem("memory").rm("/exports", recursive=True)
     with pytest.raises(
-        SpecError, match="^output must be .*'nowhere://a.parquet'.*cannot be reached"
+        SpecError,
+        match="^output must be a reachable URI, got 'nowhere://a.parquet', which cannot be",
     ):
         export.main([index_uri, "nowhere://a.parquet", "--representation", "full"])
 
 
-def test_rejects_existing_output(index_uri, output, form):
+def test_existing_output(index_uri, output, form):
     options = [index_uri, str(output), "--format", form, "--representation"]
     export.main([*options, "full"])
     with pytest.raises(
@@ -141,23 +142,25 @@ def test_rejects_existing_output(index_uri, output, form):
         match="^output must be a new path unless --overwrite is given, got .*, which exists",
     ):
         export.main([*options, "hpool_4"])
-    assert_equal(read_back(output), stored(index_uri, "full"))
+    assert_equal(read_back(output), stored_vectors(index_uri, "full"))
     export.main([*options, "hpool_4", "--overwrite"])
-    assert_equal(read_back(output), stored(index_uri, "hpool_4"))
+    assert_equal(read_back(output), stored_vectors(index_uri, "hpool_4"))
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
 
-def test_accepts_empty_folder(index_uri, tmp_path):
+def test_empty_output_folder(index_uri, tmp_path):
     (tmp_path / "a").mkdir()
     export.main([index_uri, str(tmp_path / "a"), "--representation", "full", "--format", "npy"])
-    assert_equal(read_back(tmp_path / "a"), stored(index_uri, "full"))
+    assert_equal(read_back(tmp_path / "a"), stored_vectors(index_uri, "full"))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_never_overwrites_other_files(index_uri, tmp_path):
+def test_other_files_are_never_overwritten(index_uri, tmp_path):
     (tmp_path / "thesis.txt").write_text("chapter one")
     options = ["--representation", "full", "--overwrite"]
-    with pytest.raises(SpecError, match="^output must be .*is a folder with other files"):
+    with pytest.raises(
+        SpecError, match="^output must be a new path or .*, got .*, which is a folder with other f"
+    ):
         export.main([index_uri, str(tmp_path), *options, "--format", "npy"])
     (tmp_path / "a.parquet").mkdir()
     with pytest.raises(
@@ -176,7 +179,7 @@ def test_never_overwrites_other_files(index_uri, tmp_path):
 
 
 def test_failed_export_leaves_no_files(index_uri, output, form, monkeypatch):
-    """An existing export is left unchanged."""
+    """An existing export remains."""
     options = [index_uri, str(output), "--representation", "full", "--format", form, "--overwrite"]
     monkeypatch.setattr(exporting, "BATCH_ROWS", 3)
 
@@ -191,7 +194,7 @@ def test_failed_export_leaves_no_files(index_uri, output, form, monkeypatch):
                 export.main(options)
         assert len(list(output.parent.iterdir())) == before
         export.main(options)
-    assert_equal(read_back(output), stored(index_uri, "full"))
+    assert_equal(read_back(output), stored_vectors(index_uri, "full"))
 
 
 def run_as_user(*arguments: str) -> subprocess.CompletedProcess:
@@ -200,7 +203,7 @@ def run_as_user(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         (
             ["--representation", "hpool_99"],
@@ -209,46 +212,45 @@ def run_as_user(*arguments: str) -> subprocess.CompletedProcess:
         ),
         (
             ["--representation", "full", "--filter", "parent_id ="],
-            "filter must be a condition in SQL",
+            "filter must be an SQL condition over the columns of the items, ",
         ),
         (
             ["--representation", "full", "--filter", "colour = 1"],
-            "filter must be a filter on ",
+            "filter must be a condition on item_id, ",
         ),
         (
             ["--representation", "full", "--filter", "parent_id = 'none'"],
-            'filter must be a filter that matches items with vectors, got "parent_id ='
-            " 'none'\", which"
-            " matches none",
+            'filter must be a condition that matches items with vectors, got "parent_id ='
+            " 'none'\", which matches none",
         ),
         ([], "the following arguments are required: --representation; see --help"),
     ],
 )
-def test_user_errors_are_one_sentence_and_exit_code_2(index_uri, tmp_path, arguments, sentence):
+def test_user_errors_are_one_line_with_exit_code_2(index_uri, tmp_path, arguments, message):
     done = run_as_user(index_uri, str(tmp_path / "a.parquet"), *arguments)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(f"error: {sentence}") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rejects_unwritable_output(index_uri, tmp_path):
+def test_unwritable_output(index_uri, tmp_path):
     (tmp_path / "file").write_text("")
     done = run_as_user(index_uri, str(tmp_path / "file/a.parquet"), "--representation", "full")
     assert done.returncode == 2
-    assert "is below the file" in done.stderr
+    assert done.stderr.startswith("error: output must be ") and "is below the file" in done.stderr
 
 
 def test_memory_does_not_grow_with_the_index(index_uri, output, form, monkeypatch):
-    """The same rows a hundred times over."""
+    """Exports the rows a hundred times over."""
     monkeypatch.setattr(exporting, "REPORT_SECONDS", 0.0)
     rows = exporting._rows
-    held = []
+    allocated = []
 
     def many(*args):
         for _ in range(100):
-            for found in rows(*args):
-                yield found
-                held.append(tracemalloc.get_traced_memory()[0] + pa.total_allocated_bytes())
+            for batch in rows(*args):
+                yield batch
+                allocated.append(tracemalloc.get_traced_memory()[0] + pa.total_allocated_bytes())
 
     monkeypatch.setattr(exporting, "_rows", many)
     lines = []
@@ -257,5 +259,5 @@ def test_memory_does_not_grow_with_the_index(index_uri, output, form, monkeypatc
         exporting.export(index_uri, str(output), "full", form=form, report=lines.append)
     finally:
         tracemalloc.stop()
-    assert len(held) == 100 and max(held[20:]) < held[19] + (1 << 20)
+    assert len(allocated) == 100 and max(allocated[20:]) < allocated[19] + (1 << 20)
     assert len(lines) == 101 and lines[0] == "8 of 8 items"

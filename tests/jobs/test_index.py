@@ -1,4 +1,4 @@
-"""The jobs that write and describe an index, from their command lines."""
+"""Command-line tests of the jobs index, recompress and status."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.conftest import start_job
 
 @pytest.fixture
 def spec(tmp_path, collection) -> Callable[..., str]:
-    """Writes a spec of two documents and a quick encoder: `spec(unit_items=2)` -> its path."""
+    """Returns a function that writes a spec with changed fields and returns its path."""
 
     def write(**fields: object) -> str:
         given = {
@@ -36,17 +36,17 @@ def spec(tmp_path, collection) -> Callable[..., str]:
 
 
 def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
-    """Runs a job as a user does: its exit code, standard output and standard error."""
+    """Runs a job as a process and returns its exit code, standard output and standard error."""
     process = start_job(*arguments, address=address)
     output, error = process.communicate(timeout=120)
     return process.returncode, output, error
 
 
-# -- what the user got wrong -----------------------------------------------------------------
+# -- invalid input ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "message"),
     [
         (
             "source.pathh=x",
@@ -83,9 +83,8 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         ),
         (
             "representations.3.id=x",
-            "override must be of the form dotted.field=value, got 'representations.3.id=x',"
-            " which has"
-            " '3' where the spec has a list of 1",
+            "override must be of the form dotted.field=value, got 'representations.3.id=x', which"
+            " has '3' where the spec has a list of 1",
         ),
         ("source", "override must be of the form dotted.field=value, got 'source'"),
         ("index=", "index must be a string, got None"),
@@ -97,26 +96,25 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         ("unit_items=true", "unit_items must be a number, got True"),
         (
             "source.path={tmp}/nowhere",
-            "source.path must be an existing file or folder, got '{tmp}/nowhere', which does"
-            " not exist",
+            "source.path must be an existing file or folder, got '{tmp}/nowhere', which does not"
+            " exist",
         ),
         (
             "source.path={tmp}/empty",
             "source.path must be a folder with .txt, .md, .jsonl, .jsonl.gz files, got"
-            " '{tmp}/empty',"
-            " which contains none",
+            " '{tmp}/empty', which contains none",
         ),
         (
             "representations.0.id=text",
-            "representations.0.id must be a name other than item_id,",
+            "representations.0.id must be a name other than item_id, ",
         ),
         (
             "representations.0.id=minilm_pooled",
-            "representations.0.id must be a name other than ",
+            "representations.0.id must be a name other than item_id, ",
         ),
         (
             "representations.0.id=vectors",
-            "representations.0.id must be a name other than",
+            "representations.0.id must be a name other than item_id, ",
         ),
         (
             "representations.0.id=_rowid",
@@ -124,17 +122,20 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
             " got '_rowid'",
         ),
         ("1=2", "unknown field '1'; valid fields: index,"),
-        ("unit_items=9999999", "unit_items must be less than or equal to"),
+        ("unit_items=9999999", "unit_items must be less than or equal to 1000000, got 9999999"),
         (
             "representations=[{compressor: {name: hpool, num_vectors: 70000}}]",
             "representations.0.compressor.num_vectors must be less than or equal to",
         ),
         (
             "encoder={name: precomputed, dim: 8, label: x}",
-            "encoder must be an encoder of item_id or text, as provided by the source text, got"
-            " 'precomputed', which reads vectors",
+            "encoder must be an encoder that reads item_id or text, which the source text provides,"
+            " got 'precomputed', which reads vectors",
         ),
-        ("index=~nobody-of-that-name/x", "index must be a path whose ~ can be expanded"),
+        (
+            "index=~no-such-user/x",
+            "index must be a path whose ~ can be expanded, got '~no-such-user/x'",
+        ),
         (
             "encoder={name: sleeping, name: minilm}",
             "encoder must be a YAML value, got '{name: sleeping, name: minilm}', which cannot",
@@ -151,9 +152,8 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         ),
         (
             "index={tmp}/spec.yaml/index",
-            "index must be a path below a folder, got '{tmp}/spec.yaml/index', which is below"
-            " the file"
-            " {tmp}/spec.yaml",
+            "index must be a path below a folder, got '{tmp}/spec.yaml/index', which is below the"
+            " file {tmp}/spec.yaml",
         ),
         (
             "index={tmp}",
@@ -163,16 +163,16 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
     ],
 )
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry"])
-def test_rejects_invalid_spec(tmp_path, spec, override, sentence, dry):
+def test_invalid_spec(tmp_path, spec, override, message, dry):
     (tmp_path / "empty").mkdir()
     with pytest.raises(SpecError) as error:
         index.main([spec(), *dry, override.replace("{tmp}", str(tmp_path))])
-    assert str(error.value).startswith(sentence.replace("{tmp}", str(tmp_path)))
+    assert str(error.value).startswith(message.replace("{tmp}", str(tmp_path)))
     assert not (tmp_path / "index").exists()
 
 
 @pytest.mark.parametrize(
-    ("profile", "sentence"),
+    ("profile", "message"),
     [
         (
             None,
@@ -189,20 +189,23 @@ def test_rejects_invalid_spec(tmp_path, spec, override, sentence, dry):
         ),
         ("read: {min_actors: 3}", "read.max_actors must be at least min_actors=3, got 1"),
         ("write: {max_actors: 0}", "write.max_actors must be greater than 0, got 0"),
-        ("object_store_bytes: 1000", "object_store_bytes must be greater than"),
+        (
+            "object_store_bytes: 1000",
+            "object_store_bytes must be greater than or equal to 78643200, got 1000",
+        ),
     ],
 )
-def test_an_invalid_profile(tmp_path, spec, profile, sentence):
+def test_invalid_profile(tmp_path, spec, profile, message):
     path = tmp_path / "profile.yaml"
     if profile:
         path.write_text(profile)
     with pytest.raises(SpecError) as error:
         index.main([spec(), "--resources", str(path)])
-    assert str(error.value).startswith(sentence.replace("{path}", str(path)))
+    assert str(error.value).startswith(message.replace("{path}", str(path)))
     assert not (tmp_path / "index").exists()
 
 
-def test_a_missing_model_folder(tmp_path, spec):
+def test_missing_model_folder(tmp_path, spec):
     with pytest.raises(SpecError) as error:
         index.main([spec(encoder={"name": "minilm", "model": str(tmp_path / "model")})])
     assert re.match(rf"encoder\.model must be .*, got '{tmp_path}/model', which ", str(error.value))
@@ -210,7 +213,7 @@ def test_a_missing_model_folder(tmp_path, spec):
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "message"),
     [
         (
             None,
@@ -228,58 +231,58 @@ def test_a_missing_model_folder(tmp_path, spec):
     ],
 )
 @pytest.mark.parametrize("job", [index, recompress])
-def test_rejects_unreadable_spec(tmp_path, content, sentence, job):
+def test_unreadable_spec_file(tmp_path, content, message, job):
     path = tmp_path / "spec.yaml"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     if job is recompress and content == "encoder: minilm":
-        sentence = "unknown field 'encoder'; valid fields: index, source,"
+        message = "unknown field 'encoder'; valid fields: index, source,"
     with pytest.raises(SpecError) as error:
         job.main([str(path)])
-    assert str(error.value).startswith(sentence.replace("{path}", str(path)))
+    assert str(error.value).startswith(message.replace("{path}", str(path)))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
         (["--limit", "0"], "argument --limit: must be an integer >= 1, got '0'"),
         (["--limit", "few"], "argument --limit: must be an integer >= 1, got 'few'"),
         (["--limit", "1", "--remove-missing"], "--remove-missing cannot be combined with --limit"),
     ],
 )
-def test_invalid_options(spec, arguments, complaint, capsys, tmp_path):
+def test_invalid_options(spec, arguments, message, capsys, tmp_path):
     with pytest.raises(SystemExit) as exit:
         index.main([spec(), *arguments])
     assert exit.value.code == 2
-    assert complaint in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "index").exists()
 
 
 @pytest.mark.parametrize(
-    ("verb", "override", "sentence"),
+    ("verb", "override", "message"),
     [
         (
             "index",
             "sweep={compressor.name: [hpool], compressor.num_vectors: [4, 0]}",
             "sweep.compressor.num_vectors must be greater than or equal to 1, got 0",
         ),
-        ("index", "index=/proc/index", "index must be a writable path, got '/proc/index'"),
+        ("index", "index=/proc/index", "index must be a writable path, got '/proc/index', which "),
         ("index", "index=[", "index must be a YAML value, got '[', which cannot"),
-        ("recompress", "source=full", "index must be "),  # before the fields of the spec
+        ("recompress", "source=full", "index must be "),  # checked before the fields of the spec
     ],
 )
-def test_a_user_error_is_one_line_and_exit_code_2(
-    cluster, tmp_path, spec, verb, override, sentence
+def test_user_errors_are_one_line_with_exit_code_2(
+    cluster, tmp_path, spec, verb, override, message
 ):
     code, output, error = finish(f"jobs.{verb}", spec(), override, address=cluster)
     assert code == 2
-    assert error.startswith(f"error: {sentence}") and error.count("\n") == 1
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
     assert output == ""
     assert not (tmp_path / "index").exists()
 
 
-# -- what a run says -------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------
 
 
 def test_overrides_sweep_and_limit(cluster, tmp_path, spec, capsys):
@@ -292,7 +295,7 @@ def test_overrides_sweep_and_limit(cluster, tmp_path, spec, capsys):
             "sweep.compressor.num_vectors=[3, 2]",
         ]
     )
-    assert "listed 1 = indexed 1 (1 new, 0 replaced, 0 as before) + rejected 0" in (
+    assert "listed 1 = indexed 1 (1 new, 0 replaced, 0 unchanged) + rejected 0" in (
         capsys.readouterr().out
     )
     (row,) = Index(str(tmp_path / "index")).dataset.to_table().to_pylist()
@@ -300,19 +303,19 @@ def test_overrides_sweep_and_limit(cluster, tmp_path, spec, capsys):
     assert lengths == {"full": 5, "hpool_3": 3, "hpool_2": 2, "random_3": 3, "random_2": 2}
 
 
-def test_a_dry_run_prints_the_spec_and_writes_nothing(cluster, tmp_path, spec, capsys):
+def test_dry_run_prints_the_spec_and_writes_nothing(cluster, tmp_path, spec, capsys):
     index.main([spec(), "--dry-run"])
     printed = capsys.readouterr().out
-    resolved, _, summary = printed.partition("\n\n")
+    resolved, _, estimate = printed.partition("\n\n")
     assert yaml.safe_load(resolved)["encoder"]["num_tokens"] == 6
     assert yaml.safe_load(resolved)["unit_items"] == 64
-    assert "listed 2 items, of which 0 cannot be read" in summary
-    assert re.search(r"full +\d+ bytes an item", summary)
+    assert "listed 2 items, 0 unreadable" in estimate
+    assert re.search(r"full +\d+ bytes per item", estimate)
     assert not (tmp_path / "index").exists()
 
 
-def test_indexing_as_a_user_does(cluster, tmp_path, spec):
-    """Two runs on a cluster that is there already; a rejected item is tried again when asked."""
+def test_repeated_runs_and_retry_rejects(cluster, tmp_path, spec):
+    """The second run on the same cluster skips rejects, the third retries them."""
     (tmp_path / "collection").mkdir()
     (tmp_path / "collection/corpus.jsonl").touch()
     path = spec()
@@ -320,15 +323,15 @@ def test_indexing_as_a_user_does(cluster, tmp_path, spec):
     (tmp_path / "collection/corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
     code, output, error = finish("jobs.index", path, address=cluster)
     assert (code, error) == (0, "")
-    assert "listed 2 = indexed 1 (1 new, 0 replaced, 0 as before) + rejected 1" in output
+    assert "listed 2 = indexed 1 (1 new, 0 replaced, 0 unchanged) + rejected 1" in output
 
     _, output, _ = finish("jobs.index", path, address=cluster)
     assert "listed 2 items in 1 shards" in output
-    assert "0 new, 0 changed, 1 indexed before, 1 rejected before" in output
+    assert "0 new, 0 changed, 1 already indexed, 1 already rejected" in output
 
     job = ["jobs.index", path, "--retry-rejects", "empty text"]
     _, output, _ = finish(*job, address=cluster)
-    assert "0 new, 0 changed, 1 indexed before, 0 rejected before" in output
+    assert "0 new, 0 changed, 1 already indexed, 0 already rejected" in output
     assert Index(str(tmp_path / "index")).rejects()["item_id"].to_pylist() == ["b"]
 
 
@@ -347,30 +350,30 @@ def test_status_as_text_and_as_json(cluster, tmp_path, spec, capsys):
     capsys.readouterr()
     holder = IndexWriter(uri, "the-holder")
     status.main([uri, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["index"] == uri
-    assert found["version"] == Index(uri).version
-    assert (found["items"], found["fragments"], found["rejects"]) == (2, 1, {})
-    assert re.fullmatch(r"the-holder on .*, process \d+", found["lease"])
-    assert [encoder["name"] for encoder in found["encoders"]] == ["sleeping"]
-    full = found["representations"]["full"]
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["index"] == uri
+    assert summary["version"] == Index(uri).version
+    assert (summary["items"], summary["fragments"], summary["rejects"]) == (2, 1, {})
+    assert re.fullmatch(r"the-holder on .*, process \d+", summary["lease"])
+    assert [encoder["name"] for encoder in summary["encoders"]] == ["sleeping"]
+    full = summary["representations"]["full"]
     assert (full["method"], full["vectors"], full["filled"]) == ("none", 6.0, 1.0)
     assert full["bytes_vectors"] == full["bytes_all"] == 6 * 8 * 2
-    (hpool,) = (r for r in found["representations"].values() if r["method"] == "hpool")
-    assert hpool["bytes_all"] == hpool["bytes_vectors"] + 6 * 2  # the support
-    (job,) = found["jobs"]
+    (hpool,) = (r for r in summary["representations"].values() if r["method"] == "hpool")
+    assert hpool["bytes_all"] == hpool["bytes_vectors"] + 6 * 2  # the token assignment
+    (job,) = summary["jobs"]
     assert (job["kind"], job["state"], job["new"], job["indexed"]) == ("index", "done", 2, 2)
 
     holder.release()
     status.main([uri])
     printed = capsys.readouterr().out
     assert re.search(r"^items +2$", printed, re.M)
-    assert re.search(r"^writer +nobody$", printed, re.M)
+    assert re.search(r"^writer +none$", printed, re.M)
     assert re.search(r"^full +none +all +float16 +6.0 +96 +96 +100.0%$", printed, re.M)
     assert re.search(rf"^index +{job['job']}  done ", printed, re.M)
 
 
-def test_status_before_the_first_row_and_with_a_job_that_left_no_summary(tmp_path, capsys):
+def test_status_of_an_empty_index_and_a_job_without_summary(tmp_path, capsys):
     uri = str(tmp_path / "index")
     IndexWriter(uri, "died").release()
     Path(uri, "jobs/died").mkdir(parents=True)
@@ -379,6 +382,6 @@ def test_status_before_the_first_row_and_with_a_job_that_left_no_summary(tmp_pat
     assert re.search(r"^items +0$", printed, re.M)
     with pytest.raises(
         SpecError,
-        match="must be the URI of an index made by jobs.index, got .* which contains no index",
+        match="index must be the URI of an index .*, got .*elsewhere', which contains no index",
     ):
         status.main([str(tmp_path / "elsewhere")])

@@ -304,12 +304,12 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, sentence, c
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--filter", "parent_id = 'heat' OR"], "filter must be a condition in SQL over the "
-         "items' columns, such as modality = 'text', got \"parent_id = 'heat' OR\", which does not "
-         "parse at its end (expected an expression)"),
-        (["--filter", "heat"], "filter must be a filter on item_id, parent_id, source, modality, "
-         "span.unit, span.start, span.end, title, text, caption, revision, metadata, got 'heat', "
-         "which names the unknown column 'heat' at character 1"),
+        (["--filter", "parent_id = 'heat' OR"], "filter must be an SQL condition over the "
+         "columns of the items, such as modality = 'text', got \"parent_id = 'heat' OR\", which "
+         "does not parse at its end (expected an expression)"),
+        (["--filter", "heat"], "filter must be a condition on item_id, parent_id, source, "
+         "modality, span.unit, span.start, span.end, title, text, caption, revision, metadata, "
+         "got 'heat', which names the unknown column 'heat' at character 1"),
         (["--score", "hybrid", "--weights", "0", "0"], "weights must be two numbers "
          "(single, late), each 0 or from 1e-6 to 1e6, and not both 0, got (0.0, 0.0)"),
         (["--score", "hybrid", "--weights", "nan", "1"], "weights must be two numbers "

@@ -1,4 +1,4 @@
-"""Codecs in an index: fitted once, kept, used again, refused where they do not belong."""
+"""Tests of codecs in an index: fitting, reuse and validation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import job, recompress
 from pipeline.index.artefacts import Sample, load_artefact
-from pipeline.index.columns import Representation, every_representation
+from pipeline.index.columns import Representation, all_representations
 from pipeline.index.dry_run import dry_run
 from pipeline.index.export import export
 from pipeline.index.fill import Progress
-from pipeline.index.fitting import stored_sample
+from pipeline.index.fitting import load_fit_sample
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -62,15 +62,15 @@ def artefacts(uri: Path) -> set[str]:
 
 
 def vectors(uri: Path, name: str) -> dict[str, np.ndarray]:
-    """The vectors of each item as they are scored."""
-    found = {}
+    """Returns the decoded vectors by item id."""
+    by_id = {}
     for rows, flat, lengths in Index(str(uri)).tokens(name):
         items = np.split(flat.astype(np.float64), np.cumsum(lengths)[:-1])
-        found |= dict(zip(rows["item_id"].to_pylist(), items, strict=True))
-    return found
+        by_id |= dict(zip(rows["item_id"].to_pylist(), items, strict=True))
+    return by_id
 
 
-def test_names_of_columns_tell_the_codecs_apart():
+def test_column_names_distinguish_codecs():
     sweep = {
         "compressor": ["none", {"name": "hpool", "num_vectors": 32}],
         "codec": [
@@ -81,7 +81,7 @@ def test_names_of_columns_tell_the_codecs_apart():
         ],
     }
     given = {"index": "somewhere", "sweep": sweep}
-    names = [r.id for r in every_representation(config.parse(recompress.RecompressSpec, given))]
+    names = [r.id for r in all_representations(config.parse(recompress.RecompressSpec, given))]
     assert names[:8] == [
         "full_binary",
         "full",
@@ -99,7 +99,7 @@ def test_names_of_columns_tell_the_codecs_apart():
 
 @pytest.fixture(scope="module")
 def original(cluster, tmp_path_factory) -> Path:
-    """An index that was made in two runs, the second with the codebooks of the first."""
+    """Index written by two runs, the second with the codebooks of the first."""
     folder = tmp_path_factory.mktemp("codecs")
     source = folder / "collection"
     source.mkdir()
@@ -121,7 +121,7 @@ def uri(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "index"))
 
 
-def test_one_codebook_is_fitted_and_used_by_every_run(uri):
+def test_codebook_is_fitted_once_for_all_runs(uri):
     index = Index(str(uri))
     info = index.representation("residual")
     assert info.artefact is None and info.codec_artefact in artefacts(uri)
@@ -131,14 +131,14 @@ def test_one_codebook_is_fitted_and_used_by_every_run(uri):
     assert learned["centroids"].shape == (8, DIM) and bool(learned["normalised"])
     codec = CODECS.build(CODECS.resolve(info.codec), learned)
 
-    # Every row, of either run, is what this codebook makes of the full tokens.
+    # The rows of both runs equal the uncompressed vectors quantised with this codebook.
     assert len(index) == len(DOCUMENTS)
     full, found = vectors(uri, "full"), vectors(uri, "residual")
     assert full.keys() == found.keys() == DOCUMENTS.keys()
     for item_id, item in full.items():
         parts = codec.quantise(torch.from_numpy(item).float())
         expected = codec.dequantise(parts, DIM).numpy()
-        # The full tokens were rounded, so a number near a cutoff may fall on its other side.
+        # The stored vectors are rounded, so values near a cutoff can differ.
         assert np.isclose(found[item_id], expected, atol=1e-3).mean() > 0.97
     stored = status(str(uri))["representations"]["residual"]
     assert stored["codec"] == "residual bits=4 num_centroids=8"
@@ -147,14 +147,16 @@ def test_one_codebook_is_fitted_and_used_by_every_run(uri):
 
 
 @pytest.mark.parametrize("name", ["residual", "pooled_residual", "full_int8"])
-def test_a_search_scores_what_is_stored(uri, name):
-    """The product of the query, as the codec takes it, with the vectors that are stored."""
+def test_search_scores_decoded_vectors(uri, name):
+    """The score is that of the transformed query and the decoded vectors."""
     query = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32)
     query /= np.linalg.norm(query, axis=1, keepdims=True)
     hits = open_index(str(uri)).search([query], name, k=len(DOCUMENTS))[0]
-    taken = Index(str(uri)).codec(name).transform_queries(torch.from_numpy(query)).double().numpy()
-    assert np.array_equal(taken, query) == (name != "full_int8")
-    scores = {i: (taken @ item.T).max(axis=1).sum() for i, item in vectors(uri, name).items()}
+    transformed = (
+        Index(str(uri)).codec(name).transform_queries(torch.from_numpy(query)).double().numpy()
+    )
+    assert np.array_equal(transformed, query) == (name != "full_int8")
+    scores = {i: (transformed @ item.T).max(axis=1).sum() for i, item in vectors(uri, name).items()}
     assert {hit.item_id: hit.score for hit in hits} == pytest.approx(scores, rel=1e-5)
 
 
@@ -164,42 +166,44 @@ def test_recompress_fits_and_resumes(uri):
     assert run_recompress(uri, more, fit_items=6).rows == len(DOCUMENTS)
     info = Index(str(uri)).representation("more")
     assert artefacts(uri) - before == {info.codec_artefact}
-    there = vectors(uri, "more")
-    progress = run_recompress(uri, more, fit_items=3)  # nothing is left, nothing is fitted
+    expected = vectors(uri, "more")
+    progress = run_recompress(
+        uri, more, fit_items=3
+    )  # all fragments are complete, nothing is fitted
     assert progress.rows == 0 and artefacts(uri) - before == {info.codec_artefact}
-    found = vectors(uri, "more")
-    assert all(np.array_equal(found[item_id], there[item_id]) for item_id in there)
+    actual = vectors(uri, "more")
+    assert all(np.array_equal(actual[item_id], expected[item_id]) for item_id in expected)
 
 
-def sample_of(uri: Path, name: str) -> Sample:
-    return stored_sample(str(uri), Index(str(uri)).representation(name))
+def load_sample(uri: Path, name: str) -> Sample:
+    return load_fit_sample(str(uri), Index(str(uri)).representation(name))
 
 
 def hashes(uri: Path, filter: str | None = None) -> set[int]:
-    """The hashes of what the items of an index hold."""
+    """Returns the content hashes of the items of an index."""
     batches = Index(str(uri)).batches(CONTENT, filter=filter)
     return {value for batch in batches for value in content_hashes(batch).tolist()}
 
 
-def test_the_sample_is_recorded(uri):
-    sample = sample_of(uri, "residual")
-    assert sample.origin == {} and len(sample.items_N) == 4  # one of the five came later
+def test_sample_is_recorded(uri):
+    sample = load_sample(uri, "residual")
+    assert sample.origin == {} and len(sample.items_N) == 4  # the first run listed only four items
     assert set(sample.items_N.tolist()) <= hashes(uri)
     assert not Index(str(uri)).representation("full").is_fitted
 
 
 @pytest.mark.heavy
-def test_a_separate_calibration_source(tmp_path, uri, collection):
-    """The codebook is that of the calibration items, and says so."""
-    apart = collection(**{f"c{i}": f"calibration {i}" for i in range(6)})
-    make_index(index_spec(tmp_path / "apart", apart, FULL, RESIDUAL, fit={"num_items": 6}))
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "corpus.jsonl").write_text('{"_id": "c0", "text": "other words of the same name"}')
-    fit = {"num_items": 6, "source": {"name": "text", "path": str(apart)}}
-    make_index(index_spec(tmp_path / "new", own, FULL, RESIDUAL, fit=fit))
-    sample = sample_of(tmp_path / "new", "residual")
-    assert sample.origin["source"]["path"] == str(apart)
+def test_separate_calibration_source(tmp_path, uri, collection):
+    """The codebook is fitted on the calibration items and records them."""
+    calibration = collection(**{f"c{i}": f"calibration {i}" for i in range(6)})
+    make_index(index_spec(tmp_path / "apart", calibration, FULL, RESIDUAL, fit={"num_items": 6}))
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "corpus.jsonl").write_text('{"_id": "c0", "text": "another text with this id"}')
+    fit = {"num_items": 6, "source": {"name": "text", "path": str(calibration)}}
+    make_index(index_spec(tmp_path / "new", corpus, FULL, RESIDUAL, fit=fit))
+    sample = load_sample(tmp_path / "new", "residual")
+    assert sample.origin["source"]["path"] == str(calibration)
     assert set(sample.items_N.tolist()) == hashes(tmp_path / "apart")
     assert not set(sample.items_N.tolist()) & hashes(tmp_path / "new")
     learned, expected = (Index(str(tmp_path / name)).codec("residual") for name in ("new", "apart"))
@@ -208,19 +212,19 @@ def test_a_separate_calibration_source(tmp_path, uri, collection):
 
 
 def test_recompress_fits_on_a_separate_sample(uri, original):
-    """The sample is drawn from another index, or from some items of the index alone."""
+    """The sample is drawn from another index, or from the items that match a filter."""
     before = artefacts(uri)
     filter = "item_id > 'd4'"
     run_recompress(uri, {**RESIDUAL, "id": "filtered"}, fit_filter=filter)
-    filtered = sample_of(uri, "filtered")
+    filtered = load_sample(uri, "filtered")
     assert filtered.origin == {"where": filter}
     assert set(filtered.items_N.tolist()) == hashes(uri, filter)
-    both = {"fit_index": str(original), "fit_filter": filter}
-    run_recompress(uri, {**RESIDUAL, "id": "elsewhere"}, **both)
-    sample = sample_of(uri, "elsewhere")
+    fields = {"fit_index": str(original), "fit_filter": filter}
+    run_recompress(uri, {**RESIDUAL, "id": "elsewhere"}, **fields)
+    sample = load_sample(uri, "elsewhere")
     assert sample.origin == {"index": str(original), "where": filter}
     assert np.array_equal(sample.items_N, filtered.items_N)
-    assert len(artefacts(uri) - before) == 2  # of equal vectors, and of another origin
+    assert len(artefacts(uri) - before) == 2  # equal samples with different origins
     learned, expected = (Index(str(uri)).codec(name).artefact for name in ("elsewhere", "filtered"))
     assert all(np.array_equal(learned[key], expected[key]) for key in expected)
 
@@ -228,24 +232,27 @@ def test_recompress_fits_on_a_separate_sample(uri, original):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"fit_index": "nowhere"}, "fit_index must be .*nowhere', which contains no index"),
+        (
+            {"fit_index": "nowhere"},
+            "fit_index must be the URI of an index .*, got .*nowhere', which contains no index",
+        ),
         (
             {"fit_filter": "item_id = ''"},
-            "fit_filter must be a filter that matches items, got .*, which matches none",
+            "fit_filter must be a condition that matches items, got .*, which matches none",
         ),
         (
             {"fit_filter": "nonsense"},
-            "fit_filter must be .*, got 'nonsense', which names the unknown column",
+            "fit_filter must be a condition on .*, got 'nonsense', which names the unknown column",
         ),
     ],
 )
-def test_a_sample_that_is_none(uri, fields, message):
+def test_rejects_invalid_sample(uri, fields, message):
     with pytest.raises(SpecError, match=message):
         run_recompress(uri, {**RESIDUAL, "id": "more"}, **fields)
     assert "more" not in Index(str(uri)).representations()
 
 
-def test_a_calibration_source_that_is_none(tmp_path, collection):
+def test_rejects_missing_calibration_source(tmp_path, collection):
     fit = {"source": {"name": "text", "path": str(tmp_path / "nowhere")}}
     spec = index_spec(tmp_path / "index", collection(d="text"), RESIDUAL, fit=fit)
     with pytest.raises(SpecError) as caught:
@@ -255,7 +262,7 @@ def test_a_calibration_source_that_is_none(tmp_path, collection):
 
 
 @pytest.mark.heavy
-def test_a_fitted_compressor_and_a_fitted_codec(cluster, tmp_path, collection):
+def test_fitted_compressor_with_fitted_codec(cluster, tmp_path, collection):
     hpc = {"name": "hpc", "num_vectors": 4, "num_centroids": 16, "saliency": "eos_row/mean/last"}
     spec = index_spec(
         tmp_path / "index",
@@ -267,17 +274,17 @@ def test_a_fitted_compressor_and_a_fitted_codec(cluster, tmp_path, collection):
     (info,) = Index(str(tmp_path / "index")).representations().values()
     assert artefacts(tmp_path / "index") == {info.artefact, info.codec_artefact}
     learned = load_artefact(str(tmp_path / "index"), info.codec_artefact, info.codec_fit)
-    # A codec sees what the compressor makes: centroids of its centroids.
-    words = load_artefact(str(tmp_path / "index"), info.artefact, {})["codebook"]
-    likeness = learned["centroids"] @ words.T
-    assert likeness.max() == pytest.approx(1.0, abs=1e-3)
+    # The codec is fitted on compressed vectors, so its centroids are near those of the compressor.
+    codebook = load_artefact(str(tmp_path / "index"), info.artefact, {})["codebook"]
+    similarity = learned["centroids"] @ codebook.T
+    assert similarity.max() == pytest.approx(1.0, abs=1e-3)
 
 
-def test_an_index_may_hold_quantised_vectors_only(cluster, tmp_path, collection):
+def test_recompression_from_quantised_vectors(cluster, tmp_path, collection):
     uri = tmp_path / "index"
     make_index(index_spec(uri, collection(**DOCUMENTS), {**FULL, "codec": "int8"}))
     others = [
-        {"compressor": {"name": "hpool", "num_vectors": NUM_TOKENS}},  # keeps what there is
+        {"compressor": {"name": "hpool", "num_vectors": NUM_TOKENS}},  # keeps all tokens
         {"compressor": {"name": "hpool", "num_vectors": 2}, "codec": "float32"},
         RESIDUAL,
         {**FULL, "codec": "binary"},
@@ -285,9 +292,9 @@ def test_an_index_may_hold_quantised_vectors_only(cluster, tmp_path, collection)
     progress = run_recompress(uri, *others, source="full_int8", fit_items=5)
     assert progress.rows == len(DOCUMENTS)
     source = vectors(uri, "full_int8")
-    kept, bits = vectors(uri, f"hpool_{NUM_TOKENS}"), vectors(uri, "full_binary")
+    pooled, bits = vectors(uri, f"hpool_{NUM_TOKENS}"), vectors(uri, "full_binary")
     for item_id, item in source.items():
-        np.testing.assert_allclose(kept[item_id], item, atol=4e-3)
+        np.testing.assert_allclose(pooled[item_id], item, atol=4e-3)
         assert np.array_equal(bits[item_id] > 0, item > 0)
     assert bool(Index(str(uri)).codec("residual").artefact["normalised"])
     export(str(uri), str(tmp_path / "out"), "full_int8", form="npy", report=lambda line: None)
@@ -296,16 +303,16 @@ def test_an_index_may_hold_quantised_vectors_only(cluster, tmp_path, collection)
     np.testing.assert_array_equal(exported, np.concatenate(list(source.values())))
 
 
-def test_a_dry_run_knows_the_bytes_of_what_is_not_fitted(cluster, tmp_path, collection):
+def test_dry_run_estimates_the_size_of_unfitted_codecs(cluster, tmp_path, collection):
     spec = index_spec(tmp_path / "index", collection(**DOCUMENTS), FULL, RESIDUAL)
     lines: list[str] = []
     dry_run(spec, IndexResources(), None, lines.append)
-    (said,) = (line for line in lines if line.startswith("  residual "))
-    assert said.split()[1:5] == [f"{NUM_TOKENS * (4 + DIM // 2)}", "bytes", "an", "item"]
+    (line,) = (line for line in lines if line.startswith("  residual "))
+    assert line.split()[1:5] == [f"{NUM_TOKENS * (4 + DIM // 2)}", "bytes", "per", "item"]
     assert not (tmp_path / "index").exists()
 
 
-def test_a_small_sample_is_refused_before_anything_is_stored(cluster, tmp_path, collection):
+def test_rejects_small_sample_before_storing_anything(cluster, tmp_path, collection):
     big = {**FULL, "codec": "residual"}
     spec = index_spec(tmp_path / "index", collection(**DOCUMENTS), big)
     rule = f"at most {5 * NUM_TOKENS}, the number of vectors in the sample to fit on"
@@ -315,18 +322,21 @@ def test_a_small_sample_is_refused_before_anything_is_stored(cluster, tmp_path, 
     assert Index(str(tmp_path / "index")).representations() == {}
 
 
-def test_other_settings_and_damaged_codebooks_are_refused(uri):
+def test_rejects_other_settings_and_corrupted_codebooks(uri):
     name = "residual"
     with pytest.raises(
         SpecError,
-        match=rf"representations.{name}.codec must be .* as in the index, unless"
-        rf" `id` is set",
+        match=rf"representations.{name}.codec must be .*, as in the index, got .*; set `id`",
     ):
         run_recompress(uri, {**FULL, "codec": {"name": "residual", "num_centroids": 4}, "id": name})
     artefact = Index(str(uri)).representation(name).codec_artefact
     other = Index(str(uri)).representation("pooled_residual").codec_artefact
     shutil.copy(uri / f"artefacts/{other}.npz", uri / f"artefacts/{artefact}.npz")
-    with pytest.raises(SpecError, match="contains another artefact"):
+    with pytest.raises(
+        SpecError, match="index must be an index with the artefact .*contains another art"
+    ):
         open_index(str(uri)).load(name)
-    with pytest.raises(SpecError, match="contains another artefact"):
+    with pytest.raises(
+        SpecError, match="index must be an index with the artefact .*contains another art"
+    ):
         run_recompress(uri, RESIDUAL)

@@ -1,5 +1,7 @@
-"""The index job with tiny checkpoints of the families over shipped files, all methods after one
-encode, and the index searched by texts and pictures."""
+"""Tests of the index job with tiny checkpoints of all model families and all compressors.
+
+The indexes of the shipped files are searched by texts and images.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ METHODS += [
     {"name": "hpc", "num_vectors": 8, "saliency": "column_sums", "num_centroids": 32},
     {"name": "adaptive", "num_vectors": 8, "method": {"name": "hpool"}},
 ]
-#: The encoder and its tiny checkpoint, and which methods need attention that it does not give.
+#: Encoder, tiny checkpoint, and compressors whose attention statistics it does not provide.
 FAMILIES = {
     "colpali": ("colpali", "colpali", ()),
     "colqwen2": ("colqwen2", "colqwen2", ()),
@@ -46,13 +48,13 @@ FAMILIES = {
     "jina_v4": ("jina_v4", "jina_v4", ()),
     "qwen2_5_omni": ("qwen_omni", "qwen2_5_omni", ()),
 }
-#: Encoders that read a video as one, and not more of its frames than they are told.
-THINNING = ("qwen_vl", "qwen_omni")
+#: Encoders that encode videos as a whole, with at most `max_frames` frames.
+FRAME_LIMITED = ("qwen_vl", "qwen_omni")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Some of what is shipped: pages, photos, a clip; and a picture that no patch fits."""
+    """Folder with shipped pages, images and a video, and an image too thin for any patch."""
     folder = tmp_path_factory.mktemp("shipped")
     for name in ("pages", "photos", "clips"):
         (folder / name).mkdir()
@@ -78,16 +80,16 @@ def sources(folder: Path, with_sound: bool) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def index(request, cluster, checkpoint, folder) -> tuple[str, Path]:
-    name, family, without = FAMILIES[request.param]
+    name, family, unsupported = FAMILIES[request.param]
     encoder: dict[str, Any] = {"name": name, "model": checkpoint(family), "dtype": "float32"}
-    if name in ("qwen_vl", "jina_v4", "qwen_omni"):  # their windows are short
+    if name in ("qwen_vl", "jina_v4", "qwen_omni"):  # their context windows are short
         encoder["max_pixels"] = 2_000
-    if name in THINNING:
+    if name in FRAME_LIMITED:
         encoder["max_frames"] = 2
-    if name != "dual":  # else matches may be with the prompt, which has no place
+    if name != "dual":  # prompt tokens have no position
         encoder["keep"] = "media" if name == "qwen_omni" else "visual"
     uri = folder / f"index-{request.param}"
-    methods = [{"name": "none"}, *(m for m in METHODS if m["name"] not in without)]
+    methods = [{"name": "none"}, *(m for m in METHODS if m["name"] not in unsupported)]
     given = {
         "index": str(uri),
         "source": sources(folder, with_sound=name == "qwen_omni"),
@@ -108,23 +110,23 @@ def index(request, cluster, checkpoint, folder) -> tuple[str, Path]:
     return request.param, uri
 
 
-def test_what_is_indexed(index, folder):
+def test_indexed_and_rejected_items(index, folder):
     family, uri = index
     table = Index(str(uri)).dataset.to_table(["item_id", "source", "full", "hpool_8"])
     sound = {"speech"} if family == "qwen2_5_omni" else set()
     assert set(table["source"].to_pylist()) == {"pages", "photos", "clips", *sound}
-    there = table["item_id"].to_pylist()
+    item_ids = table["item_id"].to_pylist()
     rejected = Index(str(uri)).rejects()
     rejects = dict(
         zip(rejected["item_id"].to_pylist(), rejected["reason"].to_pylist(), strict=True)
     )
-    if "thin.png" not in there:
-        assert "not legal" in rejects["thin.png"] or "too many" in rejects["thin.png"]
-    assert len(there) + len(rejects) == table.num_rows + len(rejects) >= 8
+    if "thin.png" not in item_ids:
+        assert "for the model" in rejects["thin.png"] or "too many" in rejects["thin.png"]
+    assert len(item_ids) + len(rejects) == table.num_rows + len(rejects) >= 8
     assert all(1 <= len(vectors) <= 8 for vectors in table["hpool_8"].to_pylist())
 
 
-def test_a_picture_finds_itself(index, folder):
+def test_image_query_finds_the_same_image(index, folder):
     family, uri = index
     searcher = open_index(str(uri))
     score = "single" if family == "siglip2" else "late"
@@ -136,7 +138,7 @@ def test_a_picture_finds_itself(index, folder):
         assert len(hits) == 3 and np.isfinite([hit.score for hit in hits]).all()
 
 
-def test_texts_and_maps(index, folder):
+def test_text_queries_and_similarity_maps(index, folder):
     family, uri = index
     searcher = open_index(str(uri))
     if family == "siglip2":
@@ -146,14 +148,14 @@ def test_texts_and_maps(index, folder):
     for representation in ("full", "hpool_8", "sap_8"):
         hit = searcher.search(photo, representation, k=1)[0]
         places = [place for match in hit.matches for place in match.places]
-        assert places and all(place.box for place in places)  # a token of the prompt has none
+        assert places and all(place.box for place in places)  # prompt tokens have none
         assert all(passage.box for passage in hit.passages)
-        drawn = similarity_map(searcher, photo, hit.item_id, representation)
-        assert drawn.score == pytest.approx(hit.score, abs=1e-3)
-        assert highlight(Previews(searcher.index), drawn).startswith(b"\x89PNG")
+        map = similarity_map(searcher, photo, hit.item_id, representation)
+        assert map.score == pytest.approx(hit.score, abs=1e-3)
+        assert highlight(Previews(searcher.index), map).startswith(b"\x89PNG")
 
 
-def test_a_frame_has_its_time(index):
+def test_matches_of_frames_have_times(index):
     _, uri = index
     searcher = open_index(str(uri))
     query = png(noise(40, 40))
@@ -164,23 +166,21 @@ def test_a_frame_has_its_time(index):
     assert all(start <= place.times[0] < place.times[1] <= end + 4 for place in places)
 
 
-def test_what_was_not_seen_of_a_video_stands_in_its_metadata(index):
+def test_metadata_records_the_number_of_encoded_frames(index):
     family, uri = index
     rows = Index(str(uri)).dataset.to_table(["metadata"], filter="source = 'clips'").to_pylist()
-    told = [json.loads(row["metadata"]) for row in rows]
-    assert any(len(metadata["frames"]) > 2 for metadata in told)
-    for metadata in told:
-        is_thinned = FAMILIES[family][0] in THINNING and len(metadata["frames"]) > 2
-        assert metadata.get("frames_read") == (2 if is_thinned else None)
-    found = open_index(str(uri)).num_items(filter="metadata LIKE '%frames_read%'")
-    assert found == sum("frames_read" in metadata for metadata in told)
+    metadata_rows = [json.loads(row["metadata"]) for row in rows]
+    assert any(len(metadata["frames"]) > 2 for metadata in metadata_rows)
+    for metadata in metadata_rows:
+        is_limited = FAMILIES[family][0] in FRAME_LIMITED and len(metadata["frames"]) > 2
+        assert metadata.get("frames_read") == (2 if is_limited else None)
+    num_limited = open_index(str(uri)).num_items(filter="metadata LIKE '%frames_read%'")
+    assert num_limited == sum("frames_read" in metadata for metadata in metadata_rows)
 
 
-def test_weights_that_cannot_be_loaded_are_the_encoders_model(
-    cluster, checkpoint, folder, tmp_path
-):
+def test_rejects_corrupted_weights(cluster, checkpoint, folder, tmp_path):
     shutil.copytree(checkpoint("colpali"), tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"damaged")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"corrupted")
     given = {
         "index": str(tmp_path / "index"),
         "source": {"name": "images", "path": str(folder / "photos")},

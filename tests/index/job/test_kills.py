@@ -1,7 +1,7 @@
-"""The index job survives the death of any of its processes, and its rows are equal bit for bit.
+"""Tests that the index job survives the death of any of its processes with bit-identical rows.
 
-Every test runs the real job on real weights in processes of their own, kills one of them in the
-middle, and compares the index in the end with that of an unbroken run.
+Each test runs the job with pretrained weights in separate processes, kills one of them, and
+compares the final index with that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unbroken(folder: Path, cluster: str) -> pa.Table:
-    """The rows of a run that nothing disturbed."""
-    driver = start(folder, "unbroken", cluster)
+def uninterrupted(folder: Path, cluster: str) -> pa.Table:
+    """Rows of an uninterrupted run."""
+    driver = start(folder, "uninterrupted", cluster)
     assert finish(driver) == 0
-    return table(folder / "unbroken")
+    return table(folder / "uninterrupted")
 
 
 def start(folder: Path, name: str, cluster: str, lease_seconds: float = 60.0) -> subprocess.Popen:
-    """Starts the index job, with small units so that there is a middle to kill it in."""
+    """Starts the index job with small units, so that it can be killed while it runs."""
     spec = {
         "index": str(folder / name),
         "source": {"name": "text", "path": str(folder / "corpus.jsonl")},
@@ -86,14 +86,14 @@ jobs.run(main)
 
 
 def finish(driver: subprocess.Popen) -> int:
-    """Waits for a driver's end and returns its exit code; what it said comes with a failure."""
-    _, said = driver.communicate(timeout=120)
-    print(said)
+    """Waits for a driver, prints its standard error and returns its exit code."""
+    _, error = driver.communicate(timeout=120)
+    print(error)
     return driver.returncode
 
 
 def committed(index: Path) -> int:
-    """How many rows the index has at present."""
+    """Returns the current number of rows of the index."""
     try:
         return lance.dataset(str(index / "items.lance")).count_rows()
     except (ValueError, OSError):
@@ -101,60 +101,60 @@ def committed(index: Path) -> int:
 
 
 def wait_for_rows(index: Path, driver: subprocess.Popen) -> int:
-    """Waits until the job is in its middle; returns the committed rows."""
+    """Waits until the job has committed some rows and returns their number."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         if (rows := committed(index)) >= 16:
-            assert rows < NUM_ITEMS - 40, "too late: nothing is left to be killed"
+            assert rows < NUM_ITEMS - 40, "the job is almost complete"
             return rows
-        assert driver.poll() is None, "the job ended before it was in its middle"
+        assert driver.poll() is None, "the job ended before it committed 16 rows"
         time.sleep(0.02)
-    raise AssertionError("the job did not get to its middle")
+    raise AssertionError("the job did not commit 16 rows within 90 s")
 
 
 def processes(title: str) -> list[int]:
-    """The processes whose title (as Ray sets it) begins so."""
-    found = []
+    """Returns the ids of the processes whose title, as set by Ray, has a prefix."""
+    pids = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and (entry / "cmdline").read_text().startswith(title):
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
-            continue  # it has just ended
-    return found
+            continue  # the process has ended
+    return pids
 
 
 def table(index: Path) -> pa.Table:
-    """All rows by item id, each once."""
+    """Returns the rows sorted by item id and checks that ids are unique."""
     rows = lance.dataset(str(index / "items.lance")).to_table().sort_by("item_id")
     assert len(set(rows["item_id"].to_pylist())) == rows.num_rows
     return rows
 
 
 def last_job(index: Path) -> dict:
-    """The summary of the last job."""
+    """Returns the summary of the last job."""
     return json.loads(sorted((index / "jobs").glob("*/summary.json"))[-1].read_text())
 
 
-def check_whole(index: Path, unbroken: pa.Table) -> None:
-    """Listed = indexed + rejected, none twice, vectors bit-equal to the unbroken run's."""
+def check_complete(index: Path, uninterrupted: pa.Table) -> None:
+    """Checks the counts of the last job and that the rows equal those of the uninterrupted run."""
     summary = last_job(index)
     assert summary["state"] == "done"
     assert summary["listed"] == NUM_ITEMS
     assert summary["indexed"] == NUM_ITEMS - 1
     assert Index(str(index)).rejects()["reason"].to_pylist() == ["empty text"]
     assert Index(str(index)).lease() is None
-    assert table(index).equals(unbroken)
+    assert table(index).equals(uninterrupted)
 
 
 def check_resumed(index: Path, rows_before: int) -> None:
-    """The last job encoded what was not committed before, and nothing else."""
+    """Checks that the last job encoded only the items that were not committed before."""
     summary = last_job(index)
     assert summary["unchanged"] == rows_before
     assert summary["new"] == NUM_ITEMS - 1 - rows_before
 
 
-def test_sigkill_to_the_driver(folder: Path, cluster: str, unbroken: pa.Table):
+def test_sigkill_to_the_driver(folder: Path, cluster: str, uninterrupted: pa.Table):
     index = folder / "driver"
     driver = start(folder, index.name, cluster)
     wait_for_rows(index, driver)
@@ -162,17 +162,19 @@ def test_sigkill_to_the_driver(folder: Path, cluster: str, unbroken: pa.Table):
     finish(driver)
     rows_before = committed(index)
     dataset = Index(str(index)).dataset
-    assert Lease.of(dataset).owner  # nobody gave it back ...
+    assert Lease.from_dataset(dataset).owner  # not released ...
     (job,) = status(str(index))["jobs"]
-    assert Index(str(index)).lease() is None and job["state"] == "killed"  # ... but it is known
+    assert (
+        Index(str(index)).lease() is None and job["state"] == "killed"
+    )  # ... but its holder is known to be dead
     assert finish(start(folder, index.name, cluster)) == 0
     check_resumed(index, rows_before)
-    check_whole(index, unbroken)
+    check_complete(index, uninterrupted)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("stage", ["StageActor", "WriteFragments"])
-def test_sigkill_to_an_actor(folder: Path, cluster: str, unbroken: pa.Table, stage: str):
+def test_sigkill_to_an_actor(folder: Path, cluster: str, uninterrupted: pa.Table, stage: str):
     index = folder / stage.lower()
     driver = start(folder, index.name, cluster)
     wait_for_rows(index, driver)
@@ -180,12 +182,12 @@ def test_sigkill_to_an_actor(folder: Path, cluster: str, unbroken: pa.Table, sta
     assert victims
     for victim in victims:
         os.kill(victim, signal.SIGKILL)
-    assert finish(driver) == 0  # Ray starts another, which redoes what was lost
-    check_whole(index, unbroken)
+    assert finish(driver) == 0  # Ray restarts actors and recomputes lost blocks
+    check_complete(index, uninterrupted)
 
 
 @pytest.mark.heavy
-def test_sigterm_commits_what_is_finished(folder: Path, cluster: str, unbroken: pa.Table):
+def test_sigterm_commits_finished_work(folder: Path, cluster: str, uninterrupted: pa.Table):
     index = folder / "sigterm"
     driver = start(folder, index.name, cluster)
     wait_for_rows(index, driver)
@@ -197,31 +199,31 @@ def test_sigterm_commits_what_is_finished(folder: Path, cluster: str, unbroken: 
     assert rows_before == last_job(index)["new"]
     assert finish(start(folder, index.name, cluster)) == 0
     check_resumed(index, rows_before)
-    check_whole(index, unbroken)
+    check_complete(index, uninterrupted)
 
 
 @pytest.fixture
-def frozen(folder: Path, cluster: str) -> Iterator[subprocess.Popen]:
-    """A driver that is stopped in the middle for longer than its lease lives."""
-    driver = start(folder, "frozen", cluster, lease_seconds=4)
-    wait_for_rows(folder / "frozen", driver)
+def suspended(folder: Path, cluster: str) -> Iterator[subprocess.Popen]:
+    """Driver that is suspended beyond the expiry of its lease."""
+    driver = start(folder, "suspended", cluster, lease_seconds=4)
+    wait_for_rows(folder / "suspended", driver)
     os.kill(driver.pid, signal.SIGSTOP)
     yield driver
     driver.kill()
 
 
 @pytest.mark.heavy
-def test_a_driver_frozen_past_its_lease_adds_nothing(
-    folder: Path, cluster: str, unbroken: pa.Table, frozen: subprocess.Popen
+def test_driver_suspended_beyond_its_lease_adds_no_rows(
+    folder: Path, cluster: str, uninterrupted: pa.Table, suspended: subprocess.Popen
 ):
-    index = folder / "frozen"
+    index = folder / "suspended"
     time.sleep(4.5)
     assert finish(start(folder, index.name, cluster)) == 0
-    check_whole(index, unbroken)
+    check_complete(index, uninterrupted)
     version = Index(str(index)).version
-    os.kill(frozen.pid, signal.SIGCONT)
-    _, said = frozen.communicate(timeout=60)
-    assert frozen.returncode == 1
-    assert said.splitlines()[-1].startswith(f"error: the lease on {index} went to ")
+    os.kill(suspended.pid, signal.SIGCONT)
+    _, error = suspended.communicate(timeout=60)
+    assert suspended.returncode == 1
+    assert error.splitlines()[-1].startswith(f"error: the lease on {index} was taken by ")
     assert Index(str(index)).version == version
-    assert table(index).equals(unbroken)
+    assert table(index).equals(uninterrupted)

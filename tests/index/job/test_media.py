@@ -1,4 +1,4 @@
-"""The index job on photos, videos and sound: what is seen, said and captioned is found again."""
+"""Tests of the index job on images, video and audio: OCR, speech recognition and captions."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ NOTHING = "nothing to index: no text, no speech"
 
 
 def run(uri: Path, source: Any, encoder: Any, *representations: dict, **resources: Any):
-    """The job's progress and what it said."""
+    """Runs the index job and returns its progress and its report lines."""
     given = {"index": str(uri), "source": source, "encoder": encoder, "commit_items": 8}
     spec = config.parse(IndexSpec, {**given, "representations": list(representations)})
     profile = config.parse(IndexResources, resources)
-    said: list[str] = []
-    return job.run(spec, profile, job="1", report=said.append), said
+    lines: list[str] = []
+    return job.run(spec, profile, job="1", report=lines.append), lines
 
 
 def rejects(uri: Path) -> dict[str, str]:
@@ -47,14 +47,14 @@ def rejects(uri: Path) -> dict[str, str]:
 
 
 def sign(text: str) -> Image.Image:
-    """A photo of a sign: the words begin at a quarter of the width and a third of the height."""
-    picture = Image.new("RGB", (800, 600), (200, 210, 200))
-    ImageDraw.Draw(picture).text((200, 200), text, "black", ImageFont.load_default(60))
-    return picture
+    """Returns an image with text at a quarter of the width and a third of the height."""
+    image = Image.new("RGB", (800, 600), (200, 210, 200))
+    ImageDraw.Draw(image).text((200, 200), text, "black", ImageFont.load_default(60))
+    return image
 
 
 def write_corpus(folder: Path) -> list[dict[str, Any]]:
-    """Photos with text, with captions and without; a talk, a speech, silence; damaged files."""
+    """Writes images with and without text and captions, video, audio and corrupted files."""
     for name in ("photos", "clips", "sound"):
         (folder / name).mkdir()
     sign("road closed").save(folder / "photos/sign.png")
@@ -76,10 +76,10 @@ def write_corpus(folder: Path) -> list[dict[str, Any]]:
     (folder / "sound/empty.wav").touch()
     quiet = (folder / "sound/silence.wav").read_bytes()
     (folder / "sound/x.tar").write_bytes(make_tar([("quiet.wav", quiet)]))
-    return sources_of(folder)
+    return source_specs(folder)
 
 
-def sources_of(folder: Path) -> list[dict[str, Any]]:
+def source_specs(folder: Path) -> list[dict[str, Any]]:
     clips = {"name": "video", "path": str(folder / "clips"), "window_seconds": 10, "fps": 0.25}
     return [
         {"name": "images", "path": str(folder / "photos/photos.jsonl"), "collection": "photos"},
@@ -95,9 +95,9 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def uri(cluster, folder) -> Path:
-    progress, said = run(folder / "index", write_corpus(folder), "transcript", FULL, CAPTION)
+    progress, lines = run(folder / "index", write_corpus(folder), "transcript", FULL, CAPTION)
     assert (progress.listed, progress.indexed) == (12, 5)
-    assert said[-1].startswith("listed 12 = indexed 5 (5 new")
+    assert lines[-1].startswith("listed 12 = indexed 5 (5 new")
     assert progress.seconds["prepare"] > progress.seconds["encode"]
     return folder / "index"
 
@@ -106,7 +106,7 @@ def first(uri: Path, query: str, representation: str = "full", **options: Any) -
     return open_index(str(uri)).search(query, representation, k=1, **options)[0]
 
 
-def test_what_cannot_be_indexed_says_why(uri):
+def test_reject_reasons(uri):
     assert rejects(uri) == {
         "gone.jpg": "missing file",
         "torn.jpg": "damaged image",
@@ -120,26 +120,26 @@ def test_what_cannot_be_indexed_says_why(uri):
     assert (details["quiet#t=0,1"], details["silence.wav#t=0,1"]) == ("file x.tar", "")
 
 
-def test_what_has_nothing_is_not_recognised_again(uri, folder):
-    progress, said = run(uri, sources_of(folder), "transcript", FULL, CAPTION)
+def test_rejects_are_not_recognised_again(uri, folder):
+    progress, lines = run(uri, source_specs(folder), "transcript", FULL, CAPTION)
     assert (progress.to_do, progress.commits, progress.rejected_before) == (0, 0, 7)
-    assert said[-1].startswith("listed 12 = indexed 5 (0 new")
+    assert lines[-1].startswith("listed 12 = indexed 5 (0 new")
 
 
-def test_a_spoken_phrase_is_found_with_its_time(uri):
+def test_spoken_phrase_is_found_with_its_time(uri):
     hit = first(uri, "what you can do for your country")
     assert hit.item_id == "jfk.flac#t=0,11"
-    place = hit.passages[0]  # one clause of the sentence, the one in which "country" was recognised
+    place = hit.passages[0]  # the clause of the sentence in which "country" was recognised
     assert hit.text[slice(*place.span)] == "what your country can do for you"
     assert place.box is None and place.times == pytest.approx((5.4, 7.7), abs=0.2)
-    # The same words in the talk, which begin five seconds in: the times are those of the file.
+    # The talk contains the same words at an offset of five seconds; times refer to the file.
     hit = first(uri, "what you can do for your country", filter="source = 'clips'")
     assert hit.item_id == "talk.mp4#t=10,20"
     assert hit.text[slice(*hit.passages[0].span)] == "what you can do for your country"
     assert hit.passages[0].times == pytest.approx((13.5, 15.5), abs=0.2)
 
 
-def test_text_on_a_screen_is_found_with_its_frame(uri):
+def test_text_in_a_video_is_found_with_its_frame(uri):
     hit = first(uri, "wildlife criterion for otters and ospreys", filter="source = 'clips'")
     place = hit.passages[0]
     assert hit.item_id == "talk.mp4#t=10,20"
@@ -147,14 +147,14 @@ def test_text_on_a_screen_is_found_with_its_frame(uri):
     assert 0 < place.box[0] < place.box[2] < 1
 
 
-def test_a_sign_in_a_photo_is_found_with_its_box(uri):
+def test_text_in_an_image_is_found_with_its_box(uri):
     hit = first(uri, "the road is closed", filter="source = 'photos'")
     place = hit.passages[0]
     assert (hit.item_id, hit.text, place.times) == ("sign.png", "road closed", None)
     assert place.box[:2] == pytest.approx((0.25, 0.36), abs=0.03)
 
 
-def test_a_photo_is_found_by_its_caption(uri):
+def test_image_is_found_by_its_caption(uri):
     hit = first(uri, "people riding along the sea", "caption_full")
     assert (hit.item_id, hit.text) == ("sea.jpg", "Two riders on horses at the beach")
     assert {m.query_token for m in hit.matches} >= {"people", "riding", "sea"}
@@ -163,23 +163,24 @@ def test_a_photo_is_found_by_its_caption(uri):
     assert row["full"] is None and row["text"] is None and len(row["caption_full"]) > 6
 
 
-def test_a_photo_with_text_and_caption_has_both(uri):
+def test_image_with_text_and_caption_has_both_representations(uri):
     sign = Index(str(uri)).items(["sign.png"]).to_pylist()[0]
     assert sign["text"] == "road closed" and sign["caption"] == "A sign in the rain"
     assert len(sign["full"]) == 2 and len(sign["caption_full"]) == 5
     assert sign["minilm_pooled"] != sign["minilm_caption_pooled"]
 
 
-def test_a_video_comes_once_with_its_best_window(uri):
+def test_grouping_keeps_the_best_window_of_a_video(uri):
     searcher = open_index(str(uri))
-    how = {"filter": "source = 'clips'", "k": 5}
-    every = searcher.search("what you can do for your country", "full", **how)
-    grouped = searcher.search("what you can do for your country", "full", group_by="parent", **how)
-    assert [hit.item_id for hit in every] == ["talk.mp4#t=10,20", "talk.mp4#t=0,10"]
+    options = {"filter": "source = 'clips'", "k": 5}
+    query = "what you can do for your country"
+    ungrouped = searcher.search(query, "full", **options)
+    grouped = searcher.search(query, "full", group_by="parent", **options)
+    assert [hit.item_id for hit in ungrouped] == ["talk.mp4#t=10,20", "talk.mp4#t=0,10"]
     assert [hit.item_id for hit in grouped] == ["talk.mp4#t=10,20"]
 
 
-def test_pictures_of_a_frame_a_photo_and_a_sound(uri):
+def test_highlights_of_a_frame_an_image_and_audio(uri):
     searcher = open_index(str(uri))
     previews = Previews(searcher.index, only_indexed=True)
     for query, item_id, size in [
@@ -188,44 +189,44 @@ def test_pictures_of_a_frame_a_photo_and_a_sound(uri):
         ("country", "jfk.flac#t=0,11", (1200, 264)),
     ]:
         map = similarity_map(searcher, query, item_id, "full")
-        picture = Image.open(io.BytesIO(highlight(previews, map)))
-        assert picture.size == size
-        orange = np.asarray(picture.convert("RGB")).astype(int)
-        assert ((orange[..., 0] - orange[..., 2]) > 90).sum() > 500  # something is lit
+        image = Image.open(io.BytesIO(highlight(previews, map)))
+        assert image.size == size
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+        assert ((pixels[..., 0] - pixels[..., 2]) > 90).sum() > 500  # highlighted pixels
 
 
-def test_hits_as_a_user_sees_them(uri, tmp_path, capsys):
-    how = ["--representation", "full", "--k", "1", "--filter", "source = 'sound'"]
-    search.main([str(uri), "your country", *how, "--save-maps", str(tmp_path / "maps")])
-    shown = capsys.readouterr().out
-    assert "jfk.flac#t=0,11  (seconds 0-11)" in shown
-    assert "     heard " in shown and "map 1:" in shown
+def test_search_from_the_command_line(uri, tmp_path, capsys):
+    options = ["--representation", "full", "--k", "1", "--filter", "source = 'sound'"]
+    search.main([str(uri), "your country", *options, "--save-maps", str(tmp_path / "maps")])
+    output = capsys.readouterr().out
+    assert "jfk.flac#t=0,11  (seconds 0-11)" in output
+    assert "     heard " in output and "map 1:" in output
     assert (tmp_path / "maps/1.png").exists()
-    how[1], how[-1] = "caption_full", "source = 'photos'"
-    search.main([str(uri), "horses", *how, "--save-maps", str(tmp_path / "caption")])
+    options[1], options[-1] = "caption_full", "source = 'photos'"
+    search.main([str(uri), "horses", *options, "--save-maps", str(tmp_path / "caption")])
     names = sorted(path.name for path in (tmp_path / "caption").iterdir())
-    assert names == ["1.json", "1.png"]  # a caption has no place in the picture
+    assert names == ["1.json", "1.png"]  # captions have no position in the image
 
 
 @pytest.mark.heavy
-def test_two_pools_give_the_same_rows(uri, folder, tmp_path):
-    apart = {"compress": {"num_cpus": 0.5}}
+def test_separate_compression_actors_write_the_same_rows(uri, folder, tmp_path):
+    resources = {"compress": {"num_cpus": 0.5}}
     sources = [
         {"name": "images", "path": str(folder / "photos/photos.jsonl"), "collection": "photos"}
     ]
-    run(tmp_path / "index", sources, "transcript", FULL, CAPTION, **apart)
+    run(tmp_path / "index", sources, "transcript", FULL, CAPTION, **resources)
     columns = ["item_id", "text", "caption", "full", "caption_full", "minilm_caption_pooled"]
-    there, here = (
-        Index(str(filter)).dataset.to_table(columns=columns, filter="source = 'photos'")
-        for filter in (uri, tmp_path / "index")
+    expected, actual = (
+        Index(str(path)).dataset.to_table(columns=columns, filter="source = 'photos'")
+        for path in (uri, tmp_path / "index")
     )
-    assert there.sort_by("item_id").equals(here.sort_by("item_id"))
+    assert expected.sort_by("item_id").equals(actual.sort_by("item_id"))
 
 
 @pytest.mark.heavy
-def test_scanned_pages_of_an_index_without_ocr_are_read_later(cluster, tmp_path):
+def test_scanned_pages_are_added_by_an_encoder_with_ocr(cluster, tmp_path):
     (tmp_path / "pages").mkdir()
-    sign("harbour\nof Lisbon").save(tmp_path / "pages/scan.pdf")  # a picture, no text layer
+    sign("harbour\nof Lisbon").save(tmp_path / "pages/scan.pdf")  # an image without text layer
     shutil.copy(ROOT / "jobs/data/pages/pdf/us-005.pdf", tmp_path / "pages")
     source = {"name": "pages", "path": str(tmp_path / "pages")}
     run(tmp_path / "index", source, "minilm", FULL)
@@ -241,18 +242,18 @@ def test_scanned_pages_of_an_index_without_ocr_are_read_later(cluster, tmp_path)
     assert row["minilm_pooled"] is not None
 
 
-def test_transcripts_whose_ids_nothing_has_are_told(cluster, folder, tmp_path):
-    lines = [{"id": "sign.png", "text": "detour"}, {"id": "nobody", "text": "lost"}]
-    (tmp_path / "ocr.jsonl").write_text("\n".join(map(json.dumps, lines)))
+def test_reports_transcripts_with_unknown_ids(cluster, folder, tmp_path):
+    texts = [{"id": "sign.png", "text": "detour"}, {"id": "unknown", "text": "lost"}]
+    (tmp_path / "ocr.jsonl").write_text("\n".join(map(json.dumps, texts)))
     ocr = {"name": "precomputed", "path": str(tmp_path / "ocr.jsonl")}
     encoder = {"name": "transcript", "ocr": ocr, "speech": None}
     source = {"name": "images", "path": str(folder / "photos/photos.jsonl")}
-    _, said = run(tmp_path / "index", source, encoder, FULL)
-    assert said[-1].startswith("ocr: 1 ids of ") and said[-1].endswith("no item: nobody")
+    _, lines = run(tmp_path / "index", source, encoder, FULL)
+    assert lines[-1].startswith("ocr: 1 ids of ") and lines[-1].endswith("no item: unknown")
     assert first(tmp_path / "index", "detour").item_id == "sign.png"
 
 
-def test_hits_show_the_confidence_of_the_recogniser(uri, folder, tmp_path, capsys):
+def test_hits_have_recognition_confidences(uri, folder, tmp_path, capsys):
     lines = [
         {"id": "sign.png", "text": "detour", "confidence": 0.75, "box": [0, 0, 0.5, 0.5]},
         {"id": "sign.png", "text": "ahead", "confidence": 0.1, "box": [0.5, 0, 1, 0.5]},
@@ -261,8 +262,12 @@ def test_hits_show_the_confidence_of_the_recogniser(uri, folder, tmp_path, capsy
     ocr = {"name": "precomputed", "path": str(tmp_path / "ocr.jsonl")}
     source = {"name": "images", "path": str(folder / "photos/photos.jsonl")}
     texts = {}
-    for name, least in (("all", 0.0), ("sure", 0.5)):
-        encoder = {"name": "transcript", "ocr": {**ocr, "min_confidence": least}, "speech": None}
+    for name, min_confidence in (("all", 0.0), ("sure", 0.5)):
+        encoder = {
+            "name": "transcript",
+            "ocr": {**ocr, "min_confidence": min_confidence},
+            "speech": None,
+        }
         run(tmp_path / name, source, encoder, FULL)
         texts[name] = first(tmp_path / name, "a detour").text
     assert texts == {"all": "detour\nahead", "sure": "detour"}
@@ -280,48 +285,59 @@ def test_hits_show_the_confidence_of_the_recogniser(uri, folder, tmp_path, capsy
     )
     (passage,) = json.loads((tmp_path / "maps/1.json").read_text())["passages"]
     assert passage["confidence"] == 0.75
-    Index(str(tmp_path / "all")).dataset.drop_columns(["minilm_confidence"])  # as in old indexes
+    Index(str(tmp_path / "all")).dataset.drop_columns(["minilm_confidence"])  # as in older indexes
     assert confidences() == ({None}, {None})
 
 
-def test_a_truncated_video_is_indexed_and_named(cluster, tmp_path):
+def test_truncated_video_is_indexed_and_reported(cluster, tmp_path):
     (tmp_path / "clips").mkdir()
-    shown = {"sound": tones(20), "options": {"movflags": "faststart"}}
-    path = write_video(tmp_path / "clips/cut.mp4", frame_times(20, 5), **shown)
+    options = {"sound": tones(20), "options": {"movflags": "faststart"}}
+    path = write_video(tmp_path / "clips/cut.mp4", frame_times(20, 5), **options)
     path.write_bytes(path.read_bytes()[: int(0.6 * path.stat().st_size)])
     write_video(tmp_path / "clips/whole.mp4", frame_times(2, 5))
-    said = [{"id": name, "text": "good evening"} for name in ("cut.mp4", "whole.mp4")]
-    (tmp_path / "asr.jsonl").write_text("\n".join(map(json.dumps, said)))
+    texts = [{"id": name, "text": "good evening"} for name in ("cut.mp4", "whole.mp4")]
+    (tmp_path / "asr.jsonl").write_text("\n".join(map(json.dumps, texts)))
     speech = {"name": "precomputed", "path": str(tmp_path / "asr.jsonl")}
     encoder = {"name": "transcript", "ocr": None, "speech": speech}
     source = {"name": "video", "path": str(tmp_path / "clips")}
     progress, lines = run(tmp_path / "index", source, encoder, FULL)
     assert (progress.indexed, progress.truncated) == (2, 1)
     (line,) = (line for line in lines if line.startswith("truncated files"))
-    assert re.search(r": 1: cut.mp4 \(1\d(\.\d+)? of 20 s\)$", line)
+    assert re.search(r": 1 \(cut.mp4 \(1\d(\.\d+)? of 20 s\)\), indexed", line)
     stored = Index(str(tmp_path / "index")).dataset.to_table(columns=["item_id", "metadata"])
-    about = {row["item_id"]: json.loads(row["metadata"]) for row in stored.to_pylist()}
-    assert [about[item].get("truncated", False) for item in sorted(about)] == [True, False]
+    metadata = {row["item_id"]: json.loads(row["metadata"]) for row in stored.to_pylist()}
+    assert [metadata[item].get("truncated", False) for item in sorted(metadata)] == [True, False]
 
 
 @pytest.mark.parametrize(
-    ("encoder", "representation", "sentence"),
+    ("encoder", "representation", "message"),
     [
         (
             "minilm",
             FULL,
-            "encoder must be an encoder of .*image.* images, got 'minilm', which reads text",
+            "encoder must be an encoder that reads .*image.*, which the source images provides, got"
+            " 'minilm', which reads text",
         ),
-        ("minilm", {"compressor": "none", "of": "title"}, "representations.0.of: 'title'"),
+        (
+            "minilm",
+            {"compressor": "none", "of": "title"},
+            "representations.0.of must be one of content, caption, got 'title'",
+        ),
     ],
 )
-def test_what_does_not_fit(folder, uri, tmp_path, encoder, representation, sentence):
+def test_rejects_unsuitable_encoder_and_field(
+    folder, uri, tmp_path, encoder, representation, message
+):
     source = {"name": "images", "path": str(folder / "photos/photos.jsonl")}
-    with pytest.raises(SpecError, match=sentence):
+    with pytest.raises(SpecError, match=message):
         run(tmp_path / "index", source, encoder, representation)
 
 
-def test_captions_of_a_source_that_has_none(folder, uri, tmp_path):
+def test_rejects_captions_of_a_source_without_captions(folder, uri, tmp_path):
     source = {"name": "audio", "path": str(folder / "sound")}
-    with pytest.raises(SpecError, match="'caption' is nothing that audio gives"):
+    with pytest.raises(
+        SpecError,
+        match="representations.of must be content, got 'caption', which is not provided by the"
+        " source audio",
+    ):
         run(tmp_path / "index", source, "minilm", CAPTION)

@@ -1,4 +1,4 @@
-"""The index job on PDF pages: boxes reach the index, and hostile documents its rejects."""
+"""Tests of the index job on PDF pages: word boxes, and rejects of malformed documents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pipeline import config
 from pipeline.index import job, recompress
-from pipeline.index.positions import as_used
+from pipeline.index.positions import decode_positions
 from pipeline.index.progress import Progress
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -42,11 +42,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def rows(uri: Path) -> dict[str, dict[str, Any]]:
-    table = as_used(Index(str(uri)).dataset.to_table())
+    table = decode_positions(Index(str(uri)).dataset.to_table())
     return {row["item_id"]: row for row in table.to_pylist()}
 
 
-def test_one_bad_document_never_ends_a_job(cluster, tmp_path, folder):
+def test_malformed_documents_are_rejected(cluster, tmp_path, folder):
     (folder / "bomb.pdf").write_bytes(bomb())
     (folder / "letter.pdf").write_text("Dear Ada")
     (folder / "picture.pdf").write_bytes(pdf(Page(drawing="0 0 9 9 re f")))
@@ -62,7 +62,7 @@ def test_one_bad_document_never_ends_a_job(cluster, tmp_path, folder):
     }
 
 
-def test_the_words_boxes_are_stored(cluster, tmp_path, folder):
+def test_word_boxes_are_stored(cluster, tmp_path, folder):
     index(folder, tmp_path / "index", FULL, SAMER)
     row = rows(tmp_path / "index")["a.pdf#page=1"]
     extents = np.array(row["minilm_extents"])
@@ -76,12 +76,12 @@ def test_the_words_boxes_are_stored(cluster, tmp_path, folder):
     assert np.isnan(extents[:, 4:]).all()
 
 
-def test_samer_has_a_spatial_term_on_pages(cluster, tmp_path, folder):
+def test_samer_uses_positions_on_pages(cluster, tmp_path, folder):
     far = {"compressor": {**SAMER["compressor"], "gamma": 9.0}, "id": "far"}
     index(folder, tmp_path / "index", SAMER, far)
     row = rows(tmp_path / "index")["a.pdf#page=1"]
     assert row["far_support"] != row["samer_3_support"]
-    # With that weight a vector stands for words of one line: they share their upper edge.
+    # With that weight, vectors represent words of one line, which share their upper edge.
     tops = {}
     for vector, box in zip(row["far_support"], row["minilm_extents"], strict=True):
         tops.setdefault(vector, set()).add(round(box[1], 3))
@@ -89,7 +89,7 @@ def test_samer_has_a_spatial_term_on_pages(cluster, tmp_path, folder):
 
 
 @pytest.mark.heavy
-def test_two_pools_and_recompression_see_the_same_boxes(cluster, tmp_path, folder):
+def test_separate_actors_and_recompression_use_the_same_boxes(cluster, tmp_path, folder):
     index(folder, tmp_path / "one", FULL, SAMER)
     index(folder, tmp_path / "two", FULL, SAMER, compress={"num_threads": 1})
     index(folder, tmp_path / "later", FULL)
@@ -106,7 +106,7 @@ def test_two_pools_and_recompression_see_the_same_boxes(cluster, tmp_path, folde
 
 
 @pytest.mark.heavy
-def test_pages_beside_texts_in_one_index(cluster, tmp_path, folder, collection):
+def test_pages_and_texts_in_one_index(cluster, tmp_path, folder, collection):
     given = {
         "index": str(tmp_path / "index"),
         "source": {"name": "text", "path": str(collection(letter="Dear Ada"))},
@@ -115,6 +115,6 @@ def test_pages_beside_texts_in_one_index(cluster, tmp_path, folder, collection):
     spec = config.parse(IndexSpec, given)
     job.run(spec, IndexResources(), job="0", report=lambda line: None)
     index(folder, tmp_path / "index", FULL, SAMER)
-    there = rows(tmp_path / "index")
-    assert there["letter"]["minilm_extents"] is None
-    assert len(there["b.pdf#page=1"]["minilm_extents"]) == len(there["b.pdf#page=1"]["full"])
+    stored = rows(tmp_path / "index")
+    assert stored["letter"]["minilm_extents"] is None
+    assert len(stored["b.pdf#page=1"]["minilm_extents"]) == len(stored["b.pdf#page=1"]["full"])

@@ -1,4 +1,4 @@
-"""Attention statistics through the index job and recompression: the same columns either way."""
+"""Tests of attention statistics in the index job and in recompression."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from pipeline import config, open_index
 from pipeline.config import SpecError
-from pipeline.eval.diagnose import uncompressed_representation
+from pipeline.eval.diagnose import full_tokens_of
 from pipeline.index import job, recompress
 from pipeline.index.fill import Progress
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.schema import column_metadata
+from pipeline.schema import metadata_of
 from tests.conftest import CRANFIELD, TEXTS
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -41,12 +41,17 @@ IDS = [
     "adaptive_agc_entropy_4",
     "hpc_num_centroids8_binary_4",
 ]
-KEPT = ["column_sums/mean/0.4-0.6", "column_sums/max/1,-1", "eos_row", "pooled_row/mean/last"]
+STORED_TAPS = [
+    "column_sums/mean/0.4-0.6",
+    "column_sums/max/1,-1",
+    "eos_row",
+    "pooled_row/mean/last",
+]
 
 
 @pytest.fixture(scope="module")
 def collection(tmp_path_factory) -> Path:
-    """Eight short texts and eight abstracts."""
+    """Folder of a collection of short texts and eight abstracts."""
     folder = tmp_path_factory.mktemp("collection")
     with (CRANFIELD / "corpus.jsonl").open(encoding="utf-8") as file:
         abstracts = [json.loads(line)["text"] for line in itertools.islice(file, 8)]
@@ -83,13 +88,13 @@ def rows(uri: Path) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def at_once(cluster, tmp_path_factory, collection) -> Path:
-    """An index with every method, and without the attention they came from."""
+    """Index with all methods, without stored attention statistics."""
     uri = tmp_path_factory.mktemp("at_once")
     index(uri, collection, *REPRESENTATIONS)
     return uri
 
 
-def test_every_method_is_a_column(at_once):
+def test_all_methods_have_a_column(at_once):
     schema = Index(str(at_once)).dataset.schema
     assert [name for name in schema.names if name in IDS] == IDS
     assert not [name for name in schema.names if name.endswith("_tap")]
@@ -99,12 +104,12 @@ def test_every_method_is_a_column(at_once):
             assert len(row[name]) == min(4, num_tokens), item_id
         assert len(row["eos_20pct"]) == max(1, num_tokens // 5)
         tokens = np.array(row["full"], dtype=np.float64)
-        kept = tokens[row["sap_4_support"]]
-        np.testing.assert_allclose(np.array(row["sap_4"], np.float64), kept, atol=1e-3)
-    assert column_metadata(schema.field("adaptive_eos_20pct"))["artefact"]
+        expected = tokens[row["sap_4_support"]]
+        np.testing.assert_allclose(np.array(row["sap_4"], np.float64), expected, atol=1e-3)
+    assert metadata_of(schema.field("adaptive_eos_20pct"))["artefact"]
 
 
-def test_bits_are_searched_with_the_bits_of_the_query(at_once):
+def test_binary_vectors_are_searched_with_binary_queries(at_once):
     name = "hpc_num_centroids8_binary_4"
     searcher = open_index(str(at_once))
     info = searcher.index.representation(name)
@@ -118,22 +123,22 @@ def test_bits_are_searched_with_the_bits_of_the_query(at_once):
     scores = {i: float((query.numpy() @ b.T).max(axis=1).sum()) for i, b in bits.items()}
     for hit in hits:
         assert hit.score == pytest.approx(scores[hit.item_id], abs=1e-2)
-    assert uncompressed_representation(searcher.index, name) is None  # not a cosine
-    assert uncompressed_representation(searcher.index, "sap_4") == "full"
+    assert full_tokens_of(searcher.index, name) is None  # the scores of the two are not comparable
+    assert full_tokens_of(searcher.index, "sap_4") == "full"
 
 
 @pytest.mark.heavy
-def test_encoder_and_compressor_in_actors_apart(tmp_path, collection, at_once):
+def test_separate_compression_actors(tmp_path, collection, at_once):
     resources = {"compress": {"num_cpus": 0.5}}
     index(tmp_path / "apart", collection, *REPRESENTATIONS, resources=resources)
-    there = rows(tmp_path / "apart")
+    actual = rows(tmp_path / "apart")
     for item_id, row in rows(at_once).items():
-        assert {name: there[item_id][name] for name in IDS} == {name: row[name] for name in IDS}
+        assert {name: actual[item_id][name] for name in IDS} == {name: row[name] for name in IDS}
 
 
-def test_recompression_from_kept_attention(tmp_path, collection, at_once):
+def test_recompression_from_stored_attention_statistics(tmp_path, collection, at_once):
     uri = tmp_path / "index"
-    index(uri, collection, keep_taps=KEPT)
+    index(uri, collection, keep_taps=STORED_TAPS)
     schema = Index(str(uri)).dataset.schema
     assert [name for name in schema.names if name.endswith("_tap")] == [
         "minilm_column_sums_max_1_tap",
@@ -143,29 +148,32 @@ def test_recompression_from_kept_attention(tmp_path, collection, at_once):
         "minilm_eos_row_mean_5_tap",
         "minilm_pooled_row_mean_5_tap",
     ]
-    assert column_metadata(schema.field("minilm_eos_row_mean_5_tap"))["tap"] == "eos_row/mean/5"
+    assert metadata_of(schema.field("minilm_eos_row_mean_5_tap"))["tap"] == "eos_row/mean/5"
     assert recompressed(uri, *REPRESENTATIONS).rows == 16
-    there = rows(uri)
+    actual = rows(uri)
     for item_id, row in rows(at_once).items():
-        assert len(there[item_id]["minilm_eos_row_mean_5_tap"]) == len(row["full"])
+        assert len(actual[item_id]["minilm_eos_row_mean_5_tap"]) == len(row["full"])
         for name in IDS:
-            here = np.array(there[item_id][name], dtype=np.float64)
+            vectors = np.array(actual[item_id][name], dtype=np.float64)
             if name.startswith(("adaptive", "hpc")):  # fitted on another sample
                 continue
-            np.testing.assert_allclose(here, np.array(row[name], dtype=np.float64), atol=2e-3)
-            assert there[item_id][f"{name}_support"] == row[f"{name}_support"]
+            np.testing.assert_allclose(vectors, np.array(row[name], dtype=np.float64), atol=2e-3)
+            assert actual[item_id][f"{name}_support"] == row[f"{name}_support"]
 
-    index(uri, collection, *REPRESENTATIONS, keep_taps=KEPT[:2])  # again, with less: nothing to do
+    index(
+        uri, collection, *REPRESENTATIONS, keep_taps=STORED_TAPS[:2]
+    )  # fewer columns: nothing to do
     with pytest.raises(
         SpecError,
-        match="keep_taps must be attention .* got 'eos_row/mean/0', which is not in this index",
+        match="keep_taps must be attention statistics that the index stores, unless the index is"
+        " empty, got 'eos_row/mean/0', which is not in this index",
     ):
         index(uri, collection, *REPRESENTATIONS, keep_taps=["eos_row/mean/0"])
     with pytest.raises(SpecError) as error:
         recompressed(uri, {"compressor": {"name": "sap", "num_vectors": 4, "layers": [0]}})
     assert str(error.value) == (
-        "representations.sap_layers0_4 must be attention that the"
-        " index stores (column_sums/max/1, column_sums/max/5, column_sums/mean/2,"
+        "representations.sap_layers0_4 must be an attention statistic that the index stores ("
+        "column_sums/max/1, column_sums/max/5, column_sums/mean/2,"
         " column_sums/mean/3, eos_row/mean/5, pooled_row/mean/5), got"
         " 'column_sums/mean/0'; index with `keep_taps: [column_sums/mean/all]` to store it"
     )
@@ -173,18 +181,18 @@ def test_recompression_from_kept_attention(tmp_path, collection, at_once):
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    ("fields", "message"),
     [
         (
             {"encoder": {"name": "sleeping"}},
-            "representations.sap_4 must be attention statistics that the encoder provides (no"
-            " attention), got 'column_sums/mean/0.4-0.6', which is not provided by the encoder",
+            "representations.sap_4 must be an attention statistic that the encoder provides"
+            " (none), got 'column_sums/mean/0.4-0.6', which is not provided by the encoder",
         ),
         (
             {"encoder": {"name": "minilm", "pooling": "none"}, "keep_taps": ["pooled_row"]},
-            "keep_taps must be attention statistics that the encoder provides (column_sums,"
-            " eos_row),"
-            " got 'pooled_row/mean/last', which is not provided by the encoder minilm",
+            "keep_taps must be an attention statistic that the encoder provides"
+            " (column_sums, eos_row), got 'pooled_row/mean/last', which is not provided by the"
+            " encoder minilm",
         ),
         (
             {"keep_taps": ["eos_row/mean/6"]},
@@ -196,10 +204,8 @@ def test_recompression_from_kept_attention(tmp_path, collection, at_once):
         ),
     ],
 )
-def test_attention_that_cannot_be_had_is_said_before_any_work(
-    tmp_path, collection, fields, sentence
-):
+def test_rejects_unavailable_attention_statistics(tmp_path, collection, fields, message):
     with pytest.raises(SpecError) as error:
         index(tmp_path / "index", collection, REPRESENTATIONS[0], **fields)
-    assert str(error.value).startswith(sentence)
+    assert str(error.value).startswith(message)
     assert not (tmp_path / "index").exists()

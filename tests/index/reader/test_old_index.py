@@ -1,4 +1,4 @@
-"""An index written by an earlier version opens, is searched and gets new columns."""
+"""Tests that an index written by an earlier version can be opened, searched and extended."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OLD = ROOT / "tests/index/fixtures/old_index"
 EXPECTED = json.loads((OLD / "expected.json").read_text("utf-8"))
 
 
-def copied(name: str, folder: Path) -> tuple[str, job.IndexSpec]:
-    """A copy of an old index, and the spec that it was made by."""
+def copy_index(name: str, folder: Path) -> tuple[str, job.IndexSpec]:
+    """Copies an old index and returns its URI and its spec."""
     uri = shutil.copytree(OLD / name, folder / name)
     spec = (OLD / f"{name}.yaml").read_text("utf-8")
     spec = spec.replace("/tmp/old_index/shapes_colpali", f"{ROOT}/jobs/data/models/shapes_colpali")
@@ -34,23 +34,23 @@ def copied(name: str, folder: Path) -> tuple[str, job.IndexSpec]:
 
 
 def silent(line: str) -> None:
-    """A report that nobody reads."""
+    """Discards a report line."""
 
 
 @pytest.fixture
 def uri(tmp_path) -> str:
-    """A copy: whoever opens an index may write to it."""
+    """Copy of the index, as tests can write to it."""
     return str(shutil.copytree(OLD / "texts", tmp_path / "texts"))
 
 
-def test_searches_give_the_same_hits(uri):
+def test_searches_return_the_same_hits(uri):
     searcher = open_index(uri)
     for name, by_score in EXPECTED["hits"].items():
         query = EXPECTED["queries"]["caption" if name.startswith("caption") else "content"]
         for score, hits in by_score.items():
-            found = searcher.search(query, name, k=3, score=score)
-            assert [hit.item_id for hit in found] == [item_id for item_id, _ in hits]
-            assert [hit.score for hit in found] == pytest.approx([s for _, s in hits], abs=1e-5)
+            actual = searcher.search(query, name, k=3, score=score)
+            assert [hit.item_id for hit in actual] == [item_id for item_id, _ in hits]
+            assert [hit.score for hit in actual] == pytest.approx([s for _, s in hits], abs=1e-5)
     (hit,) = searcher.search(EXPECTED["queries"]["content"], "hpool_4", k=1)
     passages = [[list(p.span), list(p.box), p.confidence] for p in hit.passages]
     assert passages == EXPECTED["passages"]
@@ -58,13 +58,13 @@ def test_searches_give_the_same_hits(uri):
 
 @pytest.mark.parametrize("name", ["texts", "images"])
 def test_status_is_the_same(name):
-    found = status(str(OLD / name))
-    assert {key: found[key] for key in EXPECTED[name]} == EXPECTED[name]
-    assert [(record["kind"], record["state"]) for record in found["jobs"]] == [("index", "done")]
+    summary = status(str(OLD / name))
+    assert {key: summary[key] for key in EXPECTED[name]} == EXPECTED[name]
+    assert [(record["kind"], record["state"]) for record in summary["jobs"]] == [("index", "done")]
 
 
 def test_columns_of_the_same_spec_have_the_stored_metadata():
-    """Byte for byte, so that older versions open what this one writes."""
+    """The metadata is byte-identical, so that older versions open indexes of this version."""
     schema = Index(str(OLD / "texts")).schema
     infos = representation_infos(schema)
     encoder_info = infos["full"].encoder
@@ -83,20 +83,20 @@ def test_columns_of_the_same_spec_have_the_stored_metadata():
         assert field.equals(schema.field(field.name), check_metadata=True)
 
 
-def test_the_job_that_made_it_finds_nothing_to_do(cluster, tmp_path):
-    uri, spec = copied("texts", tmp_path)
+def test_index_job_finds_nothing_to_do(cluster, tmp_path):
+    uri, spec = copy_index("texts", tmp_path)
     schema = Index(uri).schema
     progress = job.run(spec, job.IndexResources(), job="2", report=silent)
     assert (progress.listed, progress.unchanged, progress.to_do) == (7, 7, 0)
     assert Index(uri).schema.equals(schema, check_metadata=True)
 
 
-def test_recompression_gives_the_columns_that_are_stored(cluster, tmp_path):
-    uri, _ = copied("texts", tmp_path)
+def test_recompression_reproduces_the_stored_columns(cluster, tmp_path):
+    uri, _ = copy_index("texts", tmp_path)
     names = ("hpool_4", "eos_3")
-    there = Index(uri)
+    index = Index(uri)
     wanted: list[dict[str, Any]] = [
-        {"id": f"new_{name}", "compressor": there.representation(name).compressor} for name in names
+        {"id": f"new_{name}", "compressor": index.representation(name).compressor} for name in names
     ]
     wanted.append({"compressor": "none", "codec": {"name": "residual", "num_centroids": 4}})
     spec = config.parse(recompress.RecompressSpec, {"index": uri, "representations": wanted})
@@ -114,8 +114,8 @@ def test_recompression_gives_the_columns_that_are_stored(cluster, tmp_path):
     assert recompress.run(spec, resources, job="3", report=silent).done_before == 2
 
 
-def test_tokens_for_reranking_are_added(cluster, tmp_path):
-    uri, spec = copied("images", tmp_path)
+def test_backfill_adds_rerank_tokens(cluster, tmp_path):
+    uri, spec = copy_index("images", tmp_path)
     spec = spec.model_copy(update={"rerank": f"{ROOT}/jobs/data/models/shapes_edje"})
     progress = backfill.run(spec, job.IndexResources(), job_id="2", report=silent)
     assert (progress.done, progress.rows, progress.empty) == (1, 3, 0)

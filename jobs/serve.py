@@ -1,17 +1,18 @@
-r"""Serves indexes over HTTP: search, reranking, encoding, evaluations.
+r"""Serves indexes over HTTP: search, reranking, encoding and evaluation.
 
     python -m jobs.serve out/cranfield/index                        # on 127.0.0.1:8000
     python -m jobs.serve out/cranfield/index out/pages/index --port 8123
     python -m jobs.serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.max_k=100
     python -m jobs.serve --spec settings.yaml timeouts.search_s=5
-    python -m jobs.serve out/photos/index indexes.photos.edje=out/edje/model   # reranks by EDJE too
-    python -m jobs.serve key --name ann >> keys.yaml      # an access key
+    python -m jobs.serve out/photos/index indexes.photos.edje=out/edje/model   # EDJE reranking
+    python -m jobs.serve key --name ann >> keys.yaml                # create an access key
     curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \
          -d '{"query": "how does a slipstream change the lift of a wing", "k": 3}'
 
-An index is named by its folder. Without access keys (--keys) it listens on this machine alone. On a
-cluster `serve deploy cluster/serve/cranfield.yaml` starts the same application. Ctrl-C or SIGTERM
-ends it when the requests under way are answered. The API is described at /docs and /openapi.json.
+Each index has the name of its folder. Without access keys (--keys), the server listens only on the
+loopback interface. On Ctrl-C or SIGTERM, it drains in-flight requests and exits. The API is
+documented at /docs and /openapi.json. To start the same application on a cluster, run
+`serve deploy cluster/serve/cranfield.yaml`.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from pipeline.config import (
 )
 from pipeline.index import check_index
 
-if TYPE_CHECKING:  # loaded when a server is started: --help is quick
+if TYPE_CHECKING:  # imported on use, so --help is fast
     from pipeline.serve.settings import ServeSpec
 
 APPLICATION = "maxray"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, and serves until it is stopped."""
+    """Parses the command line and serves until the process is stopped."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["key"]:
         _print_key(arguments[1:])
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _check_address(args.host, args.port, settings)
     _check_indexes(settings)
     signal.signal(signal.SIGTERM, _stop)
-    be_lean()
+    set_ray_serve_env()
     with jobs.cluster():
         serve(settings, args.host, args.port)
 
@@ -69,12 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> jobs.Parser:
     parser = jobs.parser(__doc__)
     parser.add_argument(
-        "indexes", nargs="*", default=[], help="URIs of indexes, and dotted.field=value"
+        "indexes",
+        nargs="*",
+        default=[],
+        help="URIs of indexes and settings in the form dotted.field=value",
     )
-    parser.add_argument("--spec", help="settings of the server, a YAML file")
-    parser.add_argument("--keys", metavar="FILE", help="access keys, see pipeline.serve.keys")
-    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
-    parser.add_argument("--port", type=_port, default=8000, help="default: 8000")
+    parser.add_argument("--spec", help="YAML file with the settings of the server")
+    parser.add_argument(
+        "--keys", metavar="FILE", help="file of access keys, see pipeline.serve.keys"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address (default: 127.0.0.1)")
+    parser.add_argument("--port", type=_port, default=8000, help="port (default: 8000)")
     return parser
 
 
@@ -86,17 +92,17 @@ def _port(text: str) -> int:
 
 
 def _settings(args: Any) -> ServeSpec:
-    """The settings of the command line, over those of the file."""
+    """Returns the settings of the file, overridden by those of the command line."""
     overrides = [a for a in args.indexes if re.match(r"[a-z_]+(\.[^/=]+)*=", a)]
     uris = [a for a in args.indexes if a not in overrides]
-    named: dict[str, dict[str, str]] = {}
+    indexes: dict[str, dict[str, str]] = {}
     for uri in uris:
-        name = name_of(uri)
-        if name in named:
+        name = index_name(uri)
+        if name in indexes:
             note = "; rename its folder, or name each index in a file for --spec"
             problem = f"is another index named {name}"
             raise SpecError("indexes", uri, "an index with a unique name", problem, note)
-        named[name] = {"uri": uri}
+        indexes[name] = {"uri": uri}
         check_index(uri)
     if args.spec:
         read(args.spec, "spec")
@@ -105,23 +111,23 @@ def _settings(args: Any) -> ServeSpec:
 
     from pipeline.serve.settings import ServeSpec
 
-    given: dict[str, Any] = {"indexes": named} if named else {}
+    settings: dict[str, Any] = {"indexes": indexes} if indexes else {}
     if args.keys:
-        given["keys"] = args.keys
+        settings["keys"] = args.keys
     if args.spec:
-        if named:
+        if indexes:
             raise SpecError("indexes", uris[0], "omitted when --spec is given")
         overrides += [f"keys={args.keys}"] if args.keys else []
         return load(ServeSpec, args.spec, overrides)
-    if not named:
+    if not indexes:
         raise MissingField("indexes", None, "the URI of an index, unless --spec is given")
-    return parse(ServeSpec, override(given, overrides))
+    return parse(ServeSpec, override(settings, overrides))
 
 
-def name_of(uri: str) -> str:
-    """What an index is called: its folder, or where that is just `index`, the one above.
+def index_name(uri: str) -> str:
+    """Returns the name of an index: that of its folder, or of the parent of a folder `index`.
 
-    >>> name_of("out/cranfield/index"), name_of("s3://bucket/pages/")
+    >>> index_name("out/cranfield/index"), index_name("s3://bucket/pages/")
     ('cranfield', 'pages')
     """
     path = PurePosixPath(uri.rstrip("/"))
@@ -130,7 +136,7 @@ def name_of(uri: str) -> str:
 
 
 def _check_address(host: str, port: int, settings: ServeSpec) -> None:
-    """Raises `SpecError` if nobody may listen there."""
+    """Raises `SpecError` if the server is not allowed to or cannot listen on an address."""
     from pipeline.serve.settings import is_loopback
 
     if not (settings.keys or is_loopback(host)):
@@ -147,7 +153,7 @@ def _check_address(host: str, port: int, settings: ServeSpec) -> None:
 
 
 def _check_indexes(settings: ServeSpec) -> None:
-    """Raises `SpecError` if an index, a representation or the keys are not there."""
+    """Raises `SpecError` if an index, a representation, an EDJE model or the keys are invalid."""
     from pipeline.search.searcher import open_index
     from pipeline.serve.evaluations import check_folder
     from pipeline.serve.keys import Keys
@@ -167,71 +173,80 @@ def _check_indexes(settings: ServeSpec) -> None:
         Keys(settings.keys)
 
 
-def be_lean() -> None:
-    """Sets what Ray Serve reads when a cluster is started here, unless it is set already."""
-    from pipeline.serve.settings import FRONT, LEAN
+def set_ray_serve_env() -> None:
+    """Sets the environment variables for Ray Serve that are not already set."""
+    from pipeline.serve.settings import PROXY_ENV, RAY_SERVE_ENV
 
-    for name, value in (LEAN | FRONT).items():
+    for name, value in (RAY_SERVE_ENV | PROXY_ENV).items():
         os.environ.setdefault(name, value)
 
 
 def serve(settings: ServeSpec, host: str, port: int) -> None:
-    """Starts the application on the Ray cluster of this process, until it is asked to stop."""
+    """Runs the application on the Ray cluster of this process until the process is stopped."""
     from ray import serve as ray_serve
 
     from pipeline.serve.app import build
 
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # here; replicas have their own
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # does not affect the replicas
     ray_serve.start(http_options={"host": host, "port": port})
     try:
         ray_serve.run(build(settings), name=APPLICATION, route_prefix="/")
         names = ", ".join(settings.indexes)
-        jobs.say(f"serving {names} on {address}; the API is described at {address}/docs")
+        jobs.say(f"serving {names} on {address}; API documentation: {address}/docs")
         threading.Event().wait()
     finally:
-        jobs.say("finishing the requests under way")
-        asyncio.run(_end(settings.timeouts.drain_s))
+        jobs.say("draining in-flight requests")
+        asyncio.run(_shut_down(settings.timeouts.drain_s))
 
 
-async def _end(seconds: float) -> None:
-    """Ends the application when its gateways have answered."""
+async def _shut_down(drain_s: float) -> None:
+    """Drains the gateways and shuts down Ray Serve."""
     from ray import serve as ray_serve
 
     from pipeline.serve.app import drain
 
-    with contextlib.suppress(Exception):  # whatever is wrong with them, they are to end
-        await drain(APPLICATION, seconds)
+    with contextlib.suppress(Exception):  # shut down even if draining fails
+        await drain(APPLICATION, drain_s)
     try:
         await ray_serve.shutdown_async()
-    except Exception as error:  # it may not have started yet
+    except Exception as error:  # Ray Serve may not have started yet
         jobs.say(f"Ray Serve did not shut down: {first_line(error)}")
 
 
 def _stop(*_: object) -> None:
-    raise Stopped("stopped; all requests are answered")
+    raise Stopped("stopped after draining in-flight requests")
 
 
 def _print_key(arguments: Sequence[str]) -> None:
-    """Prints a new key's entry for the file, and to standard error the key."""
-    from pipeline.serve.keys import Key, hash_of, new_key
+    """Prints the entry of a new key to standard output and the key to standard error."""
+    from pipeline.serve.keys import Key, hash_key, new_key
 
-    parser = jobs.parser("Makes an access key: its entry goes to the file, the key to its user.")
-    parser.add_argument("--name", required=True, help="its name in logs")
-    parser.add_argument("--indexes", nargs="+", help="default: all")
-    parser.add_argument("--expires", metavar="YYYY-MM-DD", help="default: never")
-    parser.add_argument("--requests-per-second", type=float)
-    parser.add_argument("--evaluate", action="store_true", help="it may ask for evaluations")
+    parser = jobs.parser(
+        "Creates an access key. Standard output contains the entry for the file of keys, standard "
+        "error the key itself."
+    )
+    parser.add_argument("--name", required=True, help="name of the key in logs")
+    parser.add_argument(
+        "--indexes", nargs="+", help="indexes that the key can access (default: all)"
+    )
+    parser.add_argument("--expires", metavar="YYYY-MM-DD", help="expiry date (default: never)")
+    parser.add_argument(
+        "--requests-per-second",
+        type=float,
+        help="rate limit of the key (default: the rate limit of the server)",
+    )
+    parser.add_argument("--evaluate", action="store_true", help="allow the key to run evaluations")
     args = vars(parser.parse(arguments))
     key = new_key()
     entry = {
         name: value for name, value in args.items() if value is not None and value is not False
     }
-    entry["sha256"] = hash_of(key)
+    entry["sha256"] = hash_key(key)
     parse(Key, entry)
     lines = [f"{name}: {value}" for name, value in entry.items()]
     print("  - " + "\n    ".join(lines))
-    print(f"the key of {args['name']}, shown once: {key}", file=sys.stderr)
+    print(f"access key of {args['name']} (not stored): {key}", file=sys.stderr)
 
 
 if __name__ == "__main__":

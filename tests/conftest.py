@@ -24,12 +24,12 @@ from pipeline.index.reader import ITEMS
 from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item, column_metadata, with_metadata
-from pipeline.serve.settings import FRONT
+from pipeline.serve.settings import PROXY_ENV
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests must not access the hub
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-os.environ |= FRONT  # before Ray Serve is imported or a cluster starts
+os.environ |= PROXY_ENV  # before Ray Serve is imported or a cluster starts
 os.environ["MAXRAY_HEADER_SECONDS"] = "2"
 
 torch.set_num_threads(1)  # threads slow down small operations

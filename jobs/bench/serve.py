@@ -37,7 +37,7 @@ import torch
 import jobs
 from jobs.bench.harness import Bench, Repeats, table
 from jobs.bench.maxsim_index import random_int8
-from jobs.serve import APPLICATION, be_lean
+from jobs.serve import APPLICATION, set_ray_serve_env
 from pipeline.config import dump, parse
 from pipeline.encoders.minilm import MiniLM
 from pipeline.index.columns import Representation, encoder_fields, representation_fields
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = args.only or FIGURES
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         os.environ["MAXRAY_CACHE"] = f"{folder}/cache"
-        be_lean()
+        set_ray_serve_env()
         with jobs.cluster():
             if plain := [run for name, run in PLAIN.items() if name in chosen]:
                 with serving(f"{folder}/plain", args) as server:

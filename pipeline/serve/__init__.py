@@ -1,5 +1,5 @@
-"""Serving: search, reranking, encoding and evaluation of indexes over HTTP, on Ray Serve.
+"""Serving of indexes over HTTP with Ray Serve: search, reranking, encoding and evaluation.
 
-`wire` has the types that travel, `client` uses them from outside, `app` builds the application that
-`python -m jobs.serve`, `serve run` and `serve deploy` start.
+`wire` defines the schemas of the API, `client` is its Python client, and `app` builds the
+application that `python -m jobs.serve`, `serve run` and `serve deploy` start.
 """

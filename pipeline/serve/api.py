@@ -1,4 +1,4 @@
-"""The HTTP application: routes, middleware, and the answers to errors."""
+"""The HTTP application: routes, middleware and error handlers."""
 
 from __future__ import annotations
 
@@ -13,36 +13,42 @@ from starlette.routing import Match
 
 from pipeline.config import SpecError
 from pipeline.serve import routes, wire
-from pipeline.serve.errors import CODES, ApiError, error_response, of_spec_error, of_validation
+from pipeline.serve.errors import (
+    CODES,
+    ApiError,
+    error_response,
+    from_spec_error,
+    from_validation_errors,
+)
 from pipeline.serve.gateway import Gateway
 from pipeline.serve.guard import Guard
 from pipeline.version import __version__
 
 log = logging.getLogger("ray.serve")
 
-#: Methods that a path can have.
+#: HTTP methods that a route can have.
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 
-def create_app(make: Callable[[], Awaitable[Gateway]]) -> FastAPI:
-    """Returns the application.
+def create_app(create_gateway: Callable[[], Awaitable[Gateway]]) -> FastAPI:
+    """Returns the HTTP application.
 
     Args:
-        make: Makes the gateway when the application starts.
+        create_gateway: Creates the gateway when the application starts.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.gateway = gateway = await make()
+        app.state.gateway = gateway = await create_gateway()
         yield
         await gateway.engine.indexes.stop()
 
     app = FastAPI(
         title="Maxray",
-        summary="Multi-vector search, reranking and evaluation.",
+        summary="Multimodal multi-vector search, reranking and evaluation.",
         version=__version__,
         lifespan=lifespan,
-        responses={"default": {"model": wire.ErrorAnswer, "description": "any error"}},
+        responses={"default": {"model": wire.ErrorResponse, "description": "Error"}},
     )
     app.include_router(routes.public)
     app.include_router(routes.api)
@@ -55,7 +61,7 @@ def create_app(make: Callable[[], Awaitable[Gateway]]) -> FastAPI:
     return app
 
 
-# FastAPI calls a handler only with errors of the class it was added for.
+# FastAPI declares errors as `Exception` but calls each handler only for its registered class.
 
 
 def _api_error(request: Request, error: Exception) -> Response:
@@ -65,12 +71,12 @@ def _api_error(request: Request, error: Exception) -> Response:
 
 def _spec_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, SpecError)
-    return error_response(request, of_spec_error(error))
+    return error_response(request, from_spec_error(error))
 
 
 def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_response(request, of_validation(list(error.errors())))
+    return error_response(request, from_validation_errors(list(error.errors())))
 
 
 def _http_error(request: Request, error: Exception) -> Response:
@@ -79,7 +85,7 @@ def _http_error(request: Request, error: Exception) -> Response:
     response = error_response(request, ApiError(code, str(error.detail)))
     if error.headers:
         response.headers.update(error.headers)
-    if error.status_code == 405:  # Starlette names the methods of one route only
+    if error.status_code == 405:  # Starlette lists the methods of only one of the routes
         scopes = {method: {**request.scope, "method": method} for method in METHODS}
         allowed = [
             method
@@ -92,4 +98,4 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 def _unexpected_error(request: Request, error: Exception) -> Response:
     log.error("request failed", exc_info=error)
-    return error_response(request, ApiError("internal", "something went wrong on the server"))
+    return error_response(request, ApiError("internal", "internal server error"))

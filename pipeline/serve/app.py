@@ -1,9 +1,11 @@
-"""The application: `build` makes its deployments of settings.
+"""The Ray Serve application, built from settings by `build`.
 
-    serve run pipeline.serve.app:build indexes.cranfield.uri=/data/index     # and
-    serve deploy cluster/serve/cranfield.yaml                                # on a cluster
+Usage on a cluster:
 
-`python -m jobs.serve` starts the same on this machine.
+    serve run pipeline.serve.app:build indexes.cranfield.uri=/data/index
+    serve deploy cluster/serve/cranfield.yaml
+
+`python -m jobs.serve` starts the same application on this machine.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pipeline.config import override, parse
 from pipeline.serve.api import create_app
 from pipeline.serve.calls import Handle, Stages
 from pipeline.serve.engine import Engine
-from pipeline.serve.evaluations import Evaluator, Store, check_folder
+from pipeline.serve.evaluations import EvaluationStore, Evaluator, check_folder
 from pipeline.serve.gateway import Gateway
 from pipeline.serve.library import Library
 from pipeline.serve.metrics import Metrics
@@ -31,91 +33,95 @@ HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 2, 10
 
 
 class Ingress:
-    """The gateway as a deployment of Ray."""
+    """Deployment of the gateway."""
 
     def __init__(self, settings: ServeSpec, stages: Stages[Handle], evaluator: Any = None):
         bind_to_loopback()
-        # The evaluator is not asked for anything; being bound, it is started.
+        # The evaluator is never called; binding it to the gateway makes Ray deploy it.
         self._settings, self._stages, self._evaluator = settings, stages, evaluator
-        self._made: Gateway | None = None
+        self._gateway: Gateway | None = None
 
-    def __serve_build_asgi_app__(self) -> FastAPI:  # Ray's name for it
-        return create_app(self._gateway)
+    def __serve_build_asgi_app__(self) -> FastAPI:  # called by Ray Serve
+        return create_app(self._create_gateway)
 
-    async def _gateway(self) -> Gateway:
+    async def _create_gateway(self) -> Gateway:
         metrics = Metrics()
         engine = Engine(self._settings, self._stages, metrics.stage, metrics.event)
         await engine.indexes.start()
-        store = Store(self._settings) if self._settings.evaluations.folder else None
-        self._made = Gateway(self._settings, engine, metrics, store)
-        return self._made
+        store = EvaluationStore(self._settings) if self._settings.evaluations.folder else None
+        self._gateway = Gateway(self._settings, engine, metrics, store)
+        return self._gateway
 
     async def drain(self) -> None:
-        """Takes no more requests, and waits until those under way are answered."""
-        if self._made is not None:
-            await self._made.drain()
+        """Rejects new requests and waits for the requests in progress."""
+        if self._gateway is not None:
+            await self._gateway.drain()
 
 
 def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
-    """The deployments of a server, bound to each other.
+    """Returns the application of a server.
 
     Args:
-        settings: as Ray hands them on: of a YAML file, or of a command line, where a name may be a
-            dotted one.
+        settings: Settings of the server. Ray passes them from a YAML file or from the command line;
+            the latter may contain dotted names.
 
     Raises:
         SpecError: They are invalid.
     """
     if not isinstance(settings, ServeSpec):
-        settings = _parsed(settings)
+        settings = _parse_settings(settings)
     check_folder(settings.evaluations)
-    drain = settings.timeouts.drain_s
-    encoder = _deployment(QueryEncoder, "Encoder", settings.encoder, drain)
-    library = _deployment(Library, "Library", settings.library, drain)
+    drain_s = settings.timeouts.drain_s
+    encoder = _deployment(QueryEncoder, "Encoder", settings.encoder, drain_s)
+    library = _deployment(Library, "Library", settings.library, drain_s)
     searchers: dict[str, list[Any]] = {}
     rerankers: dict[str, Any] = {}
     edjes: dict[str, Any] = {}
     for name, served in settings.indexes.items():
         searchers[name] = [
-            _deployment(Ranker, f"Searcher-{name}-{i}", settings.searcher, drain).bind(
+            _deployment(Ranker, f"Searcher-{name}-{i}", settings.searcher, drain_s).bind(
                 served, settings.searcher, settings.timeouts.filter_s, (i, served.num_shards)
             )
             for i in range(served.num_shards)
         ]
-        reranker = _deployment(Ranker, f"Reranker-{name}", settings.reranker, drain)
+        reranker = _deployment(Ranker, f"Reranker-{name}", settings.reranker, drain_s)
         rerankers[name] = reranker.bind(served, settings.reranker, settings.timeouts.filter_s)
         if served.edje is not None:
-            edje = _deployment(JointRanker, f"Edje-{name}", settings.edje, drain)
+            edje = _deployment(JointRanker, f"Edje-{name}", settings.edje, drain_s)
             edjes[name] = edje.bind(served, settings.edje)
-    gateway = _deployment(serve.ingress()(Ingress), "Gateway", settings.gateway, drain)
+    gateway = _deployment(serve.ingress()(Ingress), "Gateway", settings.gateway, drain_s)
     evaluator = None
     if settings.evaluations.folder:
-        evaluator = _deployment(Evaluator, "Evaluator", Scale(), drain).bind(settings)
+        evaluator = _deployment(Evaluator, "Evaluator", Scale(), drain_s).bind(settings)
     stages = Stages(
         encoder.bind(settings.encoder), searchers, rerankers, edjes, library.bind(settings.indexes)
     )
     return gateway.bind(settings, stages, evaluator)
 
 
-def _parsed(given: Mapping[str, Any]) -> ServeSpec:
-    dotted = {name: value for name, value in given.items() if "." in name}
-    plain = {name: value for name, value in given.items() if name not in dotted}
-    assigned = [f"{name}={value}" for name, value in dotted.items()]
-    return parse(ServeSpec, override(plain, assigned))
+def _parse_settings(settings: Mapping[str, Any]) -> ServeSpec:
+    dotted = {name: value for name, value in settings.items() if "." in name}
+    plain = {name: value for name, value in settings.items() if name not in dotted}
+    overrides = [f"{name}={value}" for name, value in dotted.items()]
+    return parse(ServeSpec, override(plain, overrides))
 
 
-async def drain(application: str, seconds: float) -> None:
-    """Lets every gateway of a running application answer what it has begun, and take no more.
+async def drain(application: str, timeout_s: float) -> None:
+    """Drains all gateways of a running application.
 
-    Before Ray ends an application: it ends all stages at once, also those that a request of the
-    gateway has yet to come to.
+    Call this before shutting down the application: Ray stops all deployments at once, including
+    stages that the requests in progress have not reached yet.
+
+    Args:
+        application: Name of the application.
+        timeout_s: Time limit, in seconds.
     """
     handle = serve.get_app_handle(application)
-    await handle.broadcast("drain").results_async(timeout_s=seconds, return_exceptions=True)
+    await handle.broadcast("drain").results_async(timeout_s=timeout_s, return_exceptions=True)
 
 
-def _deployment(stage: type, name: str, scale: Scale, drain: float) -> serve.Deployment:
-    """Returns the deployment of a stage, with the replicas and resources of the settings."""
+def _deployment(stage: type, name: str, scale: Scale, drain_s: float) -> serve.Deployment:
+    """Returns the deployment of a stage with the configured replicas and resources."""
     num_replicas: int | str = scale.num_replicas
     autoscaling: dict[str, float] | None = None
     if scale.max_replicas is not None:
@@ -133,7 +139,7 @@ def _deployment(stage: type, name: str, scale: Scale, drain: float) -> serve.Dep
         max_ongoing_requests=scale.max_ongoing_requests,
         max_queued_requests=scale.max_queued_requests,
         logging_config={"encoding": "JSON", "enable_access_log": False},
-        graceful_shutdown_timeout_s=drain,
+        graceful_shutdown_timeout_s=drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,

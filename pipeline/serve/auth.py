@@ -1,4 +1,4 @@
-"""Authentication: the access key of a request, and how many requests it may send."""
+"""Authentication of requests by access keys, and rate limits."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import os
 from fastapi import Request
 
 from pipeline.config import SpecError
-from pipeline.serve.errors import ApiError, of_spec_error
-from pipeline.serve.keys import ANYBODY, VARIABLE, Key, Keys, Rates
+from pipeline.serve.errors import ApiError, from_spec_error
+from pipeline.serve.keys import ANONYMOUS, KEYS_VARIABLE, Key, Keys, Rates
 from pipeline.serve.settings import ServeSpec, is_loopback
 
 log = logging.getLogger("ray.serve")
 
-#: Headers of requests that a proxy relays for somebody else.
-RELAYED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+#: Headers that a proxy adds to the requests that it forwards.
+FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 
 
 class Auth:
     """Authenticates requests and limits their rate.
 
     Attributes:
-        has_keys: Whether requests need an access key.
+        has_keys: Whether requests require an access key.
     """
 
     def __init__(self, settings: ServeSpec):
-        self._keys = Keys(settings.keys) if settings.keys or VARIABLE in os.environ else None
+        self._keys = Keys(settings.keys) if settings.keys or KEYS_VARIABLE in os.environ else None
         self._rates = Rates(settings.limits.requests_per_second, settings.limits.burst)
         self.has_keys = self._keys is not None
 
@@ -34,44 +34,46 @@ class Auth:
         """Returns the access key of a request.
 
         Raises:
-            ApiError: It has none that is valid.
+            ApiError: The request has no valid access key.
         """
         if self._keys is None:
             _check_local(request)
-            return ANYBODY
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not given:
-            raise ApiError("unauthenticated", "an access key is needed: Authorization: Bearer KEY")
+            return ANONYMOUS
+        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secret:
+            message = "an access key is required: set the header Authorization: Bearer KEY"
+            raise ApiError("unauthenticated", message)
         try:
-            key = self._keys.of(given.strip())
+            key = self._keys.find(secret.strip())
         except SpecError as error:
             log.error("access keys: %s", error)
-            raise of_spec_error(error) from None
+            raise from_spec_error(error) from None
         if key is None:
             raise ApiError("unauthenticated", "the access key is unknown or has expired")
         return key
 
     def limit(self, key: Key) -> None:
-        """Counts a request of a key.
+        """Counts a request of a key against its rate limit.
 
         Raises:
-            ApiError: It has sent too many.
+            ApiError: The rate limit is exceeded.
         """
-        if waits := self._rates.take(key):
+        if delay_s := self._rates.acquire(key):
             message = f"the key {key.name} has sent too many requests"
-            raise ApiError("rate_limited", message, retry_after=waits)
+            raise ApiError("rate_limited", message, retry_after=delay_s)
 
 
 def _check_local(request: Request) -> None:
-    """Raises `ApiError` unless a request comes from this machine, for this machine.
+    """Raises `ApiError` unless a request is sent from this machine to this machine.
 
-    A proxy on this machine relays requests of others and names them in headers. A page in a browser
-    on this machine may reach the server under a foreign name that resolves to it.
+    A proxy on this machine can forward external requests, which it marks by headers. A web page in
+    a browser on this machine can reach the server by a foreign host name that resolves to it (DNS
+    rebinding).
     """
     server = (request.scope.get("server") or ("",))[0]
     client = (request.scope.get("client") or ("",))[0]
-    names = [server, client, request.url.hostname]
-    is_relayed = any(name in request.headers for name in RELAYED)
-    if is_relayed or not all(map(is_loopback, names)):
+    hosts = [server, client, request.url.hostname]
+    is_forwarded = any(name in request.headers for name in FORWARDING_HEADERS)
+    if is_forwarded or not all(map(is_loopback, hosts)):
         message = "this server has no access keys and only answers requests from its own machine"
         raise ApiError("forbidden", message)

@@ -1,4 +1,4 @@
-"""Calls of the stages: deadlines, and a second attempt where a replica died."""
+"""Calls to the stages, with deadlines and a retry if a replica dies."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentResponse
 
 from pipeline.config import SpecError
-from pipeline.serve.errors import ApiError, of_spec_error
-from pipeline.serve.outcomes import result
-from pipeline.serve.turns import Caller, all_of
+from pipeline.serve.errors import ApiError, from_spec_error
+from pipeline.serve.outcomes import unwrap
+from pipeline.serve.scheduler import Caller, gather_or_cancel
 
-#: Seconds before the second attempt.
+#: Delay before the retry, in seconds.
 RETRY_SECONDS = 0.2
-#: Maximum seconds in which a stage answers a check.
+#: Time limit of a readiness check of a stage, in seconds.
 CHECK_SECONDS = 5.0
 
 
 class Method(Protocol):
-    """A method of a stage, as a handle of Ray calls it."""
+    """Method of a stage, as exposed by its deployment handle."""
 
     def remote(self, *arguments: Any) -> DeploymentResponse:
-        """Calls the method; the response is awaited."""
+        """Calls the method and returns an awaitable response."""
 
 
 class Handle(Protocol):
-    """A handle of Ray to a deployment, whose attributes are the methods of the stage."""
+    """Deployment handle, whose attributes are the methods of the stage."""
 
     def __getattr__(self, method: str) -> Method: ...
 
@@ -41,7 +41,7 @@ StageT = TypeVar("StageT")
 
 @dataclass(frozen=True)
 class Stages(Generic[StageT]):
-    """The stages: applications, which Ray replaces with handles when it deploys them.
+    """The stages: bound applications, which Ray replaces with handles when it deploys them.
 
     Attributes:
         encoder: The query encoder.
@@ -67,58 +67,59 @@ class Stages(Generic[StageT]):
         return handles
 
 
-class Calls:
-    """Calls stages on behalf of a caller.
+class StageClient:
+    """Client of the stages.
 
     Args:
-        count: Called with "retry" and the stage before a second attempt.
+        stages: Handles of the stages.
+        count: Called with "retry" and the name of the stage before a retry.
     """
 
     def __init__(self, stages: Stages[Handle], count: Callable[[str, str], None]):
         self._stages, self._count = stages, count
         self._checking: asyncio.Task | None = None
 
-    async def ask(self, stage: str, caller: Caller, method: Method, *arguments: Any) -> Any:
-        """Returns the result of a stage; a stage whose replica died is asked once more.
+    async def call(self, stage: str, caller: Caller, method: Method, *arguments: Any) -> Any:
+        """Returns the result of a method of a stage; retries once if the replica dies.
 
         Args:
             stage: Name of the stage in errors and metrics.
-            caller: The access key, and the time limit in seconds.
+            caller: The access key and the time limit.
             method: Method of the handle of the stage.
-            arguments: Its arguments; the caller with the remaining seconds is added to them.
+            arguments: Arguments of the method. The caller, with the remaining time, is appended.
 
         Raises:
-            ApiError: The request is invalid, or the stage is overloaded, gone or too slow.
+            ApiError: The request is invalid, or the stage is overloaded, unavailable or too slow.
         """
-        end = time.monotonic() + caller.seconds
+        end = time.monotonic() + caller.timeout_s
         for attempt in (1, 2):
-            left = end - time.monotonic()
+            remaining = end - time.monotonic()
             try:
-                async with asyncio.timeout(left):
-                    call = method.remote(*arguments, caller._replace(seconds=left))
-                    return result(await _cancellable(call))
+                async with asyncio.timeout(remaining):
+                    response = method.remote(*arguments, caller._replace(timeout_s=remaining))
+                    return unwrap(await _cancellable(response))
             except BackPressureError:
-                raise ApiError("unavailable", f"{stage} has too much to do") from None
+                raise ApiError("unavailable", f"{stage} is overloaded") from None
             except RayTaskError:
                 raise
             except TimeoutError as error:
-                message = str(error) or f"{stage} took longer than {caller.seconds:g} s"
+                message = str(error) or f"{stage} took longer than {caller.timeout_s:g} s"
                 raise ApiError("timeout", message) from None
             except SpecError as error:
-                raise of_spec_error(error) from None
+                raise from_spec_error(error) from None
             except (RayError, DeploymentUnavailableError) as error:
                 if attempt == 2:
-                    message = f"{stage} is unavailable at the moment"
+                    message = f"{stage} is temporarily unavailable"
                     raise ApiError("unavailable", message) from error
                 self._count("retry", stage)
                 await asyncio.sleep(RETRY_SECONDS)
         raise AssertionError
 
     async def check(self) -> None:
-        """Asks every stage whether it runs, once for all who ask at the same time.
+        """Checks that every stage responds. Concurrent checks share one call per stage.
 
         Raises:
-            ApiError: A stage does not answer.
+            ApiError: A stage does not respond.
         """
         if self._checking is None or self._checking.done():
             self._checking = asyncio.create_task(self._check())
@@ -126,13 +127,13 @@ class Calls:
 
     async def _check(self) -> None:
         caller = Caller("", CHECK_SECONDS)
-        await all_of(
-            self.ask(stage, caller, handle.is_there) for stage, handle in self._stages.by_name()
+        await gather_or_cancel(
+            self.call(stage, caller, handle.ping) for stage, handle in self._stages.by_name()
         )
 
 
 async def _cancellable(response: DeploymentResponse) -> Any:
-    """Returns the outcome of a stage, whose work is cancelled with the caller."""
+    """Awaits a response, and cancels the call to the stage if the awaiting task is cancelled."""
     try:
         return await response
     except asyncio.CancelledError:

@@ -1,13 +1,13 @@
-"""A client of the API, for scripts and services: `Client` waits, `AsyncClient` is awaited.
+"""Clients of the HTTP API: `Client` and, for asyncio, `AsyncClient`.
 
     with Client("http://127.0.0.1:8000", key="mr_...") as client:
         for hit in client.search("a question", k=5).hits:
             print(hit.score, hit.item_id)
 
-What failed for a moment is asked again: a connection that was refused or broke, 429, 502 to 504,
-and a 500 that is not the server's own, after what its `Retry-After` says or a growing while, for
-half a minute in all (a proxy or replica that died takes some seconds to start). Searches change
-nothing and may be sent twice; an evaluation carries a key by which the server knows it again.
+Transient failures are retried: refused and broken connections, the statuses 429 and 502 to 504, and
+a 500 that was not sent by the gateway. The delay is exponential, or that of `Retry-After` if it is
+longer; by default, retries span about half a minute (a failed proxy or replica restarts within
+seconds). Retries are safe: searches have no side effects, and evaluations have an idempotency key.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from pydantic import ValidationError
 from pipeline.schema import Composed
 from pipeline.serve import wire
 
-AnswerT = TypeVar("AnswerT", bound=wire.Answer)
+ResponseT = TypeVar("ResponseT", bound=wire.Response)
 AnyQuery = str | bytes | Composed | Sequence[Sequence[float]] | wire.Query
 
-#: Where the key is looked for if none is given.
-VARIABLE = "MAXRAY_KEY"
-RETRIED = frozenset({429, 502, 503, 504})
-#: Seconds before the second try; each later one waits twice as long, up to a bound.
-FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
-#: How often a request is sent at most, unless the client says otherwise.
-TRIES = 9
+#: Environment variable of the default access key.
+KEY_VARIABLE = "MAXRAY_KEY"
+RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+#: Delay before the first retry, in seconds. It doubles with each further retry up to the maximum.
+INITIAL_DELAY_S, MAX_DELAY_S = 0.25, 10.0
+#: Default of the maximum number of attempts per request.
+MAX_TRIES = 9
 
 
 class ServerError(Exception):
-    """The server answered that it did not do what was asked.
+    """Error response of the server.
 
     Attributes:
-        status: of HTTP.
-        problem: what went wrong: its code, a sentence, the field, and the id of the request.
+        status: HTTP status.
+        problem: Code and message of the error, the invalid field and the request id.
     """
 
     def __init__(self, status: int, problem: wire.Problem):
@@ -57,49 +57,49 @@ class ServerError(Exception):
 
 
 @dataclass(frozen=True)
-class _Call(Generic[AnswerT]):
-    """A request that is to be sent, and what its answer is read as."""
+class _Call(Generic[ResponseT]):
+    """A request and the schema of its response."""
 
     method: str
     path: str
-    kind: type[AnswerT]
+    schema: type[ResponseT]
     body: wire.Request | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
-        """What httpx takes."""
-        given = {name: value for name, value in self.parameters.items() if value is not None}
-        made: dict[str, Any] = {"method": self.method, "url": self.path, "params": given}
-        made["headers"] = dict(self.headers)
+        """Returns the arguments of `httpx2.Client.request`."""
+        parameters = {name: value for name, value in self.parameters.items() if value is not None}
+        arguments: dict[str, Any] = {"method": self.method, "url": self.path, "params": parameters}
+        arguments["headers"] = dict(self.headers)
         if self.body is not None:
-            made["content"] = self.body.model_dump_json(exclude_unset=True)
-            made["headers"]["Content-Type"] = "application/json"
-        return made
+            arguments["content"] = self.body.model_dump_json(exclude_unset=True)
+            arguments["headers"]["Content-Type"] = "application/json"
+        return arguments
 
 
-def _search(query: AnyQuery, options: Mapping[str, Any]) -> _Call[wire.SearchAnswer]:
+def _search(query: AnyQuery, options: Mapping[str, Any]) -> _Call[wire.SearchResponse]:
     body = wire.SearchRequest(query=_query(query), **options)
-    return _Call("POST", "/v1/search", wire.SearchAnswer, body)
+    return _Call("POST", "/v1/search", wire.SearchResponse, body)
 
 
 def _search_batch(
     queries: Sequence[AnyQuery], options: Mapping[str, Any]
-) -> _Call[wire.BatchAnswer]:
-    body = wire.BatchRequest(queries=[_query(query) for query in queries], **options)
-    return _Call("POST", "/v1/search:batch", wire.BatchAnswer, body)
+) -> _Call[wire.BatchSearchResponse]:
+    body = wire.BatchSearchRequest(queries=[_query(query) for query in queries], **options)
+    return _Call("POST", "/v1/search:batch", wire.BatchSearchResponse, body)
 
 
-def _encode(queries: Sequence[AnyQuery], options: Mapping[str, Any]) -> _Call[wire.EncodeAnswer]:
+def _encode(queries: Sequence[AnyQuery], options: Mapping[str, Any]) -> _Call[wire.EncodeResponse]:
     body = wire.EncodeRequest(queries=[_query(query) for query in queries], **options)
-    return _Call("POST", "/v1/encode", wire.EncodeAnswer, body)
+    return _Call("POST", "/v1/encode", wire.EncodeResponse, body)
 
 
 def _rerank(
     query: AnyQuery, item_ids: Sequence[str], options: Mapping[str, Any]
-) -> _Call[wire.RerankAnswer]:
+) -> _Call[wire.RerankResponse]:
     body = wire.RerankRequest(query=_query(query), item_ids=list(item_ids), **options)
-    return _Call("POST", "/v1/rerank", wire.RerankAnswer, body)
+    return _Call("POST", "/v1/rerank", wire.RerankResponse, body)
 
 
 def _item(item_id: str, index: str | None) -> _Call[wire.Item]:
@@ -112,7 +112,7 @@ def _indexes() -> _Call[wire.IndexList]:
 
 def _evaluate(options: Mapping[str, Any]) -> _Call[wire.Evaluation]:
     body = wire.EvaluationRequest(**options)
-    headers = {"Idempotency-Key": uuid.uuid4().hex}  # sent again, it is the same evaluation
+    headers = {"Idempotency-Key": uuid.uuid4().hex}  # a retry does not create another evaluation
     return _Call("POST", "/v1/evaluations", wire.Evaluation, body, headers=headers)
 
 
@@ -124,12 +124,12 @@ def _evaluations() -> _Call[wire.EvaluationList]:
     return _Call("GET", "/v1/evaluations", wire.EvaluationList)
 
 
-def _file(name: str, path: str) -> _Call[wire.Answer]:
-    return _Call("GET", f"/v1/evaluations/{name}/files/{quote(path)}", wire.Answer)
+def _file(name: str, path: str) -> _Call[wire.Response]:
+    return _Call("GET", f"/v1/evaluations/{name}/files/{quote(path)}", wire.Response)
 
 
 def _query(query: AnyQuery) -> wire.Query:
-    """A text, a picture's file, both together, or vectors of any kind of array."""
+    """Converts a query to its HTTP representation."""
     if isinstance(query, str | wire.Vectors | wire.Image):
         return query
     if isinstance(query, bytes):
@@ -141,78 +141,85 @@ def _query(query: AnyQuery) -> wire.Query:
 
 
 def _quoted(item_id: str) -> str:
-    """An id as a part of a URL; the server takes all that follows as one id."""
+    """Returns an id as one segment of a URL."""
     return quote(item_id, safe="")
 
 
-def _read(response: httpx2.Response, kind: type[AnswerT]) -> AnswerT:
-    """The answer of a response.
+def _read(response: httpx2.Response, schema: type[ResponseT]) -> ResponseT:
+    """Parses the body of a response.
 
     Raises:
-        ServerError: it is no answer of this API.
+        ServerError: The body does not have the expected schema.
     """
     try:
-        return kind.model_validate_json(response.content)
+        return schema.model_validate_json(response.content)
     except ValidationError as error:
-        reason = f"the answer is no {kind.__name__}: {error.errors()[0]['msg']}"
+        reason = f"the response is not a valid {schema.__name__}: {error.errors()[0]['msg']}"
         problem = wire.Problem(code="internal", message=reason)
         raise ServerError(response.status_code, problem) from None
 
 
 def raise_for_error(response: httpx2.Response) -> None:
-    """Raises `ServerError` if a response is no success."""
+    """Raises `ServerError` for an error response."""
     if response.is_success:
         return
     try:
-        problem = wire.ErrorAnswer.model_validate_json(response.content).error
-    except ValidationError:  # of something between here and the server
+        problem = wire.ErrorResponse.model_validate_json(response.content).error
+    except ValidationError:  # sent by a proxy rather than the server
         text = response.text.strip()[:200] or response.reason_phrase
-        code: wire.Code = "unavailable" if response.status_code >= 500 else "bad_request"
+        code: wire.ErrorCode = "unavailable" if response.status_code >= 500 else "bad_request"
         problem = wire.Problem(code=code, message=text)
     raise ServerError(response.status_code, problem)
 
 
 def _is_retryable(response: httpx2.Response) -> bool:
-    """Returns whether a request is sent again after this response."""
-    # A 500 of the server says what is wrong. Another one comes from Ray's proxy, whose replica died
-    # with the request.
-    is_of_proxy = response.status_code == 500 and not _is_ours(response)
-    return response.status_code in RETRIED or is_of_proxy
+    """Returns whether a request is retried after this response."""
+    # Ray's proxy sends a 500 without a JSON error if the replica dies during the request.
+    is_proxy_error = response.status_code == 500 and not _is_api_error(response)
+    return response.status_code in RETRIED_STATUSES or is_proxy_error
 
 
 def _is_temporary(error: httpx2.TransportError) -> bool:
-    """Returns whether a request is sent again after this error; errors of the client repeat."""
+    """Returns whether a request is retried after this error. Errors of the client are not."""
     return not isinstance(error, httpx2.LocalProtocolError | httpx2.UnsupportedProtocol)
 
 
-def _is_ours(response: httpx2.Response) -> bool:
-    """Whether an error is in the form of this API."""
+def _is_api_error(response: httpx2.Response) -> bool:
+    """Returns whether a response is an error of the API."""
     try:
-        return bool(wire.ErrorAnswer.model_validate_json(response.content))
+        return bool(wire.ErrorResponse.model_validate_json(response.content))
     except ValidationError:
         return False
 
 
-def wait_before(tried: int, response: httpx2.Response | None) -> float:
-    """Seconds to wait before a request is sent again that was sent `tried` times."""
-    waits = min(FIRST_WAIT * 2 ** (tried - 1), LONGEST_WAIT)
-    waits *= 0.5 + random.random() / 2  # or all clients come back at once
+def retry_delay(num_tries: int, response: httpx2.Response | None) -> float:
+    """Returns the delay before the next attempt of a request, in seconds.
+
+    Args:
+        num_tries: Number of attempts so far.
+        response: Response of the last attempt; None if there was none.
+    """
+    delay = min(INITIAL_DELAY_S * 2 ** (num_tries - 1), MAX_DELAY_S)
+    delay *= 0.5 + random.random() / 2  # jitter spreads the retries of many clients
     try:
-        said = float(response.headers.get("retry-after", 0)) if response is not None else 0.0
+        retry_after = float(response.headers.get("retry-after", 0)) if response is not None else 0.0
     except ValueError:
-        said = 0.0
-    return max(waits, min(said, LONGEST_WAIT))
+        retry_after = 0.0
+    return max(delay, min(retry_after, MAX_DELAY_S))
 
 
 class Client:
-    """The API, one request at a time.
+    """Synchronous client of the HTTP API.
+
+    Methods raise `ServerError` if the server returns an error, and `httpx2.TransportError` if it
+    cannot be reached, each after the last attempt.
 
     Args:
-        url: of the server, such as http://127.0.0.1:8000.
-        key: the access key; default: that of the variable MAXRAY_KEY.
-        tries: how often a request is sent at most.
-        timeout: seconds until a try is given up.
-        transport: for tests: what sends the requests.
+        url: URL of the server, such as http://127.0.0.1:8000.
+        key: Access key. Default: the environment variable MAXRAY_KEY.
+        tries: Maximum number of attempts per request.
+        timeout: Time limit of an attempt, in seconds.
+        transport: Transport of httpx; replaced in tests.
     """
 
     def __init__(
@@ -220,13 +227,13 @@ class Client:
         url: str,
         key: str | None = None,
         *,
-        tries: int = TRIES,
+        tries: int = MAX_TRIES,
         timeout: float = 60.0,
         transport: httpx2.BaseTransport | None = None,
     ):
         self._tries = tries
-        how = _how(url, key, timeout)
-        self._http = httpx2.Client(transport=transport, **how)
+        options = _http_options(url, key, timeout)
+        self._http = httpx2.Client(transport=transport, **options)
 
     def __enter__(self) -> Client:
         return self
@@ -240,39 +247,52 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         self._http.close()
 
-    def search(self, query: AnyQuery, **options: Any) -> wire.SearchAnswer:
-        """The best items for a query.
+    def search(self, query: AnyQuery, **options: Any) -> wire.SearchResponse:
+        """Returns the best items for a query.
 
         Args:
-            query: a text, a picture as the bytes of its file, a `Composed` of both, or token
-                vectors (M, D).
-            options: the fields of `wire.SearchOptions`, such as k, representation, rerank:
-                `{"rerank_depth": 100}`, or `{"by": "edje"}` where the index is served with an EDJE.
+            query: A text, the bytes of an image file, a `Composed` query, or token vectors (M, D).
+            options: Fields of `wire.SearchOptions`, for example `k`, `representation` or
+                `rerank={"rerank_depth": 100}`. `rerank={"by": "edje"}` requires an index that is
+                served with an EDJE model.
 
         Raises:
-            ServerError: the server says that something is wrong, after all tries.
-            httpx2.TransportError: it does not answer.
+            ServerError: The server returned an error.
+            httpx2.TransportError: The server cannot be reached.
             pydantic.ValidationError: An option is invalid.
         """
         return self._send(_search(query, options))
 
-    def search_batch(self, queries: Sequence[AnyQuery], **options: Any) -> wire.BatchAnswer:
-        """The best items for each of many queries; options as in `search`."""
+    def search_batch(self, queries: Sequence[AnyQuery], **options: Any) -> wire.BatchSearchResponse:
+        """Returns the best items for each query; see `search`."""
         return self._send(_search_batch(queries, options))
 
-    def encode(self, queries: Sequence[AnyQuery], **options: Any) -> wire.EncodeAnswer:
-        """Queries as vectors; options: index, representation."""
+    def encode(self, queries: Sequence[AnyQuery], **options: Any) -> wire.EncodeResponse:
+        """Encodes queries.
+
+        Args:
+            queries: Queries as in `search`.
+            options: Fields of `wire.EncodeRequest`: `index`, `representation`.
+        """
         return self._send(_encode(queries, options))
 
-    def rerank(self, query: AnyQuery, item_ids: Sequence[str], **options: Any) -> wire.RerankAnswer:
-        """Scores of given items; options: index, representation, k, by: vectors or edje."""
+    def rerank(
+        self, query: AnyQuery, item_ids: Sequence[str], **options: Any
+    ) -> wire.RerankResponse:
+        """Scores the given items for a query and returns them best first.
+
+        Args:
+            query: A query as in `search`.
+            item_ids: Ids of the items.
+            options: Fields of `wire.RerankRequest`: `index`, `representation`, `k`, `by`.
+        """
         return self._send(_rerank(query, item_ids, options))
 
     def item(self, item_id: str, index: str | None = None) -> wire.Item:
-        """What is stored of an item."""
+        """Returns the stored fields of an item."""
         return self._send(_item(item_id, index))
 
     def preview(
@@ -294,48 +314,59 @@ class Client:
         return self._response(_preview(item_id, index, media, seconds).arguments()).content
 
     def indexes(self) -> list[wire.IndexInfo]:
-        """What is served."""
+        """Returns the indexes that the access key can access."""
         return self._send(_indexes()).indexes
 
     def evaluate(self, **options: Any) -> wire.Evaluation:
-        """Asks for an evaluation; options: the fields of `wire.EvaluationRequest`."""
+        """Queues an evaluation.
+
+        Args:
+            options: Fields of `wire.EvaluationRequest`.
+        """
         return self._send(_evaluate(options))
 
     def evaluation(self, name: str) -> wire.Evaluation:
-        """How far an evaluation is, and its results when it is done."""
+        """Returns the state of an evaluation and, if it is done, its results."""
         return self._send(_evaluation("GET", name))
 
     def evaluations(self) -> list[wire.Evaluation]:
-        """Those of this key, the newest first."""
+        """Returns the evaluations created with the access key, newest first."""
         return self._send(_evaluations()).evaluations
 
     def evaluation_file(self, name: str, path: str) -> bytes:
-        """One of an evaluation's `files`."""
+        """Returns the content of a file of an evaluation; see `wire.Evaluation.files`."""
         return self._response(_file(name, path).arguments()).content
 
     def cancel_evaluation(self, name: str) -> wire.Evaluation:
-        """Ends an evaluation that has not ended."""
+        """Cancels a queued or running evaluation."""
         return self._send(_evaluation("POST", f"{name}:cancel"))
 
     def delete_evaluation(self, name: str) -> None:
-        """Removes an evaluation that has ended."""
+        """Deletes a finished evaluation."""
         self._response(_evaluation("DELETE", name).arguments())
 
-    def wait_for(self, name: str, seconds: float = 3600, every: float = 1.0) -> wire.Evaluation:
-        """An evaluation when it has ended.
+    def wait_for(
+        self, name: str, timeout: float = 3600, poll_interval: float = 1.0
+    ) -> wire.Evaluation:
+        """Waits until an evaluation has finished and returns it.
+
+        Args:
+            name: Id of the evaluation.
+            timeout: Time limit, in seconds.
+            poll_interval: Interval between requests, in seconds.
 
         Raises:
-            TimeoutError: it takes longer.
+            TimeoutError: The time limit has passed.
         """
-        end = time.monotonic() + seconds
-        while (found := self.evaluation(name)).state in ("queued", "running"):
+        end = time.monotonic() + timeout
+        while (evaluation := self.evaluation(name)).state in ("queued", "running"):
             if time.monotonic() > end:
-                raise TimeoutError(f"the evaluation {name} is {found.state} after {seconds:g} s")
-            time.sleep(every)
-        return found
+                raise TimeoutError(f"evaluation {name} is {evaluation.state} after {timeout:g} s")
+            time.sleep(poll_interval)
+        return evaluation
 
-    def _send(self, call: _Call[AnswerT]) -> AnswerT:
-        return _read(self._response(call.arguments()), call.kind)
+    def _send(self, call: _Call[ResponseT]) -> ResponseT:
+        return _read(self._response(call.arguments()), call.schema)
 
     def _response(self, arguments: Mapping[str, Any]) -> httpx2.Response:
         num_tries = 0
@@ -351,24 +382,24 @@ class Client:
                 if num_tries >= self._tries or not _is_retryable(response):
                     raise_for_error(response)
                     return response
-            time.sleep(wait_before(num_tries, response))
+            time.sleep(retry_delay(num_tries, response))
 
 
 class AsyncClient:
-    """The API with many requests under way; arguments and methods as those of `Client`."""
+    """Asynchronous client of the HTTP API, with the arguments and methods of `Client`."""
 
     def __init__(
         self,
         url: str,
         key: str | None = None,
         *,
-        tries: int = TRIES,
+        tries: int = MAX_TRIES,
         timeout: float = 60.0,
         transport: httpx2.AsyncBaseTransport | None = None,
     ):
         self._tries = tries
-        how = _how(url, key, timeout)
-        self._http = httpx2.AsyncClient(transport=transport, **how)
+        options = _http_options(url, key, timeout)
+        self._http = httpx2.AsyncClient(transport=transport, **options)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -382,29 +413,31 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         await self._http.aclose()
 
-    async def search(self, query: AnyQuery, **options: Any) -> wire.SearchAnswer:
-        """As `Client.search`."""
+    async def search(self, query: AnyQuery, **options: Any) -> wire.SearchResponse:
+        """See `Client.search`."""
         return await self._send(_search(query, options))
 
-    async def search_batch(self, queries: Sequence[AnyQuery], **options: Any) -> wire.BatchAnswer:
-        """As `Client.search_batch`."""
+    async def search_batch(
+        self, queries: Sequence[AnyQuery], **options: Any
+    ) -> wire.BatchSearchResponse:
+        """See `Client.search_batch`."""
         return await self._send(_search_batch(queries, options))
 
-    async def encode(self, queries: Sequence[AnyQuery], **options: Any) -> wire.EncodeAnswer:
-        """As `Client.encode`."""
+    async def encode(self, queries: Sequence[AnyQuery], **options: Any) -> wire.EncodeResponse:
+        """See `Client.encode`."""
         return await self._send(_encode(queries, options))
 
     async def rerank(
         self, query: AnyQuery, item_ids: Sequence[str], **options: Any
-    ) -> wire.RerankAnswer:
-        """As `Client.rerank`."""
+    ) -> wire.RerankResponse:
+        """See `Client.rerank`."""
         return await self._send(_rerank(query, item_ids, options))
 
     async def item(self, item_id: str, index: str | None = None) -> wire.Item:
-        """As `Client.item`."""
+        """See `Client.item`."""
         return await self._send(_item(item_id, index))
 
     async def preview(
@@ -415,50 +448,50 @@ class AsyncClient:
         media: Literal["image", "audio"] = "image",
         seconds: float | None = None,
     ) -> bytes:
-        """As `Client.preview`."""
+        """See `Client.preview`."""
         return (await self._response(_preview(item_id, index, media, seconds).arguments())).content
 
     async def indexes(self) -> list[wire.IndexInfo]:
-        """As `Client.indexes`."""
+        """See `Client.indexes`."""
         return (await self._send(_indexes())).indexes
 
     async def evaluate(self, **options: Any) -> wire.Evaluation:
-        """As `Client.evaluate`."""
+        """See `Client.evaluate`."""
         return await self._send(_evaluate(options))
 
     async def evaluation(self, name: str) -> wire.Evaluation:
-        """As `Client.evaluation`."""
+        """See `Client.evaluation`."""
         return await self._send(_evaluation("GET", name))
 
     async def evaluations(self) -> list[wire.Evaluation]:
-        """As `Client.evaluations`."""
+        """See `Client.evaluations`."""
         return (await self._send(_evaluations())).evaluations
 
     async def evaluation_file(self, name: str, path: str) -> bytes:
-        """As `Client.evaluation_file`."""
+        """See `Client.evaluation_file`."""
         return (await self._response(_file(name, path).arguments())).content
 
     async def cancel_evaluation(self, name: str) -> wire.Evaluation:
-        """As `Client.cancel_evaluation`."""
+        """See `Client.cancel_evaluation`."""
         return await self._send(_evaluation("POST", f"{name}:cancel"))
 
     async def delete_evaluation(self, name: str) -> None:
-        """As `Client.delete_evaluation`."""
+        """See `Client.delete_evaluation`."""
         await self._response(_evaluation("DELETE", name).arguments())
 
     async def wait_for(
-        self, name: str, seconds: float = 3600, every: float = 1.0
+        self, name: str, timeout: float = 3600, poll_interval: float = 1.0
     ) -> wire.Evaluation:
-        """As `Client.wait_for`."""
-        end = time.monotonic() + seconds
-        while (found := await self.evaluation(name)).state in ("queued", "running"):
+        """See `Client.wait_for`."""
+        end = time.monotonic() + timeout
+        while (evaluation := await self.evaluation(name)).state in ("queued", "running"):
             if time.monotonic() > end:
-                raise TimeoutError(f"the evaluation {name} is {found.state} after {seconds:g} s")
-            await asyncio.sleep(every)
-        return found
+                raise TimeoutError(f"evaluation {name} is {evaluation.state} after {timeout:g} s")
+            await asyncio.sleep(poll_interval)
+        return evaluation
 
-    async def _send(self, call: _Call[AnswerT]) -> AnswerT:
-        return _read(await self._response(call.arguments()), call.kind)
+    async def _send(self, call: _Call[ResponseT]) -> ResponseT:
+        return _read(await self._response(call.arguments()), call.schema)
 
     async def _response(self, arguments: Mapping[str, Any]) -> httpx2.Response:
         num_tries = 0
@@ -474,13 +507,13 @@ class AsyncClient:
                 if num_tries >= self._tries or not _is_retryable(response):
                     raise_for_error(response)
                     return response
-            await asyncio.sleep(wait_before(num_tries, response))
+            await asyncio.sleep(retry_delay(num_tries, response))
 
 
-def _how(url: str, key: str | None, timeout: float) -> dict[str, Any]:
+def _http_options(url: str, key: str | None, timeout: float) -> dict[str, Any]:
     if not re.match(r"https?://\w", url):
         raise ValueError(f"url must be http://HOST:PORT or https://HOST:PORT, got {url!r}")
-    key = (key or os.environ.get(VARIABLE) or "").strip()
+    key = (key or os.environ.get(KEY_VARIABLE) or "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ValueError("key must consist of printable ASCII characters")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -489,7 +522,7 @@ def _how(url: str, key: str | None, timeout: float) -> dict[str, Any]:
 
 def _preview(
     item_id: str, index: str | None, media: str, seconds: float | None
-) -> _Call[wire.Answer]:
+) -> _Call[wire.Response]:
     parameters = {"index": index, "media": media, "seconds": seconds}
     path = f"/v1/previews/{_quoted(item_id)}"
-    return _Call("GET", path, wire.Answer, parameters=parameters)
+    return _Call("GET", path, wire.Response, parameters=parameters)

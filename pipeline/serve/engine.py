@@ -1,4 +1,4 @@
-"""A search from its request to its answer: asks the stages in turn."""
+"""Engine of the gateway, which runs searches by calling the stages."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ from pipeline.search.query import Queries, Unencoded
 from pipeline.search.score import Ranking
 from pipeline.search.shards import merge_rankings
 from pipeline.serve import wire
-from pipeline.serve.answers import hit_answer, truncation_warnings
-from pipeline.serve.calls import Calls, Handle, Stages
-from pipeline.serve.errors import ApiError, of_spec_error
-from pipeline.serve.inputs import check_edje, read_query, read_written
+from pipeline.serve.calls import Handle, StageClient, Stages
+from pipeline.serve.errors import ApiError, from_spec_error
+from pipeline.serve.inputs import check_edje, read_query, read_unencoded
+from pipeline.serve.responses import hit_response, truncation_warnings
+from pipeline.serve.scheduler import Caller, gather_or_cancel
 from pipeline.serve.served import Served, ServedIndexes
 from pipeline.serve.settings import ServeSpec
-from pipeline.serve.turns import Caller, all_of
 
-#: Rows of shard i are counted from i times this, so that merged rankings name their shards.
+#: Offset between the row numbers of consecutive shards, which identifies the shard of a row.
 SHARD_ROWS = 1 << 40
-#: Names of the second stages in metrics and in `milliseconds`.
-STAGE_OF = {"vectors": "rerank", "edje": "edje"}
+#: Names of the reranking stages in metrics and in `milliseconds`.
+RERANK_STAGES = {"vectors": "rerank", "edje": "edje"}
 
 
 class Timer:
-    """Milliseconds by stage of one request."""
+    """Timer of the stages of a request.
+
+    Args:
+        observe: Called with the name and the duration, in seconds, of each stage.
+    """
 
     def __init__(self, observe: Callable[[str, float], None]):
         self.start = time.perf_counter()
@@ -43,7 +47,7 @@ class Timer:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the time of the context to a stage."""
+        """Adds the duration of the context to a stage."""
         start = time.perf_counter()
         try:
             yield
@@ -53,23 +57,26 @@ class Timer:
             self.milliseconds[name] = round(self.milliseconds.get(name, 0.0) + 1e3 * seconds, 3)
 
     def all(self) -> dict[str, float]:
-        """Returns the milliseconds of the stages and the total."""
+        """Returns the durations of the stages and of the request, in milliseconds."""
         total = round(1e3 * (time.perf_counter() - self.start), 3)
         return {**self.milliseconds, "total": total}
 
 
 class Engine:
-    """Answers requests by asking the stages.
+    """Runs requests by calling the stages.
 
-    In its methods `key` is the name of the access key: the stages share their time among keys.
+    The argument `key` of the methods is the name of the access key, by which the stages schedule
+    their calls.
 
     Args:
-        observe: Called with each stage of each request and its seconds.
-        count: Called with other events ("retry", "degraded") and their stage.
+        settings: Settings of the server.
+        stages: Handles of the stages.
+        observe: Called with the name and the duration, in seconds, of each stage of a request.
+        count: Called with an event ("retry", "degraded" or "reload_failed") and its stage.
 
     Attributes:
-        indexes: The served version of each index.
-        calls: Calls of the stages.
+        indexes: Served version of each index.
+        calls: Client of the stages.
     """
 
     def __init__(
@@ -82,7 +89,7 @@ class Engine:
         self.settings, self._stages = settings, stages
         self._observe, self._count = observe, count
         self.indexes = ServedIndexes(settings, stages, count)
-        self.calls = Calls(stages, count)
+        self.calls = StageClient(stages, count)
 
     async def search(
         self,
@@ -92,10 +99,13 @@ class Engine:
         timer: Timer,
         key: str,
     ) -> tuple[list[list[wire.Hit]], bool, list[str]]:
-        """Searches for each query.
+        """Searches with each query.
 
         Returns:
-            The hits of each query, whether they were reranked, and warnings.
+            The hits of each query, whether they are reranked, and warnings.
+
+        Raises:
+            ApiError: The request is invalid, or a stage failed.
         """
         if options.rerank == "edje":
             check_edje(served, queries, "rerank.by")
@@ -108,7 +118,7 @@ class Engine:
             rankings = await self._rank(served, encoded, options.first_stage(), key)
         is_reranked, warnings = False, []
         if options.rerank is not None:
-            stage = STAGE_OF[options.rerank]
+            stage = RERANK_STAGES[options.rerank]
             try:
                 with timer.stage(stage):
                     rankings = await self._rerank(served, queries, encoded, rankings, options, key)
@@ -132,44 +142,47 @@ class Engine:
     async def encode(
         self, served: Served, queries: Sequence[wire.Query], representation: str, key: str
     ) -> list[Queries]:
-        """Encodes queries for a representation, one `Queries` each.
+        """Encodes queries for a representation, into one `Queries` per query.
 
         Raises:
-            ApiError: A query is invalid, or the encoder does not read its kind.
+            ApiError: A query is invalid, or the encoder does not support its kind.
         """
         info = served.representation(representation)
         limits = self.settings.limits
         try:
             read = [await asyncio.to_thread(read_query, query, info, limits) for query in queries]
         except SpecError as error:
-            raise of_spec_error(error) from None
-        encoded = {place: each for place, each in enumerate(read) if isinstance(each, Queries)}
+            raise from_spec_error(error) from None
+        encoded = {i: query for i, query in enumerate(read) if isinstance(query, Queries)}
         for kind in get_args(Unencoded):  # an encoder reads one kind at a time
-            places = [place for place, each in enumerate(read) if isinstance(each, kind)]
-            if places:
-                found = await self.calls.ask(
+            positions = [i for i, query in enumerate(read) if isinstance(query, kind)]
+            if positions:
+                results = await self.calls.call(
                     "encode",
                     Caller(key, self.settings.timeouts.encode_s),
                     self._stages.encoder.encode,
                     representation,
                     info.encoder,
-                    [read[place] for place in places],
+                    [read[i] for i in positions],
                 )
-                encoded |= zip(places, found, strict=True)
-        return [encoded[place] for place in range(len(queries))]
+                encoded |= zip(positions, results, strict=True)
+        return [encoded[i] for i in range(len(queries))]
 
     async def _search_shard(
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
     ) -> list[list[wire.Hit]]:
-        """Returns the hits of the only shard, ranked and described in one call."""
-        seconds = self.settings.timeouts.search_s + self.settings.timeouts.describe_s
+        """Returns the hits of an index with one shard, ranked and described in one call."""
+        timeout_s = self.settings.timeouts.search_s + self.settings.timeouts.describe_s
         (shard,) = self._stages.searchers[served.name]
-        described = await self.calls.ask(
-            "search", Caller(key, seconds), shard.search, served.edition, encoded, options
+        described = await self.calls.call(
+            "search", Caller(key, timeout_s), shard.search, served.edition, encoded, options
         )
         return [
-            [hit_answer(hit, rank, map, options) for rank, (hit, map) in enumerate(own, start=1)]
-            for own in described
+            [
+                hit_response(hit, rank, map, options)
+                for rank, (hit, map) in enumerate(query_hits, start=1)
+            ]
+            for query_hits in described
         ]
 
     async def _rank(
@@ -177,18 +190,18 @@ class Engine:
     ) -> list[Ranking]:
         """Returns the best items of all shards for each query."""
         caller = Caller(key, self.settings.timeouts.search_s)
-        by_shard = await all_of(
-            self.calls.ask("search", caller, shard.rank, served.edition, encoded, options)
+        by_shard = await gather_or_cancel(
+            self.calls.call("search", caller, shard.rank, served.edition, encoded, options)
             for shard in self._stages.searchers[served.name]
         )
         if len(by_shard) == 1:
             return by_shard[0]
-        counted = [
+        offset = [
             [replace(ranking, rows=ranking.rows + i * SHARD_ROWS) for ranking in rankings]
             for i, rankings in enumerate(by_shard)
         ]
-        merged = zip(*counted, strict=True)
-        return [merge_rankings(each, options.k, options.group_by) for each in merged]
+        by_query = zip(*offset, strict=True)
+        return [merge_rankings(rankings, options.k, options.group_by) for rankings in by_query]
 
     async def _rerank(
         self,
@@ -199,20 +212,18 @@ class Engine:
         options: SearchOptions,
         key: str,
     ) -> list[Ranking]:
-        """Returns the k best items by the second stage."""
+        """Returns the k best items of each query after reranking."""
         if options.rerank == "edje":
             return await self._rerank_by_edje(served, queries, rankings, options, key)
-        second = options.rerank_representation
-        assert second is not None
-        of_first, of_second = (
-            served.representation(name).encoder for name in (options.column, second)
-        )
-        # Vectors of another encoder do not compare.
-        if (of_first.spec, of_first.fingerprint) != (of_second.spec, of_second.fingerprint):
-            encoded = await self.encode(served, queries, second, key)
+        name = options.rerank_representation
+        assert name is not None
+        first, second = (served.representation(n).encoder for n in (options.column, name))
+        # Another encoder needs query vectors of its own.
+        if (first.spec, first.fingerprint) != (second.spec, second.fingerprint):
+            encoded = await self.encode(served, queries, name, key)
         item_ids = [ranking.item_ids for ranking in rankings]
-        scores = await self._score(served, encoded, second, item_ids, key)
-        return [_reordered(*each, options.k) for each in zip(rankings, scores, strict=True)]
+        scores = await self._score(served, encoded, name, item_ids, key)
+        return [_reorder(*pair, options.k) for pair in zip(rankings, scores, strict=True)]
 
     async def _rerank_by_edje(
         self,
@@ -222,18 +233,19 @@ class Engine:
         options: SearchOptions,
         key: str,
     ) -> list[Ranking]:
-        """Returns the k best items by EDJE's joint encoder; texts and images are read apart."""
+        """Reranks by EDJE's joint encoder, with separate calls for text and image queries."""
         limits, caller = self.settings.limits, Caller(key, self.settings.timeouts.rerank_s)
         options = options.without_selection()
         rerank = self._stages.edjes[served.name].rerank
-        written = [await asyncio.to_thread(read_written, query, limits) for query in queries]
-        places = [[i for i, q in enumerate(written) if isinstance(q, k)] for k in (str, bytes)]
-        given = [([written[i] for i in own], [rankings[i] for i in own]) for own in places if own]
-        reranked = await all_of(
-            self.calls.ask("edje", caller, rerank, served.edition, *own, options) for own in given
+        inputs = [await asyncio.to_thread(read_unencoded, query, limits) for query in queries]
+        groups = [[i for i, q in enumerate(inputs) if isinstance(q, k)] for k in (str, bytes)]
+        arguments = [([inputs[i] for i in g], [rankings[i] for i in g]) for g in groups if g]
+        results = await gather_or_cancel(
+            self.calls.call("edje", caller, rerank, served.edition, *pair, options)
+            for pair in arguments
         )
-        found = dict(zip(itertools.chain(*places), itertools.chain(*reranked), strict=True))
-        return [found[place] for place in range(len(queries))]
+        reranked = dict(zip(itertools.chain(*groups), itertools.chain(*results), strict=True))
+        return [reranked[i] for i in range(len(queries))]
 
     async def score_by_vectors(
         self,
@@ -243,7 +255,7 @@ class Engine:
         item_ids: Sequence[str],
         key: str,
     ) -> dict[str, float]:
-        """Returns exact late scores of items, best first; those without vectors are left out."""
+        """Returns exact MaxSim scores of items, best first; items without vectors are omitted."""
         encoded = await self.encode(served, [query], representation, key)
         (scores,) = await self._score(served, encoded, representation, [item_ids], key)
         return scores
@@ -256,10 +268,10 @@ class Engine:
         item_ids: Sequence[Sequence[str]],
         key: str,
     ) -> list[dict[str, float]]:
-        """Returns exact late scores of some items of each query."""
-        unique = [tuple(dict.fromkeys(own)) for own in item_ids]
-        options = [SearchOptions(representation, k=max(len(own), 1), ids=own) for own in unique]
-        rankings = await self.calls.ask(
+        """Returns exact MaxSim scores of the given items of each query."""
+        unique = [tuple(dict.fromkeys(ids)) for ids in item_ids]
+        options = [SearchOptions(representation, k=max(len(ids), 1), ids=ids) for ids in unique]
+        rankings = await self.calls.call(
             "rerank",
             Caller(key, self.settings.timeouts.rerank_s),
             self._stages.rerankers[served.name].rank_each,
@@ -272,28 +284,28 @@ class Engine:
     async def score_by_edje(
         self, served: Served, query: wire.Query, item_ids: Sequence[str], key: str
     ) -> tuple[dict[str, float], list[str]]:
-        """Returns EDJE's logits of the items that it can read, best first, and warnings.
+        """Returns the logits of the items that EDJE can read, best first, and warnings.
 
         Raises:
-            ApiError: The index is served without EDJE, or the query is not a text or an image.
+            ApiError: The index is served without EDJE, or the query is neither a text nor an image.
         """
         check_edje(served, [query], "by")
         try:
-            written = await asyncio.to_thread(read_written, query, self.settings.limits)
+            unencoded = await asyncio.to_thread(read_unencoded, query, self.settings.limits)
         except SpecError as error:
-            raise of_spec_error(error) from None
+            raise from_spec_error(error) from None
         unique = list(dict.fromkeys(item_ids))
-        found = await self.calls.ask(
+        readings = await self.calls.call(
             "edje",
             Caller(key, self.settings.timeouts.rerank_s),
             self._stages.edjes[served.name].read,
             served.edition,
-            written,
+            unencoded,
             unique,
         )
-        best = sorted(found, key=lambda item_id: (-found[item_id][0], item_id))
-        num_truncated = max((number for _, number in found.values()), default=0)
-        scores = {item_id: found[item_id][0] for item_id in best}
+        best = sorted(readings, key=lambda item_id: (-readings[item_id][0], item_id))
+        num_truncated = max((number for _, number in readings.values()), default=0)
+        scores = {item_id: readings[item_id][0] for item_id in best}
         return scores, truncation_warnings([query], [num_truncated])
 
     async def _describe(
@@ -304,39 +316,41 @@ class Engine:
         options: SearchOptions,
         key: str,
     ) -> list[list[wire.Hit]]:
-        """Returns the hits of each query, each described by its shard."""
+        """Returns the hits of each query; each shard describes its items."""
         shards = self._stages.searchers[served.name]
         options = options.without_selection()
-        # For each shard, the places of its items in the ranking of each query.
-        places = [
+        # Positions of the items of each shard in the ranking of each query.
+        positions = [
             [np.flatnonzero(ranking.rows // SHARD_ROWS == i).tolist() for ranking in rankings]
             for i in range(len(shards))
         ]
-        asked = [i for i, own in enumerate(places) if any(own)]
-        by_shard = await all_of(
-            self.calls.ask(
+        used_shards = [i for i, by_query in enumerate(positions) if any(by_query)]
+        by_shard = await gather_or_cancel(
+            self.calls.call(
                 "describe",
                 Caller(key, self.settings.timeouts.describe_s),
                 shards[i].describe,
                 served.edition,
                 encoded,
                 options,
-                [_of_shard(r, own) for r, own in zip(rankings, places[i], strict=True)],
+                [_shard_ranking(*pair) for pair in zip(rankings, positions[i], strict=True)],
             )
-            for i in asked
+            for i in used_shards
         )
         hits: list[dict[int, wire.Hit]] = [{} for _ in rankings]
-        for i, described in zip(asked, by_shard, strict=True):
-            for found, own, hits_of_query in zip(hits, places[i], described, strict=True):
-                for place, (hit, map) in zip(own, hits_of_query, strict=True):
-                    found[place] = hit_answer(hit, place + 1, map, options)
-        return [[found[place] for place in sorted(found)] for found in hits]
+        for i, described in zip(used_shards, by_shard, strict=True):
+            for query_hits, query_positions, pairs in zip(
+                hits, positions[i], described, strict=True
+            ):
+                for position, (hit, map) in zip(query_positions, pairs, strict=True):
+                    query_hits[position] = hit_response(hit, position + 1, map, options)
+        return [[by_position[i] for i in sorted(by_position)] for by_position in hits]
 
     async def item(self, served: Served, item_id: str, key: str) -> dict[str, Any] | None:
         """Returns the stored columns of an item; None if it is not in the index."""
         caller = Caller(key, self.settings.timeouts.describe_s)
         look_up = self._stages.library.item
-        return await self.calls.ask("item", caller, look_up, served.name, served.edition, item_id)
+        return await self.calls.call("item", caller, look_up, served.name, served.edition, item_id)
 
     async def preview(
         self, served: Served, item_id: str, media: str, seconds: float | None, key: str
@@ -344,20 +358,22 @@ class Engine:
         """Returns the encoded image or audio of an item, and its media type.
 
         Raises:
-            ApiError: The item has none, or its file is gone.
+            ApiError: The item has no preview, or its file is no longer available.
         """
         arguments = served.name, served.edition, item_id, media, seconds
         caller = Caller(key, self.settings.timeouts.preview_s)
         try:
-            return await self.calls.ask("preview", caller, self._stages.library.preview, *arguments)
+            return await self.calls.call(
+                "preview", caller, self._stages.library.preview, *arguments
+            )
         except ApiError as error:
-            if error.field == "item_id":  # there is no such item, or it has none
+            if error.field == "item_id":  # the item does not exist or has no preview
                 raise ApiError("not_found", error.message, error.field) from None
             raise
 
 
-def _reordered(ranking: Ranking, scores: Mapping[str, float], k: int) -> Ranking:
-    """Returns the k best items by scores of the second stage; others are left out."""
+def _reorder(ranking: Ranking, scores: Mapping[str, float], k: int) -> Ranking:
+    """Returns the k best items by the scores of the second stage; items without one are omitted."""
     scored = [i for i, item_id in enumerate(ranking.item_ids) if item_id in scores]
     order = sorted(scored, key=lambda i: (-scores[ranking.item_ids[i]], ranking.item_ids[i]))[:k]
     best = ranking.take(order)
@@ -368,7 +384,7 @@ def _reordered(ranking: Ranking, scores: Mapping[str, float], k: int) -> Ranking
     )
 
 
-def _of_shard(ranking: Ranking, places: Sequence[int]) -> Ranking:
-    """Returns some items of a ranking, all of one shard, with rows as that shard counts them."""
-    chosen = ranking.take(places)
-    return replace(chosen, rows=chosen.rows % SHARD_ROWS)
+def _shard_ranking(ranking: Ranking, positions: Sequence[int]) -> Ranking:
+    """Returns the items at some positions of a ranking, with rows relative to their shard."""
+    selected = ranking.take(positions)
+    return replace(selected, rows=selected.rows % SHARD_ROWS)

@@ -1,4 +1,4 @@
-"""What goes wrong, as HTTP says it: every answer that is no success has one form."""
+"""Errors of the HTTP API, which share one response schema."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from pipeline.config import SpecError, rule_text
-from pipeline.serve.wire import QUERY_FORMS, Code, ErrorAnswer, Problem
+from pipeline.serve.wire import QUERY_KINDS, ErrorCode, ErrorResponse, Problem
 
-STATUS: dict[Code, int] = {
+STATUS: dict[ErrorCode, int] = {
     "invalid_argument": 422,
     "bad_request": 400,
     "unauthenticated": 401,
@@ -26,44 +26,50 @@ STATUS: dict[Code, int] = {
     "unavailable": 503,
     "timeout": 504,
 }
-assert set(STATUS) == set(get_args(Code))
+assert set(STATUS) == set(get_args(ErrorCode))
 CODES = {status: code for code, status in STATUS.items()}
 
-#: Seconds after which a client may ask again, where nothing better is known.
-RETRY_AFTER = 1
+#: Default of the `Retry-After` header, in seconds.
+RETRY_AFTER_SECONDS = 1
 
 
 class ApiError(Exception):
-    """An answer that is no success.
+    """Error response of the API.
 
     Args:
+        code: Error code, which determines the HTTP status.
+        message: Error message.
         field: Name of the invalid field of the request.
-        retry_after: seconds after which it may be asked again.
+        retry_after: Value of the `Retry-After` header, in seconds.
     """
 
     def __init__(
-        self, code: Code, message: str, field: str | None = None, retry_after: float | None = None
+        self,
+        code: ErrorCode,
+        message: str,
+        field: str | None = None,
+        retry_after: float | None = None,
     ):
         super().__init__(message)
         if retry_after is None and code == "unavailable":
-            retry_after = RETRY_AFTER
+            retry_after = RETRY_AFTER_SECONDS
         self.code, self.message, self.field, self.retry_after = code, message, field, retry_after
 
     @property
     def status(self) -> int:
-        """The HTTP status."""
+        """HTTP status."""
         return STATUS[self.code]
 
-    def answer(self, request_id: str | None) -> ErrorAnswer:
-        """The body."""
-        return ErrorAnswer(
+    def response(self, request_id: str | None) -> ErrorResponse:
+        """Returns the body of the response."""
+        return ErrorResponse(
             error=Problem(
                 code=self.code, message=self.message, field=self.field, request_id=request_id
             )
         )
 
     def headers(self) -> dict[str, str]:
-        """The headers that belong to it."""
+        """Returns the headers of the response that depend on the error."""
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, round(self.retry_after)))
@@ -73,61 +79,62 @@ class ApiError(Exception):
 
 
 def error_response(request: Request, error: ApiError) -> JSONResponse:
-    """Returns the response to a request that failed."""
-    body = error.answer(request.scope.get("maxray_request_id"))
+    """Returns the response for a failed request."""
+    body = error.response(request.scope.get("maxray_request_id"))
     return JSONResponse(body.model_dump(), error.status, error.headers())
 
 
-def of_spec_error(error: SpecError) -> ApiError:
-    """Returns the error for an invalid value, without the paths of the server.
+def from_spec_error(error: SpecError) -> ApiError:
+    """Returns the API error for a `SpecError`, with the paths of the server removed.
 
-    The searcher's arguments have the names of the request's fields. What is wrong with the server's
-    own settings or files is none of the caller's business.
+    Arguments of the searcher have the names of the fields of the request. Errors in the settings
+    and files of the server are reported without details.
     """
     field = error.field
     if field == "documents":
         message = "the file of the item was changed or removed after it was indexed"
         return ApiError("gone", message)
-    if field in OF_SERVER:
-        return ApiError("unavailable", f"the server cannot read {OF_SERVER[field]} at the moment")
-    return ApiError("invalid_argument", _sentence(field, error), field)
+    if field in SERVER_FIELDS:
+        return ApiError("unavailable", f"the server cannot currently read {SERVER_FIELDS[field]}")
+    return ApiError("invalid_argument", _message(field, error), field)
 
 
-#: Fields of errors that are about the server, and what they are about.
-OF_SERVER = {
+#: Fields of errors that concern the server rather than the request, and their descriptions.
+SERVER_FIELDS = {
     "index": "the index",
-    "cache": "its local files of the index",
-    "keys": "its access keys",
-    "device": "its device",
+    "cache": "the local cache of the index",
+    "keys": "the access keys",
+    "device": "the device",
     "name": "a component of the index",
-    "edje": "its EDJE, or its tokens of the index,",
+    "edje": "the EDJE model or its tokens in the index",
 }
 
 
-#: A path of the server, as Lance names one in what it says.
+#: Pattern of file paths in the error messages of Lance.
 _PATH = re.compile(r"/?(?:[\w.-]+/){2,}[\w.-]*")
 
 
-def _sentence(field: str, error: SpecError) -> str:
+def _message(field: str, error: SpecError) -> str:
     rule = _PATH.sub("...", error.rule)
     problem = error.problem and _PATH.sub("...", error.problem)
     return str(SpecError(field, error.value, rule, problem, error.note))
 
 
-def of_validation(errors: list[dict[str, Any]]) -> ApiError:
-    """What is wrong with a body, by its first error.
+def from_validation_errors(errors: list[dict[str, Any]]) -> ApiError:
+    """Returns the API error for the first of some validation errors.
 
-    >>> of_validation([{"loc": ("body", "k"), "msg": "Input should be < 5", "input": 9}]).field
+    >>> error = {"loc": ("body", "k"), "msg": "Input should be < 5", "input": 9}
+    >>> from_validation_errors([error]).field
     'k'
     """
     first = errors[0]
-    place = [str(part) for part in first.get("loc", ())[1:]]  # behind body, query or path
-    form = {"query": 1, "queries": 2}.get(place[0], 0) if place else 0
-    if form and place[form : form + 1] and place[form] in QUERY_FORMS:
-        del place[form]  # which is no field of the request
+    path = [str(part) for part in first.get("loc", ())[1:]]  # without "body", "query" or "path"
+    tag = {"query": 1, "queries": 2}.get(path[0], 0) if path else 0
+    if tag and path[tag : tag + 1] and path[tag] in QUERY_KINDS:
+        del path[tag]  # tag of the union, not a field of the request
     if first.get("type") == "json_invalid":
         return ApiError("bad_request", f"the body must be JSON: {first['ctx']['error']}")
-    field = ".".join(place)
+    field = ".".join(path)
     value = repr(first.get("input"))
     value = value if len(value) <= 80 else value[:80] + "…"
     if first.get("type") == "extra_forbidden":

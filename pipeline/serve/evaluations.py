@@ -1,15 +1,14 @@
-"""Evaluations that are asked for over HTTP: a folder each, which outlives every process.
+"""Evaluations requested over HTTP, each stored in a persistent folder.
 
-    FOLDER/ID/request.json   what was asked, by whom and when
+    FOLDER/ID/request.json   access key, index, time and digest of the request
              /state.json     queued, running, done, failed or cancelled
-             /cancel         it is there when somebody wants it to end
-             /queries.jsonl, qrels/test.tsv, spec.yaml   what `jobs.evaluate` is run with
-             /log            what it said
-             /out/           its results, and the cells by which it goes on after a restart
+             /cancel         present if the evaluation is to be cancelled
+             /queries.jsonl, qrels/test.tsv, spec.yaml   inputs of `jobs.evaluate`
+             /log            output of `jobs.evaluate`
+             /out/           results, and the cache entries from which a restart resumes
 
-The gateway writes requests and reads states; one `Evaluator` runs `python -m jobs.evaluate` for one
-evaluation after the other. Neither needs to be there for the other: whichever is started again
-finds everything in the folder.
+The gateway writes requests and reads states. A single `Evaluator` runs `python -m jobs.evaluate`
+for one evaluation at a time. Both restart independently because all state is in the folder.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,233 +41,237 @@ from pipeline.serve.settings import Evaluations, ServeSpec
 
 log = logging.getLogger("ray.serve")
 
-ENDED = ("done", "failed", "cancelled")
-#: Lines of progress in an answer, the last ones.
-PROGRESS_LINES = 20
-TRACEBACK = ("Traceback ", '  File "')
-#: What of the results can be downloaded; others tell where things lie on the server.
+FINAL_STATES = ("done", "failed", "cancelled")
+#: Maximum number of lines of the log in a response.
+NUM_PROGRESS_LINES = 20
+TRACEBACK_PREFIXES = ("Traceback ", '  File "')
+#: Pattern of the files that can be downloaded. Other files contain paths of the server.
 FILES = re.compile(
     r"(report\.html|metrics\.csv|per_query\.csv|table\.md|[a-z_]+\.png|runs/[^/]+\.trec)"
 )
-_TEXTS = (".html", ".csv", ".md")
-#: Seconds between two looks for something to do.
-LOOK_EVERY = 0.5
-#: Seconds that an evaluation has to end when it is cancelled.
-END_SECONDS = 20
+_TEXT_SUFFIXES = (".html", ".csv", ".md")
+#: Interval at which the evaluator polls the folder, in seconds.
+POLL_SECONDS = 0.5
+#: Time limit for the termination of a cancelled evaluation before it is killed, in seconds.
+TERMINATION_SECONDS = 20
 
 
-class Store:
-    """The evaluations of a folder.
+class EvaluationStore:
+    """Evaluations stored in a folder.
 
     Args:
-        settings: of the server; its folder of evaluations is a local one, or mounted.
+        settings: Settings of the server. Their folder of evaluations must be local or mounted.
     """
 
     def __init__(self, settings: ServeSpec):
-        self._settings, self._own = settings, settings.evaluations
-        self._folder = _local(self._own)
+        self._settings, self._evaluations = settings, settings.evaluations
+        self._folder = _local_folder(self._evaluations)
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def create(
-        self, asked: wire.EvaluationRequest, index: str, key: str, idempotency: str | None
+        self, request: wire.EvaluationRequest, index: str, key: str, idempotency: str | None
     ) -> str:
-        """Queues an evaluation, once if the client sends the request twice, and returns its id.
+        """Queues an evaluation and returns its id.
 
         Args:
-            asked: The request.
+            request: The request.
             index: Name of the index.
             key: Name of the access key.
-            idempotency: Idempotency key of the request: equal if the request is sent again.
+            idempotency: Idempotency key of the request. A repeated request returns the id of the
+                existing evaluation.
 
         Raises:
-            ApiError: too many wait, the request is invalid, or the client called another
-                request so.
+            ApiError: The request is invalid, too many evaluations are queued, or the idempotency
+                key belongs to a different request.
         """
-        if asked.benchmark is not None and asked.benchmark not in self._own.benchmarks:
-            names = self._own.benchmarks
-            error = SpecError.unknown_name("benchmark", asked.benchmark, names)
+        if request.benchmark is not None and request.benchmark not in self._evaluations.benchmarks:
+            names = self._evaluations.benchmarks
+            error = SpecError.unknown_name("benchmark", request.benchmark, names)
             raise ApiError("invalid_argument", str(error), "benchmark")
-        self._check(asked)
+        self._check(request)
         name = secrets.token_hex(8)
         if idempotency:
             name = hashlib.sha256(f"{key}\n{idempotency}".encode()).hexdigest()[:16]
         folder = self._folder / name
-        content = digest([index, asked.model_dump(mode="json")])
+        content = digest([index, request.model_dump(mode="json")])
         if (folder / "state.json").exists():
-            return self._same(folder, content)
-        waiting = [name for name, state in self._states() if state["state"] == "queued"]
-        own = sum(self._key_of(name) == key for name in waiting)
-        for number, most in (
-            (len(waiting), self._own.max_queued),
-            (own, self._own.max_queued_per_key),
+            return self._existing(folder, content)
+        queued = [name for name, state in self._states() if state["state"] == "queued"]
+        num_queued_by_key = sum(self._key(name) == key for name in queued)
+        for number, maximum in (
+            (len(queued), self._evaluations.max_queued),
+            (num_queued_by_key, self._evaluations.max_queued_per_key),
         ):
-            if number >= most:
-                message = f"{number} evaluations are already waiting"
+            if number >= maximum:
+                message = f"{number} evaluations are already queued"
                 raise ApiError("unavailable", message, retry_after=30)
         created = _now()
         new = self._folder / f".{name}-{secrets.token_hex(4)}"
         new.mkdir()
         try:
-            self._write_inputs(new, folder, asked, index)
-            request = {"key": key, "index": index, "created": created, "content": content}
-            _write(new / "request.json", request)
+            self._write_inputs(new, folder, request, index)
+            info = {"key": key, "index": index, "created": created, "content": content}
+            _write(new / "request.json", info)
             _write(new / "state.json", {"state": "queued"})
             new.rename(folder)
         except OSError:
             shutil.rmtree(new, ignore_errors=True)
             if not (folder / "state.json").exists():
                 raise
-            return self._same(folder, content)  # the same request came twice at once
+            return self._existing(folder, content)  # a concurrent request with the same key
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
         self._remove_old()
         return name
 
-    def _same(self, folder: Path, content: str) -> str:
-        """The name of an evaluation that a request with the same idempotency key asked for.
+    def _existing(self, folder: Path, content: str) -> str:
+        """Returns the id of the evaluation with the same idempotency key.
 
         Raises:
-            ApiError: that request was another one.
+            ApiError: It was created by a different request.
         """
-        if self._said(folder, "request.json").get("content", content) != content:
+        if self._read_file(folder, "request.json").get("content", content) != content:
             field = "Idempotency-Key"
             message = f"{field} must be new for a new request, got the key of evaluation"
             raise ApiError("invalid_argument", f"{message} {folder.name}", field)
         return folder.name
 
-    def _check(self, asked: wire.EvaluationRequest) -> None:
-        """Raises `ApiError` for what the limits of the server do not allow, or no job takes."""
+    def _check(self, request: wire.EvaluationRequest) -> None:
+        """Raises `ApiError` if a request exceeds the limits of the server or has empty queries."""
         limits = self._settings.limits
-        if asked.k > limits.max_k:
+        if request.k > limits.max_k:
             raise ApiError(
-                "invalid_argument", f"k must be at most {limits.max_k}, got {asked.k}", "k"
+                "invalid_argument", f"k must be at most {limits.max_k}, got {request.k}", "k"
             )
-        for name, text in (asked.queries or {}).items():
+        for name, text in (request.queries or {}).items():
             if len(text) > limits.max_query_chars or not text.strip():
-                rule = f"texts with a word and at most {limits.max_query_chars:,} characters"
-                message = f"queries must be {rule}, got another for {name!r}"
-                raise ApiError("invalid_argument", message, "queries")
+                rule = f"non-blank texts of at most {limits.max_query_chars:,} characters"
+                value = f"{len(text):,} characters for {name!r}" if text.strip() else repr(text)
+                raise ApiError(
+                    "invalid_argument", f"queries must be {rule}, got {value}", "queries"
+                )
 
-    def _key_of(self, name: str) -> str | None:
+    def _key(self, name: str) -> str | None:
         return (_read_or_none(self._folder / name / "request.json") or {}).get("key")
 
     def _write_inputs(
-        self, new: Path, folder: Path, asked: wire.EvaluationRequest, index: str
+        self, new: Path, folder: Path, request: wire.EvaluationRequest, index: str
     ) -> None:
-        """Writes what `jobs.evaluate` is run with; paths are those of the final folder."""
+        """Writes the inputs of `jobs.evaluate`, with the paths of the final folder."""
         from pipeline.eval.spec import EvaluateSpec  # slow to import
 
         benchmark: Any = {"name": "beir", "path": str(folder)}
-        if asked.benchmark is not None:
-            benchmark = dump(self._own.benchmarks[asked.benchmark])
+        if request.benchmark is not None:
+            benchmark = dump(self._evaluations.benchmarks[request.benchmark])
         else:
-            _write_queries(new, asked.queries or {}, asked.qrels or {})
-        given = {
+            _write_queries(new, request.queries or {}, request.qrels or {})
+        spec = {
             "index": self._settings.indexes[index].uri,
             "benchmark": benchmark,
             "output": str(folder / "out"),
-            "representations": asked.representations,
-            "scores": asked.scores,
-            "k": asked.k,
-            "judged": asked.judged,
-            "diagnostics": asked.diagnostics,
-            "bm25": asked.bm25,
+            "representations": request.representations,
+            "scores": request.scores,
+            "k": request.k,
+            "judged": request.judged,
+            "diagnostics": request.diagnostics,
+            "bm25": request.bm25,
         }
-        if asked.measures:
-            given["measures"] = asked.measures
-        parse(EvaluateSpec, given)  # reports invalid fields now
-        (new / "spec.yaml").write_text(yaml.safe_dump(given, sort_keys=False), "utf-8")
+        if request.measures:
+            spec["measures"] = request.measures
+        parse(EvaluateSpec, spec)  # reports invalid fields now
+        (new / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False), "utf-8")
 
     def evaluation(self, name: str) -> tuple[dict[str, Any], wire.Evaluation]:
-        """What was asked and by whom, and how far it is.
+        """Returns the stored request and the HTTP representation of an evaluation.
 
         Raises:
-            ApiError: there is none of that name.
+            ApiError: The evaluation does not exist.
         """
-        folder = self._of(name)
-        request, state = self._said(folder, "request.json"), self._said(folder, "state.json")
-        hidden = self._hidden(request["index"], folder)
-        progress = _lines(folder / "log")[-PROGRESS_LINES:]
-        if any(line.startswith(TRACEBACK) for line in progress):
-            progress = []  # where a program fails is no business of the caller's
-        done = state["state"] == "done"
+        folder = self._path(name)
+        request = self._read_file(folder, "request.json")
+        state = self._read_file(folder, "state.json")
+        redact = self._redactor(request["index"], folder)
+        progress = _lines(folder / "log")[-NUM_PROGRESS_LINES:]
+        if any(line.startswith(TRACEBACK_PREFIXES) for line in progress):
+            progress = []  # tracebacks are not shown to clients
+        is_done = state["state"] == "done"
         return request, wire.Evaluation(
             id=name,
             state=state["state"],
             index=request["index"],
             created=request["created"],
             finished=state.get("finished"),
-            progress=[hidden(line) for line in progress],
-            error=hidden(state["error"]) if state.get("error") else None,
-            results=_results(folder / "out") if done else [],
-            files=sorted(_files(folder / "out")) if done else [],
+            progress=[redact(line) for line in progress],
+            error=redact(state["error"]) if state.get("error") else None,
+            results=_results(folder / "out") if is_done else [],
+            files=sorted(_files(folder / "out")) if is_done else [],
         )
 
     def names(self) -> list[str]:
-        """Of all evaluations, the newest first."""
-        created = {
-            name: _read_or_none(self._folder / name / "request.json") for name in self._all()
+        """Returns the ids of all evaluations, newest first."""
+        requests = {
+            name: request
+            for name in self._all()
+            if (request := _read_or_none(self._folder / name / "request.json"))
         }
-        there = {name: request for name, request in created.items() if request}
-        return sorted(there, key=lambda name: (there[name]["created"], name), reverse=True)
+        return sorted(requests, key=lambda name: (requests[name]["created"], name), reverse=True)
 
     def file(self, name: str, path: str) -> tuple[bytes, str]:
-        """A result for download, and its media type.
+        """Returns the content and the media type of a file of a finished evaluation.
 
         Raises:
-            ApiError: there is none of that name.
+            ApiError: The evaluation or the file does not exist.
         """
-        folder = self._of(name)
+        folder = self._path(name)
         if path not in _files(folder / "out"):
             raise ApiError("not_found", f"unknown file {path!r} of the evaluation")
-        index = self._said(folder, "request.json")["index"]
+        index = self._read_file(folder, "request.json")["index"]
         try:
             data = (folder / "out" / path).read_bytes()
-        except FileNotFoundError:  # it is being deleted
+        except FileNotFoundError:  # deleted concurrently
             raise _unknown(name) from None
-        if path.endswith(_TEXTS):
-            data = self._hidden(index, folder)(data.decode()).encode()
-        kinds = {"html": "text/html", "csv": "text/csv", "md": "text/markdown", "png": "image/png"}
-        kind = kinds.get(path.rpartition(".")[2], "text/plain")
-        return data, kind
+        if path.endswith(_TEXT_SUFFIXES):
+            data = self._redactor(index, folder)(data.decode()).encode()
+        types = {"html": "text/html", "csv": "text/csv", "md": "text/markdown", "png": "image/png"}
+        return data, types.get(path.rpartition(".")[2], "text/plain")
 
     def cancel(self, name: str) -> None:
-        """Ends an evaluation that has not ended.
+        """Cancels a queued or running evaluation.
 
         Raises:
-            ApiError: there is none of that name, or it has ended.
+            ApiError: The evaluation does not exist or has finished.
         """
-        folder = self._of(name)
-        state = self._said(folder, "state.json")["state"]
-        if state in ENDED:
+        folder = self._path(name)
+        state = self._read_file(folder, "state.json")["state"]
+        if state in FINAL_STATES:
             raise ApiError("conflict", f"the evaluation is {state}")
         try:
             (folder / "cancel").touch()
             if state == "queued":
-                end(folder, "cancelled")
-        except FileNotFoundError:  # it is being deleted
+                set_state(folder, "cancelled")
+        except FileNotFoundError:  # deleted concurrently
             raise _unknown(name) from None
 
     def delete(self, name: str) -> None:
-        """Removes an evaluation that has ended.
+        """Deletes a finished evaluation.
 
         Raises:
-            ApiError: there is none of that name, or it has not ended.
+            ApiError: The evaluation does not exist or has not finished.
         """
-        folder = self._of(name)
-        state = self._said(folder, "state.json")["state"]
-        if state not in ENDED:
+        folder = self._path(name)
+        state = self._read_file(folder, "state.json")["state"]
+        if state not in FINAL_STATES:
             raise ApiError("conflict", f"the evaluation is {state}; cancel it first")
         _remove(folder)
 
-    def _of(self, name: str) -> Path:
+    def _path(self, name: str) -> Path:
         if not re.fullmatch("[0-9a-f]{16}", name) or not (self._folder / name).is_dir():
             raise _unknown(name)
         return self._folder / name
 
-    def _said(self, folder: Path, file: str) -> dict[str, Any]:
-        """A file of an evaluation, which somebody may delete at any time."""
+    def _read_file(self, folder: Path, file: str) -> dict[str, Any]:
+        """Returns a JSON file of an evaluation, which may be deleted concurrently."""
         try:
             return _read(folder / file)
         except FileNotFoundError:
@@ -282,73 +285,73 @@ class Store:
             if state := _read_or_none(self._folder / name / "state.json"):
                 yield name, state
 
-    def _hidden(self, index: str, folder: Path):
-        """A function that says names in place of where things lie on the server."""
+    def _redactor(self, index: str, folder: Path) -> Callable[[str], str]:
+        """Returns a function that replaces paths of the server in a text by names."""
         served = self._settings.indexes.get(index)
-        places = {str(folder): "evaluation", str(self._folder): "evaluations"}
+        names = {str(folder): "evaluation", str(self._folder): "evaluations"}
         if served:
-            places |= {absolute(served.uri): index, served.uri: index}
-        for benchmark, spec in self._own.benchmarks.items():
+            names |= {absolute(served.uri): index, served.uri: index}
+        for benchmark, spec in self._evaluations.benchmarks.items():
             if path := getattr(spec, "path", None):
-                places |= {absolute(path): benchmark, path: benchmark}
-        ordered = sorted(places, key=len, reverse=True)
-        pattern = re.compile("|".join(re.escape(place) for place in ordered))
-        return lambda text: pattern.sub(lambda found: places[found[0]], text)
+                names |= {absolute(path): benchmark, path: benchmark}
+        paths = sorted(names, key=len, reverse=True)
+        pattern = re.compile("|".join(re.escape(path) for path in paths))
+        return lambda text: pattern.sub(lambda match: names[match[0]], text)
 
     def _remove_old(self) -> None:
-        ended = {name for name, state in self._states() if state["state"] in ENDED}
-        names = [name for name in self.names() if name in ended]
-        for name in names[self._own.max_finished :]:
+        finished = {name for name, state in self._states() if state["state"] in FINAL_STATES}
+        names = [name for name in self.names() if name in finished]
+        for name in names[self._evaluations.max_finished :]:
             _remove(self._folder / name)
 
 
 class Evaluator:
-    """Runs the evaluations of a folder, one after the other, as long as it lives."""
+    """Stage that runs the evaluations of a folder sequentially."""
 
     def __init__(self, settings: ServeSpec):
         bind_to_loopback()
-        self._folder = _local(settings.evaluations)
+        self._folder = _local_folder(settings.evaluations)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._ends = threading.Event()
+        self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evaluations", daemon=True)
         self._thread.start()
 
-    async def is_there(self) -> bool:
-        """Whether it runs."""
+    async def ping(self) -> bool:
+        """Responds to a readiness check."""
         return self._thread.is_alive()
 
     def check_health(self) -> None:
-        """Raises if evaluations are no longer run, upon which Ray starts another one."""
+        """Raises if the worker thread has stopped, so Ray replaces the replica."""
         if not self._thread.is_alive():
-            raise RuntimeError("evaluations are no longer run")
+            raise RuntimeError("the evaluation thread has stopped")
 
-    def __del__(self) -> None:  # Ray's name for the end of a replica
-        self._ends.set()
-        self._thread.join(END_SECONDS)
+    def __del__(self) -> None:  # called by Ray Serve when the replica shuts down
+        self._is_stopping.set()
+        self._thread.join(TERMINATION_SECONDS)
 
     def _run(self) -> None:
-        for folder, state in self._waiting():
-            if state["state"] == "running":  # by one that died: the cells it made are there
-                end(folder, "queued")
-        while not self._ends.is_set():
-            waiting = [folder for folder, state in self._waiting() if state["state"] == "queued"]
-            if not waiting:
-                self._ends.wait(LOOK_EVERY)
+        for folder, state in self._unfinished():
+            if state["state"] == "running":  # interrupted; it resumes from its cache entries
+                set_state(folder, "queued")
+        while not self._is_stopping.is_set():
+            queued = [folder for folder, state in self._unfinished() if state["state"] == "queued"]
+            if not queued:
+                self._is_stopping.wait(POLL_SECONDS)
                 continue
             try:
                 self._evaluate(
-                    min(waiting, key=lambda folder: _read(folder / "request.json")["created"])
+                    min(queued, key=lambda folder: _read(folder / "request.json")["created"])
                 )
-            except FileNotFoundError:  # it was deleted
+            except FileNotFoundError:  # deleted concurrently
                 continue
 
-    def _waiting(self) -> list[tuple[Path, dict[str, Any]]]:
+    def _unfinished(self) -> list[tuple[Path, dict[str, Any]]]:
         states = ((p, _read_or_none(p / "state.json")) for p in self._folder.iterdir())
         return [(p, s) for p, s in states if s and s["state"] in ("queued", "running")]
 
     def _evaluate(self, folder: Path) -> None:
         if (folder / "cancel").exists():
-            end(folder, "cancelled")
+            set_state(folder, "cancelled")
             return
         _write(folder / "state.json", {"state": "running"})
         command = [sys.executable, "-m", "jobs.evaluate", str(folder / "spec.yaml")]
@@ -358,51 +361,52 @@ class Evaluator:
                 command, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL
             )
         code = self._wait(process, folder)
-        if self._ends.is_set() and code != 0:
-            end(folder, "queued")  # the next one goes on with it
+        if self._is_stopping.is_set() and code != 0:
+            set_state(folder, "queued")  # the next evaluator resumes it
         elif (folder / "cancel").exists():
-            end(folder, "cancelled")
+            set_state(folder, "cancelled")
         elif code == 0:
-            end(folder, "done")
+            set_state(folder, "done")
         else:
             lines = _lines(folder / "log")
             message = lines[-1] if lines and lines[-1].startswith("error: ") else ""
-            end(folder, "failed", error=message or f"the evaluation ended with exit code {code}")
+            error = message or f"the evaluation failed with exit code {code}"
+            set_state(folder, "failed", error=error)
 
     def _wait(self, process: subprocess.Popen, folder: Path) -> int:
-        """Waits for the end of a process; ends it if it is cancelled, or this replica ends."""
+        """Waits for a process; terminates it upon cancellation or shutdown of the replica."""
         while (code := process.poll()) is None:
-            if self._ends.wait(LOOK_EVERY) or (folder / "cancel").exists():
+            if self._is_stopping.wait(POLL_SECONDS) or (folder / "cancel").exists():
                 process.send_signal(signal.SIGTERM)
                 try:
-                    return process.wait(END_SECONDS)
+                    return process.wait(TERMINATION_SECONDS)
                 except subprocess.TimeoutExpired:
                     process.kill()
                     return process.wait()
         return code
 
 
-def end(folder: Path, state: str, error: str | None = None) -> None:
-    """Notes how an evaluation ended, or that it waits again."""
-    said: dict[str, Any] = {"state": state}
-    if state in ENDED:
-        said["finished"] = _now()
+def set_state(folder: Path, state: str, error: str | None = None) -> None:
+    """Writes the state of an evaluation."""
+    content: dict[str, Any] = {"state": state}
+    if state in FINAL_STATES:
+        content["finished"] = _now()
     if error:
-        said["error"] = error
-    _write(folder / "state.json", said)
+        content["error"] = error
+    _write(folder / "state.json", content)
 
 
 def check_folder(settings: Evaluations) -> None:
-    """Raises `SpecError` if there is a folder and it is no local one."""
+    """Raises `SpecError` if the configured folder is not a local path."""
     if settings.folder:
-        _local(settings)
+        _local_folder(settings)
 
 
-def _local(settings: Evaluations) -> Path:
-    """The folder as a path.
+def _local_folder(settings: Evaluations) -> Path:
+    """Returns the configured folder.
 
     Raises:
-        SpecError: it is no local folder.
+        SpecError: The folder is not a local path.
     """
     if "://" in settings.folder:
         rule = "a local folder that the gateway and the evaluator share"
@@ -411,10 +415,11 @@ def _local(settings: Evaluations) -> Path:
 
 
 def _write_queries(folder: Path, queries: dict[str, str], qrels: dict[str, dict[str, int]]) -> None:
-    """Judged queries in the form of BEIR.
+    """Writes queries and relevance labels in the format of BEIR.
 
     Raises:
-        ApiError: an id cannot stand in a line of a table, or no query is judged.
+        ApiError: An id contains characters that are not allowed in the format, or no query is
+            judged.
     """
     ids = {*qrels, *(document for graded in qrels.values() for document in graded)}
     ids |= queries.keys()
@@ -432,10 +437,10 @@ def _write_queries(folder: Path, queries: dict[str, str], qrels: dict[str, dict[
     (folder / "qrels" / "test.tsv").write_text(table, "utf-8")
 
 
-def _results(out: Path) -> list[wire.Measured]:
-    """The rows of an evaluation's table."""
+def _results(out: Path) -> list[wire.EvaluationResult]:
+    """Returns the results of an evaluation."""
     return [
-        wire.Measured(
+        wire.EvaluationResult(
             representation=row.representation,
             score=row.score,
             measures=row.means,
@@ -448,19 +453,19 @@ def _results(out: Path) -> list[wire.Measured]:
 def _files(out: Path) -> set[str]:
     if not out.is_dir():
         return set()
-    there = (
+    paths = (
         [*out.iterdir(), *(out / "runs").glob("*")] if (out / "runs").is_dir() else out.iterdir()
     )
-    names = {path.relative_to(out).as_posix() for path in there if path.is_file()}
+    names = {path.relative_to(out).as_posix() for path in paths if path.is_file()}
     return {name for name in names if FILES.fullmatch(name)}
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder: at once as others see it."""
-    gone = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
-    with contextlib.suppress(FileNotFoundError):  # somebody else did
-        folder.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+    """Removes a folder atomically, by renaming it first."""
+    renamed = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
+    with contextlib.suppress(FileNotFoundError):  # removed concurrently
+        folder.rename(renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
 def _unknown(name: str) -> ApiError:
@@ -472,9 +477,9 @@ def _now() -> str:
 
 
 def _write(path: Path, value: Any) -> None:
-    """Writes JSON that is there as a whole, or not.
+    """Writes a JSON file atomically.
 
-    Not `write_atomic`: it would make the folder of an evaluation anew that was just deleted.
+    `write_atomic` is not used because it would recreate the folder of a deleted evaluation.
     """
     new = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     new.write_text(json.dumps(value), "utf-8")

@@ -1,12 +1,11 @@
-"""Filters of requests, each evaluated in a process that is killed at the deadline.
+"""Evaluation of the filters of requests in subprocesses, which are killed at the deadline.
 
-Lance evaluates a filter in threads of its own, which nothing in the process can stop: after a
-timeout they would go on for as long as the filter takes. `Filters` therefore asks processes, two at
-most, and each key has at most one of them. A process is killed when its filter takes too long, when
-the caller has gone, or with its parent; it has a limit of memory, and it leaves the cores to others
-while they are busy.
+Lance evaluates a filter in internal threads that cannot be cancelled and would continue after a
+timeout. `Filters` therefore runs at most two worker processes, of which an access key uses at most
+one at a time. A process is killed if its filter exceeds the time limit, if the request is cancelled
+or if the parent process exits. Its memory is limited, and it runs at low priority.
 
-`python -m pipeline.serve.filters` is such a process.
+`python -m pipeline.serve.filters` runs a worker process.
 """
 
 from __future__ import annotations
@@ -31,55 +30,55 @@ from pipeline.decoding.process import PipedProcess
 from pipeline.decoding.serve import send
 from pipeline.index.filters import matching_ids
 from pipeline.index.reader import Edition, Index, open_edition
-from pipeline.serve.turns import Caller
+from pipeline.serve.scheduler import Caller
 
-#: Filters that are evaluated at once.
-PROCESSES = 2
-#: What a process adds to its niceness.
+#: Maximum number of worker processes.
+MAX_PROCESSES = 2
+#: Increment of the niceness of a worker process.
 NICENESS = 10
 
 
 class Filters:
-    """Evaluates filters over an index or a shard of it.
+    """Pool of processes that evaluate filters over an index or one of its shards.
 
     Args:
         uri: URI of the index.
         shard: (i, n) for the i-th of n shards; None for all items.
-        seconds: Maximum time of a filter.
-        memory_bytes: Maximum memory of a filter, beyond what its process has when it starts.
+        timeout_s: Time limit for a filter, in seconds.
+        memory_bytes: Maximum memory that a filter can allocate, in bytes.
     """
 
     def __init__(
         self,
         uri: str,
         shard: tuple[int, int] | None,
-        seconds: float,
+        timeout_s: float,
         memory_bytes: int = 4 << 30,
     ):
-        self._uri, self._shard, self._seconds = uri, shard, seconds
+        self._uri, self._shard, self._timeout_s = uri, shard, timeout_s
         self._memory_bytes = memory_bytes
         self._idle: list[_Process] = []
-        self._free = asyncio.Semaphore(PROCESSES)
-        # One turn per key, so that those who wait for a process are each of another key.
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._free = asyncio.Semaphore(MAX_PROCESSES)
+        # Each key has a lock, so a key waits for at most one process.
+        self._key_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def matching_ids(self, caller: Caller, edition: Edition, filter: str) -> pa.ChunkedArray:
-        """Returns the ids of the items that a filter lets through.
+        """Returns the ids of the items that pass a filter.
 
         Raises:
-            SpecError: The filter is invalid, or needs too much memory.
-            TimeoutError: It takes too long.
+            SpecError: The filter is invalid or needs too much memory.
+            TimeoutError: The time limit has passed.
         """
-        async with asyncio.timeout(caller.seconds), self._turns[caller.key], self._free:
-            process = self._idle.pop() if self._idle else await self._started()
-            asked = self._uri, list(edition), self._shard, filter
-            answer = asyncio.get_running_loop().run_in_executor(None, process.ask, asked)
+        async with asyncio.timeout(caller.timeout_s), self._key_locks[caller.key], self._free:
+            process = self._idle.pop() if self._idle else await self._start_process()
+            request = self._uri, list(edition), self._shard, filter
+            future = asyncio.get_running_loop().run_in_executor(None, process.run, request)
             try:
-                reply = await asyncio.wait_for(asyncio.shield(answer), self._seconds)
+                reply = await asyncio.wait_for(asyncio.shield(future), self._timeout_s)
             except TimeoutError:
-                raise TimeoutError(f"the filter took longer than {self._seconds:g} s") from None
+                raise TimeoutError(f"the filter took longer than {self._timeout_s:g} s") from None
             finally:
-                if answer.done() and "died" not in answer.result():
+                if future.done() and "died" not in future.result():
                     self._idle.append(process)
                 else:
                     process.kill()
@@ -90,21 +89,21 @@ class Filters:
             raise SpecError(*reply["error"])
         return pa.ipc.open_stream(reply["ids"]).read_all()["item_id"]
 
-    async def _started(self) -> _Process:
+    async def _start_process(self) -> _Process:
         return await asyncio.to_thread(_Process, self._memory_bytes)
 
 
 class _Process:
-    """A process that evaluates one filter at a time; it has started when it is made."""
+    """Worker process that evaluates one filter at a time. The constructor waits for its start."""
 
     def __init__(self, memory_bytes: int):
         self._process = PipedProcess("-P", "-m", __name__, str(memory_bytes))
         self._process.stdout.read(1)
 
-    def ask(self, asked: Any) -> dict[str, Any]:
-        """Returns the reply of the process, or that it died, as it does without memory."""
+    def run(self, request: Any) -> dict[str, Any]:
+        """Returns the reply of the process; `{"died": True}` if it died, as when out of memory."""
         try:
-            send(self._process.stdin, asked)
+            send(self._process.stdin, request)
             (length,) = struct.unpack("<Q", self._process.stdout.read(8))
             reply = json.loads(self._process.stdout.read(length))
             for name, _, (size,) in reply.pop("bulk"):
@@ -114,7 +113,7 @@ class _Process:
         return reply
 
     def kill(self) -> None:
-        """Ends the process, whatever it does."""
+        """Kills the process."""
         self._process.kill()
         threading.Thread(target=self._process.wait, daemon=True).start()
 
@@ -122,17 +121,17 @@ class _Process:
         self._process.kill()
 
 
-# -- the process -----------------------------------------------------------------------------------
+# -- worker process --------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=2)
-def _opened(uri: str, edition: Edition) -> Index:
+def _open_index(uri: str, edition: Edition) -> Index:
     return open_edition(uri, edition)
 
 
 def _reply(uri: str, edition: list[Any], shard: list[int] | None, filter: str) -> dict[str, Any]:
     try:
-        index = _opened(uri, Edition(*edition))
+        index = _open_index(uri, Edition(*edition))
         fragments = index.fragments((shard[0], shard[1]) if shard else None)
         table = pa.table({"item_id": matching_ids(index, filter, fragments)})
     except SpecError as error:
@@ -144,20 +143,20 @@ def _reply(uri: str, edition: list[Any], shard: list[int] | None, filter: str) -
 
 
 def _read(requests: queue.SimpleQueue, stream: BinaryIO) -> None:
-    """Queues requests until the parent has gone, which ends this process at once."""
-    while head := stream.read(8):
-        requests.put(json.loads(stream.read(*struct.unpack("<Q", head))))
+    """Queues requests until the parent closes the pipe or exits; then exits immediately."""
+    while header := stream.read(8):
+        requests.put(json.loads(stream.read(*struct.unpack("<Q", header))))
     os._exit(0)
 
 
 def main() -> None:
-    """Answers requests from standard input until it is closed."""
+    """Evaluates the filters received on standard input until it is closed."""
     os.nice(NICENESS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not get between the replies
+    os.dup2(2, 1)  # output that libraries print must not corrupt the replies
     replies.write(b"!")
     replies.flush()
     requests: queue.SimpleQueue = queue.SimpleQueue()

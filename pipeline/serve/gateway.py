@@ -1,4 +1,4 @@
-"""The state of a gateway: what its routes share, and what is in progress."""
+"""State shared by the routes of a gateway."""
 
 from __future__ import annotations
 
@@ -9,51 +9,62 @@ from pipeline.config import MissingField
 from pipeline.serve.auth import Auth
 from pipeline.serve.engine import Engine
 from pipeline.serve.errors import ApiError
-from pipeline.serve.evaluations import Store
+from pipeline.serve.evaluations import EvaluationStore
 from pipeline.serve.keys import Key
 from pipeline.serve.metrics import Metrics
+from pipeline.serve.scheduler import FairSlots
 from pipeline.serve.served import Served
 from pipeline.serve.settings import ServeSpec
-from pipeline.serve.turns import Shares
 
-#: Seconds between two checks whether all requests are answered.
+#: Interval at which draining checks for requests in progress, in seconds.
 DRAIN_CHECK_SECONDS = 0.05
 
 
 class Gateway:
-    """The engine, the access keys, and the requests in progress.
+    """The engine, authentication and the requests in progress.
 
     Args:
-        store: Evaluations; None if the settings have no folder for them.
+        settings: Settings of the server.
+        engine: Engine that runs the searches.
+        metrics: Metrics of the gateway.
+        store: Store of the evaluations; None if they are disabled.
     """
 
     def __init__(
-        self, settings: ServeSpec, engine: Engine, metrics: Metrics, store: Store | None = None
+        self,
+        settings: ServeSpec,
+        engine: Engine,
+        metrics: Metrics,
+        store: EvaluationStore | None = None,
     ):
         self.settings, self.engine, self.metrics, self.store = settings, engine, metrics, store
         self.auth = Auth(settings)
         are_shared = self.auth.has_keys
-        self.in_flight = Shares(settings.limits.max_in_flight_requests, are_shared=are_shared)
-        self.bodies = Shares(settings.limits.max_pending_bodies, are_shared=are_shared)
+        self.in_flight = FairSlots(settings.limits.max_in_flight_requests, are_shared=are_shared)
+        self.bodies = FairSlots(settings.limits.max_pending_bodies, are_shared=are_shared)
         self._is_draining = False
 
     def check_running(self) -> None:
-        """Raises `ApiError` if the server takes no more requests."""
+        """Raises `ApiError` if the server is shutting down."""
         if self._is_draining:
-            raise ApiError("unavailable", "the server is being stopped")
+            raise ApiError("unavailable", "the server is shutting down")
 
     async def drain(self) -> None:
-        """Takes no more requests, and waits until those in progress are answered."""
+        """Rejects new requests and waits for the requests in progress."""
         self._is_draining = True
         end = time.monotonic() + self.settings.timeouts.drain_s
-        while self.in_flight.taken + self.bodies.taken and time.monotonic() < end:
+        while self.in_flight.num_acquired + self.bodies.num_acquired and time.monotonic() < end:
             await asyncio.sleep(DRAIN_CHECK_SECONDS)
 
     def served(self, key: Key, name: str | None) -> Served:
-        """Returns an index that the key may see; default the only one.
+        """Returns an index that a key can access.
+
+        Args:
+            key: The access key.
+            name: Name of the index. It can be omitted if the key can access only one.
 
         Raises:
-            ApiError: There is none.
+            ApiError: There is no such index.
         """
         visible = self.visible_indexes(key)
         if name is None and len(visible) == 1:
@@ -62,22 +73,24 @@ class Gateway:
             names = ", ".join(visible)
             rule = f"one of {names}" if visible else "an index that this key can access"
             raise ApiError("invalid_argument", str(MissingField("index", None, rule)), "index")
-        if name not in visible:  # nor does the answer tell that a hidden one exists
+        if name not in visible:  # same response for inaccessible and for missing indexes
             raise ApiError("not_found", f"unknown index {name!r}", "index")
         return self.engine.indexes[name]
 
     def visible_indexes(self, key: Key) -> list[str]:
-        """Returns the names of the indexes that a key may see."""
-        return [name for name in self.engine.indexes.names if key.may_see(name)]
+        """Returns the names of the indexes that a key can access."""
+        return [name for name in self.engine.indexes.names if key.can_access(name)]
 
-    def evaluations(self, key: Key) -> Store:
-        """Returns the evaluations.
+    def evaluations(self, key: Key) -> EvaluationStore:
+        """Returns the store of the evaluations.
 
         Raises:
-            ApiError: The server has none, or the key may not ask for them.
+            ApiError: Evaluations are disabled, or the key is not allowed to run them.
         """
         if self.store is None:
-            raise ApiError("not_found", "this server runs no evaluations (evaluations.folder)")
+            message = "evaluations are disabled on this server (evaluations.folder is not set)"
+            raise ApiError("not_found", message)
         if not key.evaluate:
-            raise ApiError("forbidden", f"the key {key.name} may not ask for evaluations")
+            message = f"the key {key.name} is not allowed to run evaluations"
+            raise ApiError("forbidden", message)
         return self.store

@@ -1,4 +1,4 @@
-"""What holds for every request: authentication, limits of bodies and requests, and the log."""
+"""Middleware for authentication, limits on bodies and requests, and the request log."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pipeline.serve.errors import ApiError, error_response
 from pipeline.serve.front import REQUEST_ID
 from pipeline.serve.gateway import Gateway
 from pipeline.serve.keys import Key
+from pipeline.serve.scheduler import FairSlots
 from pipeline.serve.settings import ServeSpec
-from pipeline.serve.turns import Shares
 
 log = logging.getLogger("ray.serve")
 
@@ -39,23 +39,23 @@ class Guard:
             return
         gateway: Gateway = scope["app"].state.gateway
         headers = {name: value for name, value in scope["headers"]}
-        # The front gives each request its id, which Ray's proxy sends back.
+        # `Front` assigns the id of a request, and Ray's proxy adds it to the response.
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        if not REQUEST_ID.fullmatch(request_id):  # without the front
+        if not REQUEST_ID.fullmatch(request_id):  # the proxy runs without `Front`
             request_id = str(uuid.uuid4())
         scope["maxray_request_id"] = request_id
         start, status = time.perf_counter(), 0
 
-        async def sending(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._admit(scope, receive, sending, headers, gateway)
+            await self._admit(scope, receive, send_and_record, headers, gateway)
         except ApiError as error:
-            await error_response(Request(scope), error)(scope, receive, sending)
+            await error_response(Request(scope), error)(scope, receive, send_and_record)
         if not scope["path"].endswith(("/healthz", "/readyz", "/metrics")):
             _record(gateway, scope, status, time.perf_counter() - start)
 
@@ -70,49 +70,54 @@ class Guard:
         """Reads the body of an authenticated request and passes it on.
 
         Raises:
-            ApiError: The request is refused.
+            ApiError: The request is rejected.
         """
-        if "/v1/" not in scope["path"]:  # small, without a body and without a key
+        if "/v1/" not in scope["path"]:  # operational routes have no body and need no key
             await self._app(scope, receive, send)
             return
         gateway.check_running()
         key = gateway.auth.key(Request(scope))
         scope.setdefault("state", {})["key"] = key
-        with _place(gateway.bodies, key, "whose body has not arrived"):
+        with _slot(gateway.bodies, key, "whose body has not arrived"):
             body = await _read_body(receive, headers, gateway.settings)
-        if body is None:  # the client has gone
+        if body is None:  # the client has disconnected
             return
-        is_given = False
+        is_body_sent = False
 
-        async def receiving() -> Message:
-            nonlocal is_given
-            if is_given:
+        async def receive_body() -> Message:
+            nonlocal is_body_sent
+            if is_body_sent:
                 return await receive()
-            is_given = True
+            is_body_sent = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        with _place(gateway.in_flight, key, "in progress"):
-            gateway.metrics.in_flight(gateway.in_flight.taken)
+        with _slot(gateway.in_flight, key, "in progress"):
+            gateway.metrics.in_flight(gateway.in_flight.num_acquired)
             try:
-                await self._app(scope, receiving, send)
+                await self._app(scope, receive_body, send)
             finally:
-                gateway.metrics.in_flight(gateway.in_flight.taken - 1)
+                gateway.metrics.in_flight(gateway.in_flight.num_acquired - 1)
 
 
 @contextlib.contextmanager
-def _place(places: Shares, key: Key, what: str) -> Iterator[None]:
-    """Holds one of the places that keys share.
+def _slot(slots: FairSlots, key: Key, state: str) -> Iterator[None]:
+    """Holds a slot of an access key.
+
+    Args:
+        slots: The slots of all keys.
+        key: The access key.
+        state: State of the requests that hold the slots, for the error message.
 
     Raises:
-        ApiError: There is none for this key at the moment.
+        ApiError: No slot is available for this key.
     """
-    if not places.take(key.name):
-        holder = "the server" if places.taken >= places.number else f"the key {key.name}"
-        raise ApiError("unavailable", f"{holder} has too many requests {what}")
+    if not slots.acquire(key.name):
+        holder = "the server" if slots.num_acquired >= slots.capacity else f"the key {key.name}"
+        raise ApiError("unavailable", f"{holder} has too many requests {state}")
     try:
         yield
     finally:
-        places.give_back(key.name)
+        slots.release(key.name)
 
 
 async def _read_body(
@@ -121,34 +126,36 @@ async def _read_body(
     """Returns the body of a request; None if the client has disconnected.
 
     Raises:
-        ApiError: It is too large, which is reported before all of it has arrived, or too slow.
+        ApiError: The body is too large or arrives too slowly. A body that is too large is rejected
+            before all of it has arrived.
     """
-    most, seconds = settings.limits.max_body_bytes, settings.timeouts.body_s
-    too_large = ApiError("too_large", f"the body is larger than {most:,} bytes")
+    max_bytes, timeout_s = settings.limits.max_body_bytes, settings.timeouts.body_s
+    too_large = ApiError("too_large", f"the body is larger than {max_bytes:,} bytes")
     length = headers.get(b"content-length", b"")
-    if length.isdigit() and int(length) > most:
+    if length.isdigit() and int(length) > max_bytes:
         raise too_large
     body, more = bytearray(), True
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(timeout_s):
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     return None
                 body += message.get("body", b"")
                 more = message.get("more_body", False)
-                if len(body) > most:
+                if len(body) > max_bytes:
                     raise too_large
     except TimeoutError:
-        raise ApiError("bad_request", f"the body took longer than {seconds:g} s to come") from None
+        error = ApiError("bad_request", f"the body took longer than {timeout_s:g} s to arrive")
+        raise error from None
     return bytes(body)
 
 
 def _record(gateway: Gateway, scope: Scope, status: int, seconds: float) -> None:
-    """Counts and logs an answered request."""
+    """Counts and logs a completed request."""
     route = getattr(scope.get("route"), "path", "none")
     key: Key | None = scope.get("state", {}).get("key")
-    status = status or 499  # the client did not wait for the answer
+    status = status or 499  # the client has disconnected
     label = key.label if key else ""
     gateway.metrics.request(route, scope["method"], status, label, seconds)
     entry = {
@@ -159,6 +166,6 @@ def _record(gateway: Gateway, scope: Scope, status: int, seconds: float) -> None
         "route": route,
         "status": status,
         "milliseconds": round(1e3 * seconds, 1),
-        **scope.get("state", {}).get("about", {}),
+        **scope.get("state", {}).get("log_fields", {}),
     }
     log.info(json.dumps(entry))

@@ -1,4 +1,4 @@
-"""HTTP requests -> search options and queries, checked before any stage is asked."""
+"""Conversion of HTTP requests to search options and queries, with validation."""
 
 from __future__ import annotations
 
@@ -17,78 +17,85 @@ from pipeline.schema import Composed
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries, Unencoded, bad_query, check_texts
 from pipeline.serve import wire
-from pipeline.serve.errors import ApiError, of_spec_error
+from pipeline.serve.errors import ApiError, from_spec_error
 from pipeline.serve.served import Served
 from pipeline.serve.settings import Limits
 
 
 def search_options(
-    asked: wire.SearchOptions, served: Served, num_queries: int, limits: Limits
+    request: wire.SearchOptions, served: Served, num_queries: int, limits: Limits
 ) -> SearchOptions:
-    """Returns the options of a request, with names of representations of the served index.
+    """Returns the search options of a request, with default representations resolved.
+
+    Args:
+        request: Options of the request.
+        served: The index to search.
+        num_queries: Number of queries of the request.
+        limits: Limits of the server.
 
     Raises:
         ApiError: An option is invalid or above a limit.
     """
-    rerank = asked.rerank
+    rerank = request.rerank
     depth = rerank.num_candidates if rerank else 0
-    _check_depth(asked.k, depth, num_queries, limits)
-    second = None
+    _check_depth(request.k, depth, num_queries, limits)
+    rerank_representation = None
     if rerank and rerank.by == "edje":
         check_num_pairs(depth, num_queries, limits, "rerank.rerank_depth")
     elif rerank:
-        second = _second_representation(served, rerank)
+        rerank_representation = _rerank_representation(served, rerank)
     try:
         return SearchOptions(
-            representation=served.representation(asked.representation).name,
-            k=asked.k,
-            score=asked.score,
-            weights=asked.weights,
-            group_by=asked.group_by,
-            filter=asked.filter,
-            ids=None if asked.ids is None else tuple(asked.ids),
-            parents=None if asked.parents is None else tuple(asked.parents),
+            representation=served.representation(request.representation).name,
+            k=request.k,
+            score=request.score,
+            weights=request.weights,
+            group_by=request.group_by,
+            filter=request.filter,
+            ids=None if request.ids is None else tuple(request.ids),
+            parents=None if request.parents is None else tuple(request.parents),
             rerank=rerank.by if rerank else None,
-            rerank_representation=second,
+            rerank_representation=rerank_representation,
             rerank_depth=depth,
             add_first_stage=rerank is not None and rerank.add_first_stage,
             rerank_is_optional=rerank is not None and rerank.optional,
-            explain=asked.explain,
+            explain=request.explain,
         )
     except SpecError as error:
-        raise of_spec_error(error) from None
+        raise from_spec_error(error) from None
 
 
 def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) -> None:
     """Raises `ApiError` if the first stage would return too many hits."""
     depth = max(k, rerank_depth)
     field = "k" if k >= depth else "rerank.rerank_depth"
-    most = min(limits.max_k, max(limits.max_batch_hits // num_queries, 1))
-    if depth > most:
-        raise ApiError("invalid_argument", f"{field} must be at most {most}, got {depth}", field)
+    maximum = min(limits.max_k, max(limits.max_batch_hits // num_queries, 1))
+    if depth > maximum:
+        message = f"{field} must be at most {maximum}, got {depth}"
+        raise ApiError("invalid_argument", message, field)
 
 
 def check_num_pairs(num_items: int, num_queries: int, limits: Limits, field: str) -> None:
-    """Raises `ApiError` if EDJE would read too many pairs of a query and an item."""
-    most = limits.max_rerank_pairs // num_queries
-    if num_items > most:
-        message = f"{field} must make EDJE read at most {most} items, got {num_items}"
+    """Raises `ApiError` if EDJE would read too many (query, item) pairs."""
+    maximum = limits.max_rerank_pairs // num_queries
+    if num_items > maximum:
+        message = f"{field} must make EDJE read at most {maximum} items, got {num_items}"
         raise ApiError("invalid_argument", message, field)
 
 
 def check_num_queries(queries: Sequence[wire.Query], limits: Limits) -> None:
-    """Raises `ApiError` if a request has too many queries, or too much text."""
-    num_chars = sum(len(text) for text in map(wire.text_of, queries) if text)
-    for number, most, what in (
-        (len(queries), limits.max_batch_queries, " entries"),
-        (num_chars, limits.max_batch_chars, " characters"),
+    """Raises `ApiError` if a request has too many queries or too much text."""
+    num_chars = sum(len(text) for text in map(wire.query_text, queries) if text)
+    for number, maximum, unit in (
+        (len(queries), limits.max_batch_queries, "entries"),
+        (num_chars, limits.max_batch_chars, "characters"),
     ):
-        if number > most:
-            message = f"queries must have at most {most:,}{what}, got {number:,}"
+        if number > maximum:
+            message = f"queries must have at most {maximum:,} {unit}, got {number:,}"
             raise ApiError("invalid_argument", message, "queries")
 
 
-def _second_representation(served: Served, rerank: wire.Rerank) -> str:
+def _rerank_representation(served: Served, rerank: wire.Rerank) -> str:
     try:
         return served.representation(rerank.representation).name
     except ApiError as error:
@@ -96,31 +103,31 @@ def _second_representation(served: Served, rerank: wire.Rerank) -> str:
 
 
 def check_edje(served: Served, queries: Sequence[wire.Query], field: str) -> None:
-    """Raises `ApiError` if an index is served without EDJE, or EDJE does not read a query."""
+    """Raises `ApiError` if an index is served without EDJE, or EDJE cannot read a query."""
     if served.spec.edje is None:
         message = f"{field} must be vectors, got 'edje' (indexes.{served.name}.edje is not set)"
         raise ApiError("invalid_argument", message, field)
-    for place, query in enumerate(queries):
+    for position, query in enumerate(queries):
         if isinstance(query, wire.Vectors | wire.Composed):
-            kind = wire.kind_of(query)
+            kind = wire.query_kind(query)
             rule = "a text or an image for edje"
-            error = bad_query(QUERY_KINDS.get(kind, kind), rule, place, len(queries))
-            raise of_spec_error(error)
+            error = bad_query(QUERY_KINDS.get(kind, kind), rule, position, len(queries))
+            raise from_spec_error(error)
 
 
 def read_query(query: wire.Query, info: RepresentationInfo, limits: Limits) -> Queries | Unencoded:
-    """Returns a query as vectors, or as what the encoder of a representation reads.
+    """Returns a query as vectors or as input of the encoder of a representation.
 
     Raises:
-        SpecError: The query is invalid, or the encoder does not read its kind.
+        SpecError: The query is invalid, or the encoder does not support its kind.
     """
     if isinstance(query, wire.Vectors):
         return _read_vectors(query)
-    written = read_written(query, limits)
-    kind = "image" if isinstance(written, bytes) else "composed"
-    if not isinstance(written, str) and kind not in info.encoder.query_kinds:
+    unencoded = read_unencoded(query, limits)
+    kind = "image" if isinstance(unencoded, bytes) else "composed"
+    if not isinstance(unencoded, str) and kind not in info.encoder.query_kinds:
         raise unsupported_query(kind, info.encoder.query_kinds, f"the encoder of {info.name}")
-    return written
+    return unencoded
 
 
 def _read_vectors(query: wire.Vectors) -> Queries:
@@ -132,13 +139,13 @@ def _read_vectors(query: wire.Vectors) -> Queries:
     return Queries.from_vectors([array])
 
 
-def read_written(query: wire.Query, limits: Limits) -> Unencoded:
-    """Returns a query that is not vectors.
+def read_unencoded(query: wire.Query, limits: Limits) -> Unencoded:
+    """Returns the text, image or composed query of a request.
 
     Raises:
         SpecError: The query is invalid.
     """
-    text = wire.text_of(query)
+    text = wire.query_text(query)
     if text is not None:
         if len(text) > limits.max_query_chars:
             rule = f"at most {limits.max_query_chars:,} characters"
@@ -155,7 +162,7 @@ def _read_image(query: wire.Image, max_pixels: int) -> bytes:
     """Returns the image file of a query.
 
     Raises:
-        SpecError: It is not an image, or too large.
+        SpecError: The query is not a valid image, or it is too large.
     """
     rule = f"a PNG, JPEG or WebP file in base64 of at most {max_pixels:,} pixels"
     try:

@@ -1,18 +1,18 @@
-"""Access keys: who may ask, for which indexes, until when.
+"""Access keys and rate limits.
 
-A key is 32 random bytes behind `mr_`; a server keeps its SHA-256 alone, which of so many random
-bits gives nothing back. The file is YAML, looked at again when it changes, so that a key is revoked
-by removing its entry. A list, with or without `keys:` above it:
+A key consists of the prefix `mr_` and 32 random bytes. The server stores only its SHA-256 hash,
+from which a random key of this length cannot be recovered. The file of the keys is a YAML list,
+optionally below `keys:`. It is reloaded when it changes, so removing an entry revokes a key:
 
     keys:
-      - name: ann                    # its name in logs; metrics have the hash's beginning
+      - name: ann                    # name in logs; metrics contain the first digits of the hash
         sha256: 5e88...              # python -m jobs.serve key --name ann
         indexes: [cranfield]         # default: all
         expires: 2027-01-01          # default: never
-        requests_per_second: 20      # default: that of the server
-        evaluate: true               # whether it may ask for evaluations; default: no
+        requests_per_second: 20      # default: limits.requests_per_second of the server
+        evaluate: true               # allows evaluations; default: false
 
-The variable MAXRAY_KEYS may hold the same text in place of a file.
+The environment variable MAXRAY_KEYS can contain the same text instead of a file.
 """
 
 from __future__ import annotations
@@ -33,36 +33,42 @@ from pipeline.config import Spec, SpecError, parse
 from pipeline.extras import require_storage
 
 PREFIX = "mr_"
-VARIABLE = "MAXRAY_KEYS"
-#: Seconds between two looks at the file.
-LOOK_EVERY = 1.0
+KEYS_VARIABLE = "MAXRAY_KEYS"
+#: Minimum interval between checks of the file for changes, in seconds.
+REFRESH_SECONDS = 1.0
 
 
 class Key(Spec):
-    """An access key, of which only the hash is known."""
+    """Access key, identified by its hash."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}$")
+    """Name of the key in logs."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 hash of the key, in hexadecimal."""
     indexes: list[str] | None = None
+    """Indexes that the key can access; null: all."""
     expires: datetime | date | None = None
+    """Time or date at which the key expires, in UTC unless it has a time zone; null: never."""
     requests_per_second: PositiveFloat | None = None
+    """Rate limit of the key; null: the rate limit of the server."""
     evaluate: bool = False
+    """Allows the key to run evaluations."""
 
     @property
     def label(self) -> str:
-        """The label of the key in metrics, which Ray exports on every node to anybody.
+        """Label of the key in metrics, which Ray exports on every node without authentication.
 
-        It is the beginning of the key's hash: unlike a name it cannot be guessed, and whoever has
-        the file of keys can tell whose it is.
+        It is the beginning of the hash, which, unlike a name, can only be resolved with access to
+        the file of the keys.
         """
-        return self.name if self is ANYBODY else self.sha256[:8]
+        return self.name if self is ANONYMOUS else self.sha256[:8]
 
-    def may_see(self, index: str) -> bool:
-        """Whether it is for this index."""
+    def can_access(self, index: str) -> bool:
+        """Returns whether the key can access an index."""
         return self.indexes is None or index in self.indexes
 
     def has_expired(self, now: datetime) -> bool:
-        """Whether it is no longer valid; a day without a time ends when it begins, in UTC."""
+        """Returns whether the key has expired. A date expires at its beginning, in UTC."""
         if self.expires is None:
             return False
         end = self.expires
@@ -71,8 +77,8 @@ class Key(Spec):
         return now >= (end if end.tzinfo else end.replace(tzinfo=UTC))
 
 
-#: Who asks where no key is needed.
-ANYBODY = Key(name="anybody", sha256="0" * 64, evaluate=True)
+#: Key of all requests if the server has no access keys.
+ANONYMOUS = Key(name="anybody", sha256="0" * 64, evaluate=True)
 
 
 class _File(Spec):
@@ -80,54 +86,54 @@ class _File(Spec):
 
 
 def new_key() -> str:
-    """A new key; it is shown once."""
+    """Returns a new random key."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
-def hash_of(key: str) -> str:
-    """What a server keeps of a key.
+def hash_key(key: str) -> str:
+    """Returns the SHA-256 hash of a key, in hexadecimal.
 
-    >>> hash_of("mr_abc")[:8]
+    >>> hash_key("mr_abc")[:8]
     '3ab8fb3c'
     """
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 class Keys:
-    """The keys of a file, or of the variable MAXRAY_KEYS, as they are now.
+    """Access keys of a file or of the environment variable MAXRAY_KEYS, reloaded upon changes.
 
-    A file that is gone or cannot be read lets nobody in: `of` raises then.
+    If the file becomes unreadable, no key is valid and `find` raises.
 
     Args:
-        uri: of the file; empty: the variable.
-        clock: for tests.
+        uri: URI of the file; if empty, the environment variable is read.
+        clock: Monotonic clock, in seconds; replaced in tests.
 
     Raises:
-        SpecError: there is no such file, or it is not of the form.
+        SpecError: The file does not exist or is invalid.
     """
 
     def __init__(self, uri: str, clock: Callable[[], float] = time.monotonic):
         self._uri, self._clock = uri, clock
         self._state: object = None
         self._keys: list[Key] = []
-        self._looked = -float("inf")
+        self._checked_at = -float("inf")
         self._refresh()
 
-    def of(self, given: str) -> Key | None:
-        """The key that was given, None if there is no such one or it has expired.
+    def find(self, secret: str) -> Key | None:
+        """Returns the key with a secret; None if there is none or it has expired.
 
         Raises:
-            SpecError: the file can no longer be read.
+            SpecError: The file can no longer be read.
         """
         self._refresh()
-        hashed, found = hash_of(given), None
-        for key in self._keys:  # all of them, however early one is found
+        hashed, match = hash_key(secret), None
+        for key in self._keys:  # no early exit: constant time
             if hmac.compare_digest(key.sha256, hashed):
-                found = key
-        return None if found is None or found.has_expired(datetime.now(UTC)) else found
+                match = key
+        return None if match is None or match.has_expired(datetime.now(UTC)) else match
 
     def _refresh(self) -> None:
-        if self._clock() - self._looked < LOOK_EVERY:
+        if self._clock() - self._checked_at < REFRESH_SECONDS:
             return
         try:
             text = self._read()
@@ -136,21 +142,21 @@ class Keys:
         except BaseException:
             self._keys, self._state = [], None
             raise
-        self._looked = self._clock()
+        self._checked_at = self._clock()
 
     def _read(self) -> str | None:
-        """The text of the file; None if it has not changed since it was read."""
+        """Returns the text of the file; None if it is unchanged since it was last read."""
         state: str | tuple[str, ...]
         text: str | None
         if not self._uri:
-            state = text = os.environ.get(VARIABLE, "")
+            state = text = os.environ.get(KEYS_VARIABLE, "")
         else:
             require_storage(self._uri)
             try:
                 files, path = fsspec.url_to_fs(self._uri, use_listings_cache=False)
                 info = files.info(path)
-                marks = ("mtime", "LastModified", "ETag", "etag", "updated", "ino", "size")
-                state = tuple(str(info[name]) for name in marks if name in info)
+                fields = ("mtime", "LastModified", "ETag", "etag", "updated", "ino", "size")
+                state = tuple(str(info[name]) for name in fields if name in info)
                 text = None if state == self._state else files.cat_file(path).decode()
             except (OSError, UnicodeError) as error:
                 problem = f"cannot be read ({error})"
@@ -162,10 +168,10 @@ class Keys:
 
 
 def read_keys(text: str) -> list[Key]:
-    """The keys that a YAML text lists.
+    """Returns the keys listed in a YAML text.
 
     Raises:
-        SpecError: it is not of the form, two have one name, or a hash stands twice.
+        SpecError: The text is invalid, or a name or hash is duplicated.
     """
     rule = "a list of entries with name and sha256"
     try:
@@ -179,40 +185,45 @@ def read_keys(text: str) -> list[Key]:
     for field in ("name", "sha256"):
         values = [getattr(key, field) for key in keys]
         if len(set(values)) < len(values):
-            twice = next(value for value in values if values.count(value) > 1)
-            raise SpecError(f"keys.{field}", twice, "unique", "occurs twice")
+            duplicate = next(value for value in values if values.count(value) > 1)
+            raise SpecError(f"keys.{field}", duplicate, "unique", "occurs twice")
     return keys
 
 
 class Rates:
-    """How many requests each key may still send: a bucket each, refilled at its rate.
+    """Token-bucket rate limiter with one bucket per access key.
 
     Args:
-        default: requests a second of a key without its own rate; None: any.
-        burst: what a full bucket holds.
+        default: Rate of keys without a rate limit of their own, in requests per second; None:
+            unlimited.
+        burst: Capacity of a bucket, in requests.
+        clock: Monotonic clock, in seconds; replaced in tests.
     """
 
     def __init__(
         self, default: float | None, burst: int, clock: Callable[[], float] = time.monotonic
     ):
         self._default, self._burst, self._clock = default, burst, clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # what is left, and when that was so
+        self._buckets: dict[str, tuple[float, float]] = {}  # level and time of the last update
 
-    def take(self, key: Key, cost: float = 1.0) -> float:
-        """Takes a request from the key's bucket; else the seconds until one is there.
+    def acquire(self, key: Key, cost: float = 1.0) -> float:
+        """Takes a request from the bucket of a key if possible.
+
+        Returns:
+            0 if the request is allowed, else the delay until it would be, in seconds.
 
         >>> now = [0.0]
         >>> rates = Rates(2, burst=1, clock=lambda: now[0])
-        >>> rates.take(ANYBODY), rates.take(ANYBODY)
+        >>> rates.acquire(ANONYMOUS), rates.acquire(ANONYMOUS)
         (0.0, 0.5)
         """
         rate = key.requests_per_second or self._default
         if rate is None:
             return 0.0
         now = self._clock()
-        left, then = self._buckets.get(key.name, (float(self._burst), now))
-        left = min(left + (now - then) * rate, float(self._burst))
-        cost = min(cost, float(self._burst))  # what is larger than the bucket waits for a full one
-        waits = max(cost - left, 0.0) / rate
-        self._buckets[key.name] = (left if waits else left - cost, now)
-        return waits
+        level, updated_at = self._buckets.get(key.name, (float(self._burst), now))
+        level = min(level + (now - updated_at) * rate, float(self._burst))
+        cost = min(cost, float(self._burst))  # a larger cost requires a full bucket
+        delay_s = max(cost - level, 0.0) / rate
+        self._buckets[key.name] = (level if delay_s else level - cost, now)
+        return delay_s

@@ -15,27 +15,28 @@ from pipeline.schema import ITEM
 from pipeline.search.previews import Previews
 from pipeline.serve.outcomes import logged, returns_errors
 from pipeline.serve.replica import bind_to_loopback
+from pipeline.serve.scheduler import Caller, FairScheduler
 from pipeline.serve.settings import ServedIndex
-from pipeline.serve.turns import Caller, Turns
 from pipeline.serve.versions import Versions
 
-#: Threads in which items are looked up, and as many in which previews are made.
+#: Number of threads for looking up items, and of further threads for creating previews.
 LIBRARY_THREADS = 4
 
 
 class Library:
-    """Stage that looks up single items and makes their previews."""
+    """Stage that looks up single items and creates their previews."""
 
     def __init__(self, indexes: Mapping[str, ServedIndex]):
         bind_to_loopback()
         self._versions = {
-            name: Versions(functools.partial(_previews, served)) for name, served in indexes.items()
+            name: Versions(functools.partial(_open_previews, served))
+            for name, served in indexes.items()
         }
-        self._items = Turns(_called, workers=LIBRARY_THREADS)
-        self._shown = Turns(_called, workers=LIBRARY_THREADS)
+        self._item_scheduler = FairScheduler(_run_calls, workers=LIBRARY_THREADS)
+        self._preview_scheduler = FairScheduler(_run_calls, workers=LIBRARY_THREADS)
 
-    async def is_there(self, caller: Caller) -> bool:
-        """Answers a check that the stage runs."""
+    async def ping(self, caller: Caller) -> bool:
+        """Responds to a readiness check."""
         return True
 
     @returns_errors
@@ -44,7 +45,7 @@ class Library:
     ) -> dict[str, Any] | None:
         """Returns the stored columns of an item without vectors; None if it is not in the index."""
         call = functools.partial(self._item, index, edition, item_id)
-        (row,) = await self._items.ask(caller, None, [call])
+        (row,) = await self._item_scheduler.run(caller, None, [call])
         return row
 
     def _item(self, index: str, edition: Edition, item_id: str) -> dict[str, Any] | None:
@@ -76,13 +77,13 @@ class Library:
             caller: The access key, and the time limit in seconds.
 
         Raises:
-            SpecError: The item has no preview; for `documents`: its file is gone or has changed
-                since it was indexed.
+            SpecError: The item has no preview, or its file has been removed or modified since it
+                was indexed (field `documents`).
         """
         with logged("preview", media=media):
             call = functools.partial(self._preview, index, edition, item_id, media, seconds)
-            (shown,) = await self._shown.ask(caller, None, [call])
-            return shown
+            (content,) = await self._preview_scheduler.run(caller, None, [call])
+            return content
 
     def _preview(
         self, index: str, edition: Edition, item_id: str, media: str, seconds: float | None
@@ -97,13 +98,13 @@ class Library:
         return wave.getvalue(), "audio/wav"
 
 
-def _called(group: None, calls: list[Callable[[], Any]]) -> Generator[None, None, list[Any]]:
-    """Computes calls in one slice."""
+def _run_calls(group: None, calls: list[Callable[[], Any]]) -> Generator[None, None, list[Any]]:
+    """Runs functions in one slice."""
     yield from ()
     return [call() for call in calls]
 
 
-def _previews(served: ServedIndex, edition: Edition) -> Previews:
+def _open_previews(served: ServedIndex, edition: Edition) -> Previews:
     return Previews(open_edition(served.uri, edition), served.documents, only_indexed=True)
 
 

@@ -1,7 +1,7 @@
-"""What the server measures of itself: counters and histograms of Ray, which Prometheus reads.
+"""Metrics of the server: counters and histograms of Ray, exported for Prometheus.
 
-Ray's agents export them on every node, beside Ray's own; `/metrics` of the gateway gathers those of
-all nodes, so that one address does where nobody scrapes the nodes.
+Ray's agents export them on every node together with Ray's metrics. The route `/metrics` of the
+gateway merges the metrics of all nodes, for deployments in which the nodes are not scraped.
 """
 
 from __future__ import annotations
@@ -14,65 +14,65 @@ import httpx2
 import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
-#: What is ours of what Ray's agents export, and of Ray Serve what an operator looks at.
-SHOWN = re.compile(r"ray_(maxray|serve)_")
+#: Prefixes of the exported metrics: Maxray's and Ray Serve's.
+EXPORTED = re.compile(r"ray_(maxray|serve)_")
 SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30]
 SIZES: list[float] = [1, 2, 4, 8, 16, 32, 64]
 
 
 class Metrics:
-    """The gateway's own."""
+    """Metrics of the gateway."""
 
     def __init__(self) -> None:
         self._requests = Counter(
             "maxray_requests",
-            "Requests answered.",
+            "Number of completed requests.",
             tag_keys=("route", "method", "status", "key"),
         )
         self._seconds = Histogram(
             "maxray_request_seconds",
-            "From the first byte in to the last one out.",
+            "Latency of a request from its first byte to the last byte of the response.",
             boundaries=SECONDS,
             tag_keys=("route",),
         )
         self._stages = Histogram(
             "maxray_stage_seconds",
-            "What a stage of a request took, waiting included.",
+            "Latency of a stage of a request, including queueing.",
             boundaries=SECONDS,
             tag_keys=("stage",),
         )
         self._events = Counter(
             "maxray_events",
-            "Stages asked again, answers without them, versions that could not be opened.",
+            "Number of retries, responses without reranking, and failed reloads.",
             tag_keys=("event", "stage"),
         )
-        self._in_flight = Gauge("maxray_in_flight", "Requests under way in a gateway.")
+        self._in_flight = Gauge("maxray_in_flight", "Number of requests in progress.")
 
     def request(self, route: str, method: str, status: int, key: str, seconds: float) -> None:
-        """A request was answered."""
+        """Records a completed request."""
         self._requests.inc(
             tags={"route": route, "method": method, "status": str(status), "key": key}
         )
         self._seconds.observe(seconds, tags={"route": route})
 
     def stage(self, stage: str, seconds: float) -> None:
-        """A stage of a request is done."""
+        """Records the latency of a stage of a request."""
         self._stages.observe(max(seconds, 1e-9), tags={"stage": stage})
 
     def event(self, event: str, stage: str) -> None:
-        """Something out of the ordinary."""
+        """Counts an event: "retry", "degraded" or "reload_failed"."""
         self._events.inc(tags={"event": event, "stage": stage})
 
     def in_flight(self, number: int) -> None:
-        """So many requests are under way."""
+        """Sets the number of requests in progress."""
         self._in_flight.set(number)
 
 
 def batch_sizes(stage: str) -> Histogram:
-    """How many requests a stage answers together."""
+    """Returns the histogram of the batch sizes of a stage."""
     histogram = Histogram(
         "maxray_batch_size",
-        "Requests that a stage answers together.",
+        "Number of requests in a batch of a stage.",
         boundaries=SIZES,
         tag_keys=("stage",),
     )
@@ -80,25 +80,25 @@ def batch_sizes(stage: str) -> Histogram:
     return histogram
 
 
-async def gathered(timeout: float = 5.0) -> str:
-    """What the agents of all nodes export of this application, in Prometheus' text form.
+async def collect_metrics(timeout: float = 5.0) -> str:
+    """Returns the metrics of all nodes in the text format of Prometheus.
 
     Raises:
-        OSError: no agent answers.
+        OSError: No node responds.
     """
     nodes = [n for n in await asyncio.to_thread(ray.nodes) if n["Alive"]]
     addresses = [(n["NodeManagerAddress"], n["MetricsExportPort"]) for n in nodes]
     async with httpx2.AsyncClient(timeout=timeout, trust_env=False) as client:
-        asked = (client.get(f"http://{host}:{port}/metrics") for host, port in addresses)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-    texts = [a.text for a in answers if not isinstance(a, BaseException) and a.is_success]
+        requests = (client.get(f"http://{host}:{port}/metrics") for host, port in addresses)
+        responses = await asyncio.gather(*requests, return_exceptions=True)
+    texts = [r.text for r in responses if not isinstance(r, BaseException) and r.is_success]
     if not texts:
-        raise OSError("no node's metrics can be read")
+        raise OSError("the metrics of no node could be read")
     return merge_texts(texts)
 
 
 def merge_texts(texts: Sequence[str]) -> str:
-    r"""Merges exports: the samples of each exported metric family stand together.
+    r"""Merges metrics in text format, grouping the samples of each exported metric family.
 
     >>> one = "# TYPE ray_maxray_a counter\nray_maxray_a{n='1'} 2\n# TYPE go gauge\ngo 1\n"
     >>> two = "# TYPE ray_maxray_a counter\nray_maxray_a{n='2'} 3\n"
@@ -109,26 +109,26 @@ def merge_texts(texts: Sequence[str]) -> str:
     """
     families: dict[str, tuple[list[str], list[str]]] = {}
     for text in texts:
-        for about, samples in _families(text):
-            name = about[0].split(" ")[2]
-            if SHOWN.match(name):
-                there = families.setdefault(name, (about, []))
-                there[1].extend(samples)
-    lines = [line for about, samples in families.values() for line in (*about, *samples)]
+        for comments, samples in _families(text):
+            name = comments[0].split(" ")[2]
+            if EXPORTED.match(name):
+                _, merged = families.setdefault(name, (comments, []))
+                merged.extend(samples)
+    lines = [line for comments, samples in families.values() for line in (*comments, *samples)]
     return "".join(f"{line}\n" for line in lines)
 
 
 def _families(text: str) -> Iterable[tuple[list[str], list[str]]]:
-    """The families of an export: what is said about each, and its samples."""
-    about: list[str] = []
+    """Yields the comment lines and the samples of each metric family."""
+    comments: list[str] = []
     samples: list[str] = []
     for line in text.splitlines():
         if line.startswith("#"):
             if samples:
-                yield about, samples
-                about, samples = [], []
-            about.append(line)
-        elif line and about:
+                yield comments, samples
+                comments, samples = [], []
+            comments.append(line)
+        elif line and comments:
             samples.append(line)
     if samples:
-        yield about, samples
+        yield comments, samples

@@ -1,4 +1,4 @@
-"""Outcomes of the stages: errors as results, and the log."""
+"""Results of stages, with errors returned as values, and the log of the stages."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Failed:
-    """An error as a stage returns it; a raised one Ray would log as a fault of the stage."""
+class Failure:
+    """Error returned by a stage as a value; Ray would log a raised error with its traceback."""
 
     error: Exception
 
 
-def result(outcome: T | Failed) -> T:
-    """Returns the result of a stage, or raises its error."""
-    if isinstance(outcome, Failed):
+def unwrap(outcome: T | Failure) -> T:
+    """Returns the result of a stage, or raises the error that it returned."""
+    if isinstance(outcome, Failure):
         raise outcome.error
     return outcome
 
 
 def returns_errors(
     method: Callable[P, Awaitable[T]],
-) -> Callable[P, Awaitable[T | Failed]]:
-    """Decorates a method of a stage: invalid requests and timeouts are returned as `Failed`."""
+) -> Callable[P, Awaitable[T | Failure]]:
+    """Decorates a method of a stage to return `SpecError` and `TimeoutError` as a `Failure`."""
 
     @functools.wraps(method)
-    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | Failed:
+    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | Failure:
         try:
             return await method(*args, **kwargs)
         except (SpecError, TimeoutError) as error:
-            return Failed(error)
+            return Failure(error)
 
     return wrapped
 
 
 @contextlib.contextmanager
 def logged(stage: str, **details: Any) -> Iterator[None]:
-    """Logs the time that a stage takes for a request; Ray adds the id of the request."""
+    """Logs the duration of a stage of a request. Ray adds the request id to the log entry."""
     start = time.perf_counter()
     done = "failed"
     try:

@@ -1,4 +1,4 @@
-"""Closes the port that Ray Serve opens in every replica."""
+"""Restriction of the gRPC port of Ray Serve's replicas to the loopback interface."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def bind_to_loopback() -> None:
     """Binds the gRPC server of the replica in this process to the loopback interface.
 
     Ray Serve starts this server in each replica, on all interfaces and without authentication, and
-    unpickles what it receives: whoever reaches the port can run code. Calls between deployments
-    use it only with `RAY_SERVE_USE_GRPC_BY_DEFAULT=1`, which this server does not set. Ray has no
-    setting for the address, so this replaces the function that adds the port; a deployment calls
-    it in its constructor, which runs before the port is opened.
+    unpickles what it receives: any client that can reach the port can execute code. Calls between
+    deployments use it only with `RAY_SERVE_USE_GRPC_BY_DEFAULT=1`, which Maxray does not set. Ray
+    has no setting for the address, so this function patches the one that adds the port. Deployments
+    call it in their constructor, which runs before the port is opened.
     """
     replica.add_port_to_grpc_server = lambda server, address: _add_port(
         server, address.replace("[::]", "127.0.0.1")

@@ -6,22 +6,22 @@ import contextlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import PlainTextResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from pipeline.serve import wire
-from pipeline.serve.answers import index_info
 from pipeline.serve.engine import Timer
 from pipeline.serve.errors import ApiError
-from pipeline.serve.evaluations import Store
+from pipeline.serve.evaluations import EvaluationStore
 from pipeline.serve.gateway import Gateway
 from pipeline.serve.inputs import check_num_pairs, check_num_queries, search_options
 from pipeline.serve.keys import Key
-from pipeline.serve.metrics import gathered
+from pipeline.serve.metrics import collect_metrics
+from pipeline.serve.responses import index_info
 
-_bearer = HTTPBearer(auto_error=False, description="an access key")
+_bearer = HTTPBearer(auto_error=False, description="Access key")
 
 
 def _gateway(request: Request) -> Gateway:
@@ -37,30 +37,30 @@ def _key(
     return key
 
 
-Allowed = Annotated[Key, Depends(_key)]
-With = Annotated[Gateway, Depends(_gateway)]
+KeyDependency = Annotated[Key, Depends(_key)]
+GatewayDependency = Annotated[Gateway, Depends(_gateway)]
 public = APIRouter()
 api = APIRouter(prefix="/v1")
 
 
 def _log(request: Request, **fields: Any) -> str:
-    """Adds fields to the log entry of a request; returns its id."""
-    request.state.about = {**getattr(request.state, "about", {}), **fields}
+    """Adds fields to the log entry of a request and returns the request id."""
+    request.state.log_fields = {**getattr(request.state, "log_fields", {}), **fields}
     return request.scope["maxray_request_id"]
 
 
-# -- routes without a key --------------------------------------------------------------------------
+# -- operation: no access key required -------------------------------------------------------------
 
 
-@public.get("/healthz", tags=["operation"], summary="Check that the gateway runs")
+@public.get("/healthz", tags=["operation"], summary="Liveness check")
 async def healthz() -> dict[str, str]:
-    """Returns 200 while the gateway runs."""
+    """Returns 200 if the gateway is running."""
     return {"status": "ok"}
 
 
-@public.get("/readyz", tags=["operation"], summary="Check that every stage answers")
-async def readyz(gateway: With) -> dict[str, str]:
-    """Returns 200 if every stage answers."""
+@public.get("/readyz", tags=["operation"], summary="Readiness check")
+async def readyz(gateway: GatewayDependency) -> dict[str, str]:
+    """Returns 200 if all stages respond, else 503."""
     gateway.check_running()
     await gateway.engine.calls.check()
     return {"status": "ready"}
@@ -69,15 +69,18 @@ async def readyz(gateway: With) -> dict[str, str]:
 @public.get(
     "/metrics",
     tags=["operation"],
-    summary="Prometheus metrics of all nodes",
+    summary="Get Prometheus metrics",
     response_class=PlainTextResponse,
 )
-async def metrics(request: Request, gateway: With) -> Response:
-    """Returns the metrics of all nodes in the text format of Prometheus."""
+async def metrics(request: Request, gateway: GatewayDependency) -> Response:
+    """Returns the metrics of all nodes in the text format of Prometheus.
+
+    Requires an access key if the server has access keys.
+    """
     if gateway.auth.has_keys:
         gateway.auth.key(request)
     try:
-        text = await gathered()
+        text = await collect_metrics()
     except OSError as error:
         raise ApiError("unavailable", str(error)) from None
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -88,34 +91,34 @@ async def metrics(request: Request, gateway: With) -> Response:
 
 @api.post("/search", tags=["search"], summary="Search with one query")
 async def search(
-    request: Request, asked: wire.SearchRequest, key: Allowed, gateway: With
-) -> wire.SearchAnswer:
-    """Returns the best items for a query."""
-    (hits,), fields = await _search(request, [asked.query], asked, key, gateway)
-    return wire.SearchAnswer(hits=hits, **fields)
+    request: Request, body: wire.SearchRequest, key: KeyDependency, gateway: GatewayDependency
+) -> wire.SearchResponse:
+    """Returns the k best items for a query, optionally reranked and explained."""
+    (hits,), fields = await _search(request, [body.query], body, key, gateway)
+    return wire.SearchResponse(hits=hits, **fields)
 
 
-@api.post("/search:batch", tags=["search"], summary="Search with many queries")
+@api.post("/search:batch", tags=["search"], summary="Search with a batch of queries")
 async def search_batch(
-    request: Request, asked: wire.BatchRequest, key: Allowed, gateway: With
-) -> wire.BatchAnswer:
-    """Returns the best items for each of many queries."""
-    check_num_queries(asked.queries, gateway.settings.limits)
-    results, fields = await _search(request, asked.queries, asked, key, gateway)
-    return wire.BatchAnswer(results=results, **fields)
+    request: Request, body: wire.BatchSearchRequest, key: KeyDependency, gateway: GatewayDependency
+) -> wire.BatchSearchResponse:
+    """Returns the k best items for each query. All queries share the same options."""
+    check_num_queries(body.queries, gateway.settings.limits)
+    results, fields = await _search(request, body.queries, body, key, gateway)
+    return wire.BatchSearchResponse(results=results, **fields)
 
 
 async def _search(
     request: Request,
     queries: Sequence[wire.Query],
-    asked: wire.SearchOptions,
+    body: wire.SearchOptions,
     key: Key,
     gateway: Gateway,
 ) -> tuple[list[list[wire.Hit]], dict[str, Any]]:
-    """Returns the hits of each query, and the other fields of the answer."""
-    served = gateway.served(key, asked.index)
-    request_id = _log(request, index=served.name, k=asked.k, queries=len(queries))
-    options = search_options(asked, served, len(queries), gateway.settings.limits)
+    """Returns the hits of each query and the remaining fields of the response."""
+    served = gateway.served(key, body.index)
+    request_id = _log(request, index=served.name, k=body.k, queries=len(queries))
+    options = search_options(body, served, len(queries), gateway.settings.limits)
     timer = Timer(gateway.metrics.stage)
     hits, is_reranked, warnings = await gateway.engine.search(
         served, queries, options, timer, key.name
@@ -134,15 +137,15 @@ async def _search(
 
 @api.post("/encode", tags=["search"], summary="Encode queries")
 async def encode(
-    request: Request, asked: wire.EncodeRequest, key: Allowed, gateway: With
-) -> wire.EncodeAnswer:
-    """Encodes queries for a representation."""
-    served = gateway.served(key, asked.index)
-    request_id = _log(request, index=served.name, queries=len(asked.queries))
-    check_num_queries(asked.queries, gateway.settings.limits)
-    info = served.representation(asked.representation)
-    encoded = await gateway.engine.encode(served, asked.queries, info.name, key.name)
-    return wire.EncodeAnswer(
+    request: Request, body: wire.EncodeRequest, key: KeyDependency, gateway: GatewayDependency
+) -> wire.EncodeResponse:
+    """Returns the query vectors for searching a representation."""
+    served = gateway.served(key, body.index)
+    request_id = _log(request, index=served.name, queries=len(body.queries))
+    check_num_queries(body.queries, gateway.settings.limits)
+    info = served.representation(body.representation)
+    encoded = await gateway.engine.encode(served, body.queries, info.name, key.name)
+    return wire.EncodeResponse(
         request_id=request_id,
         index=served.name,
         representation=info.name,
@@ -158,34 +161,34 @@ async def encode(
     )
 
 
-@api.post("/rerank", tags=["search"], summary="Rerank given items")
+@api.post("/rerank", tags=["search"], summary="Score items for a query")
 async def rerank(
-    request: Request, asked: wire.RerankRequest, key: Allowed, gateway: With
-) -> wire.RerankAnswer:
-    """Scores the given items for a query."""
-    served = gateway.served(key, asked.index)
-    request_id = _log(request, index=served.name, items=len(asked.item_ids))
+    request: Request, body: wire.RerankRequest, key: KeyDependency, gateway: GatewayDependency
+) -> wire.RerankResponse:
+    """Scores the given items for a query, by vectors or by EDJE, and returns them best first."""
+    served = gateway.served(key, body.index)
+    request_id = _log(request, index=served.name, items=len(body.item_ids))
     name: str | None = None
     warnings: list[str] = []
-    if asked.by == "edje":
-        num_items = len(set(asked.item_ids))
+    if body.by == "edje":
+        num_items = len(set(body.item_ids))
         check_num_pairs(num_items, 1, gateway.settings.limits, "item_ids")
         scores, warnings = await gateway.engine.score_by_edje(
-            served, asked.query, asked.item_ids, key.name
+            served, body.query, body.item_ids, key.name
         )
     else:
-        name = served.representation(asked.representation).name
+        name = served.representation(body.representation).name
         scores = await gateway.engine.score_by_vectors(
-            served, asked.query, name, asked.item_ids, key.name
+            served, body.query, name, body.item_ids, key.name
         )
-    best = list(scores.items())[: asked.k]
-    return wire.RerankAnswer(
+    best = list(scores.items())[: body.k]
+    return wire.RerankResponse(
         request_id=request_id,
         index=served.name,
         version=served.version,
         representation=name,
-        results=[wire.Scored(item_id=item_id, score=score) for item_id, score in best],
-        missing=[i for i in dict.fromkeys(asked.item_ids) if i not in scores],
+        results=[wire.ScoredItem(item_id=item_id, score=score) for item_id, score in best],
+        missing=[i for i in dict.fromkeys(body.item_ids) if i not in scores],
         warnings=warnings,
     )
 
@@ -193,22 +196,32 @@ async def rerank(
 # -- indexes and items -----------------------------------------------------------------------------
 
 IndexName = Annotated[
-    str | None, Query(description="Name of the index; default: the only one", max_length=256)
+    str | None,
+    Query(
+        description="Name of the index. Optional if the access key can access only one index.",
+        max_length=256,
+    ),
 ]
+ItemId = Annotated[str, Path(description="Id of the item.")]
+EvaluationId = Annotated[str, Path(description="Id of the evaluation.")]
 
 
 @api.get("/indexes", tags=["indexes"], summary="List the indexes")
-async def indexes(key: Allowed, gateway: With) -> wire.IndexList:
-    """Lists the served indexes that the access key may see."""
+async def indexes(key: KeyDependency, gateway: GatewayDependency) -> wire.IndexList:
+    """Lists the indexes that the access key can access, with their representations."""
     served = [gateway.engine.indexes[name] for name in gateway.visible_indexes(key)]
     return wire.IndexList(indexes=[index_info(each) for each in served])
 
 
 @api.get("/items/{item_id:path}", tags=["indexes"], summary="Get an item")
 async def item(
-    request: Request, item_id: str, key: Allowed, gateway: With, index: IndexName = None
+    request: Request,
+    item_id: ItemId,
+    key: KeyDependency,
+    gateway: GatewayDependency,
+    index: IndexName = None,
 ) -> wire.Item:
-    """Returns the stored columns of an item, without its vectors."""
+    """Returns the stored fields of an item, without its vectors."""
     served = gateway.served(key, index)
     _log(request, index=served.name)
     row = await gateway.engine.item(served, item_id, key.name)
@@ -232,14 +245,25 @@ async def item(
 )
 async def preview(
     request: Request,
-    item_id: str,
-    key: Allowed,
-    gateway: With,
+    item_id: ItemId,
+    key: KeyDependency,
+    gateway: GatewayDependency,
     index: IndexName = None,
-    media: Literal["image", "audio"] = "image",
-    seconds: Annotated[float | None, Query(ge=0, allow_inf_nan=False)] = None,
+    media: Annotated[
+        Literal["image", "audio"],
+        Query(description="Type of the preview: an image or audio."),
+    ] = "image",
+    seconds: Annotated[
+        float | None,
+        Query(
+            ge=0,
+            allow_inf_nan=False,
+            description="Time of the video frame in the parent, in seconds. "
+            "Default: the middle of the item.",
+        ),
+    ] = None,
 ) -> Response:
-    """Returns the image or the audio of an item."""
+    """Returns the image (JPEG, PNG or WebP) or the audio (WAV) of an item."""
     served = gateway.served(key, index)
     _log(request, index=served.name, media=media)
     data, media_type = await gateway.engine.preview(served, item_id, media, seconds, key.name)
@@ -253,53 +277,70 @@ async def preview(
 @api.post("/evaluations", tags=["evaluations"], status_code=202, summary="Create an evaluation")
 async def evaluate(
     request: Request,
-    asked: wire.EvaluationRequest,
-    key: Allowed,
-    gateway: With,
-    idempotency_key: Annotated[str | None, Header(max_length=256)] = None,
+    body: wire.EvaluationRequest,
+    key: KeyDependency,
+    gateway: GatewayDependency,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            max_length=256,
+            description="Unique key of the request. A repeated request with the same key returns "
+            "the evaluation created by the first one.",
+        ),
+    ] = None,
 ) -> wire.Evaluation:
-    """Queues an evaluation."""
-    store, served = gateway.evaluations(key), gateway.served(key, asked.index)
-    for name in asked.representations:
+    """Queues an evaluation of an index and returns it; poll it by its id for the results."""
+    store, served = gateway.evaluations(key), gateway.served(key, body.index)
+    for name in body.representations:
         served.representation(name)
-    name = await run_in_threadpool(store.create, asked, served.name, key.name, idempotency_key)
+    name = await run_in_threadpool(store.create, body, served.name, key.name, idempotency_key)
     _log(request, index=served.name, evaluation=name)
     return await _evaluation(store, key, name)
 
 
 @api.get("/evaluations", tags=["evaluations"], summary="List evaluations")
 async def evaluations(
-    key: Allowed, gateway: With, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+    key: KeyDependency,
+    gateway: GatewayDependency,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of evaluations.")] = 100,
 ) -> wire.EvaluationList:
-    """Lists the evaluations of the access key, newest first."""
+    """Lists the evaluations created with the access key, newest first."""
     store = gateway.evaluations(key)
-    return wire.EvaluationList(evaluations=await run_in_threadpool(_list, store, key, limit))
+    return wire.EvaluationList(
+        evaluations=await run_in_threadpool(_list_evaluations, store, key, limit)
+    )
 
 
-def _list(store: Store, key: Key, limit: int) -> list[wire.Evaluation]:
-    found = []
+def _list_evaluations(store: EvaluationStore, key: Key, limit: int) -> list[wire.Evaluation]:
+    evaluations = []
     for name in store.names():
-        with contextlib.suppress(ApiError):  # it was deleted meanwhile
+        with contextlib.suppress(ApiError):  # deleted concurrently
             request, evaluation = store.evaluation(name)
-            if request["key"] == key.name and key.may_see(request["index"]):
-                found.append(evaluation)
-        if len(found) == limit:
+            if request["key"] == key.name and key.can_access(request["index"]):
+                evaluations.append(evaluation)
+        if len(evaluations) == limit:
             break
-    return found
+    return evaluations
 
 
 @api.get("/evaluations/{name}", tags=["evaluations"], summary="Get an evaluation")
-async def evaluation(name: str, key: Allowed, gateway: With) -> wire.Evaluation:
-    """Returns the state of an evaluation, and its results when it is done."""
+async def evaluation(
+    name: EvaluationId, key: KeyDependency, gateway: GatewayDependency
+) -> wire.Evaluation:
+    """Returns the state of an evaluation and, if it is done, its results."""
     return await _evaluation(gateway.evaluations(key), key, name)
 
 
-async def _evaluation(store: Store, key: Key, name: str) -> wire.Evaluation:
-    """Returns an evaluation of this key; those of others are unknown to it."""
-    request, found = await run_in_threadpool(store.evaluation, name)
-    if request["key"] != key.name or not key.may_see(request["index"]):
+async def _evaluation(store: EvaluationStore, key: Key, name: str) -> wire.Evaluation:
+    """Returns an evaluation.
+
+    Raises:
+        ApiError: The key has not created such an evaluation.
+    """
+    request, evaluation = await run_in_threadpool(store.evaluation, name)
+    if request["key"] != key.name or not key.can_access(request["index"]):
         raise ApiError("not_found", f"unknown evaluation {name!r}")
-    return found
+    return evaluation
 
 
 @api.get(
@@ -308,19 +349,26 @@ async def _evaluation(store: Store, key: Key, name: str) -> wire.Evaluation:
     summary="Download a file of an evaluation",
     response_class=Response,
 )
-async def evaluation_file(name: str, path: str, key: Allowed, gateway: With) -> Response:
+async def evaluation_file(
+    name: EvaluationId,
+    path: Annotated[str, Path(description="Name of the file, from `files` of the evaluation.")],
+    key: KeyDependency,
+    gateway: GatewayDependency,
+) -> Response:
     """Returns a file of a finished evaluation, such as its report."""
     store = gateway.evaluations(key)
     await _evaluation(store, key, name)
     data, media_type = await run_in_threadpool(store.file, name, path)
-    # The browser shows the report as a page of this server: it may run and load nothing.
+    # A browser displays the report as a page of this server, so scripts and requests are disabled.
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; sandbox"
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
     return Response(data, media_type=media_type, headers=headers)
 
 
 @api.post("/evaluations/{name}:cancel", tags=["evaluations"], summary="Cancel an evaluation")
-async def cancel(name: str, key: Allowed, gateway: With) -> wire.Evaluation:
+async def cancel(
+    name: EvaluationId, key: KeyDependency, gateway: GatewayDependency
+) -> wire.Evaluation:
     """Cancels a queued or running evaluation."""
     store = gateway.evaluations(key)
     await _evaluation(store, key, name)
@@ -331,8 +379,8 @@ async def cancel(name: str, key: Allowed, gateway: With) -> wire.Evaluation:
 @api.delete(
     "/evaluations/{name}", tags=["evaluations"], status_code=204, summary="Delete an evaluation"
 )
-async def delete(name: str, key: Allowed, gateway: With) -> None:
-    """Deletes an evaluation that has ended."""
+async def delete(name: EvaluationId, key: KeyDependency, gateway: GatewayDependency) -> None:
+    """Deletes a finished evaluation."""
     store = gateway.evaluations(key)
     await _evaluation(store, key, name)
     await run_in_threadpool(store.delete, name)

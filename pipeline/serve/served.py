@@ -1,4 +1,4 @@
-"""The indexes of a server, each in the newest version that every shard has open."""
+"""Served indexes, each in the newest version that all of its shards have opened."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Edition, Index
 from pipeline.search.representations import representation_info
 from pipeline.serve.calls import Handle, Stages
-from pipeline.serve.errors import ApiError, of_spec_error
-from pipeline.serve.outcomes import result
+from pipeline.serve.errors import ApiError, from_spec_error
+from pipeline.serve.outcomes import unwrap
 from pipeline.serve.settings import ServedIndex, ServeSpec
 
 log = logging.getLogger("ray.serve")
@@ -22,7 +22,7 @@ log = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True)
 class Served:
-    """A version of an index that is served, without its vectors."""
+    """Served version of an index, without its vectors."""
 
     name: str
     spec: ServedIndex
@@ -35,27 +35,31 @@ class Served:
         return self.edition.version
 
     def representation(self, name: str | None) -> RepresentationInfo:
-        """Returns the metadata of a representation to search; default `full`, else the first.
+        """Returns the metadata of a representation that can be searched.
+
+        Args:
+            name: Name of the representation. Default: `full` if the index has it, else the first.
 
         Raises:
-            ApiError: There is none.
+            ApiError: The index has no such representation.
         """
         if name is None and not self.index.representations():
             raise ApiError("unavailable", f"index {self.name} has no representation yet")
         try:
             return representation_info(self.index, name)
         except SpecError as error:
-            raise of_spec_error(error) from None
+            raise from_spec_error(error) from None
 
 
 class ServedIndexes:
-    """The served version of each index.
+    """Served version of each index.
 
-    A request uses one version from its beginning to its end. A new version is opened by the stages
-    first and served when it is ready.
+    A request uses one version throughout. A new version is served once all shards have opened it.
 
     Args:
-        count: Called with the event and the stage when a new version cannot be opened.
+        settings: Settings of the server.
+        stages: Handles of the stages.
+        count: Called with "reload_failed" and "gateway" if a new version cannot be opened.
     """
 
     def __init__(
@@ -66,50 +70,50 @@ class ServedIndexes:
         self._refreshing: asyncio.Task | None = None
 
     async def start(self) -> None:
-        """Opens every index, and starts to look for new versions.
+        """Opens all indexes and starts to check them for new versions.
 
         Raises:
             SpecError: An index is missing.
         """
         for name in self._settings.indexes:
             await self._refresh(name)
-        self._refreshing = asyncio.create_task(self._keep_fresh())
+        self._refreshing = asyncio.create_task(self._refresh_loop())
 
     async def stop(self) -> None:
-        """Stops looking for new versions."""
+        """Stops checking for new versions."""
         if self._refreshing:
             self._refreshing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._refreshing
 
-    async def _keep_fresh(self) -> None:
+    async def _refresh_loop(self) -> None:
         while True:
             await asyncio.sleep(self._settings.reload_interval_s)
             for name in self._settings.indexes:
                 try:
                     await self._refresh(name)
-                except Exception as error:  # the present version stays in service
+                except Exception as error:  # the current version remains in service
                     self._count("reload_failed", "gateway")
-                    log.warning("index %s: no new version is served: %s", name, error)
+                    log.warning("index %s could not be reloaded: %s", name, error)
 
     async def _refresh(self, name: str) -> None:
-        """Serves the newest version of an index, once every shard has opened it."""
+        """Serves the newest version of an index once all shards have opened it."""
         spec = self._settings.indexes[name]
-        present = self._served.get(name)
-        served = await asyncio.to_thread(_newest, name, spec, present)
+        current = self._served.get(name)
+        served = await asyncio.to_thread(_open_newest, name, spec, current)
         if served is None:
             return
         representations = served.index.representations()
-        wanted = [n for n in spec.preload if n in representations]
+        preload = [n for n in spec.preload if n in representations]
         if representations and not spec.preload:
-            wanted = [served.representation(None).name]
+            preload = [served.representation(None).name]
         shards = self._stages.searchers[name]
-        calls: list[Awaitable] = [s.prepare.remote(served.edition, wanted) for s in shards]
+        calls: list[Awaitable] = [s.prepare.remote(served.edition, preload) for s in shards]
         for outcome in await asyncio.gather(*calls):
-            result(outcome)
+            unwrap(outcome)
         self._served[name] = served
-        if present is not None:
-            log.info("index %s: version %d is served now", name, served.version)
+        if current is not None:
+            log.info("index %s reloaded: version %d", name, served.version)
 
     def __getitem__(self, name: str) -> Served:
         return self._served[name]
@@ -120,10 +124,10 @@ class ServedIndexes:
         return list(self._served)
 
 
-def _newest(name: str, spec: ServedIndex, present: Served | None) -> Served | None:
-    """Returns the newest version of an index; None if it is served already."""
+def _open_newest(name: str, spec: ServedIndex, current: Served | None) -> Served | None:
+    """Returns the newest version of an index; None if it is already being served."""
     index = Index(spec.uri)
     edition = index.edition
-    if present is not None and edition == present.edition:
+    if current is not None and edition == current.edition:
         return None
     return Served(name, spec, index, edition)

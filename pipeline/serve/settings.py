@@ -1,4 +1,4 @@
-"""Settings of a server: the argument of `pipeline.serve.app:build`."""
+"""Settings of a server, the argument of `pipeline.serve.app:build`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from pipeline.config import Spec, SpecError, Uri
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import Precision
 
-#: Environment of Ray Serve. Calls of the stages bypass the separate thread and event loop, which
-#: halves the overhead of a call; all stages leave their work to other threads anyway.
-LEAN = {
+#: Environment variables for Ray Serve. Running user code and routers in the main event loop halves
+#: the overhead of a call to a stage. All stages compute in worker threads of their own.
+RAY_SERVE_ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "100",
 }
-#: Environment of Ray Serve's proxies, see `pipeline.serve.front`. A proxy is restarted after three
-#: failed health checks, which Ray makes every ten seconds by default.
-FRONT = {
+#: Environment variables for Ray Serve's proxies, see `pipeline.serve.front`. Ray restarts a proxy
+#: after three failed health checks; the default interval of these checks is ten seconds.
+PROXY_ENV = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pipeline.serve.front:middlewares",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
 }
-#: Pattern of names in URLs, in metrics and in the names of deployments.
+#: Pattern of names used in URLs, metrics and the names of deployments.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
 
@@ -53,17 +53,17 @@ class Scale(Spec):
     max_replicas: PositiveInt | None = None
     """Maximum number of replicas under load; null disables autoscaling."""
     target_ongoing_requests: PositiveFloat = 8
-    """Average number of requests in progress per replica that autoscaling aims at."""
+    """Target for the average number of requests in progress per replica."""
     num_cpus: NonNegativeFloat = 0.1
-    """CPUs that Ray reserves per replica. With a tenth, a laptop can run all deployments."""
+    """CPUs that Ray reserves per replica. The default lets a laptop run all deployments."""
     num_gpus: NonNegativeFloat = 0
     """GPUs that Ray reserves per replica."""
     num_threads: PositiveInt | None = None
-    """Threads of torch per replica; null: the number of cores."""
+    """Number of PyTorch threads per replica; null: the number of cores."""
     max_ongoing_requests: PositiveInt = 256
-    """Maximum number of calls in progress per replica, which shares its time fairly among keys."""
+    """Maximum number of calls in progress per replica, which are scheduled fairly among keys."""
     max_queued_requests: PositiveInt = 64
-    """Maximum number of calls that wait for a replica, in order; others are refused (503)."""
+    """Maximum number of calls that wait for a replica; further calls are rejected (503)."""
 
     @field_validator("max_replicas")
     @classmethod
@@ -75,33 +75,33 @@ class Scale(Spec):
 
 
 class ServedIndex(Spec):
-    """An index and the options of searching it."""
+    """Served index."""
 
     renamed: ClassVar[Mapping[str, str]] = {"shards": "num_shards", "load": "preload"}
 
     uri: str
     """URI of the index; every node of the cluster must be able to read it."""
     num_shards: PositiveInt = 1
-    """Number of shards of the items, each a deployment of its own; a search asks all of them."""
+    """Number of shards, each with a deployment of its own. A search queries all of them."""
     cache: bool = True
-    """Whether vectors are packed into local files and memory-mapped."""
+    """Packs the vectors into local files that are memory-mapped."""
     device: str = "cpu"
     """Device used for scoring: `cpu` or `cuda`."""
     preload: list[str] = Field(default_factory=list)
-    """Representations that are opened before the first request; empty: the default one. Others are
-    opened at the first request for them."""
+    """Representations that are loaded before the first request; empty: the default representation.
+    Other representations are loaded at the first request that uses them."""
     documents: dict[str, str] = Field(default_factory=dict)
-    """Present location of the files of a collection, by its name, if they have moved."""
+    """Current location of the files of each collection that has been moved, by collection name."""
     edje: Uri | None = None
     """Folder of an EDJE model for reranking. The index must contain the tokens of its adapter, see
     docs/tutorials/reranking.md."""
     edje_precision: Precision | None = None
-    """Precision of the joint encoder: float32, bfloat16, float16 or, on a CPU, int8; null: that of
-    the model's folder."""
+    """Precision of the joint encoder: float32, bfloat16, float16 or (CPU only) int8; null: the
+    precision stored with the model."""
 
 
 class Limits(Spec):
-    """Limits of a request, of an access key, and of a gateway."""
+    """Limits per request, access key and gateway."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "body_bytes": "max_body_bytes",
@@ -119,9 +119,9 @@ class Limits(Spec):
     max_body_bytes: PositiveInt = 8 << 20
     """Maximum size of a request body, in bytes."""
     max_query_chars: PositiveInt = 4_000
-    """Maximum length of the text of one query, in characters."""
+    """Maximum length of the text of a query, in characters."""
     max_batch_chars: PositiveInt = 40_000
-    """Maximum total length of the texts of all queries of a request, in characters."""
+    """Maximum total length of the query texts of a request, in characters."""
     max_image_pixels: PositiveInt = 50_000_000
     """Maximum size of a query image, in pixels."""
     max_k: PositiveInt = 1_000
@@ -129,24 +129,24 @@ class Limits(Spec):
     max_batch_queries: PositiveInt = 128
     """Maximum number of queries per request."""
     max_batch_hits: PositiveInt = 20_000
-    """Maximum total number of hits of all queries of a request."""
+    """Maximum total number of hits per request."""
     max_rerank_pairs: PositiveInt = 2_000
     """Maximum number of (query, item) pairs per request that EDJE reranks."""
     max_in_flight_requests: PositiveInt = 128
-    """Maximum number of requests in progress per gateway; others are refused (503). With access
-    keys, a key gets another place while it holds fewer than are free: one key holds at most half
-    of the places, two keys a third each."""
+    """Maximum number of requests in progress per gateway; further requests are rejected (503).
+    Access keys share these slots: a key gets another slot while it holds fewer than are free, so
+    one key holds at most half of the slots, and two keys a third each."""
     max_pending_bodies: PositiveInt = 128
-    """Maximum number of requests per gateway whose body has not arrived, shared among keys in the
-    same way."""
+    """Maximum number of requests per gateway whose body has not arrived. Access keys share these
+    slots in the same way."""
     requests_per_second: PositiveFloat | None = None
-    """Rate limit per access key and gateway; null: unlimited. A key may have a limit of its own."""
+    """Rate limit per access key and gateway; null: unlimited. An access key can override it."""
     burst: PositiveInt = 20
-    """Number of requests that a key may send at once before the rate limit applies."""
+    """Number of requests that a key can send in a burst before the rate limit applies."""
 
 
 class Timeouts(Spec):
-    """Time limits of the stages of a request, waiting included, and of a shutdown."""
+    """Time limits for the stages of a request, including queueing, and for shutdown."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "encode": "encode_s",
@@ -161,25 +161,26 @@ class Timeouts(Spec):
     }
 
     encode_s: PositiveFloat = 10
-    """Time limit of encoding the queries, in seconds."""
+    """Time limit for encoding the queries, in seconds."""
     search_s: PositiveFloat = 20
-    """Time limit of the search, in seconds."""
+    """Time limit for the search, in seconds."""
     filter_s: PositiveFloat = 5
-    """Time limit of evaluating a filter, within `search_s`; its process is killed after that."""
+    """Time limit for evaluating a filter, in seconds; part of `search_s`. The process that
+    evaluates a filter is killed when the time limit has passed."""
     rerank_s: PositiveFloat = 20
-    """Time limit of reranking, by vectors or by EDJE, in seconds."""
+    """Time limit for reranking, by vectors or by EDJE, in seconds."""
     describe_s: PositiveFloat = 10
-    """Time limit of reading the metadata and explanations of the hits, in seconds."""
+    """Time limit for reading the metadata and explanations of the hits, in seconds."""
     preview_s: PositiveFloat = 30
-    """Time limit of a preview, in seconds."""
+    """Time limit for creating a preview, in seconds."""
     body_s: PositiveFloat = 30
-    """Time within which the body of a request must arrive, in seconds."""
+    """Time limit for receiving the body of a request, in seconds."""
     drain_s: PositiveFloat = 30
-    """Time that a replica has to finish the requests in progress when it shuts down, in seconds."""
+    """Time limit for finishing the requests in progress when a replica shuts down, in seconds."""
 
 
 class Evaluations(Spec):
-    """Evaluations over HTTP."""
+    """Evaluations requested over HTTP."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "max_of_key": "max_queued_per_key",
@@ -187,17 +188,17 @@ class Evaluations(Spec):
     }
 
     folder: str = ""
-    """Folder of the evaluations, which outlives the server; empty disables them."""
+    """Persistent folder of the evaluations; empty: evaluations are disabled."""
     benchmarks: dict[Annotated[str, Field(pattern=NAME)], BenchmarkSpec] = Field(
         default_factory=dict
     )
-    """Benchmarks of the server, by the name that a request gives."""
+    """Benchmarks by name."""
     max_queued: PositiveInt = 16
-    """Maximum number of queued evaluations; others are refused."""
+    """Maximum number of queued evaluations; further evaluations are rejected (503)."""
     max_queued_per_key: PositiveInt = 8
     """Maximum number of queued evaluations per access key."""
     max_finished: PositiveInt = 1_000
-    """Maximum number of finished evaluations that are kept; the oldest are removed."""
+    """Maximum number of finished evaluations to keep; the oldest are removed."""
 
 
 class ServeSpec(Spec):
@@ -206,34 +207,34 @@ class ServeSpec(Spec):
     renamed: ClassVar[Mapping[str, str]] = {"seconds": "timeouts"}
 
     indexes: dict[Annotated[str, Field(pattern=NAME)], ServedIndex] = Field(min_length=1)
-    """Indexes by the name that a request gives."""
+    """Indexes by name."""
     keys: str = ""
-    """File of the access keys, see `pipeline.serve.keys`. Without one, no key is needed, and only
-    requests over the loopback interface are answered."""
+    """File of the access keys, see `pipeline.serve.keys`. Without a file, no key is required and
+    only requests over the loopback interface are accepted."""
     limits: Limits = Limits()
-    """Limits of requests and access keys."""
+    """Limits per request, access key and gateway."""
     timeouts: Timeouts = Timeouts()
-    """Time limits of the stages of a request."""
+    """Time limits for the stages of a request and for shutdown."""
     reload_interval_s: PositiveFloat = 5
     """Interval at which indexes are checked for a new version, in seconds."""
     evaluations: Evaluations = Evaluations()
-    """Evaluations over HTTP."""
+    """Evaluations requested over HTTP."""
     gateway: Scale = Scale(max_ongoing_requests=1_000, max_queued_requests=1_000)
-    """Replicas of the gateway, which parses requests."""
+    """Deployment of the gateways, which handle the HTTP requests."""
     encoder: Scale = Scale()
-    """Replicas of the query encoders."""
+    """Deployment of the query encoder."""
     searcher: Scale = Scale()
-    """Replicas per shard of each index."""
+    """Deployment of each shard of each index."""
     reranker: Scale = Scale()
-    """Replicas that rerank by vectors."""
+    """Deployment that reranks by vectors, one per index."""
     edje: Scale = Scale()
-    """Replicas of the joint encoders."""
+    """Deployment that reranks by EDJE, one per index with an EDJE model."""
     library: Scale = Scale()
-    """Replicas that read the fields and previews of items."""
+    """Deployment that reads items and creates previews."""
 
 
 def is_loopback(host: str | None) -> bool:
-    """Returns whether a host is the loopback interface of this machine.
+    """Returns whether a host name or address denotes the loopback interface.
 
     >>> [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", None)]
     [True, True, True, False, False, False]

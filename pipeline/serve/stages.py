@@ -1,15 +1,14 @@
-"""The stages of a search behind the gateway, as classes that know nothing of HTTP.
+"""Stages of a search, deployed behind the gateway and independent of HTTP.
 
-`pipeline.serve.app` makes deployments of them. A stage gets its input in the call, keeps only what
-is expensive to load, and answers each request by itself, so that any replica can be asked, or asked
-again.
+`pipeline.serve.app` deploys them. A stage keeps no state between calls except for loaded models and
+indexes, so any replica can process a call, and calls can be retried.
 
-Every call names its caller: the access key, and for how long the answer is waited for. Stages share
-their time fairly among keys, compute in slices of a fraction of a second, and drop what nobody
-waits for any more (`pipeline.serve.turns`). Calls with equal options that wait at the same time are
-batched: queries are encoded together, and vectors are read once for all queries.
+Each call carries its access key and time limit (`Caller`). Stages schedule the calls of all keys
+fairly, compute in slices of a fraction of a second, and drop calls that have timed out or were
+cancelled (`pipeline.serve.scheduler`). Waiting calls with equal options are batched: queries are
+encoded together, and vectors are read once for all queries.
 
-Queries travel as `Queries` of one query each, before the transformation of the representation.
+Stages exchange `Queries` of one query each, before the transformation of the representation.
 """
 
 from __future__ import annotations
@@ -40,33 +39,33 @@ from pipeline.serve.filters import Filters
 from pipeline.serve.metrics import batch_sizes
 from pipeline.serve.outcomes import logged, returns_errors
 from pipeline.serve.replica import bind_to_loopback
+from pipeline.serve.scheduler import Caller, FairScheduler, gather_or_cancel
 from pipeline.serve.settings import Scale, ServedIndex
-from pipeline.serve.turns import Caller, Turns, all_of
 from pipeline.serve.versions import Versions
 
-if TYPE_CHECKING:  # it needs transformers, and the gateway does not
+if TYPE_CHECKING:  # requires transformers, which the gateway does not
     from pipeline.search.rerank import Reading
 
 log = logging.getLogger("ray.serve")
 
-#: Characters of queries that are encoded together: about a second's work of two cores.
-PORTION_CHARS = 2_000
-#: Pairs of a query and an item that the joint encoder reads together.
-PORTION_PAIRS = 100
-#: Hits that are described together.
-PORTION_HITS = 200
+#: Maximum number of characters per encoded batch: about one second of work on two cores.
+BATCH_CHARS = 2_000
+#: Maximum number of (query, item) pairs per batch of the joint encoder.
+BATCH_PAIRS = 100
+#: Maximum number of hits per described batch.
+BATCH_HITS = 200
 
-#: A hit, and its similarity map if there is one.
-Described = tuple[Hit, SimilarityMap | None]
+#: A hit and its similarity map, if any.
+DescribedHit = tuple[Hit, SimilarityMap | None]
 
 
 def limit_threads(scale: Scale) -> None:
-    """Sets the threads of torch, which Ray would limit to the CPUs of the actor."""
+    """Sets the number of PyTorch threads, which Ray limits to the CPUs of the actor."""
     torch.set_num_threads(scale.num_threads or os.cpu_count() or 1)
 
 
 class QueryEncoder:
-    """Encodes queries with the encoders of the representations, each loaded once."""
+    """Stage that encodes queries; each encoder is loaded once."""
 
     def __init__(self, scale: Scale):
         bind_to_loopback()
@@ -74,10 +73,10 @@ class QueryEncoder:
         self._encoders: dict[str, Encoder] = {}
         self._lock = threading.Lock()
         size = batch_sizes("encode").observe
-        self._turns = Turns(self._encode, _num_chars, PORTION_CHARS, observe=size)
+        self._scheduler = FairScheduler(self._encode, _num_chars, BATCH_CHARS, observe=size)
 
-    async def is_there(self, caller: Caller) -> bool:
-        """Answers a check that the stage runs."""
+    async def ping(self, caller: Caller) -> bool:
+        """Responds to a readiness check."""
         return True
 
     @returns_errors
@@ -92,27 +91,27 @@ class QueryEncoder:
 
         Args:
             representation: Name of the representation.
-            info: The encoder of the representation.
-            caller: The access key, and the time limit in seconds.
-            queries: Texts, image files, or both together; all of one kind.
+            info: Encoder of the representation.
+            queries: Texts, image files or composed queries, all of one kind.
+            caller: The access key and the time limit.
 
         Raises:
-            SpecError: The encoder did not make the representation, or is not here.
-            TimeoutError: The deadline has passed.
+            SpecError: The encoder is not available, or it is not the encoder of the representation.
+            TimeoutError: The time limit has passed.
         """
         with logged("encode", queries=len(queries)):
             group = digest([info.spec, info.fingerprint]), type(queries[0]).__name__
-            waiting = [_Unencoded(query, representation, info) for query in queries]
-            return await self._turns.ask(caller, group, waiting)
+            pending = [_PendingQuery(query, representation, info) for query in queries]
+            return await self._scheduler.run(caller, group, pending)
 
     def _encode(
-        self, group: tuple[str, str], waiting: list[_Unencoded]
+        self, group: tuple[str, str], pending: list[_PendingQuery]
     ) -> Generator[None, None, list[Queries]]:
-        _, representation, info = waiting[0]
+        _, representation, info = pending[0]
         encoder = self._encoder(info)
-        yield  # loading it may have taken long
+        yield  # loading the encoder may have taken long
         check_fingerprint(encoder, representation, info)
-        return Queries.from_encoded(encode(encoder, [each.query for each in waiting])).split()
+        return Queries.from_encoded(encode(encoder, [each.query for each in pending])).split()
 
     def _encoder(self, info: EncoderInfo) -> Encoder:
         key = digest(info.spec)
@@ -122,24 +121,25 @@ class QueryEncoder:
             return self._encoders[key]
 
 
-class _Unencoded(NamedTuple):
-    """A query that waits to be encoded, by an encoder that the queries of a batch share."""
+class _PendingQuery(NamedTuple):
+    """Query to be encoded. The queries of a batch have the same encoder."""
 
     query: Unencoded
     representation: str
     info: EncoderInfo
 
 
-def _num_chars(waiting: _Unencoded) -> int:
-    return len(waiting.query) if isinstance(waiting.query, str) else PORTION_CHARS
+def _num_chars(pending: _PendingQuery) -> int:
+    return len(pending.query) if isinstance(pending.query, str) else BATCH_CHARS
 
 
-class _Waiting(NamedTuple):
-    """A query that waits to be scored.
+class _PendingSearch(NamedTuple):
+    """Query to be scored.
 
     Attributes:
-        rows: Ascending positions of the items that pass the filter; None for all.
-        num_pairs: Number of pairs of a query token and a vector, if all items are scored.
+        query: The encoded query.
+        rows: Ascending positions of the items that pass the filter; None for all items.
+        num_pairs: Number of (query token, vector) pairs if all items are scored.
     """
 
     query: Queries
@@ -148,17 +148,17 @@ class _Waiting(NamedTuple):
 
 
 class Ranker:
-    """Ranks and describes the items of an index, or of a shard of it.
+    """Stage that ranks and describes the items of an index or one of its shards.
 
-    As the first stage it searches its shard; as the second it scores the hits of the first by
-    another representation of all items.
+    A searcher ranks the items of its shard. A reranker has no shard and rescores the hits of the
+    searchers by another representation.
     """
 
     def __init__(
         self,
         served: ServedIndex,
         scale: Scale,
-        filter_seconds: float,
+        filter_timeout_s: float,
         shard: tuple[int, int] | None = None,
     ):
         bind_to_loopback()
@@ -166,13 +166,17 @@ class Ranker:
         self._served, self._shard = served, shard
         self._versions = Versions(self._open)
         self._loading: dict[tuple[Edition, str, str], asyncio.Future] = {}
-        self._filters = Filters(served.uri, shard, filter_seconds)
+        self._filters = Filters(served.uri, shard, filter_timeout_s)
         size = batch_sizes("rank").observe
-        self._ranking = Turns(self._rank, lambda each: each.num_pairs, SLICE_PAIRS, observe=size)
-        self._describing = Turns(self._describe, lambda pair: len(pair[1].rows), PORTION_HITS)
+        self._rank_scheduler = FairScheduler(
+            self._rank, lambda each: each.num_pairs, SLICE_PAIRS, observe=size
+        )
+        self._describe_scheduler = FairScheduler(
+            self._describe, lambda pair: len(pair[1].rows), BATCH_HITS
+        )
 
-    async def is_there(self, caller: Caller) -> bool:
-        """Answers a check that the stage runs."""
+    async def ping(self, caller: Caller) -> bool:
+        """Responds to a readiness check."""
         return True
 
     def _open(self, edition: Edition) -> Searcher:
@@ -182,13 +186,13 @@ class Ranker:
 
     @returns_errors
     async def prepare(self, edition: Edition, representations: Sequence[str]) -> None:
-        """Opens a version and the vectors of some representations, if they are not open."""
+        """Opens a version and loads the vectors of the given representations."""
         for name in representations:
-            await self._loaded(edition, SearchOptions(name))
+            await self._load(edition, SearchOptions(name))
         await asyncio.to_thread(self._versions.get, edition)
 
-    async def _loaded(self, edition: Edition, options: SearchOptions) -> Searcher:
-        """Returns a version with the vectors of a score; only those who need them wait."""
+    async def _load(self, edition: Edition, options: SearchOptions) -> Searcher:
+        """Returns a version after loading the vectors of a score; other calls are not blocked."""
         searcher = await asyncio.to_thread(self._versions.get, edition)
         name, score = options.column, options.score
         if not searcher.scorer.is_loaded(name, score):
@@ -197,21 +201,21 @@ class Ranker:
                 load = asyncio.ensure_future(asyncio.to_thread(searcher.load, name, score))
                 self._loading[key] = load
                 load.add_done_callback(lambda _: self._loading.pop(key))
-            await asyncio.shield(self._loading[key])  # cancelled, it continues for others
+            await asyncio.shield(self._loading[key])  # loading continues if this call is cancelled
         return searcher
 
     @returns_errors
     async def rank(
         self, edition: Edition, queries: Sequence[Queries], options: SearchOptions, caller: Caller
     ) -> list[Ranking]:
-        """Returns the best items of the shard for each query; `rows` are counted in the shard.
+        """Returns the best items of the shard for each query, with `rows` relative to the shard.
 
         Raises:
             SpecError: An option is invalid.
-            TimeoutError: The deadline has passed.
+            TimeoutError: The time limit has passed.
         """
         with logged("rank", representation=options.column, version=edition.version):
-            return await self._ranked(edition, queries, options, caller)
+            return await self._run_rank(edition, queries, options, caller)
 
     @returns_errors
     async def rank_each(
@@ -221,27 +225,30 @@ class Ranker:
         options: Sequence[SearchOptions],
         caller: Caller,
     ) -> list[Ranking]:
-        """Ranks as `rank` does, by options of each query."""
+        """Ranks like `rank`, with separate options for each query."""
         with logged("rank", queries=len(queries)):
             pairs = zip(queries, options, strict=True)
-            found = await all_of(self._ranked(edition, [q], own, caller) for q, own in pairs)
-            return [ranking for (ranking,) in found]
+            rankings = await gather_or_cancel(
+                self._run_rank(edition, [query], query_options, caller)
+                for query, query_options in pairs
+            )
+            return [ranking for (ranking,) in rankings]
 
-    async def _ranked(
+    async def _run_rank(
         self, edition: Edition, queries: Sequence[Queries], options: SearchOptions, caller: Caller
     ) -> list[Ranking]:
-        async with asyncio.timeout(caller.seconds):
+        async with asyncio.timeout(caller.timeout_s):
             options = options.first_stage()
-            searcher = await self._loaded(edition, options)
-            rows = await self._filtered(edition, searcher, options, caller)
+            searcher = await self._load(edition, options)
+            rows = await self._filtered_rows(edition, searcher, options, caller)
             is_single = options.score == "single"
-            size = 1 if is_single else searcher.packed(options.column).num_vectors
-            waiting = [_Waiting(q, rows, q.tokens[0].shape[0] * size) for q in queries]
-            # Queries are scored together that have equal options, and single vectors.
+            num_vectors = 1 if is_single else searcher.packed(options.column).num_vectors
+            pending = [_PendingSearch(q, rows, q.tokens[0].shape[0] * num_vectors) for q in queries]
+            # Queries with and without a single vector cannot be joined.
             group = edition, options, all(query.pooled is not None for query in queries)
-            return await self._ranking.ask(caller, group, waiting)
+            return await self._rank_scheduler.run(caller, group, pending)
 
-    async def _filtered(
+    async def _filtered_rows(
         self, edition: Edition, searcher: Searcher, options: SearchOptions, caller: Caller
     ) -> np.ndarray | None:
         """Returns the positions of the items that pass the filter; None without a filter."""
@@ -253,25 +260,25 @@ class Ranker:
         return await asyncio.to_thread(searcher.items.cache_rows, options.filter, item_ids)
 
     def _rank(
-        self, group: tuple[Edition, SearchOptions, bool], waiting: list[_Waiting]
+        self, group: tuple[Edition, SearchOptions, bool], pending: list[_PendingSearch]
     ) -> Generator[None, None, list[Ranking]]:
         edition, options, _ = group
         searcher = self._versions.get(edition)
-        joined = Queries.join([each.query for each in waiting])
+        joined = Queries.join([each.query for each in pending])
         queries = searcher.encoders.transform(joined, options.column)
-        rows = searcher.items.restrict(waiting[0].rows, options)
+        rows = searcher.items.restrict(pending[0].rows, options)
         return (yield from searcher.scorer.rank_in_slices(queries, options, rows))
 
     @returns_errors
     async def search(
         self, edition: Edition, queries: Sequence[Queries], options: SearchOptions, caller: Caller
-    ) -> list[list[Described]]:
-        """Ranks and describes in one call, for an index of one shard."""
+    ) -> list[list[DescribedHit]]:
+        """Ranks and describes in one call, for an index with one shard."""
         details = {"representation": options.column, "version": edition.version}
         with logged("search", queries=len(queries), **details):
-            async with asyncio.timeout(caller.seconds):
-                rankings = await self._ranked(edition, queries, options, caller)
-                return await self._described(edition, queries, options, rankings, caller)
+            async with asyncio.timeout(caller.timeout_s):
+                rankings = await self._run_rank(edition, queries, options, caller)
+                return await self._run_describe(edition, queries, options, rankings, caller)
 
     @returns_errors
     async def describe(
@@ -281,26 +288,26 @@ class Ranker:
         options: SearchOptions,
         rankings: Sequence[Ranking],
         caller: Caller,
-    ) -> list[list[Described]]:
+    ) -> list[list[DescribedHit]]:
         """Returns the hits of rankings of this shard."""
         with logged("describe", queries=len(queries)):
-            return await self._described(edition, queries, options, rankings, caller)
+            return await self._run_describe(edition, queries, options, rankings, caller)
 
-    async def _described(
+    async def _run_describe(
         self,
         edition: Edition,
         queries: Sequence[Queries],
         options: SearchOptions,
         rankings: Sequence[Ranking],
         caller: Caller,
-    ) -> list[list[Described]]:
+    ) -> list[list[DescribedHit]]:
         group = edition, options.column, options.explain
         pairs = list(zip(queries, rankings, strict=True))
-        return await self._describing.ask(caller, group, pairs)
+        return await self._describe_scheduler.run(caller, group, pairs)
 
     def _describe(
         self, group: tuple[Edition, str, str | None], pairs: list[tuple[Queries, Ranking]]
-    ) -> Generator[None, None, list[list[Described]]]:
+    ) -> Generator[None, None, list[list[DescribedHit]]]:
         edition, name, explain = group
         searcher = self._versions.get(edition)
         joined = Queries.join([query for query, _ in pairs])
@@ -308,10 +315,10 @@ class Ranker:
         vectors = searcher.scorer.item_vectors if explain else None
         rankings = [ranking for _, ranking in pairs]
         hits = yield from describe_in_slices(rankings, queries, searcher.index, name, vectors)
-        described: list[list[Described]] = []
-        for query, found in zip(queries.split(), hits, strict=True):
+        described: list[list[DescribedHit]] = []
+        for query, query_hits in zip(queries.split(), hits, strict=True):
             described.append([])
-            for hit in found:
+            for hit in query_hits:
                 map = None
                 if explain == "map":
                     yield
@@ -323,7 +330,7 @@ class Ranker:
 def _similarity_map(
     searcher: Searcher, query: Queries, item_id: str, representation: str
 ) -> SimilarityMap | None:
-    """Returns the map of an item; None if the item lacks what a map needs."""
+    """Returns the similarity map of an item; None if the item does not support one."""
     try:
         return similarity_map(searcher, query, item_id, representation)
     except SpecError:
@@ -331,10 +338,10 @@ def _similarity_map(
 
 
 class JointRanker:
-    """Reorders the best hits of the first stage by EDJE's joint encoder, loaded once.
+    """Stage that reranks hits by EDJE's joint encoder.
 
     Raises:
-        SpecError: The folder of the settings is not an EDJE.
+        SpecError: The configured folder does not contain an EDJE model.
     """
 
     def __init__(self, served: ServedIndex, scale: Scale):
@@ -346,10 +353,12 @@ class JointRanker:
         self._reranker = Reranker(served.edje, precision=served.edje_precision)
         self._versions = Versions(lambda edition: Searcher(open_edition(served.uri, edition)))
         size = batch_sizes("edje").observe
-        self._turns = Turns(self._read_some, lambda pair: len(pair[1]), PORTION_PAIRS, observe=size)
+        self._scheduler = FairScheduler(
+            self._read_batch, lambda pair: len(pair[1]), BATCH_PAIRS, observe=size
+        )
 
-    async def is_there(self, caller: Caller) -> bool:
-        """Answers a check that the stage runs."""
+    async def ping(self, caller: Caller) -> bool:
+        """Responds to a readiness check."""
         return True
 
     @returns_errors
@@ -361,18 +370,19 @@ class JointRanker:
         options: SearchOptions,
         caller: Caller,
     ) -> list[Ranking]:
-        """Returns the k best of each query's ranking of the first stage.
+        """Returns the k best items of the first stage's ranking of each query.
 
         Args:
             edition: Version of the index.
-            queries: All texts, or all images.
+            queries: Either texts or image files.
             rankings: Ranking of the first stage for each query.
             options: Options of the search.
-            caller: The access key, and the time limit in seconds.
+            caller: The access key and the time limit.
 
         Raises:
-            SpecError: An image cannot be read; for `edje`: the index has no tokens of this EDJE.
-            TimeoutError: The deadline has passed.
+            SpecError: An image cannot be read, or the index has no tokens of this EDJE model (field
+                `edje`).
+            TimeoutError: The time limit has passed.
         """
         from pipeline.search.rerank import reorder
 
@@ -385,9 +395,9 @@ class JointRanker:
     async def read(
         self, edition: Edition, query: str | bytes, item_ids: list[str], caller: Caller
     ) -> dict[str, Reading]:
-        """Returns what the joint encoder says of the items that it can read; see `rerank`."""
-        (found,) = await self._read(edition, [query], [item_ids], caller)
-        return found
+        """Returns the joint encoder's readings of the items that it can read; see `rerank`."""
+        (readings,) = await self._read(edition, [query], [item_ids], caller)
+        return readings
 
     async def _read(
         self,
@@ -396,27 +406,30 @@ class JointRanker:
         candidates: Sequence[list[str]],
         caller: Caller,
     ) -> list[dict[str, Reading]]:
-        """Reads the candidates of each query, in chunks of `PORTION_PAIRS`."""
+        """Reads the candidates of each query, in chunks of `BATCH_PAIRS`."""
         chunks = [
-            [(query, ids[i : i + PORTION_PAIRS]) for i in range(0, len(ids) or 1, PORTION_PAIRS)]
+            [(query, ids[i : i + BATCH_PAIRS]) for i in range(0, len(ids) or 1, BATCH_PAIRS)]
             for query, ids in zip(queries, candidates, strict=True)
         ]
         with logged("edje", queries=len(queries), version=edition.version):
             try:
                 pairs = list(itertools.chain(*chunks))
-                read = iter(await self._turns.ask(caller, (edition, type(queries[0])), pairs))
+                read = iter(await self._scheduler.run(caller, (edition, type(queries[0])), pairs))
             except SpecError as error:
                 if error.field in ("query", "index"):
                     raise
-                # The EDJE, its encoder or its tokens: the caller can do nothing about it.
+                # A problem with the model, its encoder or its tokens, not with the request.
                 log.error("edje: %s", error)
                 raise error.at("edje") from None
-        return [dict(itertools.chain(*(next(read).items() for _ in own))) for own in chunks]
+        return [
+            dict(itertools.chain(*(next(read).items() for _ in query_chunks)))
+            for query_chunks in chunks
+        ]
 
-    def _read_some(
+    def _read_batch(
         self, group: tuple[Edition, type], pairs: list[tuple[str | bytes, list[str]]]
     ) -> Generator[None, None, list[dict[str, Reading]]]:
         searcher = self._versions.get(group[0])
         queries = self._reranker.check(searcher.index, [query for query, _ in pairs])
-        yield  # opening it may have taken long
+        yield  # opening the index may have taken long
         return self._reranker.read(searcher, queries, [ids for _, ids in pairs])

@@ -1,4 +1,4 @@
-"""The versions of an index that a stage has open."""
+"""Cache of the open versions of an index."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ from pipeline.index.reader import Edition
 
 T = TypeVar("T")
 
-#: Versions of an index that a stage keeps open: the newest, and one with requests in progress.
-OPEN_VERSIONS = 2
+#: Maximum number of open versions per index and stage: the newest one, and the previous one for
+#: requests in progress.
+MAX_OPEN_VERSIONS = 2
 
 
 class Versions(Generic[T]):
-    """The versions of an index that are open in a process, least recently used first.
+    """LRU cache of the versions of an index that are open in a process.
 
     Args:
-        make: Opens a version.
+        load: Opens a version.
     """
 
-    def __init__(self, make: Callable[[Edition], T]):
-        self._make = make
+    def __init__(self, load: Callable[[Edition], T]):
+        self._load = load
         self._open: OrderedDict[Edition, T] = OrderedDict()
         self._lock = threading.Lock()
-        self._making: dict[Edition, threading.Lock] = {}
+        self._load_locks: dict[Edition, threading.Lock] = {}
 
     def get(self, edition: Edition) -> T:
-        """Returns a version, opened once; threads that want another do not wait for it."""
+        """Returns a version, which is opened once. Opening one does not block access to others."""
         with self._lock:
             if edition in self._open:
                 self._open.move_to_end(edition)
                 return self._open[edition]
-            making = self._making.setdefault(edition, threading.Lock())
-        with making:
+            load_lock = self._load_locks.setdefault(edition, threading.Lock())
+        with load_lock:
             with self._lock:
                 if edition in self._open:
                     return self._open[edition]
-            made = self._make(edition)
+            version = self._load(edition)
             with self._lock:
-                self._open[edition] = made
-                self._making.pop(edition, None)
-                while len(self._open) > OPEN_VERSIONS:
+                self._open[edition] = version
+                self._load_locks.pop(edition, None)
+                while len(self._open) > MAX_OPEN_VERSIONS:
                     self._open.popitem(last=False)
-            return made
+            return version

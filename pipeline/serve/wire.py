@@ -1,7 +1,7 @@
-"""What travels over HTTP: the requests and answers of the API, shared by the server and its client.
+"""Schemas of the HTTP API, shared by the server and its client.
 
-Requests refuse fields they do not know. The limits here hold for every server; what a server allows
-of k, queries and bytes beyond them stands in its settings (`pipeline.serve.settings`).
+Requests with unknown fields are rejected. The limits defined here hold for every server; the
+settings of a server (`pipeline.serve.settings`) can lower them.
 """
 
 from __future__ import annotations
@@ -21,90 +21,97 @@ from pydantic import (
     model_validator,
 )
 
-#: An id of an index, an item, an evaluation: never empty, never of unbounded length.
+#: Id of an item, a parent or a query.
 Id = Annotated[str, StringConstraints(min_length=1, max_length=2048)]
+#: Name of an index, a representation, a benchmark or a measure.
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=100_000)]
-#: How relevant a document is.
+#: Relevance grade of a document.
 Grade = Annotated[int, Field(ge=-1000, le=1000)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Request(BaseModel):
-    """Base of what comes in."""
+    """Base class of requests; unknown fields are rejected."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class Answer(BaseModel):
-    """Base of what goes out; a client ignores what a newer server adds."""
+class Response(BaseModel):
+    """Base class of responses; clients ignore the fields that a newer server adds."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
 
 
 # -- errors ----------------------------------------------------------------------------------------
 
-Code = Literal[
+ErrorCode = Literal[
     "invalid_argument",  # 422: a field is invalid; `field` names it
-    "bad_request",  # 400: no JSON, or not of this form
-    "unauthenticated",  # 401: no key, or none that is known
-    "forbidden",  # 403: the key is not for this
+    "bad_request",  # 400: the request is malformed
+    "unauthenticated",  # 401: the access key is missing or invalid
+    "forbidden",  # 403: the access key does not allow the request
     "not_found",  # 404
     "method_not_allowed",  # 405
     "conflict",  # 409
-    "gone",  # 410: the source of a preview moved or changed
+    "gone",  # 410: the source file of a preview was removed or modified
     "too_large",  # 413
     "rate_limited",  # 429
     "internal",  # 500
-    "unavailable",  # 503: overloaded, restarting, or a stage is down; `Retry-After` says when
-    "timeout",  # 504: a stage took longer than it may
+    "unavailable",  # 503: overloaded, restarting or a stage is down; see `Retry-After`
+    "timeout",  # 504: a stage exceeded its time limit
 ]
 
 
-class Problem(Answer):
-    """What went wrong."""
+class Problem(Response):
+    """Description of an error."""
 
-    code: Code
+    code: ErrorCode
+    """Error code, independent of the message."""
     message: str
+    """Error message."""
     field: str | None = None
+    """Path of the invalid field of the request, such as `rerank.rerank_depth`."""
     request_id: str | None = None
+    """Id of the request in the logs of the server."""
 
 
-class ErrorAnswer(Answer):
-    """Every answer that is no success."""
+class ErrorResponse(Response):
+    """Error response."""
 
     error: Problem
+    """The error."""
 
 
 # -- search ----------------------------------------------------------------------------------------
 
 
 class Vectors(Request):
-    """A query as token vectors."""
+    """Query given as token vectors."""
 
     vectors: Annotated[list[list[Finite]], Field(min_length=1, max_length=4096)]
+    """Token vectors, all of the dimension of the representation."""
 
 
 class Image(Request):
-    """A query as an image, where the index's encoder reads images."""
+    """Image query. The encoder of the representation must support images."""
 
-    image: Annotated[str, StringConstraints(min_length=1)] = Field(
-        description="the bytes of a PNG, JPEG or WebP file in base64"
-    )
+    image: Annotated[str, StringConstraints(min_length=1)]
+    """Base64-encoded PNG, JPEG or WebP file."""
 
 
 class Composed(Image):
-    """A query as a text and an image together, where the index's encoder reads these."""
+    """Composed query of an image and a text. The encoder must support composed queries."""
 
     text: Text
+    """Text of the query."""
 
 
-def kind_of(query: Any) -> str:
-    """By which of its forms a query is read, so that what is wrong is said of that form."""
+def query_kind(query: Any) -> str:
+    """Returns the kind of a query, which selects the schema that validates it."""
     if isinstance(query, Mapping):
         return "composed" if "text" in query else "image" if "image" in query else "vectors"
-    forms: dict[type, str] = {Vectors: "vectors", Image: "image", Composed: "composed"}
-    return forms.get(type(query), "text")
+    kinds: dict[type, str] = {Vectors: "vectors", Image: "image", Composed: "composed"}
+    return kinds.get(type(query), "text")
 
 
 Query = Annotated[
@@ -112,421 +119,522 @@ Query = Annotated[
     | Annotated[Vectors, Tag("vectors")]
     | Annotated[Image, Tag("image")]
     | Annotated[Composed, Tag("composed")],
-    Discriminator(kind_of),
+    Discriminator(query_kind),
 ]
-#: What stands in the places of errors for the form of a query.
-QUERY_FORMS = ("text", "vectors", "image", "composed")
+#: Kinds of queries, which pydantic inserts into the paths of validation errors.
+QUERY_KINDS = ("text", "vectors", "image", "composed")
 
 
-def text_of(query: Query) -> str | None:
-    """The text of a query, if it has one."""
+def query_text(query: Query) -> str | None:
+    """Returns the text of a query; None if it has no text."""
     return query.text if isinstance(query, Composed) else query if isinstance(query, str) else None
 
 
-#: Default rerank depths of the second stages.
+#: Default rerank depth of each method.
 DEFAULT_RERANK_DEPTHS = {"vectors": 100, "edje": 10}
-#: What scores again: more vectors, exactly; or EDJE's joint encoder, where the index has one.
-By = Literal["vectors", "edje"]
+RerankMethod = Literal["vectors", "edje"]
 
 
-def _means_something(value: Any, info: ValidationInfo) -> Any:
-    """An option of one of the two ways to rerank alone."""
+def _check_method(value: Any, info: ValidationInfo) -> Any:
+    """Validates that an option is used only with the reranking method that supports it."""
     by = "edje" if info.field_name == "add_first_stage" else "vectors"
     if value and info.data.get("by", by) != by:
-        raise ValueError(f"it means nothing but to `by: {by}`")
+        raise ValueError(f"omitted unless by is {by!r}")
     return value
 
 
-Representing = Annotated[Name | None, AfterValidator(_means_something)]
+RerankRepresentation = Annotated[Name | None, AfterValidator(_check_method)]
 
 
 class Rerank(Request):
-    """A second stage: the first ones of the ranking are scored again.
+    """Second stage, which rescores the best hits of the first stage."""
 
-    Attributes:
-        by: `vectors`, exactly and by more of them; or `edje`, the joint encoder, which reads a text
-            or a picture with each item. Items that it cannot read keep their rank, and those
-            beyond `rerank_depth` stay behind the others.
-        representation: by whose vectors it scores; default: `full`.
-        rerank_depth: Number of first-stage hits that are scored again; default: 100, or 10 with
-            `edje`.
-        add_first_stage: whether the first stage's score is added to EDJE's.
-        optional: whether hits of the first stage alone are an answer where reranking fails; the
-            answer says `reranked: false` then.
-    """
-
-    by: By = "vectors"
-    representation: Representing = None
+    by: RerankMethod = "vectors"
+    """Reranking method. `vectors` computes exact MaxSim scores with another representation. `edje`
+    applies EDJE's joint encoder to the query and each hit; hits that it cannot read keep their
+    rank, and hits beyond `rerank_depth` follow the reranked ones in their original order."""
+    representation: RerankRepresentation = None
+    """Representation that `vectors` scores with. Default: the default representation."""
     rerank_depth: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    add_first_stage: Annotated[bool, AfterValidator(_means_something)] = False
+    """Number of first-stage hits to rerank. Default: 100 for `vectors`, 10 for `edje`."""
+    add_first_stage: Annotated[bool, AfterValidator(_check_method)] = False
+    """Adds the first-stage score to the logit of `edje`."""
     optional: bool = False
+    """If reranking fails, returns the hits of the first stage with `reranked: false` instead of an
+    error."""
 
     @property
     def num_candidates(self) -> int:
-        """Number of first-stage hits that are scored again, with the default resolved."""
+        """Number of first-stage hits to rerank, with the default resolved."""
         return self.rerank_depth or DEFAULT_RERANK_DEPTHS[self.by]
 
 
 class SearchOptions(Request):
-    """How to search: the same for one query and for many."""
+    """Search options shared by single and batch searches."""
 
-    index: Name | None = Field(None, description="default: the only one there is")
-    representation: Name | None = Field(None, description="default: full, else the first")
+    index: Name | None = None
+    """Name of the index. Optional if the access key can access only one index."""
+    representation: Name | None = None
+    """Name of the representation to search. Default: `full` if the index has it, else the
+    first."""
     k: Annotated[int, Field(ge=1, le=10_000)] = 10
+    """Maximum number of hits per query."""
     score: Literal["late", "single", "hybrid"] = "late"
-    weights: tuple[Finite, Finite] = Field(
-        (1.0, 1.0), description="of the single and the late score in the hybrid one"
-    )
+    """Score of the first stage: `late` is the MaxSim score of the token vectors, `single` the
+    similarity of the single vectors, and `hybrid` their weighted sum."""
+    weights: tuple[Finite, Finite] = (1.0, 1.0)
+    """Weights of the `single` and the `late` score in the `hybrid` score."""
     group_by: Literal["parent"] | None = None
-    filter: Annotated[str, StringConstraints(max_length=10_000)] | None = Field(
-        None, description="a Lance SQL expression over the items' columns"
-    )
-    ids: Annotated[list[Id], Field(max_length=100_000)] | None = Field(
-        None, description="the items that can be hits"
-    )
-    parents: Annotated[list[Id], Field(max_length=100_000)] | None = Field(
-        None, description="the parents whose items can be hits"
-    )
+    """`parent` returns only the best item of each parent, such as the best page of a document."""
+    filter: Annotated[str, StringConstraints(max_length=10_000)] | None = None
+    """Lance SQL expression over the columns of the items, such as `modality = 'text'`. Only the
+    items that satisfy it are searched."""
+    ids: Annotated[list[Id], Field(max_length=100_000)] | None = None
+    """Ids of the items to search; null: all items."""
+    parents: Annotated[list[Id], Field(max_length=100_000)] | None = None
+    """Ids of the parents whose items are searched; null: all items."""
     rerank: Rerank | None = None
-    explain: Literal["matches", "map"] | None = Field(
-        None,
-        description="matches: each query token's best vector, and the passages; map: each word too",
-    )
+    """Second stage; null: hits are not reranked."""
+    explain: Literal["matches", "map"] | None = None
+    """Explanations to return: `matches` adds the best-matching vector of each query token and the
+    best-matching passages of each hit, `map` additionally a similarity map of its words."""
 
 
 class SearchRequest(SearchOptions):
-    """One query."""
+    """Search with one query."""
 
     query: Query
+    """The query: a text, an image, a text with an image, or token vectors."""
 
 
-class BatchRequest(SearchOptions):
-    """Several queries, searched alike."""
+class BatchSearchRequest(SearchOptions):
+    """Search with several queries and the same options."""
 
     queries: Annotated[list[Query], Field(min_length=1, max_length=1024)]
+    """The queries; their kinds can differ."""
 
 
-class Place(Answer):
-    """Where a match is to be seen (x0 y0 x1 y1 in [0, 1]) or heard (seconds)."""
+class Location(Response):
+    """Location of words or of an image region in an item."""
 
     span: tuple[int, int]
+    """Character range (start, end) in the text of the item."""
     box: tuple[float, float, float, float] | None
+    """Bounding box (x0, y0, x1, y1) in [0, 1]; null if the location is not visible."""
     times: tuple[float, float] | None
-    confidence: float | None = None  # of the recogniser in the words; None: not known
+    """Start and end time in the parent, in seconds; null if the item has no time axis."""
+    confidence: float | None = None
+    """Mean confidence of the OCR or speech recognition; null if it is unknown."""
 
 
-class Match(Answer):
-    """The vector of a hit that a query token matched best.
-
-    Attributes:
-        similarity: the query token's term of the late score.
-        contribution: `similarity` minus the mean similarity of the query token with all vectors of
-            the hit; small for stop words.
-        document_token: number of the vector among those of the hit.
-        spans: characters of the words it stands for, in the hit's text.
-        places: locations of those words.
-    """
+class Match(Response):
+    """Vector of a hit that is most similar to a query token."""
 
     query_token: str
+    """Text of the query token."""
     similarity: float
+    """Similarity of the vector and the query token, which is a term of the MaxSim score."""
     contribution: float
+    """`similarity` minus the mean similarity of the query token to all vectors of the hit. It is
+    small for stop words."""
     document_token: int
+    """Position of the vector among the vectors of the hit."""
     spans: list[tuple[int, int]]
-    places: list[Place]
+    """Character ranges of the words that the vector represents, in the text of the hit."""
+    places: list[Location]
+    """Locations of these words."""
 
 
-class Mark(Answer):
-    """The word of a passage that a query token matches best, and its contribution there."""
+class Highlight(Response):
+    """Word of a passage that best matches a query token."""
 
     query_token: str
+    """Text of the query token."""
     span: tuple[int, int]
+    """Character range of the word in the text of the hit."""
     contribution: float
+    """Contribution of the query token, with the best similarity inside the passage."""
 
 
-class Passage(Place):
-    """A contiguous part of a hit that matches the query.
-
-    Attributes:
-        contribution: sum of the query tokens' contributions inside the passage, as far as they
-            exceed those inside the passages before it.
-        marks: at most one per query token; empty for an image region.
-    """
+class Passage(Location):
+    """Contiguous part of a hit that matches the query."""
 
     contribution: float
-    marks: list[Mark]
+    """Sum of the contributions of the query tokens inside the passage, each reduced by its
+    contribution inside the preceding passages."""
+    marks: list[Highlight]
+    """Best-matching words, at most one per query token; empty for an image region."""
 
 
-class Word(Answer):
-    """A word of a hit, and how it matches each query token; None where no vector stands for it."""
+class Word(Response):
+    """Word or image patch of a hit and its similarities to the query tokens."""
 
     text: str
+    """Text of the word; empty for an image patch."""
     span: tuple[int, int]
+    """Character range in the text of the hit."""
     box: tuple[float, float, float, float] | None
+    """Bounding box (x0, y0, x1, y1) in [0, 1]; null if the word is not visible."""
     times: tuple[float, float] | None
+    """Start and end time in the parent, in seconds; null if the item has no time axis."""
     similarities: list[float | None]
+    """Similarity to each query token; null if no vector represents the word."""
     credit: float
+    """Share of the MaxSim score that the vectors of the word add, summed over the query tokens.
+    Each of several words that share a vector has all of its credit."""
     contribution: float
+    """Like `credit`, for the score beyond its mean. It is small for stop words."""
 
 
-class Map(Answer):
-    """The words of a hit under a query."""
+class Map(Response):
+    """Similarity map of the words of a hit."""
 
     query_tokens: list[str]
+    """Texts of the query tokens."""
     words: list[Word]
+    """Words in the order of the text, or image patches."""
 
 
-class ScoreParts(Answer):
-    """The components of the score of a hit."""
+class ScoreParts(Response):
+    """Components of the score of a hit; null for components that were not computed."""
 
     late: float | None
+    """MaxSim score."""
     late_mean: float | None
+    """MaxSim score divided by the number of query tokens, as used in the hybrid score."""
     single: float | None
+    """Similarity of the single vectors."""
 
 
-class FirstStage(Answer):
-    """Where a reranked hit stood before."""
+class FirstStage(Response):
+    """Rank and score of a reranked hit in the first stage."""
 
     rank: int
+    """Rank, from 1."""
     score: float
+    """Score."""
 
 
-class Joint(Answer):
-    """What EDJE's joint encoder said of a hit.
-
-    Attributes:
-        logit: that it matches the query; null: it was not read, or is beyond `rerank_depth`.
-        num_truncated_tokens: Number of tokens truncated from the text: of the query, or of the hit
-            if the query is an image.
-        problem: why a hit that should have been read was not; it keeps its rank.
-    """
+class JointScore(Response):
+    """Result of EDJE's joint encoder for a hit."""
 
     logit: float | None
+    """Logit of the match of query and hit; null if the hit was not read or is beyond
+    `rerank_depth`."""
     num_truncated_tokens: int
+    """Number of tokens truncated from the text: that of the query, or that of the hit if the query
+    is an image."""
     problem: str | None
+    """Reason why a hit within `rerank_depth` could not be read; such a hit keeps its rank."""
 
 
-class Hit(Answer):
-    """One item found."""
+class Hit(Response):
+    """Search result."""
 
     rank: int
+    """Rank, from 1."""
     score: float
+    """Score of the last stage. Scores of hits that EDJE reranked and of other hits are not
+    comparable."""
     item_id: str
+    """Id of the item."""
     parent_id: str
+    """Id of the parent, such as the document of a page."""
     title: str | None
+    """Title of the item."""
     text: str | None
+    """Text of the item."""
     span: dict[str, Any] | None
+    """Location of the item in its parent, such as a page number or a time range."""
     parts: ScoreParts | None = None
+    """Components of the score."""
     first_stage: FirstStage | None = None
-    edje: Joint | None = None
+    """Rank and score in the first stage; null if the hits were not reranked."""
+    edje: JointScore | None = None
+    """Result of EDJE; null if the hits were not reranked by EDJE."""
     matches: list[Match] | None = None
+    """Best-matching vector of each query token; null unless `explain` is set."""
     passages: list[Passage] | None = None
+    """Best-matching passages, best first; null unless `explain` is set."""
     map: Map | None = None
+    """Similarity map; null unless `explain` is `map` and the item supports one."""
 
 
-class SearchAnswer(Answer):
-    """The hits of a query, best first.
-
-    Attributes:
-        version: of the index, which all of the answer is about.
-        reranked: whether the scores are those of the second stage.
-        warnings: what was asked and not done, a sentence each.
-        milliseconds: by stage: encode, search, rerank or edje, describe, total.
-    """
-
+class _SearchResult(Response):
     request_id: str
+    """Id of the request in the logs of the server."""
     index: str
+    """Name of the index."""
     version: int
+    """Version of the index that was searched."""
     representation: str
+    """Name of the representation that was searched."""
     reranked: bool
+    """Whether the hits were reranked."""
+    warnings: list[str]
+    """Warnings, for example that reranking failed or a text was truncated."""
+    milliseconds: dict[str, float]
+    """Duration of each stage (`encode`, `search`, `rerank` or `edje`, `describe`) and `total`, in
+    milliseconds."""
+
+
+class SearchResponse(_SearchResult):
+    """Hits of a query."""
+
     hits: list[Hit]
-    warnings: list[str]
-    milliseconds: dict[str, float]
+    """Hits, best first."""
 
 
-class BatchAnswer(Answer):
-    """The hits of each query, in the order of the queries."""
+class BatchSearchResponse(_SearchResult):
+    """Hits of several queries."""
 
-    request_id: str
-    index: str
-    version: int
-    representation: str
-    reranked: bool
     results: list[list[Hit]]
-    warnings: list[str]
-    milliseconds: dict[str, float]
+    """Hits of each query, best first, in the order of the queries."""
 
 
 # -- encoding, reranking, items --------------------------------------------------------------------
 
 
 class EncodeRequest(Request):
-    """Queries to be encoded as an index wants them."""
+    """Queries to encode."""
 
     index: Name | None = None
+    """Name of the index. Optional if the access key can access only one index."""
     representation: Name | None = None
+    """Name of the representation whose encoder is used. Default: `full` if the index has it, else
+    the first."""
     queries: Annotated[list[Query], Field(min_length=1, max_length=256)]
+    """The queries; their kinds can differ."""
 
 
-class EncodedQuery(Answer):
-    """A query as vectors of unit length, its tokens' texts, and its single vector if it has one."""
+class EncodedQuery(Response):
+    """Encoded query."""
 
     vectors: list[list[float]]
+    """Token vectors of unit length, one per query token."""
     token_texts: list[str]
+    """Texts of the query tokens."""
     pooled: list[float] | None
+    """Single vector of the query; null if the encoder has none."""
 
 
-class EncodeAnswer(Answer):
-    """The queries encoded, in their order."""
+class EncodeResponse(Response):
+    """Encoded queries."""
 
     request_id: str
+    """Id of the request in the logs of the server."""
     index: str
+    """Name of the index."""
     representation: str
+    """Name of the representation."""
     fingerprint: str
+    """Fingerprint of the encoder. Vectors of encoders with different fingerprints are not
+    comparable."""
     queries: list[EncodedQuery]
+    """Encoded queries, in the order of the request."""
 
 
 class RerankRequest(Request):
-    """Items of an index, to be scored for a query: exactly by vectors, or by EDJE."""
+    """Items to score for a query."""
 
     index: Name | None = None
-    by: By = "vectors"
-    representation: Representing = None
+    """Name of the index. Optional if the access key can access only one index."""
+    by: RerankMethod = "vectors"
+    """Scoring method: `vectors` computes exact MaxSim scores, `edje` applies EDJE's joint
+    encoder."""
+    representation: RerankRepresentation = None
+    """Representation that `vectors` scores with. Default: the default representation."""
     query: Query
+    """The query: a text, an image, a text with an image, or token vectors."""
     item_ids: Annotated[list[Id], Field(min_length=1, max_length=10_000)]
-    k: Annotated[int, Field(ge=1, le=10_000)] | None = Field(None, description="default: all")
+    """Ids of the items to score."""
+    k: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    """Maximum number of items to return; null: all."""
 
 
-class Scored(Answer):
-    """An item and its score."""
+class ScoredItem(Response):
+    """Item with its score."""
 
     item_id: str
+    """Id of the item."""
     score: float
+    """MaxSim score, or logit of EDJE."""
 
 
-class RerankAnswer(Answer):
-    """The items by score.
-
-    Attributes:
-        representation: that of the vectors; null by EDJE.
-        missing: items that are not in the index, or without what is scored: vectors, or by EDJE
-            tokens (for a picture a text).
-        warnings: what was asked and not done, a sentence each.
-    """
+class RerankResponse(Response):
+    """Scored items."""
 
     request_id: str
+    """Id of the request in the logs of the server."""
     index: str
+    """Name of the index."""
     version: int
+    """Version of the index."""
     representation: str | None
-    results: list[Scored]
+    """Name of the representation; null for `edje`."""
+    results: list[ScoredItem]
+    """Items, best first."""
     missing: list[str]
+    """Items that could not be scored: items that are not in the index, or without vectors, EDJE
+    tokens or, for an image query by EDJE, a text."""
     warnings: list[str] = []
+    """Warnings, for example that EDJE truncated a text."""
 
 
-class Item(Answer):
-    """What is stored of an item, but for its vectors."""
+class Item(Response):
+    """Stored fields of an item, without its vectors."""
 
     index: str
+    """Name of the index."""
     version: int
+    """Version of the index."""
     item_id: str
+    """Id of the item."""
     parent_id: str
+    """Id of the parent, such as the document of a page."""
     source: str
+    """Name of the source that the item was read from."""
     modality: str
+    """Modality of the item, such as `text` or `image`."""
     title: str | None
+    """Title of the item."""
     text: str | None
+    """Text of the item."""
     span: dict[str, Any] | None
+    """Location of the item in its parent, such as a page number or a time range."""
     metadata: dict[str, Any]
+    """Metadata of the item."""
 
 
-class Representation(Answer):
-    """One way in which an index stores its items."""
+class Representation(Response):
+    """Representation of the items of an index as vectors."""
 
     name: str
+    """Name of the representation."""
     role: Literal["search", "rerank"]
+    """`search` representations can be searched; `rerank` representations hold the tokens of an
+    EDJE model."""
     encoder: str | None
+    """Name of the encoder."""
     compressor: str | None
+    """Name of the compressor; null for the tokens of an EDJE model."""
     codec: str | None
+    """Name of the codec; null for the tokens of an EDJE model."""
     dim: int | None
+    """Dimension of the vectors."""
     scores: list[str]
+    """Scores that the representation supports."""
     queries: list[Literal["text", "image", "composed", "vectors"]]
+    """Kinds of queries that the representation supports."""
 
 
-class IndexInfo(Answer):
-    """An index that is served."""
+class IndexInfo(Response):
+    """Served index."""
 
     name: str
+    """Name of the index."""
     version: int
+    """Version that is served."""
     num_items: int
+    """Number of items."""
     default_representation: str | None
+    """Name of the default representation; null if there is no representation yet."""
     representations: list[Representation]
-    edje: bool = Field(False, description="whether hits can be reranked by EDJE")
-    columns: dict[str, str] = Field(description="what filters can name, and its type")
+    """Representations of the items."""
+    edje: bool = False
+    """Whether hits can be reranked by EDJE."""
+    columns: dict[str, str]
+    """Columns that a filter can use, with their Arrow types."""
 
 
-class IndexList(Answer):
-    """The indexes that a key may see."""
+class IndexList(Response):
+    """Indexes that the access key can access."""
 
     indexes: list[IndexInfo]
+    """The indexes."""
 
 
 # -- evaluations -----------------------------------------------------------------------------------
 
 
 class EvaluationRequest(Request):
-    """An evaluation: judged queries of one's own, or a benchmark that the server knows.
-
-    Attributes:
-        queries: texts by query id.
-        qrels: by query id, grades by the id of an item or of a parent, as `judged` says.
-        benchmark: the name of a benchmark of the server, in place of the two.
-    """
+    """Evaluation of an index, either on `queries` with `qrels` or on a benchmark of the server."""
 
     index: Name | None = None
+    """Name of the index. Optional if the access key can access only one index."""
     benchmark: Name | None = None
+    """Name of a benchmark that is configured on the server."""
     queries: Annotated[dict[Id, Text], Field(max_length=100_000)] | None = None
+    """Texts of the queries by query id."""
     qrels: Annotated[dict[Id, dict[Id, Grade]], Field(max_length=100_000)] | None = None
+    """Relevance grades by query id and by the id of an item or parent; see `judged`."""
     representations: Annotated[list[Name], Field(max_length=256)] = []
+    """Names of the representations to evaluate; empty: all."""
     scores: list[Literal["late", "single", "hybrid"]] = []
+    """Scores to evaluate; empty: all that the representations support."""
     measures: Annotated[list[Name], Field(max_length=64)] = []
+    """Names of ir-measures, such as `nDCG@10`; empty: the default measures."""
     k: Annotated[int, Field(ge=1, le=10_000)] = 100
+    """Number of hits per query; at least the largest cutoff of the measures."""
     judged: Literal["auto", "parent", "item"] = "auto"
+    """Type of the ids in `qrels`. `auto` selects the type whose ids are in the index. The best item
+    of a parent determines the rank of the parent."""
     diagnostics: bool = False
+    """Computes diagnostics of MaxSim searches, such as score retention and the use of vectors;
+    roughly doubles the duration."""
     bm25: bool = True
+    """Evaluates BM25 on the texts of the items as a baseline."""
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> EvaluationRequest:
-        own = self.queries is not None and self.qrels is not None
-        if own == (self.benchmark is not None) or (self.queries is None) != (self.qrels is None):
-            raise ValueError("needs either benchmark, or both queries and qrels")
+    def _check_queries(self) -> EvaluationRequest:
+        has_queries = self.queries is not None and self.qrels is not None
+        is_partial = (self.queries is None) != (self.qrels is None)
+        if has_queries == (self.benchmark is not None) or is_partial:
+            raise ValueError("a request with either benchmark or both queries and qrels")
         return self
 
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
-class Measured(Answer):
-    """A row of the results: a representation under a score."""
+class EvaluationResult(Response):
+    """Result of one representation with one score."""
 
     representation: str
+    """Name of the representation, or of the baseline."""
     score: str
+    """Name of the score."""
     measures: dict[str, float]
+    """Mean of each measure over the queries."""
     bytes_per_item: float | None
+    """Mean size of an item in bytes, including assignments and token positions."""
 
 
-class Evaluation(Answer):
-    """An evaluation, and how far it is."""
+class Evaluation(Response):
+    """Evaluation and its state."""
 
     id: str
+    """Id of the evaluation."""
     state: State
+    """State of the evaluation; `done`, `failed` and `cancelled` are final."""
     index: str
+    """Name of the index."""
     created: str
+    """Time of creation in UTC, ISO 8601."""
     finished: str | None
+    """Time at which the evaluation finished, in UTC, ISO 8601; null if it has not finished."""
     progress: list[str]
+    """Last lines of the log."""
     error: str | None
-    results: list[Measured]
+    """Error message of a failed evaluation."""
+    results: list[EvaluationResult]
+    """Results of a completed evaluation."""
     files: list[str]
+    """Names of the files that can be downloaded, such as `report.html`."""
 
 
-class EvaluationList(Answer):
-    """The evaluations that a key may see, newest first."""
+class EvaluationList(Response):
+    """Evaluations created with the access key."""
 
     evaluations: list[Evaluation]
+    """Evaluations, newest first."""

@@ -1,4 +1,4 @@
-"""The shipped resources profiles: each is valid for its command and differs from the defaults."""
+"""Tests that the resource profiles are valid."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pipeline.train.ray import Workers
 from tests.conftest import ROOT
 
 PROFILES = ROOT / "cluster/profiles"
-OF = {"train_gpus": Workers, "recompress": RecompressResources}
+#: Profiles of other jobs than `jobs.index`.
+SPECS = {"train_gpus": Workers, "recompress": RecompressResources}
 
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_profile_is_valid(path):
-    profile = config.load(OF.get(path.stem, IndexResources), str(path), what="resources")
+def test_profile_is_valid(path):
+    profile = config.load(SPECS.get(path.stem, IndexResources), str(path), what="resources")
     assert config.dump(profile) != config.dump(type(profile)())

@@ -1,4 +1,4 @@
-"""The configurations for clusters are of the form that Ray, KubeRay and Grafana read."""
+"""Tests of the configuration files for Ray Serve, KubeRay and Grafana."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ DASHBOARD = json.loads((ROOT / "cluster/grafana/serving.json").read_text())
 
 
 def serve_config(path: Path) -> dict:
-    """What `serve deploy` reads; in KubeRay's file it is a text."""
+    """Returns the configuration for `serve deploy`, which KubeRay's file contains as a string."""
     data = yaml.safe_load(path.read_text())
     return yaml.safe_load(data["spec"]["serveConfigV2"]) if "spec" in data else data
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_what_serve_deploy_reads(path):
+def test_serve_config_is_valid(path):
     (application,) = ServeDeploySchema.model_validate(serve_config(path)).applications
     assert application.import_path == f"{app.__name__}:{app.build.__name__}"
     settings = parse(ServeSpec, application.args)
-    assert settings.keys  # they are open to a network
+    assert settings.keys  # the servers listen on all interfaces
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_deployments_of_a_configuration(path):
+def test_builds_configured_deployments(path):
     (application,) = serve_config(path)["applications"]
     settings = parse(ServeSpec, application["args"])
     built = app.build(settings)
@@ -43,55 +43,53 @@ def test_the_deployments_of_a_configuration(path):
         assert index.num_shards == (8 if path.stem == "sharded" else 1)
 
 
-def test_what_ray_hands_to_the_builder():
-    """A mapping, of a YAML file or of a command line: `serve run ...:build indexes.i.uri=...`."""
-    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as built
+def test_builds_from_arguments_of_ray():
+    """Ray passes a mapping from YAML or from `serve run ...:build indexes.i.uri=...`."""
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as call_builder
 
-    for given in ({"indexes": {"i": {"uri": "x"}}}, {"indexes.i.uri": "x", "limits.max_k": "7"}):
-        assert built(app.build, given)._bound_deployment.name == "Gateway"
+    for args in ({"indexes": {"i": {"uri": "x"}}}, {"indexes.i.uri": "x", "limits.max_k": "7"}):
+        assert call_builder(app.build, args)._bound_deployment.name == "Gateway"
     with pytest.raises(SpecError, match="indexes.i.num_shards"):
-        built(app.build, {"indexes.i.uri": "x", "indexes.i.num_shards": "no"})
+        call_builder(app.build, {"indexes.i.uri": "x", "indexes.i.num_shards": "no"})
     with pytest.raises(SpecError, match="evaluations.folder"):
-        built(app.build, {"indexes.i.uri": "x", "evaluations.folder": "s3://b/x"})
+        call_builder(app.build, {"indexes.i.uri": "x", "evaluations.folder": "s3://b/x"})
 
 
-def test_panels_of_the_dashboard():
+def test_dashboard_panels_do_not_overlap():
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    cells = set()
+    used = set()
     for panel in panels:
-        at = panel["gridPos"]
-        assert at["x"] + at["w"] <= 24
-        own = {
+        box = panel["gridPos"]
+        assert box["x"] + box["w"] <= 24
+        area = {
             (x, y)
-            for x in range(at["x"], at["x"] + at["w"])
-            for y in range(at["y"], at["y"] + at["h"])
+            for x in range(box["x"], box["x"] + box["w"])
+            for y in range(box["y"], box["y"] + box["h"])
         }
-        assert not own & cells, panel["title"]
-        cells |= own
+        assert not area & used, panel["title"]
+        used |= area
         for target in panel.get("targets", []):
             assert target["expr"].count("(") == target["expr"].count(")")
 
 
-def test_metrics_of_ray_in_the_dashboard():
-    """They are what this version of Ray exports."""
+def test_ray_metrics_of_dashboard_exist():
     import ray
 
     files = "serve/_private/**/*.py", "dashboard/modules/reporter/**/*.py"
     folder = Path(ray.__file__).parent
     source = "".join(path.read_text() for pattern in files for path in folder.glob(pattern))
-    there = set(re.findall(r'"((?:serve|node)_\w+)"', source))
+    exported = set(re.findall(r'"((?:serve|node)_\w+)"', source))
     expressions = " ".join(
         t["expr"] for panel in DASHBOARD["panels"] for t in panel.get("targets", [])
     )
     used = set(re.findall(r"ray_((?:serve|node)_\w+)", expressions))
-    assert {re.sub("_(total|bucket|sum|count)$", "", name) for name in used} <= there
+    assert {re.sub("_(total|bucket|sum|count)$", "", name) for name in used} <= exported
 
 
-def test_metrics_of_the_dashboard():
-    """Those of ours are the ones that the gateway and the stages have."""
+def test_maxray_metrics_of_dashboard_exist():
     source = (ROOT / "pipeline/serve/metrics.py").read_text()
-    ours = set(re.findall(r'"(maxray_\w+)"', source))
+    exported = set(re.findall(r'"(maxray_\w+)"', source))
     expressions = [t["expr"] for panel in DASHBOARD["panels"] for t in panel.get("targets", [])]
     used = set(re.findall(r"ray_(maxray_\w+)", " ".join(expressions)))
-    assert {re.sub("_(total|bucket|sum|count)$", "", name) for name in used} == ours
+    assert {re.sub("_(total|bucket|sum|count)$", "", name) for name in used} == exported

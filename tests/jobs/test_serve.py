@@ -76,7 +76,7 @@ def test_drains_requests_on_sigterm(server):
     ends.set()
     for thread in threads:
         thread.join()
-    assert process.returncode == 143 and "stopped; all requests are answered" in err
+    assert process.returncode == 143 and "stopped after draining in-flight requests" in err
     before = [status for sent, status in statuses if sent < stopped]
     assert len(before) > 20 and set(before) == {200}
     assert {status for _, status in statuses} <= {200, 503, 0}

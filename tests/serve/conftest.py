@@ -1,4 +1,4 @@
-"""A server on the test run's Ray cluster: an index of two shards, keys, and evaluations."""
+"""Fixtures for servers on the Ray cluster of the test run, and their access keys."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import yaml
 
 from pipeline.config import parse
 from pipeline.serve.client import Client
-from pipeline.serve.keys import hash_of
+from pipeline.serve.keys import hash_key
 from pipeline.serve.settings import ServeSpec
 
-#: The keys of the server, and what is said of each in its file.
+#: Access keys of the server with their entries in the file, except for the hashes.
 KEYS: dict[str, dict[str, Any]] = {
     "mr_all": {"name": "all", "evaluate": True},
     "mr_other": {"name": "other", "evaluate": True},
@@ -29,14 +29,14 @@ KEYS: dict[str, dict[str, Any]] = {
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Returns an unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def cpu_seconds(process: int) -> float:
-    """CPU time of a process; 0 if it has ended."""
+    """Returns the CPU time of a process in seconds; 0 if it has exited."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -45,20 +45,20 @@ def cpu_seconds(process: int) -> float:
 
 
 def children(process: int | str = "self") -> set[int]:
-    """The processes that a process has started."""
+    """Returns the ids of the child processes of a process."""
     tasks = Path(f"/proc/{process}/task").glob("*/children")
     return {int(child) for task in tasks for child in task.read_text().split()}
 
 
 def write_keys(path: Path, keys: dict[str, dict[str, Any]]) -> None:
     """Writes a file of access keys."""
-    entries = [{**about, "sha256": hash_of(key)} for key, about in keys.items()]
+    entries = [{**entry, "sha256": hash_key(key)} for key, entry in keys.items()]
     path.write_text(yaml.safe_dump({"keys": entries}), encoding="utf-8")
 
 
 @pytest.fixture(scope="package")
 def serving(cluster) -> Iterator[Callable[[dict[str, Any], str], str]]:
-    """Starts an application with settings, under a route; gives its URL."""
+    """Returns a function that starts an application under a route and returns its URL."""
     from ray import serve
 
     from pipeline.serve.app import build
@@ -76,8 +76,8 @@ def serving(cluster) -> Iterator[Callable[[dict[str, Any], str], str]]:
 
 
 @pytest.fixture
-def briefly(serving) -> Iterator[Callable[[dict[str, Any], str], str]]:
-    """`serving` for one test, after which the application ends: each has six processes."""
+def serving_once(serving) -> Iterator[Callable[[dict[str, Any], str], str]]:
+    """Like `serving`, but deletes the application after the test; each has six processes."""
     from ray import serve
 
     names: list[str] = []
@@ -100,7 +100,7 @@ def keys_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="package")
 def url(serving, index_uri, keys_file, tmp_path_factory) -> str:
-    """The URL of a server of two indexes: `texts` in two shards, `whole` the same in one."""
+    """URL of a server of two indexes: `texts` with two shards, and `whole`, the same with one."""
     settings = {
         "indexes": {
             "texts": {"uri": index_uri, "num_shards": 2},
@@ -121,7 +121,7 @@ def client(url) -> Iterator[Client]:
 
 @pytest.fixture
 def http(url) -> Iterator[httpx2.Client]:
-    """Requests without the client's checks, by a key for everything."""
+    """HTTP client without the validation of `Client`, with a key that can access everything."""
     headers = {"Authorization": "Bearer mr_all"}
     with httpx2.Client(base_url=url, headers=headers, timeout=30) as http:
         yield http

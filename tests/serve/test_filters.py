@@ -1,4 +1,4 @@
-"""Filters in processes: equal results, and an end to their work at the deadline."""
+"""Tests of filters in subprocesses: results, errors, time and memory limits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 
 from pipeline.config import SpecError
 from pipeline.index.reader import ITEMS, Index
-from pipeline.serve.filters import PROCESSES, Filters
-from pipeline.serve.turns import Caller
+from pipeline.serve.filters import MAX_PROCESSES, Filters
+from pipeline.serve.scheduler import Caller
 from tests.serve.conftest import children, cpu_seconds
 
-#: Takes minutes of CPU time over the long texts.
+#: Filter that takes minutes of CPU time on the long texts.
 SLOW = " AND ".join(f"text NOT ILIKE '%over%never{i}%'" for i in range(130))
 KEY = Caller("k", 60)
 
 
 @pytest.fixture(scope="module")
 def uri(tmp_path_factory) -> str:
-    """An index of 200 items with texts of 100 kB each."""
+    """Index of 200 items with texts of 100 kB each."""
     folder = tmp_path_factory.mktemp("filtered") / "index"
     text = "Some words, over and over. " * 4_000
     table = pa.table(
@@ -36,21 +36,21 @@ def uri(tmp_path_factory) -> str:
     return str(folder)
 
 
-def test_equal_results_and_errors(uri):
+def test_results_and_errors(uri):
     edition = Index(uri).edition
 
     async def scenario():
         filters = Filters(uri, None, 30)
-        parts = [Filters(uri, (i, 2), 30) for i in range(2)]
+        shards = [Filters(uri, (i, 2), 30) for i in range(2)]
         found = await filters.matching_ids(KEY, edition, "number < 30 OR number >= 190")
         assert found.to_pylist() == [f"i{i}" for i in range(200) if i < 30 or i >= 190]
-        halves = [await part.matching_ids(KEY, edition, "number % 2 = 0") for part in parts]
+        halves = [await shard.matching_ids(KEY, edition, "number % 2 = 0") for shard in shards]
         assert [len(half) for half in halves] == [50, 50]
         for filter, says in (("nope = 1", "unknown column"), ("number =", "does not parse")):
             with pytest.raises(SpecError, match=f"^filter must be .*{says}"):
                 await filters.matching_ids(KEY, edition, filter)
         assert (await filters.matching_ids(KEY, edition, "number = 7")).to_pylist() == ["i7"]
-        assert len(filters._idle) == 1  # one process was enough for all
+        assert len(filters._idle) == 1  # sequential filters share one process
         with pytest.raises(
             SpecError,
             match=r"^index must be the index being served, got .*"
@@ -62,45 +62,45 @@ def test_equal_results_and_errors(uri):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("how", ["deadline", "cancelled"])
-def test_its_work_ends_with_the_waiting(uri, how):
-    """By CPU time: neither this process nor another goes on with the filter."""
+@pytest.mark.parametrize("reason", ["deadline", "cancelled"])
+def test_stops_work_at_deadline_or_cancellation(uri, reason):
+    """Measures the CPU time of this process and its children."""
     edition, before = Index(uri).edition, children()
 
     async def scenario():
-        filters = Filters(uri, None, 1.0 if how == "deadline" else 30)
+        filters = Filters(uri, None, 1.0 if reason == "deadline" else 30)
         await filters.matching_ids(KEY, edition, "number = 1")
         (process,) = children() - before
         used = cpu_seconds(process)
-        asked = asyncio.create_task(filters.matching_ids(KEY, edition, SLOW))
+        task = asyncio.create_task(filters.matching_ids(KEY, edition, SLOW))
         await asyncio.sleep(0.7)
-        assert cpu_seconds(process) > used + 0.2  # it is at work
-        if how == "cancelled":
-            asked.cancel()
+        assert cpu_seconds(process) > used + 0.2  # it is working
+        if reason == "cancelled":
+            task.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asked
+                await task
         else:
             with pytest.raises(TimeoutError, match="the filter took longer than 1 s"):
-                await asked
+                await task
         await asyncio.sleep(0.2)
-        own = resource.getrusage(resource.RUSAGE_SELF)
+        start = resource.getrusage(resource.RUSAGE_SELF)
         await asyncio.sleep(0.5)
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        assert after.ru_utime + after.ru_stime - own.ru_utime - own.ru_stime < 0.2
+        end = resource.getrusage(resource.RUSAGE_SELF)
+        assert end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime < 0.2
         assert cpu_seconds(process) == 0 and not children() - before
         assert len(await filters.matching_ids(KEY, edition, "number < 3")) == 3
 
     asyncio.run(scenario())
 
 
-def test_a_key_leaves_a_process_to_others(uri):
+def test_key_uses_at_most_one_process(uri):
     edition = Index(uri).edition
 
     async def scenario():
         filters = Filters(uri, None, 30)
         greedy = [
             asyncio.create_task(filters.matching_ids(Caller("greedy", 30), edition, SLOW))
-            for _ in range(2 * PROCESSES)
+            for _ in range(2 * MAX_PROCESSES)
         ]
         await asyncio.sleep(0)
         found = await filters.matching_ids(Caller("other", 20), edition, "number < 3")
@@ -113,8 +113,8 @@ def test_a_key_leaves_a_process_to_others(uri):
 
 
 @pytest.mark.heavy
-def test_memory_of_a_filter_is_bounded(uri):
-    """What takes more ends the process, or is an error; the next filter is evaluated."""
+def test_limits_memory(uri):
+    """Exceeding the limit kills the process or raises an error; the next filter succeeds."""
     edition = Index(uri).edition
     filter = " || ".join(["text"] * 100) + " = 'x'"  # 2 GB for the 200 items
 

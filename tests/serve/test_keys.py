@@ -1,4 +1,4 @@
-"""Access keys: their file, their hashes, and how often each may ask."""
+"""Tests of access keys, their file and rate limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.serve.keys import ANYBODY, Key, Keys, Rates, hash_of, new_key, read_keys
+from pipeline.serve.keys import ANONYMOUS, Key, Keys, Rates, hash_key, new_key, read_keys
 from tests.serve.conftest import KEYS, write_keys
 
 
@@ -25,43 +25,43 @@ def file(tmp_path):
     return tmp_path / "keys.yaml"
 
 
-def test_a_new_key_is_found_by_its_hash(tmp_path):
+def test_finds_new_key_by_hash(tmp_path):
     key = new_key()
     assert len(key) > 40 and key != new_key()
     write_keys(tmp_path / "k.yaml", {key: {"name": "ann"}})
     assert key not in (tmp_path / "k.yaml").read_text()
     keys = Keys(str(tmp_path / "k.yaml"))
-    assert keys.of(key).name == "ann"
-    assert keys.of(key[:-1]) is None and keys.of("") is None and keys.of("\udcff") is None
+    assert keys.find(key).name == "ann"
+    assert keys.find(key[:-1]) is None and keys.find("") is None and keys.find("\udcff") is None
 
 
-def test_changes_are_seen_within_a_second(file):
+def test_reloads_changed_file(file):
     clock = Clock()
     keys = Keys(str(file), clock)
-    assert keys.of("mr_few").name == "few"
+    assert keys.find("mr_few").name == "few"
     write_keys(file, {"mr_all": {"name": "all"}})
-    assert keys.of("mr_few")  # not looked at again yet
+    assert keys.find("mr_few")  # not checked again yet
     clock.now += 2
-    assert keys.of("mr_few") is None and keys.of("mr_all")
+    assert keys.find("mr_few") is None and keys.find("mr_all")
 
 
-@pytest.mark.parametrize("damage", [lambda f: f.unlink(), lambda f: f.write_text("keys: 7")])
-def test_a_file_that_cannot_be_read_lets_nobody_in(file, damage):
+@pytest.mark.parametrize("corrupt", [lambda f: f.unlink(), lambda f: f.write_text("keys: 7")])
+def test_unreadable_file_invalidates_all_keys(file, corrupt):
     clock = Clock()
     keys = Keys(str(file), clock)
-    kept = file.read_text()
-    damage(file)
+    content = file.read_text()
+    corrupt(file)
     clock.now += 2
     for _ in range(2):
         with pytest.raises(SpecError):
-            keys.of("mr_all")
-    file.write_text(kept)
-    assert keys.of("mr_all")
+            keys.find("mr_all")
+    file.write_text(content)
+    assert keys.find("mr_all")
 
 
-def test_the_variable_in_place_of_a_file(file, monkeypatch):
+def test_reads_keys_from_environment_variable(file, monkeypatch):
     monkeypatch.setenv("MAXRAY_KEYS", file.read_text())
-    assert Keys("").of("mr_all").name == "all"
+    assert Keys("").find("mr_all").name == "all"
 
 
 def test_keys_expire():
@@ -75,7 +75,7 @@ def test_keys_expire():
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("", "contains no list"),
         ("keys: [", "not valid YAML"),
@@ -89,13 +89,13 @@ def test_keys_expire():
         (f"keys: [{{name: a, sha256: {'0' * 64}}}, {{name: b, sha256: {'0' * 64}}}]", "twice"),
     ],
 )
-def test_files_of_another_form(text, says):
+def test_rejects_invalid_file(text, message):
     text = text.replace("0" * 64, repr("0" * 64)).replace("1" * 64, repr("1" * 64))
-    with pytest.raises(SpecError, match=says):
+    with pytest.raises(SpecError, match=message):
         read_keys(text)
 
 
-def test_entries_as_the_command_prints_them():
+def test_reads_entries_with_and_without_keys_mapping():
     entry = f"  - name: ann\n    sha256: {'0' * 63}a\n"
     for text in (entry, "keys:\n" + entry, entry + entry.replace("ann", "bob").replace("0a", "0b")):
         assert read_keys(text)[0].name == "ann"
@@ -103,26 +103,26 @@ def test_entries_as_the_command_prints_them():
         read_keys("- {name: a, sha256: xyz}")
 
 
-def test_a_missing_file(tmp_path):
+def test_rejects_missing_file(tmp_path):
     with pytest.raises(SpecError) as caught:
         Keys(str(tmp_path / "none.yaml"))
     assert caught.value.field == "keys"
 
 
-def test_rates():
+def test_rate_limits():
     clock = Clock()
     rates = Rates(10, burst=3, clock=clock)
-    assert [rates.take(ANYBODY) for _ in range(4)] == [0, 0, 0, pytest.approx(0.1)]
+    assert [rates.acquire(ANONYMOUS) for _ in range(4)] == [0, 0, 0, pytest.approx(0.1)]
     clock.now += 0.1
-    assert rates.take(ANYBODY) == 0 and rates.take(ANYBODY) > 0
-    own = Key(name="own", sha256="0" * 64, requests_per_second=1)
-    assert [rates.take(own) for _ in range(4)] == [0, 0, 0, pytest.approx(1)]
+    assert rates.acquire(ANONYMOUS) == 0 and rates.acquire(ANONYMOUS) > 0
+    slow = Key(name="slow", sha256="0" * 64, requests_per_second=1)
+    assert [rates.acquire(slow) for _ in range(4)] == [0, 0, 0, pytest.approx(1)]
     clock.now += 100
-    assert [rates.take(own) for _ in range(4)] == [0, 0, 0, pytest.approx(1)]
-    assert all(Rates(None, 1).take(ANYBODY) == 0 for _ in range(100))
+    assert [rates.acquire(slow) for _ in range(4)] == [0, 0, 0, pytest.approx(1)]
+    assert all(Rates(None, 1).acquire(ANONYMOUS) == 0 for _ in range(100))
 
 
-def test_the_command_prints_an_entry_and_the_key(capsys):
+def test_command_prints_entry_and_key(capsys):
     import yaml
 
     from jobs import serve
@@ -131,13 +131,13 @@ def test_the_command_prints_an_entry_and_the_key(capsys):
     printed = capsys.readouterr()
     (key,) = read_keys("keys:\n" + printed.out)
     assert key.name == "ann" and key.indexes == ["a", "b"] and not key.evaluate
-    assert key.sha256 == hash_of(printed.err.split()[-1])
+    assert key.sha256 == hash_key(printed.err.split()[-1])
     assert yaml.safe_load(printed.out)[0]["sha256"] == key.sha256
     with pytest.raises(SpecError, match="requests_per_second must be .*0"):
         serve.main(["key", "--name", "ann", "--requests-per-second", "0"])
 
 
-def test_the_label_of_a_key_does_not_name_it():
-    key = Key(name="ann", sha256=hash_of("mr_abc"))
-    assert key.label == hash_of("mr_abc")[:8]
-    assert ANYBODY.label == "anybody"
+def test_label_does_not_contain_name():
+    key = Key(name="ann", sha256=hash_key("mr_abc"))
+    assert key.label == hash_key("mr_abc")[:8]
+    assert ANONYMOUS.label == "anybody"

@@ -1,4 +1,4 @@
-"""A task of mteb against the server gives what the measures give of a search in process."""
+"""Tests of the mteb adapter: scores equal those of an in-process search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QRELS = {"q1": {"wing/1": 1}, "q2": {"heat/1": 1, "heat/2": 1}, "q3": {"bread/1"
 
 
 class Task(AbsTaskRetrieval):
-    """The eight texts of the tests."""
+    """Retrieval task with the eight texts of the test index."""
 
     metadata = TaskMetadata(
         name="MaxrayTexts",
@@ -43,7 +43,7 @@ class Task(AbsTaskRetrieval):
         self.data_loaded = True
 
 
-def test_a_task(client, index_uri, texts):
+def test_task_score_equals_in_process_search(client, index_uri, texts):
     task = Task()
     task.texts = texts
     model = Endpoint(client, index="texts", representation="hpool_4", max_k=100)
@@ -62,16 +62,16 @@ def test_a_task(client, index_uri, texts):
     assert score == pytest.approx(sum(map(ndcg, QUERIES)) / len(QUERIES), abs=1e-4)
 
 
-def test_an_index_without_the_corpus(client):
-    with pytest.raises(ValueError, match="lacks 'nobody'"):
+def test_index_rejects_missing_documents(client):
+    with pytest.raises(ValueError, match="lacks the document 'nobody'"):
         Endpoint(client, index="texts").index([{"id": "nobody", "text": "x"}])
     Endpoint(client, index="texts", judged="parent").index([{"id": "wing", "text": "x"}])
-    with pytest.raises(ValueError, match="lacks 'nobody'"):
+    with pytest.raises(ValueError, match="lacks the document 'nobody'"):
         Endpoint(client, index="texts", judged="parent").index([{"id": "nobody", "text": "x"}])
 
 
-def test_documents_to_rank(client):
+def test_search_ranks_given_documents(client):
     model = Endpoint(client, index="texts")
-    given = {"q1": ["flow", "wing/2"]}
-    found = model.search([{"id": "q1", "text": QUERIES["q1"]}], top_k=5, top_ranked=given)
-    assert set(found["q1"]) == {"flow", "wing/2"}
+    top_ranked = {"q1": ["flow", "wing/2"]}
+    scores = model.search([{"id": "q1", "text": QUERIES["q1"]}], top_k=5, top_ranked=top_ranked)
+    assert set(scores["q1"]) == {"flow", "wing/2"}

@@ -1,4 +1,4 @@
-"""Settings of the server."""
+"""Tests of the settings of the server."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ INDEXES = {"texts": {"uri": "x"}}
         ({"evaluations": {"keep": 2}}, "evaluations.keep", "max_finished"),
     ],
 )
-def test_errors_for_former_names_give_the_present_ones(
-    settings: dict[str, Any], field: str, name: str
-):
+def test_error_for_renamed_field_names_new_field(settings: dict[str, Any], field: str, name: str):
     with pytest.raises(SpecError, match=name) as error:
         parse(ServeSpec, {"indexes": INDEXES, **settings})
     assert error.value.field == field
 
 
-def test_max_replicas_must_not_be_below_num_replicas():
+def test_rejects_max_replicas_below_num_replicas():
     with pytest.raises(SpecError, match="num_replicas, 3"):
         parse(ServeSpec, {"indexes": INDEXES, "searcher": {"num_replicas": 3, "max_replicas": 2}})

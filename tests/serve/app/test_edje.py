@@ -1,4 +1,4 @@
-"""EDJE behind a server: what it finds is what a search in this process finds."""
+"""Tests of EDJE reranking over HTTP, including equality with in-process searches."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.images import index_captioned, noise, png
 from tests.rerank.models import edje_of
 
 TEXT = "heat at the wing"
-HOW = {"representation": "hpool_4", "score": "single"}
+OPTIONS = {"representation": "hpool_4", "score": "single"}
 NUM_PHOTOS = 8
-#: Of the photos the first has no caption, and this one no tokens.
+#: Photo without EDJE tokens. The first photo has no caption.
 WITHOUT_TOKENS = "3.png"
-CUT = "{} are up to {} tokens longer than what EDJE reads: these are cut"
+TRUNCATED = "EDJE truncated {} by up to {} tokens"
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,9 @@ def uri(cluster, tmp_path_factory, dual, model, photos) -> str:
     table = dataset.to_table()
     field = table.schema.field("rerank_tokens")
     rows = zip(table["item_id"].to_pylist(), table["rerank_tokens"].to_pylist(), strict=True)
-    column = pa.array([None if i == WITHOUT_TOKENS else own for i, own in rows], field.type)
-    place = table.schema.get_field_index("rerank_tokens")
-    table = table.set_column(place, field, column)
+    values = [None if item_id == WITHOUT_TOKENS else tokens for item_id, tokens in rows]
+    position = table.schema.get_field_index("rerank_tokens")
+    table = table.set_column(position, field, pa.array(values, field.type))
     lance.write_dataset(table, dataset.uri, mode="overwrite", max_rows_per_file=4)
     return uri
 
@@ -91,42 +91,43 @@ def assert_same(hits: list[wire.Hit], expected) -> None:
     assert [hit.item_id for hit in hits] == [hit.item_id for hit in expected]
     assert [hit.score for hit in hits] == pytest.approx([hit.score for hit in expected], abs=1e-4)
     for hit, other in zip(hits, expected, strict=True):
-        about = other.reranked
-        assert hit.first_stage.rank == about.first_rank
-        assert hit.first_stage.score == pytest.approx(about.first_score, abs=1e-5)
-        assert hit.edje.logit == (about.joint and pytest.approx(about.joint, abs=1e-4))
+        reranked = other.reranked
+        assert hit.first_stage.rank == reranked.first_rank
+        assert hit.first_stage.score == pytest.approx(reranked.first_score, abs=1e-5)
+        assert hit.edje.logit == (reranked.joint and pytest.approx(reranked.joint, abs=1e-4))
         assert (hit.edje.num_truncated_tokens, hit.edje.problem or "") == (
-            about.num_truncated_tokens,
-            about.problem,
+            reranked.num_truncated_tokens,
+            reranked.problem,
         )
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 90) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
+def wait_until(condition: Callable[[], bool], timeout_s: float = 90) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("query", ["text", "picture"])
-def test_equal_to_a_search_in_process(client, searcher, model, photos, query):
+@pytest.mark.parametrize("query", ["text", "image"])
+def test_equals_in_process_search(client, searcher, model, photos, query):
     query = TEXT if query == "text" else photos["5.png"]
-    flagged = set()
+    problems = set()
     for depth, k, add in ((None, 10, False), (4, 8, False), (4, 8, True), (8, 3, True)):
         second = {} if depth is None else {"rerank_depth": depth}
         second |= {"add_first_stage": True} if add else {}
-        found = client.search(query, k=k, rerank={"by": "edje", **second}, **HOW)
+        found = client.search(query, k=k, rerank={"by": "edje", **second}, **OPTIONS)
         reranker = Reranker(model, depth or 10, add)
-        expected = searcher.search(query, k=k, rerank=reranker, explain=False, **HOW)
+        expected = searcher.search(query, k=k, rerank=reranker, explain=False, **OPTIONS)
         assert found.reranked and {"edje", "total"} < set(found.milliseconds)
-        cut = max(hit.reranked.num_truncated_tokens for hit in expected)
-        assert found.warnings == ([CUT.format("texts of hits", cut)] if cut else [])
+        maximum = max(hit.reranked.num_truncated_tokens for hit in expected)
+        warnings = [TRUNCATED.format("texts of hits", maximum)] if maximum else []
+        assert found.warnings == warnings
         assert_same(found.hits, expected)
-        flagged |= {(hit.item_id, hit.edje.problem) for hit in found.hits if hit.edje.problem}
-    assert flagged == {(WITHOUT_TOKENS, NO_TOKENS) if query == TEXT else ("0.png", NO_TEXT)}
+        problems |= {(hit.item_id, hit.edje.problem) for hit in found.hits if hit.edje.problem}
+    assert problems == {(WITHOUT_TOKENS, NO_TOKENS) if query == TEXT else ("0.png", NO_TEXT)}
 
 
-def test_equal_with_other_options(client, searcher, model):
+def test_equals_in_process_search_with_options(client, searcher, model):
     reranker = Reranker(model)
     for ours, theirs in (
         ({"score": "late"}, {"score": "late"}),
@@ -135,67 +136,67 @@ def test_equal_with_other_options(client, searcher, model):
         ({"group_by": "parent"}, {"group_by": "parent"}),
         ({"ids": []}, {"ids": []}),
     ):
-        found = client.search(TEXT, rerank={"by": "edje"}, **{**HOW, **ours})
-        assert_same(found.hits, searcher.search(TEXT, rerank=reranker, **{**HOW, **theirs}))
-    found = client.search(TEXT, rerank={"by": "edje"}, explain="matches", **HOW).hits
-    for hit, other in zip(found, searcher.search(TEXT, rerank=reranker, **HOW), strict=True):
+        found = client.search(TEXT, rerank={"by": "edje"}, **{**OPTIONS, **ours})
+        assert_same(found.hits, searcher.search(TEXT, rerank=reranker, **{**OPTIONS, **theirs}))
+    found = client.search(TEXT, rerank={"by": "edje"}, explain="matches", **OPTIONS).hits
+    for hit, other in zip(found, searcher.search(TEXT, rerank=reranker, **OPTIONS), strict=True):
         assert [m.document_token for m in hit.matches] == [m.document_token for m in other.matches]
     assert client.indexes()[0].edje
 
 
-def test_many_queries_at_once(client, url, searcher, model, photos):
-    """Of one request, texts and pictures, and of several."""
+def test_batch_and_concurrent_requests(client, url, searcher, model, photos):
+    """Requests contain text and image queries."""
     queries = [TEXT, photos["5.png"], "lift", photos["1.png"]]
-    expected = [searcher.search(q, k=3, rerank=Reranker(model, 5), **HOW) for q in queries]
+    expected = [searcher.search(q, k=3, rerank=Reranker(model, 5), **OPTIONS) for q in queries]
     second = {"by": "edje", "rerank_depth": 5}
-    found = client.search_batch(queries, k=3, rerank=second, **HOW).results
+    found = client.search_batch(queries, k=3, rerank=second, **OPTIONS).results
     for hits, hits_in_process in zip(found, expected, strict=True):
         assert_same(hits, hits_in_process)
 
-    async def ask_all() -> list[Any]:
+    async def search_all() -> list[Any]:
         async with AsyncClient(url) as client:
-            asked = [client.search(q, k=3, rerank=second, **HOW) for q in queries * 5]
-            bad = client.search(b"GIF89a", rerank=second, **HOW)
-            return await asyncio.gather(*asked, bad, return_exceptions=True)
+            valid = [client.search(q, k=3, rerank=second, **OPTIONS) for q in queries * 5]
+            invalid = client.search(b"GIF89a", rerank=second, **OPTIONS)
+            return await asyncio.gather(*valid, invalid, return_exceptions=True)
 
-    *answers, bad = asyncio.run(ask_all())
-    for answer, hits_in_process in zip(answers, expected * 5, strict=True):
-        assert_same(answer.hits, hits_in_process)
-    assert isinstance(bad, ServerError) and bad.problem.field == "query.image"
+    *responses, error = asyncio.run(search_all())
+    for response, hits_in_process in zip(responses, expected * 5, strict=True):
+        assert_same(response.hits, hits_in_process)
+    assert isinstance(error, ServerError) and error.problem.field == "query.image"
 
 
-def test_given_items(client, searcher, model, photos):
+def test_rerank(client, searcher, model, photos):
     items = ["1.png", "nobody", WITHOUT_TOKENS, "0.png", "5.png", "1.png"]
     for query, missing in (
         (TEXT, ["nobody", WITHOUT_TOKENS]),
         (photos["5.png"], ["nobody", "0.png"]),
     ):
         found = client.rerank(query, items, by="edje")
-        hits = searcher.search(query, ids=items, rerank=Reranker(model), **HOW)
+        hits = searcher.search(query, ids=items, rerank=Reranker(model), **OPTIONS)
         read = [hit for hit in hits if not hit.reranked.problem]
-        assert [each.item_id for each in found.results] == [hit.item_id for hit in read]
+        assert [item.item_id for item in found.results] == [hit.item_id for hit in read]
         scores = [hit.reranked.joint for hit in read]
-        assert [each.score for each in found.results] == pytest.approx(scores, abs=1e-4)
+        assert [item.score for item in found.results] == pytest.approx(scores, abs=1e-4)
         assert found.missing == missing and found.representation is None
         assert client.rerank(query, items, by="edje", k=1).results == found.results[:1]
 
 
-def test_a_text_that_is_cut_is_warned_of(client, searcher, model):
+def test_warns_of_truncated_query(client, searcher, model):
     long = f"{TEXT} {TEXT}"
-    found = client.search(long, rerank={"by": "edje"}, **HOW)
-    assert_same(found.hits, searcher.search(long, rerank=Reranker(model), **HOW))
-    most = max(hit.edje.num_truncated_tokens for hit in found.hits)
-    assert most and found.warnings == [CUT.format("queries", most)]
+    found = client.search(long, rerank={"by": "edje"}, **OPTIONS)
+    assert_same(found.hits, searcher.search(long, rerank=Reranker(model), **OPTIONS))
+    maximum = max(hit.edje.num_truncated_tokens for hit in found.hits)
+    assert maximum and found.warnings == [TRUNCATED.format("queries", maximum)]
     assert client.rerank(long, ["1.png"], by="edje").warnings == found.warnings
 
 
-def test_an_invalid_request_names_its_field(client, url, photos):
+def test_error_names_invalid_field(client, url, photos):
     image = base64.b64encode(photos["1.png"]).decode()
     with httpx2.Client(base_url=url, timeout=30) as http:
-        for change, field, says in (
+        for change, field, message in (
             ({"rerank": {"by": "maxsim"}}, "rerank.by", "'vectors' or 'edje'"),
             ({"rerank": {"by": "edje", "representation": "hpool_4"}}, "rerank.representation", ""),
-            ({"rerank": {"add_first_stage": True}}, "rerank.add_first_stage", "`by: edje`"),
+            ({"rerank": {"add_first_stage": True}}, "rerank.add_first_stage", "by is 'edje'"),
             (
                 {"rerank": {"by": "edje", "rerank_depth": 41}},
                 "rerank.rerank_depth",
@@ -205,12 +206,12 @@ def test_an_invalid_request_names_its_field(client, url, photos):
             ({"query": {"image": image, "text": "x"}}, "query", "a text with an image"),
             ({"query": {"image": "AAAA"}}, "query.image", "cannot be read"),
         ):
-            body = {"query": TEXT, "rerank": {"by": "edje"}, **HOW, **change}
+            body = {"query": TEXT, "rerank": {"by": "edje"}, **OPTIONS, **change}
             response = http.post("/v1/search", json=body)
             error = response.json()["error"]
             assert (response.status_code, error["field"]) == (422, field), error
-            assert says in error["message"]
-        body = {"queries": [TEXT] * 5, "rerank": {"by": "edje"}, **HOW}
+            assert message in error["message"]
+        body = {"queries": [TEXT] * 5, "rerank": {"by": "edje"}, **OPTIONS}
         assert http.post("/v1/search:batch", json=body).status_code == 422
         for change, field in (
             ({"representation": "hpool_4"}, "representation"),
@@ -222,20 +223,20 @@ def test_an_invalid_request_names_its_field(client, url, photos):
             error = http.post("/v1/rerank", json=body).json()["error"]
             assert error["field"] == field, error
     with pytest.raises(ServerError, match="a text with an image"):
-        client.search(Composed("x", photos["1.png"]), rerank={"by": "edje"}, **HOW)
-    with pytest.raises(ValidationError, match="it means nothing but to `by: vectors`"):
+        client.search(Composed("x", photos["1.png"]), rerank={"by": "edje"}, **OPTIONS)
+    with pytest.raises(ValidationError, match="omitted unless by is 'vectors'"):
         client.search(TEXT, rerank={"by": "edje", "representation": "hpool_4"})
 
 
-def test_an_order_for_mteb(client, searcher, model):
+def test_mteb_scores_preserve_order(client, searcher, model):
     second = {"by": "edje", "rerank_depth": 4}
-    endpoint = Endpoint(client, max_k=8, rerank=second, **HOW)
+    endpoint = Endpoint(client, max_k=8, rerank=second, **OPTIONS)
     (scores,) = endpoint.search([{"id": "q", "text": TEXT}], top_k=8).values()
-    expected = searcher.search(TEXT, k=8, rerank=Reranker(model, 4), **HOW)
+    expected = searcher.search(TEXT, k=8, rerank=Reranker(model, 4), **OPTIONS)
     assert sorted(scores, key=scores.get, reverse=True) == [hit.item_id for hit in expected]
 
 
-def test_what_a_server_is_started_with_is_looked_at(uri, dual, model, tmp_path):
+def test_checks_edje_model_before_start(uri, dual, model, tmp_path):
     def start(edje: str, index: str = uri) -> None:
         _check_indexes(parse(ServeSpec, {"indexes": {"i": {"uri": index, "edje": edje}}}))
 
@@ -252,7 +253,7 @@ def test_what_a_server_is_started_with_is_looked_at(uri, dual, model, tmp_path):
 
 
 def kill(deployment: str) -> None:
-    """Ends the replicas of a deployment of this server, as a crash does."""
+    """Kills the replicas of a deployment of this server."""
     import ray
 
     for actor in ray.util.list_named_actors(all_namespaces=True):
@@ -267,12 +268,11 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def test_maps_are_those_of_the_first_stage(client, searcher):
-    """Also of hits that the joint encoder put into another order."""
+def test_similarity_maps_equal_those_of_first_stage(client, searcher):
     plain = {"representation": "hpool_4", "score": "late", "k": NUM_PHOTOS}
     first = {hit.item_id: hit for hit in client.search(TEXT, explain="map", **plain).hits}
-    how = {**plain, "rerank": wire.Rerank(by="edje", rerank_depth=5)}
-    found = client.search(TEXT, explain="map", **how).hits
+    options = {**plain, "rerank": wire.Rerank(by="edje", rerank_depth=5)}
+    found = client.search(TEXT, explain="map", **options).hits
     assert [hit.item_id for hit in found] != list(first)
     for hit in found:
         assert hit.edje.logit is None or hit.first_stage.rank <= 5
@@ -280,27 +280,29 @@ def test_maps_are_those_of_the_first_stage(client, searcher):
     assert searcher.search(TEXT, "hpool_4", k=1)[0].item_id == next(iter(first))
 
 
-def test_the_stage_is_measured_and_logged(client, url):
+def test_metrics_and_logs(client, url):
     import ray
 
-    body = {"query": "zeppelin", **HOW, "rerank": {"by": "edje"}}
-    answer = httpx2.post(f"{url}/v1/search", json=body, headers={"X-Request-ID": "edje-7"})
-    assert answer.json()["milliseconds"]["edje"] > 0
+    body = {"query": "zeppelin", **OPTIONS, "rerank": {"by": "edje"}}
+    response = httpx2.post(f"{url}/v1/search", json=body, headers={"X-Request-ID": "edje-7"})
+    assert response.json()["milliseconds"]["edje"] > 0
     wait_until(lambda: 'stage="edje"' in httpx2.get(f"{url}/metrics").text)
     session = ray._private.worker.global_worker.node.get_session_dir_path()
 
     def lines() -> list[dict[str, Any]]:
         files = Path(session, "logs/serve").glob("*Edje-photos*.log")
-        written = [line for file in files for line in file.read_text("utf-8").splitlines()]
-        assert not any("zeppelin" in line for line in written)
-        return [json.loads(line) for line in written if '"request_id": "edje-7"' in line]
+        logged = [line for file in files for line in file.read_text("utf-8").splitlines()]
+        assert not any("zeppelin" in line for line in logged)
+        return [json.loads(line) for line in logged if '"request_id": "edje-7"' in line]
 
     wait_until(lambda: any('"edje"' in line["message"] for line in lines()))
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("int8", "float32"), ("bfloat16", "bfloat16")])
-def test_the_settings_say_what_it_computes_in(cluster, uri, model, precision, dtype, monkeypatch):
-    monkeypatch.setattr(stages, "limit_threads", lambda scale: None)  # this process keeps its own
+def test_precision_setting(cluster, uri, model, precision, dtype, monkeypatch):
+    monkeypatch.setattr(
+        stages, "limit_threads", lambda scale: None
+    )  # keep the threads of this process
     served = parse(ServedIndex, {"uri": uri, "edje": model, "edje_precision": precision})
     spec = stages.JointRanker(served, Scale())._reranker.joint.spec
     assert spec.dtype == dtype and (spec.quantise == "int8") == (precision == "int8")
@@ -309,50 +311,50 @@ def test_the_settings_say_what_it_computes_in(cluster, uri, model, precision, dt
 
 
 @pytest.mark.heavy
-def test_no_request_to_it_is_too_much(url):
-    from tests.serve.app.test_fuzz import ask_everything
+def test_no_server_errors(url):
+    from tests.serve.app.test_fuzz import fuzz
 
-    there = {"index": "photos", "item_id": "2.png", "representation": "hpool_4"}
-    there["rerank"] = {"by": "edje", "rerank_depth": 3}
-    statuses = ask_everything(url, there)
+    existing = {"index": "photos", "item_id": "2.png", "representation": "hpool_4"}
+    existing["rerank"] = {"by": "edje", "rerank_depth": 3}
+    statuses = fuzz(url, existing)
     assert statuses["/v1/search", 200] and statuses["/v1/rerank", 422]
 
 
-def test_a_killed_replica_costs_no_request(client, url):
+def test_recovers_from_killed_replica(client, url):
     wait_until(lambda: is_ready(url))
-    asked = {"k": 5, "rerank": {"by": "edje"}, **HOW}
-    before = client.search(TEXT, **asked).hits
+    options = {"k": 5, "rerank": {"by": "edje"}, **OPTIONS}
+    before = client.search(TEXT, **options).hits
     kill("Edje-photos")
-    assert client.search(TEXT, **asked).hits == before
+    assert client.search(TEXT, **options).hits == before
     wait_until(lambda: is_ready(url))
     kill("Edje-photos")
-    found = client.search(TEXT, k=5, rerank={"by": "edje", "optional": True}, **HOW)
+    found = client.search(TEXT, k=5, rerank={"by": "edje", "optional": True}, **OPTIONS)
     assert found.reranked or "not reranked: edje" in found.warnings[0]
     wait_until(lambda: is_ready(url))
 
 
 def test_new_versions(client, url, uri, model):
-    """Items go, then all tokens: other requests are answered, and so is one that can do without."""
-    asked = {"k": NUM_PHOTOS, "rerank": {"by": "edje"}, **HOW}
-    before = client.search(TEXT, **asked)
+    """An item is deleted, then all tokens; requests without or with optional reranking succeed."""
+    options = {"k": NUM_PHOTOS, "rerank": {"by": "edje"}, **OPTIONS}
+    before = client.search(TEXT, **options)
     best = before.hits[0].item_id
     dataset = lance.dataset(Index(uri).dataset.uri)
     dataset.delete(f"item_id = '{best}'")
-    wait_until(lambda: client.search(TEXT, **asked).version > before.version, 30)
-    expected = open_index(uri).search(TEXT, k=NUM_PHOTOS, rerank=Reranker(model), **HOW)
-    assert_same(client.search(TEXT, **asked).hits, expected)
+    wait_until(lambda: client.search(TEXT, **options).version > before.version, 30)
+    expected = open_index(uri).search(TEXT, k=NUM_PHOTOS, rerank=Reranker(model), **OPTIONS)
+    assert_same(client.search(TEXT, **options).hits, expected)
     assert [hit.item_id for hit in expected] == [hit.item_id for hit in before.hits[1:]]
 
     dataset.drop_columns(["rerank_tokens"])
     newest = dataset.version
-    wait_until(lambda: client.search(TEXT, **HOW).version == newest, 30)
+    wait_until(lambda: client.search(TEXT, **OPTIONS).version == newest, 30)
     with Client(url, tries=1) as once, pytest.raises(ServerError) as caught:
-        once.search(TEXT, **asked)
+        once.search(TEXT, **options)
     assert caught.value.status == 503 and model not in str(caught.value)
-    assert "cannot read its EDJE, or its tokens of the index" in str(caught.value)
-    found = client.search(TEXT, k=3, rerank={"by": "edje", "optional": True}, **HOW)
+    assert "cannot currently read the EDJE model or its tokens in the index" in str(caught.value)
+    found = client.search(TEXT, k=3, rerank={"by": "edje", "optional": True}, **OPTIONS)
     assert not found.reranked and "not reranked" in found.warnings[0]
-    assert found.hits == client.search(TEXT, k=3, **HOW).hits
+    assert found.hits == client.search(TEXT, k=3, **OPTIONS).hits
     assert is_ready(url)
     with pytest.raises(
         SpecError,

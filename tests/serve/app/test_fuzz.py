@@ -1,4 +1,4 @@
-"""Every field of every route under schemathesis: no request is answered by a 5xx."""
+"""Fuzz tests of all routes with schemathesis: no request causes a 5xx status."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 schemathesis = pytest.importorskip("schemathesis")
 
-from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402 - only where schemathesis is
+from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402 - after importorskip
 from schemathesis.specs.openapi.checks import (  # noqa: E402
     content_type_conformance,
     response_schema_conformance,
@@ -25,14 +25,14 @@ CHECKS = [
     status_code_conformance,
 ]
 CASES = 60
-#: What is there, in the place of what is drawn: else most requests would end at an unknown index.
-REAL = {"index": "texts", "item_id": "wing/1", "representation": "hpool_2"}
+#: Existing names that replace generated ones, because most requests would be rejected otherwise.
+EXISTING = {"index": "texts", "item_id": "wing/1", "representation": "hpool_2"}
 
 
-def _with_what_is_there(case: schemathesis.Case, real: dict[str, Any], how_much: int) -> None:
-    """Puts names of this server into a request; `how_much`: all, only the index, or nothing."""
-    names = list(real)[: {0: len(real), 1: 1}.get(how_much, 0)]
-    if how_much == 0 and isinstance(case.body, dict):  # what is rarely valid by chance
+def _insert_existing_names(case: schemathesis.Case, existing: dict[str, Any], mode: int) -> None:
+    """Inserts existing names into a request: all of them (mode 0), only the index (1) or none."""
+    names = list(existing)[: {0: len(existing), 1: 1}.get(mode, 0)]
+    if mode == 0 and isinstance(case.body, dict):  # generated values are rarely valid
         case.body |= {"k": 3} if "k" in case.body else {}
         for name in ("filter", "rerank", "weights"):
             case.body.pop(name, None)
@@ -40,24 +40,25 @@ def _with_what_is_there(case: schemathesis.Case, real: dict[str, Any], how_much:
         if isinstance(part, dict):
             for name in names:
                 if name in part or (name == "index" and part is not case.path_parameters):
-                    part[name] = real[name]
+                    part[name] = existing[name]
 
 
-def test_no_request_is_too_much(url):
-    statuses = ask_everything(url, REAL)
+def test_no_server_errors(url):
+    statuses = fuzz(url, EXISTING)
     assert statuses["/v1/search", 200] and statuses["/v1/search", 422]
 
 
-def ask_everything(url: str, real: dict[str, Any]) -> Counter[tuple[str, int]]:
-    """How often each route answered with each status.
+def fuzz(url: str, existing: dict[str, Any]) -> Counter[tuple[str, int]]:
+    """Returns the number of responses by route and status.
 
     Args:
-        real: what is there, by field, the index first.
+        url: URL of the server.
+        existing: Existing names by field, the index first.
     """
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     schema.config.update(base_url=url)
     statuses: Counter[tuple[str, int]] = Counter()
-    how = settings(
+    config = settings(
         max_examples=CASES,
         deadline=None,
         derandomize=True,
@@ -65,13 +66,13 @@ def ask_everything(url: str, real: dict[str, Any]) -> Counter[tuple[str, int]]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    for found in schema.get_all_operations():
-        operation = found.ok()
+    for result in schema.get_all_operations():
+        operation = result.ok()
 
-        @how
+        @config
         @given(operation.as_strategy())
-        def ask(case: schemathesis.Case) -> None:
-            _with_what_is_there(case, real, len(repr(case.body)) % 3)
+        def send(case: schemathesis.Case) -> None:
+            _insert_existing_names(case, existing, len(repr(case.body)) % 3)
             headers = {**(case.headers or {}), "Authorization": "Bearer mr_all"}
             response = case.call(headers=headers, timeout=60)
             statuses[case.path, response.status_code] += 1
@@ -79,7 +80,7 @@ def ask_everything(url: str, real: dict[str, Any]) -> Counter[tuple[str, int]]:
             if response.status_code >= 400 and "/v1/" in case.path:
                 assert set(response.json()) == {"error"}
 
-        ask()
+        send()
     print(*(f"{path} {status}: {n}" for (path, status), n in sorted(statuses.items())), sep="\n")
     assert statuses.total() > 15 * CASES / 2
     return statuses

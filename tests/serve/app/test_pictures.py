@@ -1,4 +1,4 @@
-"""Pictures as queries, with a text or without, over HTTP equal those in process."""
+"""Tests that image and composed queries over HTTP give the results of in-process searches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.images import index_photos
 pytestmark = pytest.mark.heavy
 
 
-def test_pictures_as_queries(briefly, checkpoint, tmp_path):
+def test_image_queries(serving_once, checkpoint, tmp_path):
     photos = index_photos(tmp_path, "colqwen2", checkpoint("colqwen2"))
     uri, photo = str(tmp_path / "index"), photos["3.png"]
-    url = briefly({"indexes": {"i": {"uri": uri}}}, "pictures")
+    url = serving_once({"indexes": {"i": {"uri": uri}}}, "pictures")
     with Client(url, tries=20) as client:
         assert client.indexes()[0].representations[0].queries == ["text", "image", "vectors"]
         searcher = open_index(uri)
@@ -36,16 +36,18 @@ def test_pictures_as_queries(briefly, checkpoint, tmp_path):
         assert len(client.encode([photo, "a bird"]).queries[0].vectors) > 4
         with pytest.raises(ServerError, match="cannot be read"):
             client.search(b"GIF89a")
-        said = "query must be a text or an image, got .* not supported by the encoder of full .422"
-        with pytest.raises(ServerError, match=said) as error:
+        message = (
+            "query must be a text or an image, got .* not supported by the encoder of full .422"
+        )
+        with pytest.raises(ServerError, match=message) as error:
             client.search(Composed("but in red", photo))
         assert error.value.problem.field == "query"
 
 
-def test_a_text_and_a_picture_together(briefly, checkpoint, tmp_path):
+def test_composed_queries(serving_once, checkpoint, tmp_path):
     photos = index_photos(tmp_path, "qwen_vl", checkpoint("qwen2_vl"), keep="visual")
     uri, photo = str(tmp_path / "index"), photos["3.png"]
-    url = briefly({"indexes": {"i": {"uri": uri, "num_shards": 2}}}, "composed")
+    url = serving_once({"indexes": {"i": {"uri": uri, "num_shards": 2}}}, "composed")
     query = Composed("but in red", photo)
     with Client(url, tries=20) as client:
         kinds = ["text", "image", "composed", "vectors"]
@@ -53,20 +55,20 @@ def test_a_text_and_a_picture_together(briefly, checkpoint, tmp_path):
         searcher = open_index(uri)
         for name in ("full", "hpool_8"):
             for score in ("late", "hybrid"):
-                how = {"k": 5, "score": score}
-                found = client.search(query, representation=name, explain="map", **how).hits
-                expected = searcher.search(query, name, **how)
+                options = {"k": 5, "score": score}
+                found = client.search(query, representation=name, explain="map", **options).hits
+                expected = searcher.search(query, name, **options)
                 assert [hit.item_id for hit in found] == [hit.item_id for hit in expected]
                 scores = [hit.score for hit in expected]
                 assert [hit.score for hit in found] == pytest.approx(scores, rel=1e-4)
                 tokens = [match.query_token for match in found[0].matches]
                 assert "but in red" in "".join(tokens) and found[0].map.query_tokens == tokens
-        some = [query, "but in red", photo, Composed("x", photo), Composed("but in red", photo)]
-        found = client.search_batch(some, k=3).results
+        queries = [query, "but in red", photo, Composed("x", photo), Composed("but in red", photo)]
+        found = client.search_batch(queries, k=3).results
         assert found[0] == found[4] == client.search(query, k=3).hits
         assert [found[0]] * 3 != found[1:4] and found[0] not in found[1:4]
-        again = client.search(query, k=2, representation="hpool_8", rerank={"rerank_depth": 5})
-        assert [hit.score for hit in again.hits] == pytest.approx(
+        reranked = client.search(query, k=2, representation="hpool_8", rerank={"rerank_depth": 5})
+        assert [hit.score for hit in reranked.hits] == pytest.approx(
             [hit.score for hit in searcher.search(query, "full", k=2)], rel=1e-4
         )
         with pytest.raises(ServerError, match="at least one word"):

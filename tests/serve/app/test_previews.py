@@ -1,4 +1,4 @@
-"""What items look and sound like over HTTP, and that no other file is ever shown."""
+"""Tests of previews over HTTP, including that no other files are accessible."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests import media
 from tests.pdfs import Page, pdf
 
 PAGE, PHOTO, LETTER = "a.pdf#page=1", "red.png", "letter.txt"
-SOUND, CLIP = "talk.wav#t=0,3", "clip.mp4#t=0,3.033"
+AUDIO, CLIP = "talk.wav#t=0,3", "clip.mp4#t=0,3.033"
 
 pytestmark = pytest.mark.heavy
 
 
 def write_corpus(folder: Path) -> list[dict[str, Any]]:
-    """A page, a letter, a photo, a clip of four frames, a sound; and what is said in the two."""
+    """Writes a page, a letter, a photo, a video of four frames and audio, with transcripts."""
     for name in ("pages", "texts", "photos", "clips", "sound"):
         (folder / name).mkdir()
     (folder / "pages/a.pdf").write_bytes(pdf(Page([(20, 50, "the harbour of Lisbon")])))
@@ -39,8 +39,8 @@ def write_corpus(folder: Path) -> list[dict[str, Any]]:
     (folder / "photos/photos.jsonl").write_text(json.dumps(line))
     media.write_video(folder / "clips/clip.mp4", media.frame_times(4, 1), keyframe_every=1)
     media.write_audio(folder / "sound/talk.wav", media.tones(3))
-    said = [{"id": name, "text": "some words"} for name in ("clip.mp4", "talk.wav")]
-    (folder / "said.jsonl").write_text("\n".join(map(json.dumps, said)))
+    transcripts = [{"id": name, "text": "some words"} for name in ("clip.mp4", "talk.wav")]
+    (folder / "transcripts.jsonl").write_text("\n".join(map(json.dumps, transcripts)))
     clips = {"name": "video", "path": str(folder / "clips"), "window_seconds": 10, "fps": 1}
     return [
         {"name": "pages", "path": str(folder / "pages")},
@@ -53,22 +53,22 @@ def write_corpus(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("shown")
+    return tmp_path_factory.mktemp("previews")
 
 
 @pytest.fixture(scope="module")
 def http(serving, folder) -> httpx2.Client:
-    said = {"name": "precomputed", "path": str(folder / "said.jsonl")}
-    given = {
+    precomputed = {"name": "precomputed", "path": str(folder / "transcripts.jsonl")}
+    data = {
         "index": str(folder / "index"),
         "source": write_corpus(folder),
-        "encoder": {"name": "transcript", "ocr": said, "speech": said},
+        "encoder": {"name": "transcript", "ocr": precomputed, "speech": precomputed},
         "representations": [{"compressor": "none"}, {"compressor": "none", "of": "caption"}],
     }
-    spec = config.parse(IndexSpec, given)
+    spec = config.parse(IndexSpec, data)
     progress = job.run(spec, IndexResources(), job="1", report=lambda line: None)
     assert progress.indexed == 5
-    url = serving({"indexes": {"shown": {"uri": str(folder / "index")}}}, "previews")
+    url = serving({"indexes": {"previews": {"uri": str(folder / "index")}}}, "previews")
     with httpx2.Client(base_url=url, timeout=60) as http:
         yield http
 
@@ -77,38 +77,38 @@ def preview(http: httpx2.Client, item_id: str, **parameters: Any) -> httpx2.Resp
     return http.get(f"/v1/previews/{quote(item_id, safe='')}", params=parameters)
 
 
-def picture(response: httpx2.Response) -> np.ndarray:
+def read_image(response: httpx2.Response) -> np.ndarray:
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("image/")
     assert response.headers["x-content-type-options"] == "nosniff"
     return np.asarray(Image.open(io.BytesIO(response.content)).convert("RGB"))
 
 
-def refused(response: httpx2.Response, status: int, code: str) -> str:
-    error = wire.ErrorAnswer.model_validate_json(response.content).error
+def error_message(response: httpx2.Response, status: int, code: str) -> str:
+    error = wire.ErrorResponse.model_validate_json(response.content).error
     assert (response.status_code, error.code) == (status, code)
     return error.message
 
 
-def test_a_page(http):
-    pixels = picture(preview(http, PAGE))
+def test_page(http):
+    pixels = read_image(preview(http, PAGE))
     assert pixels.shape[1] == 2 * pixels.shape[0]  # 200 x 100 points
     assert (pixels < 100).any() and (pixels > 200).mean() > 0.8  # black on white
 
 
-def test_a_photo(http):
-    pixels = picture(preview(http, PHOTO))
+def test_photo(http):
+    pixels = read_image(preview(http, PHOTO))
     assert pixels.shape == (48, 64, 3) and abs(pixels.mean((0, 1)) - (200, 10, 10)).max() < 3
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 3.0])
-def test_a_frame_of_a_clip(http, seconds):
-    pixels = picture(preview(http, CLIP, seconds=seconds))
-    assert media.read_number(pixels) == seconds  # a frame a second, which shows its number
+def test_video_frame(http, seconds):
+    pixels = read_image(preview(http, CLIP, seconds=seconds))
+    assert media.read_number(pixels) == seconds  # one frame per second, showing its number
 
 
-def test_a_sound(http):
-    response = preview(http, SOUND, media="audio")
+def test_audio(http):
+    response = preview(http, AUDIO, media="audio")
     assert response.status_code == 200 and response.headers["content-type"] == "audio/wav"
     samples, rate = soundfile.read(io.BytesIO(response.content))
     assert len(samples) == pytest.approx(3 * rate, rel=0.01)
@@ -118,15 +118,21 @@ def test_a_sound(http):
 
 @pytest.mark.parametrize(
     ("item_id", "parameters"),
-    [(LETTER, {}), (SOUND, {}), (PHOTO, {"media": "audio"}), ("nobody", {}), ("../said.jsonl", {})],
+    [
+        (LETTER, {}),
+        (AUDIO, {}),
+        (PHOTO, {"media": "audio"}),
+        ("nobody", {}),
+        ("../transcripts.jsonl", {}),
+    ],
 )
-def test_what_has_none(http, item_id, parameters):
-    refused(preview(http, item_id, **parameters), 404, "not_found")
+def test_rejects_items_without_preview(http, item_id, parameters):
+    error_message(preview(http, item_id, **parameters), 404, "not_found")
 
 
-def test_an_invalid_request(http):
+def test_rejects_invalid_parameters(http):
     for parameters in ({"media": "smell"}, {"seconds": -1}, {"seconds": "nan"}):
-        refused(preview(http, CLIP, **parameters), 422, "invalid_argument")
+        error_message(preview(http, CLIP, **parameters), 422, "invalid_argument")
 
 
 @pytest.mark.parametrize(
@@ -135,37 +141,37 @@ def test_an_invalid_request(http):
         (PAGE, "pages/a.pdf", {}),
         (PHOTO, "photos/red.png", {}),
         (CLIP, "clips/clip.mp4", {}),
-        (SOUND, "sound/talk.wav", {"media": "audio"}),
+        (AUDIO, "sound/talk.wav", {"media": "audio"}),
     ],
 )
-def test_a_file_that_moved_or_is_another_one_now(http, folder, item_id, file, parameters):
+def test_rejects_removed_or_modified_file(http, folder, item_id, file, parameters):
     path = folder / file
-    kept, stat = path.read_bytes(), path.stat()
+    content, stat = path.read_bytes(), path.stat()
     assert preview(http, item_id, **parameters).status_code == 200
     try:
         path.unlink()
-        assert str(folder) not in refused(preview(http, item_id, **parameters), 410, "gone")
-        # Another file of the same name, length and time is still another file.
-        other = bytearray(kept)
+        assert str(folder) not in error_message(preview(http, item_id, **parameters), 410, "gone")
+        # A modified file with the same name, size and modification time.
+        other = bytearray(content)
         other[len(other) // 2] ^= 0xFF
         path.write_bytes(bytes(other))
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        refused(preview(http, item_id, **parameters), 410, "gone")
+        error_message(preview(http, item_id, **parameters), 410, "gone")
     finally:
-        path.write_bytes(kept)
+        path.write_bytes(content)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert preview(http, item_id, **parameters).status_code == 200
 
 
-def test_a_link_in_the_place_of_a_file(http, folder):
-    """Not the way to any other file of the server."""
+def test_rejects_symbolic_link(http, folder):
+    """A link cannot expose another file of the server."""
     path, secret = folder / "photos/red.png", folder / "secret.png"
-    kept = path.read_bytes()
+    content = path.read_bytes()
     Image.new("RGB", (64, 48), (1, 2, 3)).save(secret)
     try:
         path.unlink()
         path.symlink_to(secret)
-        refused(preview(http, PHOTO), 410, "gone")
+        error_message(preview(http, PHOTO), 410, "gone")
     finally:
         path.unlink()
-        path.write_bytes(kept)
+        path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""What the server finds is what a search in this process finds."""
+"""Tests that searches over HTTP give the results of in-process searches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.serve import wire
 from pipeline.serve.client import AsyncClient, ServerError
 
 QUERIES = ["the lift of a wing", "heat", "bread with a golden crust"]
-SHARDED = ["texts", "whole"]
+INDEXES = ["texts", "whole"]  # with two shards and with one
 
 
 @pytest.fixture(scope="module")
@@ -22,33 +22,33 @@ def searcher(index_uri):
     return open_index(index_uri)
 
 
-def told(hits) -> list[tuple]:
-    """What must be equal of hits, of the server and of the searcher."""
+def summaries(hits) -> list[tuple]:
+    """Returns the fields that must be equal in hits of the server and of the searcher."""
     return [(hit.rank, hit.item_id, hit.parent_id, hit.title, hit.text) for hit in hits]
 
 
 def assert_same(hits: list[wire.Hit], expected) -> None:
-    assert told(hits) == told(expected)
-    # The searcher scores with as many threads, in blocks of other documents.
+    assert summaries(hits) == summaries(expected)
+    # The searcher scores in different blocks, so sums are rounded differently.
     np.testing.assert_allclose([h.score for h in hits], [h.score for h in expected], rtol=1e-5)
 
 
-@pytest.mark.parametrize("index", SHARDED)
+@pytest.mark.parametrize("index", INDEXES)
 @pytest.mark.parametrize("score", ["late", "single", "hybrid"])
-def test_equal_to_a_search_in_process(client, searcher, index, score):
+def test_equals_in_process_search(client, searcher, index, score):
     for query, representation in itertools.product(QUERIES, ["full", "hpool_2", "random_4"]):
-        how = {"representation": representation, "score": score, "k": 5}
-        found = client.search(query, index=index, **how)
+        options = {"representation": representation, "score": score, "k": 5}
+        found = client.search(query, index=index, **options)
         assert (found.index, found.representation) == (index, representation)
         assert found.version == searcher.index.version and not found.reranked
-        assert_same(found.hits, searcher.search(query, **how))
-        for hit, expected in zip(found.hits, searcher.search(query, **how), strict=True):
+        assert_same(found.hits, searcher.search(query, **options))
+        for hit, expected in zip(found.hits, searcher.search(query, **options), strict=True):
             for part in ("late", "late_mean", "single"):
                 ours, theirs = getattr(hit.parts, part), getattr(expected.parts, part)
                 assert ours == (None if theirs is None else pytest.approx(theirs, rel=1e-5))
 
 
-@pytest.mark.parametrize("index", SHARDED)
+@pytest.mark.parametrize("index", INDEXES)
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -64,23 +64,22 @@ def test_equal_to_a_search_in_process(client, searcher, index, score):
         ),
     ],
 )
-def test_equal_with_every_option(client, searcher, index, ours, theirs):
+def test_equals_in_process_search_with_options(client, searcher, index, ours, theirs):
     for query in QUERIES:
         assert_same(
             client.search(query, index=index, **ours).hits, searcher.search(query, **theirs)
         )
 
 
-@pytest.mark.parametrize("index", SHARDED)
-def test_many_queries_at_once(client, searcher, index):
+@pytest.mark.parametrize("index", INDEXES)
+def test_batch_search(client, searcher, index):
     found = client.search_batch(QUERIES, index=index, k=3)
     for hits, query in zip(found.results, QUERIES, strict=True):
         assert_same(hits, searcher.search(query, k=3))
 
 
 @pytest.mark.parametrize("rerank", [None, wire.Rerank(rerank_depth=4)])
-def test_as_many_queries_as_a_server_allows(client, searcher, rerank):
-    """They are more than a stage takes calls at once."""
+def test_batch_of_maximum_size(client, searcher, rerank):
     queries = QUERIES * 50
     vectors = np.ones((1, 384), np.float32)
     found = client.search_batch([*queries[1:], vectors], index="texts", k=2, rerank=rerank)
@@ -90,17 +89,17 @@ def test_as_many_queries_as_a_server_allows(client, searcher, rerank):
     assert_same(found.results[-1], searcher.search(vectors, k=2))
 
 
-def test_vectors_for_a_query(client, searcher):
+def test_query_vectors(client, searcher):
     vectors = np.random.default_rng(0).normal(size=(3, 384)).astype(np.float32)
     assert_same(client.search(vectors, index="texts").hits, searcher.search(vectors))
 
 
-@pytest.mark.parametrize("index", SHARDED)
+@pytest.mark.parametrize("index", INDEXES)
 def test_explanations(client, searcher, index):
     query = "the lift of a wing"
-    how = {"representation": "hpool_4", "k": 3}
-    found = client.search(query, index=index, explain="matches", **how).hits
-    for hit, expected in zip(found, searcher.search(query, **how), strict=True):
+    options = {"representation": "hpool_4", "k": 3}
+    found = client.search(query, index=index, explain="matches", **options).hits
+    for hit, expected in zip(found, searcher.search(query, **options), strict=True):
         assert hit.map is None
         for match, other in zip(hit.matches, expected.matches, strict=True):
             assert (match.query_token, match.document_token) == (
@@ -114,35 +113,35 @@ def test_explanations(client, searcher, index):
             assert (passage.span, passage.box, passage.times) == (other.span, None, None)
             assert passage.contribution == pytest.approx(other.contribution, abs=1e-4)
             assert [mark.span for mark in passage.marks] == [mark.span for mark in other.marks]
-    hit = client.search(query, index=index, explain="map", **how).hits[0]
-    drawn = wire.Map.model_validate_json(
+    hit = client.search(query, index=index, explain="map", **options).hits[0]
+    expected_map = wire.Map.model_validate_json(
         similarity_map(searcher, query, hit.item_id, "hpool_4").to_json()
     )
-    assert hit.map.query_tokens == drawn.query_tokens
-    for word, expected in zip(hit.map.words, drawn.words, strict=True):
+    assert hit.map.query_tokens == expected_map.query_tokens
+    for word, expected in zip(hit.map.words, expected_map.words, strict=True):
         assert (word.text, word.box, word.times) == (expected.text, None, None)
         assert word.similarities == pytest.approx(expected.similarities, abs=2e-4)
     hit = client.search(query, index=index).hits[0]
     assert hit.matches is None and hit.passages is None
 
 
-@pytest.mark.parametrize("index", SHARDED)
+@pytest.mark.parametrize("index", INDEXES)
 def test_reranking(client, searcher, index):
-    """The first stage's best are scored again by all tokens, and say where they stood."""
+    """The best hits of the first stage are rescored with all token vectors."""
     for query in QUERIES:
         first = searcher.rank([query], "random_4", k=4)[0]
-        again = searcher.rank([query], "full", k=2, ids=first.item_ids)[0]
+        reranked = searcher.rank([query], "full", k=2, ids=first.item_ids)[0]
         found = client.search(
             query, index=index, representation="random_4", k=2, rerank=wire.Rerank(rerank_depth=4)
         )
-        assert found.reranked and [hit.item_id for hit in found.hits] == again.item_ids
+        assert found.reranked and [hit.item_id for hit in found.hits] == reranked.item_ids
         scores = [hit.score for hit in found.hits]
-        np.testing.assert_allclose(scores, again.scores, rtol=1e-5)
+        np.testing.assert_allclose(scores, reranked.scores, rtol=1e-5)
         for hit in found.hits:
             assert hit.first_stage.rank == first.item_ids.index(hit.item_id) + 1
 
 
-def test_reranking_given_items(client, searcher):
+def test_rerank(client, searcher):
     ids = ["flow", "bread/1", "wing/1", "nobody", "flow"]
     found = client.rerank("the lift of a wing", ids, index="texts")
     expected = searcher.rank(["the lift of a wing"], "full", ids=ids)[0]
@@ -151,7 +150,7 @@ def test_reranking_given_items(client, searcher):
     assert len(client.rerank("lift", ids, index="texts", k=1).results) == 1
 
 
-def test_encoding(client, searcher):
+def test_encode(client, searcher):
     found = client.encode(QUERIES, index="texts")
     expected = searcher.queries(QUERIES)
     assert found.fingerprint == searcher.index.representation("full").encoder.fingerprint
@@ -173,30 +172,30 @@ def test_items_and_indexes(client, searcher):
     assert roles["hpool_2"] == "search" and "rerank" in roles.values()
 
 
-def test_many_requests_at_once(url, searcher):
-    """They are encoded and scored together, and each gets its own answer."""
+def test_concurrent_requests(url, searcher):
+    """Concurrent requests are batched."""
     expected = {query: searcher.search(query, k=3) for query in QUERIES}
 
-    async def ask_all() -> None:
+    async def search_all() -> None:
         async with AsyncClient(url, "mr_all") as client:
             queries = QUERIES * 8
-            found = await asyncio.gather(
+            responses = await asyncio.gather(
                 *(client.search(query, index="texts", k=3) for query in queries)
             )
-            for query, answer in zip(queries, found, strict=True):
-                assert_same(answer.hits, expected[query])
+            for query, response in zip(queries, responses, strict=True):
+                assert_same(response.hits, expected[query])
 
-    asyncio.run(ask_all())
+    asyncio.run(search_all())
 
 
-def test_one_bad_query_of_many_spoils_no_other(url, searcher):
-    async def ask_all() -> list:
+def test_invalid_request_does_not_fail_concurrent_ones(url, searcher):
+    async def search_all() -> list:
         async with AsyncClient(url, "mr_all") as client:
-            bad = client.search("x", index="texts", filter="nonsense = ")
-            asked = [client.search("heat", index="texts", k=3) for _ in range(6)]
-            return await asyncio.gather(bad, *asked, return_exceptions=True)
+            invalid = client.search("x", index="texts", filter="nonsense = ")
+            valid = [client.search("heat", index="texts", k=3) for _ in range(6)]
+            return await asyncio.gather(invalid, *valid, return_exceptions=True)
 
-    bad, *answers = asyncio.run(ask_all())
-    assert isinstance(bad, ServerError) and bad.problem.field == "filter"
-    for answer in answers:
-        assert_same(answer.hits, searcher.search("heat", k=3))
+    error, *responses = asyncio.run(search_all())
+    assert isinstance(error, ServerError) and error.problem.field == "filter"
+    for response in responses:
+        assert_same(response.hits, searcher.search("heat", k=3))

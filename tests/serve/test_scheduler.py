@@ -1,4 +1,4 @@
-"""Fair turns: one key never holds up the others, and what nobody waits for is not computed."""
+"""Tests of the scheduler: fairness among keys, batching, and dropping of abandoned requests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from pipeline.serve.turns import Caller, Turns
+from pipeline.serve.scheduler import Caller, FairScheduler
 
 SLICE = 0.02
 
 
 class Sleeper:
-    """Work whose values are numbers of slices; it notes what it computes."""
+    """Work that takes as many slices as its largest value, and records its calls."""
 
     def __init__(self):
         self.started, self.slices, self.closed = [], [], 0
@@ -33,35 +33,36 @@ class Sleeper:
             raise
 
 
-def test_a_key_with_large_requests_delays_others_by_a_slice():
+def test_large_requests_delay_other_keys_by_one_slice():
     work = Sleeper()
-    turns = Turns(work)
+    scheduler = FairScheduler(work)
 
     async def scenario():
         greedy = [
-            asyncio.create_task(turns.ask(Caller("greedy", 30), f"g{i}", [50])) for i in range(4)
+            asyncio.create_task(scheduler.run(Caller("greedy", 30), f"g{i}", [50]))
+            for i in range(4)
         ]
         await asyncio.sleep(3 * SLICE)
         start = time.monotonic()
         for i in range(5):
-            assert await turns.ask(Caller("small", 30), f"s{i}", [1]) == [f"s{i}:1"]
+            assert await scheduler.run(Caller("small", 30), f"s{i}", [1]) == [f"s{i}:1"]
         waited = time.monotonic() - start
         for task in greedy:
             task.cancel()
         await asyncio.gather(*greedy, return_exceptions=True)
         return waited
 
-    assert asyncio.run(scenario()) < 5 * 4 * SLICE  # behind the others: 200 slices
+    assert asyncio.run(scenario()) < 5 * 4 * SLICE  # first-come, first-served: 200 slices
     assert sum(group.startswith("g") for group in work.slices) < 20
 
 
-def test_two_keys_get_equal_time_whatever_their_number_of_requests():
+def test_keys_get_equal_time_regardless_of_number_of_requests():
     work = Sleeper()
-    turns = Turns(work)
+    scheduler = FairScheduler(work)
 
     async def scenario():
-        many = [turns.ask(Caller("many", 0.8), f"m{i}", [100]) for i in range(10)]
-        few = turns.ask(Caller("few", 0.8), "f", [100])
+        many = [scheduler.run(Caller("many", 0.8), f"m{i}", [100]) for i in range(10)]
+        few = scheduler.run(Caller("few", 0.8), "f", [100])
         await asyncio.gather(*many, few, return_exceptions=True)
 
     asyncio.run(scenario())
@@ -69,14 +70,14 @@ def test_two_keys_get_equal_time_whatever_their_number_of_requests():
     assert 0.35 < few / len(work.slices) < 0.65
 
 
-def test_an_idle_key_saves_up_nothing():
+def test_idle_key_accumulates_no_credit():
     work = Sleeper()
-    turns = Turns(work)
+    scheduler = FairScheduler(work)
 
     async def scenario():
-        first = asyncio.create_task(turns.ask(Caller("first", 30), "a", [40]))
+        first = asyncio.create_task(scheduler.run(Caller("first", 30), "a", [40]))
         await asyncio.sleep(15 * SLICE)
-        second = asyncio.create_task(turns.ask(Caller("second", 30), "b", [40]))
+        second = asyncio.create_task(scheduler.run(Caller("second", 30), "b", [40]))
         await asyncio.sleep(16 * SLICE)
         first.cancel(), second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
@@ -86,23 +87,24 @@ def test_an_idle_key_saves_up_nothing():
     assert since.count("a") >= 0.3 * len(since)
 
 
-@pytest.mark.parametrize("how", ["deadline", "cancelled"])
-def test_what_nobody_waits_for_is_not_begun_and_not_gone_on_with(how):
+@pytest.mark.parametrize("reason", ["deadline", "cancelled"])
+def test_drops_abandoned_requests(reason):
     work = Sleeper()
-    turns = Turns(work)
+    scheduler = FairScheduler(work)
 
     async def scenario():
-        seconds = 3 * SLICE if how == "deadline" else 30
-        asked = [
-            asyncio.create_task(turns.ask(Caller("k", seconds), f"r{i}", [500])) for i in range(6)
+        seconds = 3 * SLICE if reason == "deadline" else 30
+        tasks = [
+            asyncio.create_task(scheduler.run(Caller("k", seconds), f"r{i}", [500]))
+            for i in range(6)
         ]
         await asyncio.sleep(3 * SLICE)
-        if how == "cancelled":
-            for task in asked:
+        if reason == "cancelled":
+            for task in tasks:
                 task.cancel()
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        kind = TimeoutError if how == "deadline" else asyncio.CancelledError
-        assert [type(each) for each in found] == [kind] * 6
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        error = TimeoutError if reason == "deadline" else asyncio.CancelledError
+        assert [type(result) for result in results] == [error] * 6
         slices = len(work.slices)
         await asyncio.sleep(10 * SLICE)
         assert len(work.slices) <= slices + 1
@@ -111,15 +113,15 @@ def test_what_nobody_waits_for_is_not_begun_and_not_gone_on_with(how):
     assert len(work.started) == 1 and work.closed == 1
 
 
-def test_requests_alike_are_computed_together_up_to_a_size():
+def test_batches_requests_of_a_group_up_to_a_size():
     work = Sleeper()
-    turns = Turns(work, size=lambda value: value, portion=4)
+    scheduler = FairScheduler(work, size=lambda value: value, max_batch_size=4)
 
     async def scenario():
-        busy = asyncio.create_task(turns.ask(Caller("a", 30), "other", [1]))
+        busy = asyncio.create_task(scheduler.run(Caller("a", 30), "other", [1]))
         await asyncio.sleep(0)
-        asked = [turns.ask(Caller("ab"[i % 2], 30), "g", [1, 1]) for i in range(3)]
-        found = await asyncio.gather(*asked, turns.ask(Caller("a", 30), "g", [9]))
+        asked = [scheduler.run(Caller("ab"[i % 2], 30), "g", [1, 1]) for i in range(3)]
+        found = await asyncio.gather(*asked, scheduler.run(Caller("a", 30), "g", [9]))
         assert found == [["g:1", "g:1"]] * 3 + [["g:9"]]
         await busy
 
@@ -127,46 +129,46 @@ def test_requests_alike_are_computed_together_up_to_a_size():
     assert sorted(len(values) for _, values in work.started[1:]) == [1, 2, 4]
 
 
-def test_a_request_that_fails_spoils_no_other():
+def test_failing_request_does_not_fail_others_of_its_batch():
     def work(group, values):
         yield
         return [1 / value for value in values]
 
-    turns = Turns(work, portion=100)
+    scheduler = FairScheduler(work, max_batch_size=100)
 
     async def scenario():
-        asked = [turns.ask(Caller("k", 30), "g", values) for values in ([1, 2], [1, 0], [4])]
+        asked = [scheduler.run(Caller("k", 30), "g", values) for values in ([1, 2], [1, 0], [4])]
         return await asyncio.gather(*asked, return_exceptions=True)
 
     first, second, third = asyncio.run(scenario())
     assert first == [1.0, 0.5] and third == [0.25] and isinstance(second, ZeroDivisionError)
 
 
-def test_several_workers():
+def test_multiple_workers():
     work = Sleeper()
-    turns = Turns(work, workers=3)
+    scheduler = FairScheduler(work, workers=3)
 
     async def scenario():
         start = time.monotonic()
-        await asyncio.gather(*(turns.ask(Caller("k", 30), i, [5]) for i in range(3)))
+        await asyncio.gather(*(scheduler.run(Caller("k", 30), i, [5]) for i in range(3)))
         assert time.monotonic() - start < 12 * SLICE
         with contextlib.suppress(TimeoutError):
-            await turns.ask(Caller("k", SLICE), "late", [50])
-        assert await turns.ask(Caller("k", 30), "x", [1]) == ["x:1"]
+            await scheduler.run(Caller("k", SLICE), "late", [50])
+        assert await scheduler.run(Caller("k", 30), "x", [1]) == ["x:1"]
 
     asyncio.run(scenario())
 
 
-def test_no_request_is_overlooked_when_the_work_has_just_run_out():
+def test_accepts_requests_while_worker_loop_ends():
     def work(group, values):
         yield from ()
         return values
 
-    turns = Turns(work)
+    scheduler = FairScheduler(work)
 
     async def scenario():
         for i in range(100):
-            assert await turns.ask(Caller("k", 5), i, [i]) == [i]
+            assert await scheduler.run(Caller("k", 5), i, [i]) == [i]
             for _ in range(i % 4):
                 await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""Hits and indexes -> HTTP answers."""
+"""Conversion of hits and indexes to the schemas of the HTTP API."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from pipeline.serve import wire
 from pipeline.serve.served import Served
 
 
-def hit_answer(hit: Hit, rank: int, map: SimilarityMap | None, options: SearchOptions) -> wire.Hit:
-    """Returns a hit in the form of the HTTP answer.
+def hit_response(
+    hit: Hit, rank: int, map: SimilarityMap | None, options: SearchOptions
+) -> wire.Hit:
+    """Returns the HTTP representation of a hit.
 
     Args:
         hit: The hit.
-        rank: Its rank among the hits of all shards.
-        map: Its similarity map, if the request asks for one.
+        rank: Rank of the hit among the hits of all shards, from 1.
+        map: Similarity map of the hit, if requested.
         options: Options of the search.
     """
-    first = joint = None
+    first_stage = joint = None
     if reranked := hit.reranked:
-        first = wire.FirstStage(rank=reranked.first_rank, score=reranked.first_score)
+        first_stage = wire.FirstStage(rank=reranked.first_rank, score=reranked.first_score)
         if options.rerank == "edje":
-            joint = wire.Joint(
+            joint = wire.JointScore(
                 logit=reranked.joint,
                 num_truncated_tokens=reranked.num_truncated_tokens,
                 problem=reranked.problem or None,
@@ -42,7 +44,7 @@ def hit_answer(hit: Hit, rank: int, map: SimilarityMap | None, options: SearchOp
         text=hit.text,
         span=hit.span,
         parts=wire.ScoreParts.model_validate(asdict(hit.parts)),
-        first_stage=first,
+        first_stage=first_stage,
         edje=joint,
         matches=matches if options.explain else None,
         passages=passages if options.explain else None,
@@ -51,18 +53,22 @@ def hit_answer(hit: Hit, rank: int, map: SimilarityMap | None, options: SearchOp
 
 
 def truncation_warnings(queries: Sequence[wire.Query], num_truncated: Sequence[int]) -> list[str]:
-    """Returns warnings about texts that EDJE truncated: queries, or hits of an image query.
+    """Returns warnings about texts that EDJE truncated: text queries, or the texts of hits.
+
+    Args:
+        queries: The queries. EDJE reads a text query with the images of hits, and an image query
+            with their texts.
+        num_truncated: Maximum number of truncated tokens over the hits of each query.
 
     >>> truncation_warnings(["a", "b", wire.Image(image="AA")], [0, 4, 0])
-    ['queries are up to 4 tokens longer than what EDJE reads: these are cut']
+    ['EDJE truncated queries by up to 4 tokens']
     """
     warnings = []
-    for what, are_texts in (("queries", True), ("texts of hits", False)):
+    for texts, is_text in (("queries", True), ("texts of hits", False)):
         pairs = zip(queries, num_truncated, strict=True)
-        most = max((n for q, n in pairs if isinstance(q, str) is are_texts), default=0)
-        if most:
-            warning = f"{what} are up to {most} tokens longer than what EDJE reads: these are cut"
-            warnings.append(warning)
+        maximum = max((n for q, n in pairs if isinstance(q, str) is is_text), default=0)
+        if maximum:
+            warnings.append(f"EDJE truncated {texts} by up to {maximum} tokens")
     return warnings
 
 

@@ -1,0 +1,287 @@
+"""Fair scheduling of the requests of all access keys on the worker threads of a stage.
+
+A stage computes a request in slices, each a fraction of a second. After each slice, the scheduler
+selects the key that has used the least time, so a key with large requests delays the others by one
+slice at a time. Requests that have timed out or were cancelled are dropped, either before they
+start or at the end of the current slice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Caller(NamedTuple):
+    """Access key and time limit of a call to a stage.
+
+    Attributes:
+        key: Name of the access key.
+        timeout_s: Time limit, in seconds.
+    """
+
+    key: str
+    timeout_s: float
+
+
+class FairSlots:
+    """Slots shared among access keys such that no key can occupy all of them.
+
+    A key gets another slot while it holds fewer than are free (dynamic thresholds: Choudhury and
+    Hahne, 1998). One key holds at most half of the slots, two keys a third each, and a key without
+    a slot can always get one.
+
+    >>> slots = FairSlots(8)
+    >>> [slots.acquire("a") for _ in range(5)], [slots.acquire("b") for _ in range(3)]
+    ([True, True, True, True, False], [True, True, False])
+
+    Args:
+        capacity: Number of slots.
+        are_shared: If False, the only limit is the capacity.
+    """
+
+    def __init__(self, capacity: int, *, are_shared: bool = True):
+        self.capacity, self.num_acquired = capacity, 0
+        self._are_shared = are_shared
+        self._by_key: Counter[str] = Counter()
+
+    def is_available(self, key: str) -> bool:
+        """Returns whether the key can acquire a slot."""
+        held = self._by_key[key] if self._are_shared else 0
+        return held < self.capacity - self.num_acquired
+
+    def acquire(self, key: str) -> bool:
+        """Acquires a slot without blocking; returns whether this succeeded."""
+        if not self.is_available(key):
+            return False
+        self._by_key[key] += 1
+        self.num_acquired += 1
+        return True
+
+    def release(self, key: str) -> None:
+        """Releases a slot."""
+        self.num_acquired -= 1
+        self._by_key[key] -= 1
+        if not self._by_key[key]:
+            del self._by_key[key]
+
+
+#: Computes one result per value, given a group and its values; yields between slices.
+Work = Callable[[Any, list[Any]], Generator[None, None, Sequence[Any]]]
+
+
+@dataclass(eq=False)
+class _Request:
+    key: str
+    group: Hashable
+    values: Sequence[Any]
+    future: asyncio.Future
+    results: list[Any] = field(default_factory=list)
+    num_started: int = 0
+    is_running: bool = False  # some of its values are in a batch
+    is_isolated: bool = False  # it is not batched with others because such a batch has failed
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Values of one group, from one or more requests, that are computed together."""
+
+    members: list[tuple[_Request, int]]  # each with its number of values in the batch
+    work: Generator[None, None, Sequence[Any]]
+
+    @property
+    def key(self) -> str:
+        return self.members[0][0].key
+
+
+class FairScheduler:
+    """Batches the requests of a stage and shares its worker threads fairly among access keys.
+
+    Args:
+        work: Computes a batch. It runs in a worker thread, never concurrently for one batch.
+        size: Returns the size of a value.
+        max_batch_size: Maximum total size of the values of a batch. A larger value forms a batch
+            of its own.
+        workers: Number of threads. A key occupies at most half of them.
+        observe: Called with the number of requests in each batch.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        size: Callable[[Any], float] = lambda value: 1,
+        max_batch_size: float = 1,
+        *,
+        workers: int = 1,
+        observe: Callable[[int], None] = lambda number: None,
+    ):
+        self._work, self._size, self._max_batch_size = work, size, max_batch_size
+        self._workers, self._observe = workers, observe
+        self._threads = ThreadPoolExecutor(workers, "scheduler")
+        self._open: set[_Request] = set()  # all requests with a caller that waits
+        self._waiting: list[_Request] = []  # requests with values that are not in a batch yet
+        self._paused: list[_Batch] = []
+        self._tasks: set[asyncio.Task] = set()
+        self._num_running = 0  # running worker loops, at most one per worker
+        self._used: dict[str, float] = {}  # seconds used per key since the scheduler was idle
+        self._slots = FairSlots(workers)
+
+    async def run(self, caller: Caller, group: Hashable, values: Sequence[Any]) -> list[Any]:
+        """Returns one result per value.
+
+        Args:
+            caller: The access key and the time limit.
+            group: Values of equal groups may be batched.
+            values: The values to compute.
+
+        Raises:
+            TimeoutError: The time limit has passed.
+        """
+        if not values:
+            return []
+        active = {request.key for request in self._open}
+        if not active:
+            self._used.clear()
+        elif caller.key not in active:  # a key does not accumulate credit while it is idle
+            least = min(self._used.get(key, 0.0) for key in active)
+            self._used[caller.key] = max(self._used.get(caller.key, 0.0), least)
+        future = asyncio.get_running_loop().create_future()
+        request = _Request(caller.key, group, values, future)
+        self._waiting.append(request)
+        self._open.add(request)
+        if self._num_running < self._workers:
+            self._num_running += 1
+            task = asyncio.create_task(self._work_loop())
+            self._tasks.add(task)  # the event loop holds only a weak reference
+            task.add_done_callback(self._tasks.discard)
+        try:
+            async with asyncio.timeout(caller.timeout_s):
+                return await future  # a timeout cancels the future, which drops the request
+        finally:
+            self._open.discard(request)
+
+    async def _work_loop(self) -> None:
+        try:
+            while (batch := self._next()) is not None:
+                await self._run_slice(batch)
+        finally:
+            # Not in a done callback of the task: a request could arrive before it is called.
+            self._num_running -= 1
+
+    async def _run_slice(self, batch: _Batch) -> None:
+        """Computes a slice of a batch."""
+        self._slots.acquire(batch.key)
+        start, loop = time.perf_counter(), asyncio.get_running_loop()
+        try:
+            results = await loop.run_in_executor(self._threads, _step, batch.work)
+        except Exception as error:
+            self._fail(batch, error)
+        else:
+            if results is None:
+                self._paused.append(batch)
+            else:
+                self._finish(batch, results)
+        self._slots.release(batch.key)
+        seconds = time.perf_counter() - start
+        total = sum(number for _, number in batch.members)
+        for request, number in batch.members:
+            used = self._used.get(request.key, 0.0)
+            self._used[request.key] = used + seconds * number / total
+
+    def _next(self) -> _Batch | None:
+        """Returns the batch to run next; None if there is none."""
+        self._waiting = [r for r in self._waiting if not r.future.done()]
+        for batch in list(self._paused):
+            if all(request.future.done() for request, _ in batch.members):
+                self._paused.remove(batch)
+                batch.work.close()
+        ready = [r for r in self._waiting if not r.is_running]
+        waiting = dict.fromkeys([p.key for p in self._paused] + [r.key for r in ready])
+        keys = [key for key in waiting if self._slots.is_available(key)]
+        if not keys:
+            return None
+        key = min(keys, key=lambda key: self._used.get(key, 0.0))
+        for batch in self._paused:
+            if batch.key == key:
+                self._paused.remove(batch)
+                return batch
+        return self._batch(next(r for r in ready if r.key == key), ready)
+
+    def _batch(self, first: _Request, ready: Sequence[_Request]) -> _Batch:
+        """Returns a batch of values, taken in turn from `first` and other requests of its group."""
+        requests = [first]
+        if not first.is_isolated:
+            others = [r for r in ready if r is not first and r.group == first.group]
+            requests += [r for r in others if not r.is_isolated]
+        numbers, size, has_grown = dict.fromkeys(requests, 0), 0.0, True
+        while has_grown:
+            has_grown = False
+            for request in requests:
+                index = request.num_started + numbers[request]
+                if index == len(request.values):
+                    continue
+                value_size = self._size(request.values[index])
+                if size and size + value_size > self._max_batch_size:
+                    break
+                numbers[request] += 1
+                size += value_size
+                has_grown = True
+        members = [(request, number) for request, number in numbers.items() if number]
+        values: list[Any] = []
+        for request, number in members:
+            values += request.values[request.num_started : request.num_started + number]
+            request.num_started += number
+            request.is_running = True
+            if request.num_started == len(request.values):
+                self._waiting.remove(request)
+        self._observe(len(members))
+        return _Batch(members, self._work(first.group, values))
+
+    def _finish(self, batch: _Batch, results: Sequence[Any]) -> None:
+        start = 0
+        for request, number in batch.members:
+            request.is_running = False
+            request.results += results[start : start + number]
+            start += number
+            if len(request.results) == len(request.values) and not request.future.done():
+                request.future.set_result(request.results)
+
+    def _fail(self, batch: _Batch, error: Exception) -> None:
+        """Fails the request of a batch; the requests of a shared batch are retried separately."""
+        for request, number in batch.members:
+            request.is_running = False
+            if request.future.done():
+                continue
+            if len(batch.members) == 1:
+                request.future.set_exception(error)
+                continue
+            request.is_isolated = True
+            request.num_started -= number
+            if request not in self._waiting:
+                self._waiting.append(request)
+
+
+def _step(work: Generator[None, None, Sequence[Any]]) -> Sequence[Any] | None:
+    """Runs a slice of a batch; returns its results, or None if it is not complete."""
+    try:
+        next(work)
+    except StopIteration as stop:
+        return stop.value
+    return None
+
+
+async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """Returns all results in order; if one awaitable fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

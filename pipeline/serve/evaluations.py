@@ -133,7 +133,7 @@ class EvaluationStore:
         """
         if self._read_file(folder, "request.json").get("content", content) != content:
             field = "Idempotency-Key"
-            message = f"{field} must be new for a new request, got the key of evaluation"
+            message = f"{field} must be unique per request, got the key of evaluation"
             raise ApiError("invalid_argument", f"{message} {folder.name}", field)
         return folder.name
 
@@ -424,7 +424,9 @@ def _write_queries(folder: Path, queries: dict[str, str], qrels: dict[str, dict[
     ids = {*qrels, *(document for graded in qrels.values() for document in graded)}
     ids |= queries.keys()
     if wrong := next((i for i in ids if re.search(r"[\0\t\r\n]", i) or i != i.strip()), None):
-        message = f"qrels must have ids without tabs, line breaks or outer spaces, got {wrong!r}"
+        message = (
+            f"qrels must have ids without tabs, line breaks or surrounding spaces, got {wrong!r}"
+        )
         raise ApiError("invalid_argument", message, "qrels")
     if not qrels.keys() & queries.keys():
         message = "qrels must have grades for at least one of the queries"

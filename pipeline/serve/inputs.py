@@ -79,7 +79,7 @@ def check_num_pairs(num_items: int, num_queries: int, limits: Limits, field: str
     """Raises `ApiError` if EDJE would read too many (query, item) pairs."""
     maximum = limits.max_rerank_pairs // num_queries
     if num_items > maximum:
-        message = f"{field} must make EDJE read at most {maximum} items, got {num_items}"
+        message = f"{field} must select at most {maximum} items for EDJE, got {num_items}"
         raise ApiError("invalid_argument", message, field)
 
 

@@ -279,7 +279,7 @@ def _step(work: Generator[None, None, Sequence[Any]]) -> Sequence[Any] | None:
 
 async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
     """Returns all results in order; if one awaitable fails, the others are cancelled."""
-    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
     finally:

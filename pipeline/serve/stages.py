@@ -8,7 +8,8 @@ fairly, compute in slices of a fraction of a second, and drop calls that have ti
 cancelled (`pipeline.serve.scheduler`). Waiting calls with equal options are batched: queries are
 encoded together, and vectors are read once for all queries.
 
-Stages exchange `Queries` of one query each, before the transformation of the representation.
+Each query is passed as a `Queries` object of its own, before the transformation of the
+representation.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class QueryEncoder:
         encoder = self._encoder(info)
         yield  # loading the encoder may have taken long
         check_fingerprint(encoder, representation, info)
-        return Queries.from_encoded(encode(encoder, [each.query for each in pending])).split()
+        return Queries.from_encoded(encode(encoder, [p.query for p in pending])).split()
 
     def _encoder(self, info: EncoderInfo) -> Encoder:
         key = digest(info.spec)
@@ -169,7 +170,7 @@ class Ranker:
         self._filters = Filters(served.uri, shard, filter_timeout_s)
         size = batch_sizes("rank").observe
         self._rank_scheduler = FairScheduler(
-            self._rank, lambda each: each.num_pairs, SLICE_PAIRS, observe=size
+            self._rank, lambda search: search.num_pairs, SLICE_PAIRS, observe=size
         )
         self._describe_scheduler = FairScheduler(
             self._describe, lambda pair: len(pair[1].rows), BATCH_HITS
@@ -264,7 +265,7 @@ class Ranker:
     ) -> Generator[None, None, list[Ranking]]:
         edition, options, _ = group
         searcher = self._versions.get(edition)
-        joined = Queries.join([each.query for each in pending])
+        joined = Queries.join([p.query for p in pending])
         queries = searcher.encoders.transform(joined, options.column)
         rows = searcher.items.restrict(pending[0].rows, options)
         return (yield from searcher.scorer.rank_in_slices(queries, options, rows))
@@ -389,7 +390,7 @@ class JointRanker:
         candidates = [ranking.item_ids[: options.rerank_depth] for ranking in rankings]
         read = await self._read(edition, queries, candidates, caller)
         settings = options.rerank_depth, options.add_first_stage, options.k
-        return [reorder(*each, *settings) for each in zip(queries, rankings, read, strict=True)]
+        return [reorder(*row, *settings) for row in zip(queries, rankings, read, strict=True)]
 
     @returns_errors
     async def read(

@@ -59,7 +59,7 @@ def test_results_equal_those_of_the_job(client, index_uri, tmp_path):
     for name in done.files:
         data = client.evaluation_file(done.id, name)
         assert data and index_uri.encode() not in data
-    assert done.id in {each.id for each in client.evaluations()}
+    assert done.id in {evaluation.id for evaluation in client.evaluations()}
     client.delete_evaluation(done.id)
     with pytest.raises(ServerError, match="unknown evaluation"):
         client.evaluation(done.id)
@@ -115,7 +115,7 @@ def test_idempotency_key_prevents_duplicates(http):
     response = http.post("/v1/evaluations", json={**body, "k": 11}, headers=headers)
     error = wire.ErrorResponse.model_validate_json(response.content).error
     assert (response.status_code, error.code) == (422, "invalid_argument")
-    assert error.field == "Idempotency-Key" and "must be new" in error.message
+    assert error.field == "Idempotency-Key" and "must be unique" in error.message
 
 
 # -- store and evaluator ---------------------------------------------------------------------------

@@ -42,12 +42,12 @@ def test_results_and_errors(uri):
     async def scenario():
         filters = Filters(uri, None, 30)
         shards = [Filters(uri, (i, 2), 30) for i in range(2)]
-        found = await filters.matching_ids(KEY, edition, "number < 30 OR number >= 190")
-        assert found.to_pylist() == [f"i{i}" for i in range(200) if i < 30 or i >= 190]
+        item_ids = await filters.matching_ids(KEY, edition, "number < 30 OR number >= 190")
+        assert item_ids.to_pylist() == [f"i{i}" for i in range(200) if i < 30 or i >= 190]
         halves = [await shard.matching_ids(KEY, edition, "number % 2 = 0") for shard in shards]
         assert [len(half) for half in halves] == [50, 50]
-        for filter, says in (("nope = 1", "unknown column"), ("number =", "does not parse")):
-            with pytest.raises(SpecError, match=f"^filter must be .*{says}"):
+        for filter, message in (("nope = 1", "unknown column"), ("number =", "does not parse")):
+            with pytest.raises(SpecError, match=f"^filter must be .*{message}"):
                 await filters.matching_ids(KEY, edition, filter)
         assert (await filters.matching_ids(KEY, edition, "number = 7")).to_pylist() == ["i7"]
         assert len(filters._idle) == 1  # sequential filters share one process
@@ -103,8 +103,8 @@ def test_key_uses_at_most_one_process(uri):
             for _ in range(2 * MAX_PROCESSES)
         ]
         await asyncio.sleep(0)
-        found = await filters.matching_ids(Caller("other", 20), edition, "number < 3")
-        assert len(found) == 3 and not any(task.done() for task in greedy)
+        item_ids = await filters.matching_ids(Caller("other", 20), edition, "number < 3")
+        assert len(item_ids) == 3 and not any(task.done() for task in greedy)
         for task in greedy:
             task.cancel()
         await asyncio.gather(*greedy, return_exceptions=True)

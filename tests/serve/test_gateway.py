@@ -132,8 +132,8 @@ def test_accepts_filter_with_maximum_number_of_operators(http):
     for where in ("1" + "+1" * 399 + "=1", " AND ".join(["1"] * 2 + ["k=k"] * 2)):
         assert http.post("/v1/search", json={**SEARCH, "filter": where}).status_code in (200, 422)
     chain = " OR ".join(["item_id = 'flow'"] * 200)
-    answer = http.post("/v1/search", json={**SEARCH, "filter": chain}).json()
-    assert [hit["item_id"] for hit in answer["hits"]] == ["flow"]
+    response = http.post("/v1/search", json={**SEARCH, "filter": chain}).json()
+    assert [hit["item_id"] for hit in response["hits"]] == ["flow"]
 
 
 def test_limits_total_text(http):
@@ -311,10 +311,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 15) -> None:
 
 
 def test_rate_limit(url):
-    answers = [search(url, "mr_slow") for _ in range(7)]
-    assert [a.status_code for a in answers] == [200] * 5 + [429] * 2
-    error_message(answers[-1], 429, "rate_limited")
-    assert int(answers[-1].headers["retry-after"]) > 50
+    responses = [search(url, "mr_slow") for _ in range(7)]
+    assert [r.status_code for r in responses] == [200] * 5 + [429] * 2
+    error_message(responses[-1], 429, "rate_limited")
+    assert int(responses[-1].headers["retry-after"]) > 50
     assert search(url, "mr_all").status_code == 200
 
 

@@ -120,9 +120,9 @@ def test_batches_requests_of_a_group_up_to_a_size():
     async def scenario():
         busy = asyncio.create_task(scheduler.run(Caller("a", 30), "other", [1]))
         await asyncio.sleep(0)
-        asked = [scheduler.run(Caller("ab"[i % 2], 30), "g", [1, 1]) for i in range(3)]
-        found = await asyncio.gather(*asked, scheduler.run(Caller("a", 30), "g", [9]))
-        assert found == [["g:1", "g:1"]] * 3 + [["g:9"]]
+        runs = [scheduler.run(Caller("ab"[i % 2], 30), "g", [1, 1]) for i in range(3)]
+        results = await asyncio.gather(*runs, scheduler.run(Caller("a", 30), "g", [9]))
+        assert results == [["g:1", "g:1"]] * 3 + [["g:9"]]
         await busy
 
     asyncio.run(scenario())
@@ -137,8 +137,8 @@ def test_failing_request_does_not_fail_others_of_its_batch():
     scheduler = FairScheduler(work, max_batch_size=100)
 
     async def scenario():
-        asked = [scheduler.run(Caller("k", 30), "g", values) for values in ([1, 2], [1, 0], [4])]
-        return await asyncio.gather(*asked, return_exceptions=True)
+        runs = [scheduler.run(Caller("k", 30), "g", values) for values in ([1, 2], [1, 0], [4])]
+        return await asyncio.gather(*runs, return_exceptions=True)
 
     first, second, third = asyncio.run(scenario())
     assert first == [1.0, 0.5] and third == [0.25] and isinstance(second, ZeroDivisionError)

@@ -115,15 +115,15 @@ def test_equals_in_process_search(client, searcher, model, photos, query):
     for depth, k, add in ((None, 10, False), (4, 8, False), (4, 8, True), (8, 3, True)):
         second = {} if depth is None else {"rerank_depth": depth}
         second |= {"add_first_stage": True} if add else {}
-        found = client.search(query, k=k, rerank={"by": "edje", **second}, **OPTIONS)
+        response = client.search(query, k=k, rerank={"by": "edje", **second}, **OPTIONS)
         reranker = Reranker(model, depth or 10, add)
         expected = searcher.search(query, k=k, rerank=reranker, explain=False, **OPTIONS)
-        assert found.reranked and {"edje", "total"} < set(found.milliseconds)
+        assert response.reranked and {"edje", "total"} < set(response.milliseconds)
         maximum = max(hit.reranked.num_truncated_tokens for hit in expected)
         warnings = [TRUNCATED.format("texts of hits", maximum)] if maximum else []
-        assert found.warnings == warnings
-        assert_same(found.hits, expected)
-        problems |= {(hit.item_id, hit.edje.problem) for hit in found.hits if hit.edje.problem}
+        assert response.warnings == warnings
+        assert_same(response.hits, expected)
+        problems |= {(hit.item_id, hit.edje.problem) for hit in response.hits if hit.edje.problem}
     assert problems == {(WITHOUT_TOKENS, NO_TOKENS) if query == TEXT else ("0.png", NO_TEXT)}
 
 
@@ -136,10 +136,12 @@ def test_equals_in_process_search_with_options(client, searcher, model):
         ({"group_by": "parent"}, {"group_by": "parent"}),
         ({"ids": []}, {"ids": []}),
     ):
-        found = client.search(TEXT, rerank={"by": "edje"}, **{**OPTIONS, **ours})
-        assert_same(found.hits, searcher.search(TEXT, rerank=reranker, **{**OPTIONS, **theirs}))
-    found = client.search(TEXT, rerank={"by": "edje"}, explain="matches", **OPTIONS).hits
-    for hit, other in zip(found, searcher.search(TEXT, rerank=reranker, **OPTIONS), strict=True):
+        response = client.search(TEXT, rerank={"by": "edje"}, **{**OPTIONS, **ours})
+        assert_same(response.hits, searcher.search(TEXT, rerank=reranker, **{**OPTIONS, **theirs}))
+    server_hits = client.search(TEXT, rerank={"by": "edje"}, explain="matches", **OPTIONS).hits
+    for hit, other in zip(
+        server_hits, searcher.search(TEXT, rerank=reranker, **OPTIONS), strict=True
+    ):
         assert [m.document_token for m in hit.matches] == [m.document_token for m in other.matches]
     assert client.indexes()[0].edje
 
@@ -149,8 +151,8 @@ def test_batch_and_concurrent_requests(client, url, searcher, model, photos):
     queries = [TEXT, photos["5.png"], "lift", photos["1.png"]]
     expected = [searcher.search(q, k=3, rerank=Reranker(model, 5), **OPTIONS) for q in queries]
     second = {"by": "edje", "rerank_depth": 5}
-    found = client.search_batch(queries, k=3, rerank=second, **OPTIONS).results
-    for hits, hits_in_process in zip(found, expected, strict=True):
+    results = client.search_batch(queries, k=3, rerank=second, **OPTIONS).results
+    for hits, hits_in_process in zip(results, expected, strict=True):
         assert_same(hits, hits_in_process)
 
     async def search_all() -> list[Any]:
@@ -171,23 +173,23 @@ def test_rerank(client, searcher, model, photos):
         (TEXT, ["nobody", WITHOUT_TOKENS]),
         (photos["5.png"], ["nobody", "0.png"]),
     ):
-        found = client.rerank(query, items, by="edje")
+        response = client.rerank(query, items, by="edje")
         hits = searcher.search(query, ids=items, rerank=Reranker(model), **OPTIONS)
         read = [hit for hit in hits if not hit.reranked.problem]
-        assert [item.item_id for item in found.results] == [hit.item_id for hit in read]
+        assert [item.item_id for item in response.results] == [hit.item_id for hit in read]
         scores = [hit.reranked.joint for hit in read]
-        assert [item.score for item in found.results] == pytest.approx(scores, abs=1e-4)
-        assert found.missing == missing and found.representation is None
-        assert client.rerank(query, items, by="edje", k=1).results == found.results[:1]
+        assert [item.score for item in response.results] == pytest.approx(scores, abs=1e-4)
+        assert response.missing == missing and response.representation is None
+        assert client.rerank(query, items, by="edje", k=1).results == response.results[:1]
 
 
 def test_warns_of_truncated_query(client, searcher, model):
     long = f"{TEXT} {TEXT}"
-    found = client.search(long, rerank={"by": "edje"}, **OPTIONS)
-    assert_same(found.hits, searcher.search(long, rerank=Reranker(model), **OPTIONS))
-    maximum = max(hit.edje.num_truncated_tokens for hit in found.hits)
-    assert maximum and found.warnings == [TRUNCATED.format("queries", maximum)]
-    assert client.rerank(long, ["1.png"], by="edje").warnings == found.warnings
+    response = client.search(long, rerank={"by": "edje"}, **OPTIONS)
+    assert_same(response.hits, searcher.search(long, rerank=Reranker(model), **OPTIONS))
+    maximum = max(hit.edje.num_truncated_tokens for hit in response.hits)
+    assert maximum and response.warnings == [TRUNCATED.format("queries", maximum)]
+    assert client.rerank(long, ["1.png"], by="edje").warnings == response.warnings
 
 
 def test_error_names_invalid_field(client, url, photos):
@@ -200,7 +202,7 @@ def test_error_names_invalid_field(client, url, photos):
             (
                 {"rerank": {"by": "edje", "rerank_depth": 41}},
                 "rerank.rerank_depth",
-                "at most 40 items, got 41",
+                "at most 40 items for EDJE, got 41",
             ),
             ({"query": {"vectors": [[1.0] * 32]}}, "query", "must be a text or an image for edje"),
             ({"query": {"image": image, "text": "x"}}, "query", "a text with an image"),
@@ -272,9 +274,9 @@ def test_similarity_maps_equal_those_of_first_stage(client, searcher):
     plain = {"representation": "hpool_4", "score": "late", "k": NUM_PHOTOS}
     first = {hit.item_id: hit for hit in client.search(TEXT, explain="map", **plain).hits}
     options = {**plain, "rerank": wire.Rerank(by="edje", rerank_depth=5)}
-    found = client.search(TEXT, explain="map", **options).hits
-    assert [hit.item_id for hit in found] != list(first)
-    for hit in found:
+    hits = client.search(TEXT, explain="map", **options).hits
+    assert [hit.item_id for hit in hits] != list(first)
+    for hit in hits:
         assert hit.edje.logit is None or hit.first_stage.rank <= 5
         assert hit.map == first[hit.item_id].map and hit.map.query_tokens
     assert searcher.search(TEXT, "hpool_4", k=1)[0].item_id == next(iter(first))
@@ -328,8 +330,8 @@ def test_recovers_from_killed_replica(client, url):
     assert client.search(TEXT, **options).hits == before
     wait_until(lambda: is_ready(url))
     kill("Edje-photos")
-    found = client.search(TEXT, k=5, rerank={"by": "edje", "optional": True}, **OPTIONS)
-    assert found.reranked or "not reranked: edje" in found.warnings[0]
+    response = client.search(TEXT, k=5, rerank={"by": "edje", "optional": True}, **OPTIONS)
+    assert response.reranked or "not reranked: edje" in response.warnings[0]
     wait_until(lambda: is_ready(url))
 
 
@@ -352,9 +354,9 @@ def test_new_versions(client, url, uri, model):
         once.search(TEXT, **options)
     assert caught.value.status == 503 and model not in str(caught.value)
     assert "cannot currently read the EDJE model or its tokens in the index" in str(caught.value)
-    found = client.search(TEXT, k=3, rerank={"by": "edje", "optional": True}, **OPTIONS)
-    assert not found.reranked and "not reranked" in found.warnings[0]
-    assert found.hits == client.search(TEXT, k=3, **OPTIONS).hits
+    response = client.search(TEXT, k=3, rerank={"by": "edje", "optional": True}, **OPTIONS)
+    assert not response.reranked and "not reranked" in response.warnings[0]
+    assert response.hits == client.search(TEXT, k=3, **OPTIONS).hits
     assert is_ready(url)
     with pytest.raises(
         SpecError,

@@ -100,10 +100,10 @@ def test_optional_reranking_falls_back_to_first_stage(url):
         reranked = client.search(**{**RERANK, "rerank": wire.Rerank(rerank_depth=5)})
         assert reranked.reranked and not reranked.warnings
         kill("Reranker-i")
-        found = client.search(**{**RERANK, "rerank": wire.Rerank(rerank_depth=5, optional=True)})
-        assert not found.reranked and "not reranked" in found.warnings[0]
+        degraded = client.search(**{**RERANK, "rerank": wire.Rerank(rerank_depth=5, optional=True)})
+        assert not degraded.reranked and "not reranked" in degraded.warnings[0]
         first = client.search(SEARCH["query"], representation="hpool_2")
-        assert [hit.item_id for hit in found.hits] == [hit.item_id for hit in first.hits]
+        assert [hit.item_id for hit in degraded.hits] == [hit.item_id for hit in first.hits]
     response = httpx2.post(f"{url}/v1/search", json=RERANK, timeout=30)
     if response.status_code != 200:  # the reranker has not restarted yet
         assert response.status_code in (503, 504)

@@ -23,14 +23,14 @@ def test_image_queries(serving_once, checkpoint, tmp_path):
         searcher = open_index(uri)
         assert client.search(photo, k=1).hits[0].item_id == "3.png"
         for query in (photo, "a bird"):
-            found = client.search(query, representation="hpool_8", k=5, explain="map")
+            response = client.search(query, representation="hpool_8", k=5, explain="map")
             expected = searcher.search(query, "hpool_8", k=5)
-            assert [hit.item_id for hit in found.hits] == [hit.item_id for hit in expected]
+            assert [hit.item_id for hit in response.hits] == [hit.item_id for hit in expected]
             scores = [hit.score for hit in expected]
-            assert [hit.score for hit in found.hits] == pytest.approx(scores, rel=1e-4)
-            places = [place for match in found.hits[0].matches for place in match.places]
+            assert [hit.score for hit in response.hits] == pytest.approx(scores, rel=1e-4)
+            places = [place for match in response.hits[0].matches for place in match.places]
             assert places and all(place.box for place in places)
-            assert all(word.box and not word.text for word in found.hits[0].map.words)
+            assert all(word.box and not word.text for word in response.hits[0].map.words)
         both = client.search_batch([photo, "a bird", photo], representation="full", k=1)
         assert both.results[0] == both.results[2] != both.results[1]
         assert len(client.encode([photo, "a bird"]).queries[0].vectors) > 4
@@ -56,17 +56,19 @@ def test_composed_queries(serving_once, checkpoint, tmp_path):
         for name in ("full", "hpool_8"):
             for score in ("late", "hybrid"):
                 options = {"k": 5, "score": score}
-                found = client.search(query, representation=name, explain="map", **options).hits
+                server_hits = client.search(
+                    query, representation=name, explain="map", **options
+                ).hits
                 expected = searcher.search(query, name, **options)
-                assert [hit.item_id for hit in found] == [hit.item_id for hit in expected]
+                assert [hit.item_id for hit in server_hits] == [hit.item_id for hit in expected]
                 scores = [hit.score for hit in expected]
-                assert [hit.score for hit in found] == pytest.approx(scores, rel=1e-4)
-                tokens = [match.query_token for match in found[0].matches]
-                assert "but in red" in "".join(tokens) and found[0].map.query_tokens == tokens
+                assert [hit.score for hit in server_hits] == pytest.approx(scores, rel=1e-4)
+                tokens = [match.query_token for match in server_hits[0].matches]
+                assert "but in red" in "".join(tokens) and server_hits[0].map.query_tokens == tokens
         queries = [query, "but in red", photo, Composed("x", photo), Composed("but in red", photo)]
-        found = client.search_batch(queries, k=3).results
-        assert found[0] == found[4] == client.search(query, k=3).hits
-        assert [found[0]] * 3 != found[1:4] and found[0] not in found[1:4]
+        results = client.search_batch(queries, k=3).results
+        assert results[0] == results[4] == client.search(query, k=3).hits
+        assert [results[0]] * 3 != results[1:4] and results[0] not in results[1:4]
         reranked = client.search(query, k=2, representation="hpool_8", rerank={"rerank_depth": 5})
         assert [hit.score for hit in reranked.hits] == pytest.approx(
             [hit.score for hit in searcher.search(query, "full", k=2)], rel=1e-4
@@ -79,7 +81,7 @@ def test_composed_queries(serving_once, checkpoint, tmp_path):
     with httpx2.Client(base_url=url, timeout=30) as http:
         body = {"query": {"text": "but in red", "image": image}, "k": 3}
         hits = http.post("/v1/search", json=body).json()["hits"]
-        assert [hit["item_id"] for hit in hits] == [hit.item_id for hit in found[0]]
+        assert [hit["item_id"] for hit in hits] == [hit.item_id for hit in results[0]]
         for query, field in (
             ({"text": "but in red"}, "query.image"),
             ({"text": "", "image": image}, "query.text"),

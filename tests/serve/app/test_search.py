@@ -38,11 +38,11 @@ def assert_same(hits: list[wire.Hit], expected) -> None:
 def test_equals_in_process_search(client, searcher, index, score):
     for query, representation in itertools.product(QUERIES, ["full", "hpool_2", "random_4"]):
         options = {"representation": representation, "score": score, "k": 5}
-        found = client.search(query, index=index, **options)
-        assert (found.index, found.representation) == (index, representation)
-        assert found.version == searcher.index.version and not found.reranked
-        assert_same(found.hits, searcher.search(query, **options))
-        for hit, expected in zip(found.hits, searcher.search(query, **options), strict=True):
+        response = client.search(query, index=index, **options)
+        assert (response.index, response.representation) == (index, representation)
+        assert response.version == searcher.index.version and not response.reranked
+        assert_same(response.hits, searcher.search(query, **options))
+        for hit, expected in zip(response.hits, searcher.search(query, **options), strict=True):
             for part in ("late", "late_mean", "single"):
                 ours, theirs = getattr(hit.parts, part), getattr(expected.parts, part)
                 assert ours == (None if theirs is None else pytest.approx(theirs, rel=1e-5))
@@ -73,8 +73,8 @@ def test_equals_in_process_search_with_options(client, searcher, index, ours, th
 
 @pytest.mark.parametrize("index", INDEXES)
 def test_batch_search(client, searcher, index):
-    found = client.search_batch(QUERIES, index=index, k=3)
-    for hits, query in zip(found.results, QUERIES, strict=True):
+    response = client.search_batch(QUERIES, index=index, k=3)
+    for hits, query in zip(response.results, QUERIES, strict=True):
         assert_same(hits, searcher.search(query, k=3))
 
 
@@ -82,11 +82,11 @@ def test_batch_search(client, searcher, index):
 def test_batch_of_maximum_size(client, searcher, rerank):
     queries = QUERIES * 50
     vectors = np.ones((1, 384), np.float32)
-    found = client.search_batch([*queries[1:], vectors], index="texts", k=2, rerank=rerank)
+    response = client.search_batch([*queries[1:], vectors], index="texts", k=2, rerank=rerank)
     expected = {query: searcher.search(query, k=2) for query in QUERIES}
-    for hits, query in zip(found.results[:-1], queries[1:], strict=True):
+    for hits, query in zip(response.results[:-1], queries[1:], strict=True):
         assert_same(hits, expected[query])
-    assert_same(found.results[-1], searcher.search(vectors, k=2))
+    assert_same(response.results[-1], searcher.search(vectors, k=2))
 
 
 def test_query_vectors(client, searcher):
@@ -98,8 +98,8 @@ def test_query_vectors(client, searcher):
 def test_explanations(client, searcher, index):
     query = "the lift of a wing"
     options = {"representation": "hpool_4", "k": 3}
-    found = client.search(query, index=index, explain="matches", **options).hits
-    for hit, expected in zip(found, searcher.search(query, **options), strict=True):
+    hits = client.search(query, index=index, explain="matches", **options).hits
+    for hit, expected in zip(hits, searcher.search(query, **options), strict=True):
         assert hit.map is None
         for match, other in zip(hit.matches, expected.matches, strict=True):
             assert (match.query_token, match.document_token) == (
@@ -131,31 +131,31 @@ def test_reranking(client, searcher, index):
     for query in QUERIES:
         first = searcher.rank([query], "random_4", k=4)[0]
         reranked = searcher.rank([query], "full", k=2, ids=first.item_ids)[0]
-        found = client.search(
+        response = client.search(
             query, index=index, representation="random_4", k=2, rerank=wire.Rerank(rerank_depth=4)
         )
-        assert found.reranked and [hit.item_id for hit in found.hits] == reranked.item_ids
-        scores = [hit.score for hit in found.hits]
+        assert response.reranked and [hit.item_id for hit in response.hits] == reranked.item_ids
+        scores = [hit.score for hit in response.hits]
         np.testing.assert_allclose(scores, reranked.scores, rtol=1e-5)
-        for hit in found.hits:
+        for hit in response.hits:
             assert hit.first_stage.rank == first.item_ids.index(hit.item_id) + 1
 
 
 def test_rerank(client, searcher):
     ids = ["flow", "bread/1", "wing/1", "nobody", "flow"]
-    found = client.rerank("the lift of a wing", ids, index="texts")
+    response = client.rerank("the lift of a wing", ids, index="texts")
     expected = searcher.rank(["the lift of a wing"], "full", ids=ids)[0]
-    assert [scored.item_id for scored in found.results] == expected.item_ids
-    assert found.missing == ["nobody"]
+    assert [scored.item_id for scored in response.results] == expected.item_ids
+    assert response.missing == ["nobody"]
     assert len(client.rerank("lift", ids, index="texts", k=1).results) == 1
 
 
 def test_encode(client, searcher):
-    found = client.encode(QUERIES, index="texts")
+    response = client.encode(QUERIES, index="texts")
     expected = searcher.queries(QUERIES)
-    assert found.fingerprint == searcher.index.representation("full").encoder.fingerprint
+    assert response.fingerprint == searcher.index.representation("full").encoder.fingerprint
     for query, tokens, texts in zip(
-        found.queries, expected.tokens, expected.token_texts, strict=True
+        response.queries, expected.tokens, expected.token_texts, strict=True
     ):
         np.testing.assert_allclose(query.vectors, tokens.numpy(), atol=1e-5)
         assert query.token_texts == texts and len(query.pooled) == 384

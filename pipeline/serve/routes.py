@@ -210,7 +210,7 @@ EvaluationId = Annotated[str, Path(description="Id of the evaluation.")]
 async def indexes(key: KeyDependency, gateway: GatewayDependency) -> wire.IndexList:
     """Lists the indexes that the access key can access, with their representations."""
     served = [gateway.engine.indexes[name] for name in gateway.visible_indexes(key)]
-    return wire.IndexList(indexes=[index_info(each) for each in served])
+    return wire.IndexList(indexes=[index_info(index) for index in served])
 
 
 @api.get("/items/{item_id:path}", tags=["indexes"], summary="Get an item")
@@ -226,11 +226,7 @@ async def item(
     _log(request, index=served.name)
     row = await gateway.engine.item(served, item_id, key.name)
     if row is None:
-        raise ApiError(
-            "not_found",
-            f"item_id must be the id of an item in the index, got {item_id!r}",
-            "item_id",
-        )
+        raise ApiError("not_found", f"unknown item {item_id!r}", "item_id")
     return wire.Item(index=served.name, version=served.version, **row)
 
 

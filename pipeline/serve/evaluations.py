@@ -85,9 +85,11 @@ class EvaluationStore:
                 key belongs to a different request.
         """
         if request.benchmark is not None and request.benchmark not in self._evaluations.benchmarks:
-            names = self._evaluations.benchmarks
-            error = SpecError.unknown_name("benchmark", request.benchmark, names)
-            raise ApiError("invalid_argument", str(error), "benchmark")
+            if names := self._evaluations.benchmarks:
+                message = str(SpecError.unknown_name("benchmark", request.benchmark, names))
+            else:
+                message = f"unknown benchmark {request.benchmark!r}; this server has no benchmarks"
+            raise ApiError("invalid_argument", message, "benchmark")
         self._check(request)
         name = secrets.token_hex(8)
         if idempotency:

@@ -59,7 +59,7 @@ def error_message(
         ({"representation": "nope"}, "representation", "hpool_2"),
         ({"representation": "rerank_tokens"}, "representation", "only for reranking"),
         ({"score": "best"}, "score", "'late'"),
-        ({"weights": [1, 2]}, "weights", "hybrid"),
+        ({"weights": [1, 2]}, "weights", "for the score late"),
         ({"weights": [0, 0], "score": "hybrid"}, "weights", "not both 0"),
         ({"filter": "modality = "}, "filter", "does not parse at its end"),
         ({"filter": "nope = 1"}, "filter", "nope"),
@@ -94,7 +94,7 @@ def test_rejects_images_before_decoding(http):
     response = http.post("/v1/search", json={**SEARCH, "query": {"image": image(9000, 9000)}})
     assert "9000 x 9000" in error_message(response, 422, "invalid_argument", "query.image")
     response = http.post("/v1/search", json={**SEARCH, "query": {"image": image(2, 2)}})
-    assert "is not read by the encoder of full" in error_message(
+    assert "not supported by the encoder of full" in error_message(
         response, 422, "invalid_argument", "query"
     )
 
@@ -140,7 +140,9 @@ def test_limits_total_text(http):
     body = {"queries": ["x" * 3_999] * 11, "index": "texts"}
     for route in ("encode", "search:batch"):
         response = http.post(f"/v1/{route}", json=body)
-        assert "43,989 characters" in error_message(response, 422, "invalid_argument", "queries")
+        assert "at most 40,000 characters, got 43,989" in error_message(
+            response, 422, "invalid_argument", "queries"
+        )
 
 
 def test_limits_number_of_queries(http):

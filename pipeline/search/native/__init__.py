@@ -1,18 +1,19 @@
-"""MaxSim on CPUs with a small C++ library that uses the widest instructions of the machine.
+"""MaxSim on CPUs with a C++ library that uses the widest instruction set of the machine.
 
-The library is built with the package if there is a compiler; without it `available()` is empty and
-torch computes the scores. It scores a list of documents in the calling thread (`maxsim.cpp`); this
-module packs the queries and distributes the documents over threads. Why it is fast:
+The library is built with the package if a compiler is available. Without it, `available()` is empty
+and torch computes the scores. The library (`maxsim.cpp`) scores a list of documents in the calling
+thread. This module packs the queries and distributes the documents over threads.
 
-- Blocks of 32 document tokens, of one or of several documents, are multiplied with panels of 32
-  query tokens; the maxima are kept in registers and in the nearest cache. Nothing is padded, and
-  no similarity is ever written to memory.
-- int8 is multiplied as int8 (AMX tiles, or VNNI), with a scale a token on both sides.
-- With AMX, float16, bfloat16, bits and residuals are multiplied as pairs of bfloat16, x = high +
-  low, in three products. A float16 is such a pair without any loss; of the query's float32, 2^-18
-  of a number is lost, a hundredth of what rounding a document to float16 costs.
-- Elsewhere they are decoded to float32, 32 rows at a time. float32 documents, which somebody keeps
-  for their precision, are multiplied in float32 everywhere.
+- Blocks of 32 document tokens from one or several documents are multiplied by panels of 32 query
+  tokens. The maxima stay in registers and the L1 cache. Documents are not padded, and similarities
+  are never written to main memory.
+- int8 vectors are multiplied as int8 (AMX tiles or VNNI), with a scale per token for queries and
+  documents.
+- With AMX, float16, bfloat16, binary and residual vectors are multiplied as pairs of bfloat16,
+  x = high + low, in three products. A float16 value is exactly such a pair. A float32 query value
+  loses 2^-18 of its magnitude, a hundredth of the error of rounding documents to float16.
+- Without AMX they are decoded to float32, 32 rows at a time. float32 documents are multiplied in
+  float32 on all machines to preserve their precision.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ import torch
 from pipeline.codecs.residual import Residual
 from pipeline.search.packed import Segment
 
-#: Instruction sets that the library can use, the widest last.
+#: Instruction sets that the library supports, widest last.
 LEVELS = ("generic", "avx2", "avx512", "amx")
-#: Bytes of packed queries that are scored in one go: they are read again for each 32 tokens, and
-#: stay in the second-level cache.
+#: Bytes of packed queries per call: they are reread for every 32 document tokens and should stay in
+#: the L2 cache.
 QUERY_BYTES = 1 << 19
-#: Minimum number of pairs of a document token and a query token per task of a thread.
+#: Minimum number of (document token, query token) pairs per task.
 TASK_PAIRS = 1 << 18
-#: Tasks per thread and segment: an interrupted one delays the others only for a short time.
+#: Tasks per thread and segment: with several, a preempted thread delays the others only briefly.
 TASKS = 8
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _INT8, _BINARY, _RESIDUAL, _UNSUPPORTED = 3, 4, 5, -1
 _FLOATS = ("float16", "float32")
-_OF_CODEC = {"int8": _INT8, "binary": _BINARY, "residual": _RESIDUAL}
+_CODEC_KINDS = {"int8": _INT8, "binary": _BINARY, "residual": _RESIDUAL}
 
 _pointer = ctypes.c_void_p
 
@@ -78,10 +79,10 @@ class _Output(ctypes.Structure):
     ]
 
     def after(self, num_documents: int, num_tokens: int) -> _Output:
-        """Returns the output of the documents after the first `num_documents`."""
+        """Returns the output for the documents after the first `num_documents`."""
         scores = self.scores and self.scores + 4 * num_documents
-        places = (p and p + 4 * num_documents * num_tokens for p in (self.best, self.index))
-        return _Output(scores, self.stride, *places)
+        pointers = (p and p + 4 * num_documents * num_tokens for p in (self.best, self.index))
+        return _Output(scores, self.stride, *pointers)
 
 
 @functools.cache
@@ -100,7 +101,7 @@ def _library() -> ctypes.CDLL | None:
                 ctypes.POINTER(_Output),
                 ctypes.c_int,
             ]
-            library.maxray_level()  # asks the kernel for the tiles, once for all threads
+            library.maxray_level()  # requests AMX tiles from the kernel for all threads
             return library
     return None
 
@@ -109,7 +110,7 @@ def _built_library() -> ctypes.CDLL:
     """Returns the library.
 
     Raises:
-        RuntimeError: It was not built; `available()` is empty then.
+        RuntimeError: The library was not built.
     """
     library = _library()
     if library is None:
@@ -119,27 +120,27 @@ def _built_library() -> ctypes.CDLL:
 
 @functools.cache
 def available() -> tuple[str, ...]:
-    """Returns the levels that this machine supports, the widest last; none without the library."""
+    """Returns the levels that this machine supports, widest last; empty without the library."""
     library = _library()
     return LEVELS[: library.maxray_level() + 1] if library else ()
 
 
 @functools.cache
 def _threads(num_threads: int, pid: int) -> ThreadPoolExecutor:
-    """Returns an executor per process: a forked process has no threads of its parent."""
+    """Returns the executor of a process; threads of the parent do not survive a fork."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="maxsim")
 
 
 def _kind(segment: Segment) -> int:
-    """Returns the library's number of a segment's codec, or `_UNSUPPORTED`."""
+    """Returns the number of a segment's codec in the library, or `_UNSUPPORTED`."""
     name = segment.codec.spec.name
     if name in _FLOATS:
         return _KINDS.get(segment.parts["values"].dtype, _UNSUPPORTED)
-    return _OF_CODEC.get(name, _UNSUPPORTED)
+    return _CODEC_KINDS.get(name, _UNSUPPORTED)
 
 
 def _level(kind: int, level: str) -> int:
-    """Returns the number of a level, or of the widest below it that supports this kind."""
+    """Returns the number of the widest level up to `level` that supports a kind of vectors."""
     number = LEVELS.index(level)
     return min(number, LEVELS.index("avx512")) if kind == _KINDS[torch.float32] else number
 
@@ -156,56 +157,57 @@ def can_score(segment: Segment) -> bool:
 def score(
     query_MD: torch.Tensor,
     query_lengths: torch.Tensor,
-    chosen: Sequence[tuple[Segment, torch.Tensor | None]],
+    selection: Sequence[tuple[Segment, torch.Tensor | None]],
     out_QB: torch.Tensor,
     level: str,
 ) -> None:
-    """Writes the sums of maxima of Q queries for documents, -inf for those without tokens.
+    """Writes the MaxSim scores of Q queries; -inf for documents without tokens.
 
     Args:
-        query_MD: float32, the tokens of all queries.
+        query_MD: float32, concatenated tokens of all queries.
         query_lengths: (Q,) int64, number of tokens per query.
-        chosen: Segments of one codec with their documents, ascending; None for all documents.
-        out_QB: float32, contiguous along B, the documents of all segments.
+        selection: Segments of one codec with the ascending indices of the documents to score; None
+            for all documents.
+        out_QB: float32 output, contiguous along B, which ranges over the documents of all segments.
         level: One of `available()`.
     """
-    kind = _kind(chosen[0][0])
+    kind = _kind(selection[0][0])
     number = _level(kind, level)
-    batches = [_Documents.of(segment, kind, documents) for segment, documents in chosen]
+    batches = [_Documents.select(segment, kind, documents) for segment, documents in selection]
     packed_bytes = _packed_bytes(kind, number, query_MD.shape[1])
     tasks: list[Callable[[], None]] = []
     for queries, bounds in _groups(query_lengths, max(QUERY_BYTES // packed_bytes, 1)):
-        packed = _Queries.of(query_MD[bounds[0] : bounds[-1]], kind, number, bounds - bounds[0])
-        place = out_QB.data_ptr() + 4 * queries * out_QB.stride(0)
+        packed = _Queries.pack(query_MD[bounds[0] : bounds[-1]], kind, number, bounds - bounds[0])
+        address = out_QB.data_ptr() + 4 * queries * out_QB.stride(0)
         for documents in batches:
-            output = _Output(place, out_QB.stride(0), None, None)
+            output = _Output(address, out_QB.stride(0), None, None)
             tasks += _tasks(documents, packed, output, number)
-            place += 4 * len(documents)
+            address += 4 * len(documents)
     _run(tasks)
 
 
 def best(
     query_MD: torch.Tensor, segment: Segment, documents: torch.Tensor | None, level: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds the best token of each document for each query token.
+    """Finds the best document token per document and query token.
 
     Returns:
-        Similarities (B, M) float32 and tokens (B, M) int32, counted from the start of the document,
-        the first of equals; -inf and -1 for a document without tokens.
+        Similarities (B, M) float32 and indices (B, M) int32 of the best tokens in their document.
+        Ties resolve to the first token; documents without tokens have -inf and -1.
     """
     kind = _kind(segment)
     number = _level(kind, level)
-    chosen = _Documents.of(segment, kind, documents)
-    packed = _Queries.of(query_MD, kind, number, np.array([0, len(query_MD)]))
-    best_BM = torch.empty(len(chosen), len(query_MD))
+    selected = _Documents.select(segment, kind, documents)
+    packed = _Queries.pack(query_MD, kind, number, np.array([0, len(query_MD)]))
+    best_BM = torch.empty(len(selected), len(query_MD))
     index_BM = torch.empty(best_BM.shape, dtype=torch.int32)
     output = _Output(None, 0, best_BM.data_ptr(), index_BM.data_ptr())
-    _run(list(_tasks(chosen, packed, output, number)))
+    _run(list(_tasks(selected, packed, output, number)))
     return best_BM, index_BM
 
 
 def _groups(query_lengths: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields runs of whole queries: the first one, and the bounds of their tokens."""
+    """Yields the first query of each run of whole queries and the token offsets of its queries."""
     bounds = np.concatenate([[0], query_lengths.numpy()]).cumsum()
     first = 0
     while first < len(bounds) - 1:
@@ -217,7 +219,7 @@ def _groups(query_lengths: torch.Tensor, max_tokens: int) -> Iterator[tuple[int,
 
 @dataclass(frozen=True)
 class _Documents:
-    """Documents to be scored: their segment, first vectors and lengths."""
+    """Documents to score: their segment, first vectors and lengths."""
 
     segment: Segment
     kind: int
@@ -225,7 +227,8 @@ class _Documents:
     lengths: torch.Tensor
 
     @classmethod
-    def of(cls, segment: Segment, kind: int, documents: torch.Tensor | None) -> _Documents:
+    def select(cls, segment: Segment, kind: int, documents: torch.Tensor | None) -> _Documents:
+        """Selects documents of a segment by index; None for all."""
         starts, lengths = segment.starts, segment.lengths
         if documents is not None:
             starts, lengths = starts[documents], lengths[documents]
@@ -234,17 +237,17 @@ class _Documents:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def runs(self, max_runs: int, least_tokens: int) -> Iterator[tuple[int, int]]:
-        """Yields runs of documents with about equally many tokens: (first, last + 1)."""
+    def runs(self, max_runs: int, min_tokens: int) -> Iterator[tuple[int, int]]:
+        """Yields runs of documents with similar numbers of tokens: (first, last + 1)."""
         ends = self.lengths.cumsum(0)
         total = int(ends[-1]) if len(ends) else 0
-        num_runs = max(min(max_runs, total // least_tokens), 1)
-        wanted = torch.arange(1, num_runs) * (total // num_runs)
-        bounds = [0, *torch.searchsorted(ends, wanted).tolist(), len(ends)]
+        num_runs = max(min(max_runs, total // min_tokens), 1)
+        targets = torch.arange(1, num_runs) * (total // num_runs)
+        bounds = [0, *torch.searchsorted(ends, targets).tolist(), len(ends)]
         yield from ((a, b) for a, b in itertools.pairwise(bounds) if a < b)
 
     def argument(self, begin: int, end: int) -> _DocumentsArgument:
-        """Returns a run in the form that the library reads."""
+        """Returns the C struct of a run of documents."""
         parts, dim = self.segment.parts, self.segment.dim
         values = parts[{_BINARY: "bits", _RESIDUAL: "residuals"}.get(self.kind, "values")]
         argument = _DocumentsArgument(
@@ -261,17 +264,17 @@ class _Documents:
             argument.scales = parts["scales"].data_ptr()
         codec = self.segment.codec
         if isinstance(codec, Residual):
-            learned = codec.codebook(values.device)  # lives as long as the codec
+            codebook = codec.codebook(values.device)  # the codec owns its memory
             argument.codes = parts["centroids"].data_ptr()
-            argument.centroids = learned.centroids_CD.data_ptr()
-            argument.weights = learned.weights.data_ptr()
-            argument.bits, argument.normalised = codec.spec.bits, learned.normalised
+            argument.centroids = codebook.centroids_CD.data_ptr()
+            argument.weights = codebook.weights.data_ptr()
+            argument.bits, argument.normalised = codec.spec.bits, codebook.normalised
         return argument
 
 
 @dataclass(frozen=True)
 class _Queries:
-    """Query tokens in panels of 32, in the form that a level of the library reads."""
+    """Query tokens packed into panels of 32 for a level of the library."""
 
     panels: torch.Tensor
     scales: torch.Tensor | None
@@ -279,7 +282,7 @@ class _Queries:
     num_tokens: int
 
     def argument(self) -> _QueriesArgument:
-        """Returns the queries in the form that the library reads."""
+        """Returns the C struct of the queries."""
         return _QueriesArgument(
             packed=self.panels.data_ptr(),
             scales=None if self.scales is None else self.scales.data_ptr(),
@@ -290,8 +293,8 @@ class _Queries:
         )
 
     @classmethod
-    def of(cls, query_MD: torch.Tensor, kind: int, level: int, bounds: np.ndarray) -> _Queries:
-        """Packs tokens (M, D); padding is 0."""
+    def pack(cls, query_MD: torch.Tensor, kind: int, level: int, bounds: np.ndarray) -> _Queries:
+        """Packs tokens (M, D), padded with zeros."""
         num_tokens, dim = query_MD.shape
         num_panels, width = -(-num_tokens // 32), -(-dim // 64) * 64
         padded = torch.zeros(num_panels * 32, width)
@@ -300,12 +303,13 @@ class _Queries:
         if kind == _INT8 and level >= LEVELS.index("avx512"):
             scales = padded.abs().amax(dim=1).div_(127)
             scales[scales == 0] = 1
-            numbers = (padded / scales[:, None]).round_().to(torch.int8)
-            # Four consecutive numbers of each of 16 tokens are adjacent.
-            panels = numbers.view(num_panels, 2, 16, width // 4, 4).transpose(2, 3).contiguous()
+            values = (padded / scales[:, None]).round_().to(torch.int8)
+            # Groups of four dimensions are interleaved over 16 tokens.
+            panels = values.view(num_panels, 2, 16, width // 4, 4).transpose(2, 3).contiguous()
             return cls(panels, scales, bounds, num_tokens)
         if level == LEVELS.index("amx"):
-            if kind not in (_BINARY, _KINDS[torch.bfloat16]):  # two vectors of 16 are adjacent
+            # Decoded rows interleave two registers of 16 values, see `split` in body.h.
+            if kind not in (_BINARY, _KINDS[torch.bfloat16]):
                 halves = halves.view(num_panels, 2, 16, width // 32, 2, 16).transpose(4, 5)
             high = halves.bfloat16()
             low = (halves - high.float()).bfloat16()
@@ -316,30 +320,30 @@ class _Queries:
 
 
 def _packed_bytes(kind: int, level: int, dim: int) -> int:
-    """Returns the bytes of a packed query token."""
+    """Returns the number of bytes per packed query token."""
     return dim if kind == _INT8 and level >= LEVELS.index("avx512") else 4 * dim
 
 
 def _tasks(
     documents: _Documents, queries: _Queries, output: _Output, level: int
 ) -> Iterator[Callable[[], None]]:
-    """Yields calls of the library, one per run of documents."""
+    """Yields library calls, one per run of documents."""
     library, num_threads = _built_library(), torch.get_num_threads()
-    least = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
-    for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, least):
+    min_tokens = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
+    for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, min_tokens):
 
         def task(begin: int = begin, end: int = end) -> None:
-            documents.segment.touch(documents.starts[begin:end], documents.lengths[begin:end])
-            rest = output.after(begin, queries.num_tokens)
+            documents.segment.verify(documents.starts[begin:end], documents.lengths[begin:end])
+            run_output = output.after(begin, queries.num_tokens)
             argument = documents.argument(begin, end)
-            if library.maxray_score(argument, queries.argument(), rest, level):
-                raise MemoryError("no memory to score in")
+            if library.maxray_score(argument, queries.argument(), run_output, level):
+                raise MemoryError("failed to allocate working memory for MaxSim")
 
         yield task
 
 
 def _run(tasks: Sequence[Callable[[], None]]) -> None:
-    """Runs tasks in as many threads as torch has."""
+    """Runs tasks in `torch.get_num_threads()` threads."""
     num_threads = torch.get_num_threads()
     if num_threads == 1 or len(tasks) == 1:
         for task in tasks:

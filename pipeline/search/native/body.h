@@ -1,13 +1,13 @@
-// The scoring of one block of document rows, compiled once an instruction set.
+// MaxSim kernels, compiled once per instruction set.
 //
-// Included by maxsim.cpp inside a namespace of its own, with LEVEL set to what may be used:
-// GENERIC (any machine), AVX2 (with FMA and F16C), AVX512 (with VNNI), AMX (with int8 and bf16).
+// maxsim.cpp includes this file in one namespace per LEVEL, which is GENERIC (any machine),
+// AVX2 (with FMA and F16C), AVX512 (with VNNI) or AMX (with int8 and bf16).
 //
-// A block is 32 rows, tokens of one or several documents that lie side by side. It is multiplied
-// with all query tokens, 32 at a time (a panel), and the maxima of a document's rows are kept until
-// the document ends. So no row is padded, and nothing larger than a block leaves the cache.
+// A block consists of up to 32 rows, which are contiguous tokens of one or several documents. It is
+// multiplied by all query tokens in panels of 32, and the running maxima of a document are kept
+// until its last row. Rows are not padded, and nothing larger than a block leaves the cache.
 
-// The vectors of this level, and how many make a row of a panel's products.
+// Vector types of this level, and the number of vectors per row of a panel's products.
 constexpr int LANES = LEVEL >= AVX512 ? 16 : LEVEL >= AVX2 ? 8 : 4, PARTS = 32 / LANES;
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t integers __attribute__((vector_size(4 * LANES)));
@@ -21,7 +21,7 @@ static inline float half_bits(uint16_t h) {
     if (rest >= 0x7c00) {
         bits = sign | 0x7f800000 | ((rest & 0x3ff) << 13);
     } else {
-        // Shifted into a float's place and scaled by 2^112: right for subnormal numbers too.
+        // Shifting and scaling by 2^112 is correct for subnormal values too.
         bits = rest << 13;
         float x;
         memcpy(&x, &bits, 4);
@@ -69,7 +69,7 @@ static inline void row_of_bits(const uint8_t* in, int dim, float* out) {
     for (; d < dim; ++d) out[d] = (in[d / 8] >> (d % 8)) & 1 ? 1.0f : -1.0f;
 }
 
-// A centroid and the weights of a residual's buckets, 2 or 4 bits each; returns the length's inverse.
+// Decodes a residual row with 2 or 4 bits per dimension; returns its scale, the inverse norm or 1.
 static inline float row_of_residual(const Documents& docs, int64_t row, int dim, float* out) {
     const uint8_t* in = (const uint8_t*)docs.values + row * docs.row_bytes;
     const float* centroid = docs.centroids + int64_t(docs.codes[row]) * dim;
@@ -113,31 +113,31 @@ static inline float row_of_residual(const Documents& docs, int64_t row, int dim,
     return docs.normalised && sum > 0 ? 1.0f / std::sqrt(sum) : 1.0f;
 }
 
-// -- a block ready to be multiplied ----------------------------------------------------------------
+// -- blocks of decoded rows ------------------------------------------------------------------------
 
-struct Span {  // rows of a block that belong to one document
+struct Span {  // range of rows of a block that belong to one document
     int first, last;
     int64_t row_in_document;
 };
 
 struct Block {
-    int64_t first;  // the row of the documents that is row 0
+    int64_t first;  // index of the first row in the segment
     int rows;
     Span spans[32];
     int num_spans;
-    int64_t document, next;  // those that end here: from `document` to `next`
-    int64_t begun;           // rows of `next` that lie in this block and before
-    bool open;               // whether the first span goes on a document of the block before
-    const int8_t* bytes;     // int8 as they lie, or a copy at the end of the memory
+    int64_t document, next;  // range of documents that end in this block
+    int64_t begun;           // rows of document `next` up to the end of this block
+    bool open;               // whether the first span continues a document of the previous block
+    const int8_t* bytes;     // int8 rows in place, or a copy near the end of the memory
     int64_t stride;
-    const float* scales;  // one a row; null: all 1
-    float own_scales[32];
+    const float* scales;  // scale per row; null if all are 1
+    float scale_buffer[32];
 };
 
 #if LEVEL >= AMX
-// The numbers of two vectors as pairs of bfloat16, x = high + low, one of the first vector beside
-// one of the second: so the halves of 32 bits are put together without moving any, and queries are
-// packed in that order. Both are rounded, low only unless it is exact, as that of a float16 is.
+// Splits the values of two registers into pairs of bfloat16, x = high + low, and interleaves the
+// registers. Interleaving avoids shuffles; queries are packed in the same order. Both halves are
+// rounded, except low if EXACT, because it is exact for float16 values.
 template <bool EXACT>
 static inline void split(__m512 a, __m512 b, uint16_t* high, uint16_t* low) {
     const __m512i upper = _mm512_set1_epi32(int(0xffff0000)), half = _mm512_set1_epi32(0x8000);
@@ -168,7 +168,8 @@ static inline void split_half(const uint16_t* in, int dim, int width, uint16_t* 
     }
 }
 
-// Signs as bfloat16 of 1 and -1; behind the last dimension whatever, the query is zero there.
+// Decodes bits to bfloat16 1 and -1. Values beyond the last dimension are arbitrary, because the
+// query is zero there.
 static inline void signs(const uint8_t* in, int dim, uint16_t* high) {
     const __m512i minus = _mm512_set1_epi16(short(0xbf80)), plus = _mm512_set1_epi16(0x3f80);
     int d = 0;
@@ -184,10 +185,10 @@ static inline void signs(const uint8_t* in, int dim, uint16_t* high) {
     }
 }
 
-// Rows as pairs of bfloat16, `width` apart.
+// Decodes rows to pairs of bfloat16, with stride `width`.
 static void decode_pairs(const Documents& docs, Block& block, Scratch& s) {
     const int dim = docs.dim, width = s.width;
-    block.scales = docs.kind == BINARY || docs.kind == RESIDUAL ? block.own_scales : nullptr;
+    block.scales = docs.kind == BINARY || docs.kind == RESIDUAL ? block.scale_buffer : nullptr;
     for (int r = 0; r < block.rows; ++r) {
         const int64_t row = block.first + r;
         const uint8_t* in = (const uint8_t*)docs.values + row * docs.row_bytes;
@@ -197,10 +198,10 @@ static void decode_pairs(const Documents& docs, Block& block, Scratch& s) {
             case BFLOAT16: memcpy(high, in, 2 * dim); break;
             case BINARY:
                 signs(in, dim, high);
-                block.own_scales[r] = 1 / std::sqrt(float(dim));
+                block.scale_buffer[r] = 1 / std::sqrt(float(dim));
                 break;
             default:
-                block.own_scales[r] = row_of_residual(docs, row, dim, s.floats);  // zeros lie behind
+                block.scale_buffer[r] = row_of_residual(docs, row, dim, s.floats);  // zero-padded
                 for (int d = 0; d < width; d += 32)
                     split<false>(_mm512_load_ps(s.floats + d), _mm512_load_ps(s.floats + d + 16), high + d,
                           low + d);
@@ -215,7 +216,7 @@ static void start_tiles() {
     _tile_loadconfig(&config);
 }
 
-// Tiles 0-3 hold the products of two times 16 rows with two times 16 query tokens.
+// Tiles 0-3 contain the products of 2 x 16 rows and 2 x 16 query tokens.
 static inline void store_products(int rows, float* out) {
     _tile_stored(0, out, 128);
     _tile_stored(1, out + 16, 128);
@@ -225,11 +226,12 @@ static inline void store_products(int rows, float* out) {
     }
 }
 
-// The rows of a later block, asked for a few cache lines at a time while the tiles are at work: in
-// one go they would hold up the loads of this block. Behind the memory's end nothing happens.
+// Rows of a later block are prefetched a few cache lines at a time during tile operations, because
+// prefetching them at once would delay the loads of the current block. Prefetching past the end of
+// the memory has no effect.
 constexpr int INT8_BLOCKS_AHEAD = 8;
 
-static inline void ask_for(const char*& ahead) {
+static inline void prefetch_lines(const char*& ahead) {
     if (!ahead) return;
     for (int line = 0; line < 8; ++line, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
 }
@@ -250,20 +252,20 @@ static inline void multiply_int8(
         _tile_loadd(6, panel + k * 1024, 64);
         _tile_loadd(7, panel2 + k * 1024, 64);
         _tile_dpbssd(0, 4, 6);
-        ask_for(ahead);
+        prefetch_lines(ahead);
         _tile_dpbssd(1, 4, 7);
-        ask_for(ahead);
+        prefetch_lines(ahead);
         if (two) {
             _tile_loadd(5, a2 + k * 64, block.stride);
-            ask_for(ahead);
+            prefetch_lines(ahead);
             _tile_dpbssd(2, 5, 6);
-            ask_for(ahead);
+            prefetch_lines(ahead);
             _tile_dpbssd(3, 5, 7);
         }
     }
 }
 
-// high x high + high x low + low x high: what is left out is 2^-18 of a product.
+// Computes high x high + high x low + low x high; the omitted term is 2^-18 of a product.
 static inline void multiply_pairs(
     const Scratch& s, int num_rows, const uint16_t* panel, int64_t low_at, bool exact) {
     const int width = s.width;
@@ -304,8 +306,8 @@ static inline void multiply_pairs(
     }
 }
 #elif LEVEL >= AVX512
-// Of one operand the instruction takes unsigned bytes: the query's have 128 added, and 128 times the
-// sum of a row is taken off again.
+// The instruction requires one unsigned operand, so 128 is added to the query bytes, and 128 times
+// the sum of each row is subtracted from the result.
 static inline void multiply_int8(const Block& block, const int8_t* panel, int steps, float* out) {
     const int words = steps * 16;
     for (int r = 0; r < block.rows; r += 4) {
@@ -333,10 +335,10 @@ static inline void multiply_int8(const Block& block, const int8_t* panel, int st
 #endif
 
 #if LEVEL < AMX
-// Rows as float32, `width` apart, zero behind the last dimension and the last row.
+// Decodes rows to float32 with stride `width`; values beyond the last dimension and row are zero.
 static void decode(const Documents& docs, Block& block, Scratch& s) {
     const int dim = docs.dim, width = s.width;
-    block.scales = docs.kind == INT8 || docs.kind == BINARY || docs.kind == RESIDUAL ? block.own_scales : nullptr;
+    block.scales = docs.kind == INT8 || docs.kind == BINARY || docs.kind == RESIDUAL ? block.scale_buffer : nullptr;
     for (int r = 0; r < block.rows; ++r) {
         const int64_t row = block.first + r;
         const uint8_t* in = (const uint8_t*)docs.values + row * docs.row_bytes;
@@ -345,14 +347,14 @@ static void decode(const Documents& docs, Block& block, Scratch& s) {
             case FLOAT32: memcpy(out, in, sizeof(float) * dim); break;
             case FLOAT16: row_of_half((const uint16_t*)in, dim, out); break;
             case BFLOAT16: row_of_bfloat((const uint16_t*)in, dim, out); break;
-            case INT8: row_of_int8((const int8_t*)in, dim, out); block.own_scales[r] = docs.scales[row]; break;
-            case BINARY: row_of_bits(in, dim, out); block.own_scales[r] = 1 / std::sqrt(float(dim)); break;
-            default: block.own_scales[r] = row_of_residual(docs, row, dim, out);
+            case INT8: row_of_int8((const int8_t*)in, dim, out); block.scale_buffer[r] = docs.scales[row]; break;
+            case BINARY: row_of_bits(in, dim, out); block.scale_buffer[r] = 1 / std::sqrt(float(dim)); break;
+            default: block.scale_buffer[r] = row_of_residual(docs, row, dim, out);
         }
     }
 }
 
-// Rows at a time: their sums fill half of the registers.
+// Number of rows per step, whose sums occupy half of the registers.
 constexpr int ROWS = LEVEL >= AVX512 ? 8 : LEVEL >= AVX2 ? 2 : 1;
 
 static inline void multiply_float(const Scratch& s, int num_rows, const float* panel, float* out) {
@@ -444,7 +446,8 @@ static void write_empty(const Queries& queries, const Output& output, int64_t do
     }
 }
 
-// The documents that end in a block; the maxima of one that goes on become the first ones.
+// Writes the documents that end in a block. The maxima of a document that continues in the next
+// block are moved to the front.
 template <bool ARGMAX>
 static void finish(
     const Documents& docs, const Queries& queries, const Output& output, const Block& block,
@@ -464,10 +467,10 @@ static void finish(
     }
 }
 
-// -- blocks of documents ---------------------------------------------------------------------------
+// -- scoring ---------------------------------------------------------------------------------------
 
-// The rows of the next document, from `begun` on, and of those that lie behind it without a gap;
-// false where there is none. Documents without rows before it are written.
+// Fills a block with rows of `document`, from `begun`, and of the documents contiguous to it.
+// Returns false if no rows remain. Empty documents before the block are written.
 static bool take_rows(const Documents& docs, const Queries& queries, const Output& output,
                       int64_t document, int64_t begun, Block& block) {
     while (document < docs.count && docs.lengths[document] == 0)
@@ -493,14 +496,14 @@ static bool take_rows(const Documents& docs, const Queries& queries, const Outpu
     return true;
 }
 
-// Asks for the rows of a later block: the memory's latency is longer than a block takes.
+// Prefetches the rows of a later block, because the memory latency exceeds the time per block.
 static void prefetch(const Documents& docs, int64_t row) {
     const char* from = (const char*)docs.values + row * docs.row_bytes;
     const int64_t size = std::min<int64_t>(32, docs.total - row) * docs.row_bytes;
     for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(from + at);
 }
 
-// Makes the rows of a block what `multiply` reads.
+// Decodes the rows of a block into the format of the `multiply_*` functions.
 static void prepare(const Documents& docs, Scratch& s, Block& block) {
 #if LEVEL < AMX
     prefetch(docs, block.first + 2 * 32);
@@ -512,9 +515,9 @@ static void prepare(const Documents& docs, Scratch& s, Block& block) {
         block.bytes = (const int8_t*)docs.values + block.first * docs.row_bytes;
         block.stride = docs.row_bytes;
         block.scales = docs.scales + block.first;
-        // A whole block reads 32 rows of a multiple of 64 bytes.
-        const int64_t behind = (s.width + docs.row_bytes - 1) / docs.row_bytes;
-        if (block.first + 32 + behind > docs.total) {
+        // The product reads 32 rows, each rounded up to a multiple of 64 bytes.
+        const int64_t overread = (s.width + docs.row_bytes - 1) / docs.row_bytes;
+        if (block.first + 32 + overread > docs.total) {
             int8_t* copy = (int8_t*)s.floats;
             memset(copy, 0, 32 * s.width);
             for (int r = 0; r < block.rows; ++r)
@@ -538,17 +541,17 @@ static void score_as(
     const int64_t padded = queries.padded, num_panels = padded / 32, panel_size = 32 * s.width;
 
     Block blocks[2];
-    const Block* waiting = nullptr;  // whose products of a panel wait to be looked at
-    int64_t waiting_panel = 0;
-    auto take_waiting = [&] {
-        if (!waiting) return;
-        for (int i = 0; i < waiting->num_spans; ++i) {
-            const int64_t at = i * padded + waiting_panel * 32;
-            take_maxima<INTEGERS, ARGMAX>(s.products, *waiting, waiting->spans[i],
-                                          i == 0 && waiting->open, s.best + at,
+    const Block* pending = nullptr;  // block of the stored products whose maxima are not yet taken
+    int64_t pending_panel = 0;
+    auto take_pending = [&] {
+        if (!pending) return;
+        for (int i = 0; i < pending->num_spans; ++i) {
+            const int64_t at = i * padded + pending_panel * 32;
+            take_maxima<INTEGERS, ARGMAX>(s.products, *pending, pending->spans[i],
+                                          i == 0 && pending->open, s.best + at,
                                           s.index + (ARGMAX ? at : 0));
         }
-        if (waiting_panel == num_panels - 1) finish<ARGMAX>(docs, queries, output, *waiting, s);
+        if (pending_panel == num_panels - 1) finish<ARGMAX>(docs, queries, output, *pending, s);
     };
     int64_t document = 0, begun = 0;
     for (int turn = 0;; turn ^= 1) {
@@ -564,17 +567,17 @@ static void score_as(
         for (int64_t panel = 0; panel < num_panels; ++panel) {
             const int64_t place = panel * panel_size;
 #if LEVEL >= AMX
-            // The tiles work beside the vector units, which look at the panel before meanwhile.
+            // Tile products run in parallel with the maxima of the previous panel.
             if (INTEGERS)
                 multiply_int8(block, (const int8_t*)queries.packed + place, s.width / 64,
                               panel ? nullptr : later);
             else
                 multiply_pairs(s, block.rows, (const uint16_t*)queries.packed + place,
                                padded * s.width, docs.kind == BFLOAT16 || docs.kind == BINARY);
-            take_waiting();
+            take_pending();
             store_products(block.rows, s.products);
 #else
-            take_waiting();
+            take_pending();
 #if LEVEL >= AVX512
             if (INTEGERS)
                 multiply_int8(block, (const int8_t*)queries.packed + place, s.width / 64, s.products);
@@ -582,10 +585,10 @@ static void score_as(
             if (!INTEGERS)
                 multiply_float(s, block.rows, (const float*)queries.packed + place, s.products);
 #endif
-            waiting = &block, waiting_panel = panel;
+            pending = &block, pending_panel = panel;
         }
     }
-    take_waiting();
+    take_pending();
 }
 
 template <bool ARGMAX>

@@ -1,7 +1,7 @@
-// MaxSim of ragged, quantised documents on a CPU: see `pipeline/search/native/__init__.py`.
+// MaxSim of ragged, quantised documents on CPUs; see `pipeline/search/native/__init__.py`.
 //
-// One function scores a list of documents in the calling thread, with the widest instructions that
-// the machine has and that the caller allows.
+// `maxray_score` scores a list of documents in the calling thread with the instruction set of a
+// level.
 
 #include <algorithm>
 #include <cmath>
@@ -31,30 +31,30 @@
 
 enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BINARY, RESIDUAL };
 
-// Everything the Python side fills in; the order of the fields is that of `_Documents` there.
+// Arguments; they mirror the ctypes structures `_DocumentsArgument`, `_QueriesArgument`, `_Output`.
 struct Documents {
     int32_t kind, dim;
-    int64_t row_bytes, total;   // of one vector; vectors in the memory
+    int64_t row_bytes, total;   // bytes per vector; number of vectors in memory
     const void* values;
-    const float* scales;        // int8: one a vector
-    const int32_t* codes;       // residual: the centroid of each vector,
-    const float* centroids;     // all centroids,
-    const float* weights;       // what the buckets stand for,
-    int32_t bits, normalised;   // bits a number, and whether vectors are brought to unit length
-    const int64_t *starts, *lengths;  // of the documents to be scored
-    int64_t count;
+    const float* scales;        // int8: scale per vector
+    const int32_t* codes;       // residual: centroid per vector
+    const float* centroids;     // residual: centroids
+    const float* weights;       // residual: value per bucket
+    int32_t bits, normalised;   // residual: bits per dimension; whether to scale to unit length
+    const int64_t *starts, *lengths;  // first vector and number of vectors per document
+    int64_t count;              // number of documents
 };
 struct Queries {
-    const void* packed;     // panels of 32 tokens, as the level and the kind want them
-    const float* scales;    // int8: one a token
-    const int64_t* bounds;  // where each query's tokens begin, and the last end
-    int64_t count, tokens, padded;
+    const void* packed;     // panels of 32 tokens, in the layout for the level and the kind
+    const float* scales;    // int8: scale per token
+    const int64_t* bounds;  // first token of each query, then the number of tokens
+    int64_t count, tokens, padded;  // number of queries, of tokens, and of tokens with padding
 };
 struct Output {
     float* scores;   // (queries, stride), or null
     int64_t stride;
-    float* best;     // (documents, tokens) similarities and
-    int32_t* index;  // places in the document, or null
+    float* best;     // (documents, tokens) similarities, or null
+    int32_t* index;  // (documents, tokens) indices of the best tokens in the document, or null
 };
 
 namespace {
@@ -63,11 +63,11 @@ constexpr int64_t up(int64_t x, int64_t multiple) { return (x + multiple - 1) / 
 
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
-// Working memory of one call: 132 bytes a query token (264 with places), 256 a dimension.
+// Working memory of one call: 132 bytes per query token (264 with indices) and 256 per dimension.
 struct Scratch {
-    int width;  // of a row: the dimension, up to a multiple of 64
+    int width;  // width of a row: the dimension, rounded up to a multiple of 64
     float *floats, *products, *best;
-    uint16_t *high, *low;  // beside floats: pairs of bfloat16
+    uint16_t *high, *low;  // decoded rows as pairs of bfloat16
     int32_t* index;
 
     Scratch(int dim, int64_t padded, bool argmax) : width(int(up(dim, 64))) {
@@ -75,7 +75,7 @@ struct Scratch {
         const int64_t total = 4 * half + 32 * 32 * 4 + maxima * (1 + argmax);
         memory = (char*)std::aligned_alloc(64, total);
         if (!memory) throw std::bad_alloc();
-        // What lies behind a row's dimension, and behind the last row, counts as zero.
+        // Values beyond the dimension of a row and beyond the last row must be zero.
         memset(memory, 0, total);
         char* at = memory;
         auto take = [&](int64_t size) { return std::exchange(at, at + size); };
@@ -129,8 +129,8 @@ namespace amx {
 }  // namespace amx
 #pragma GCC pop_options
 
-// Whether the operating system keeps these registers: bits of XCR0.
-bool keeps(uint64_t wanted) {
+// Returns whether the operating system saves these registers, which are bits of XCR0.
+bool saves_state(uint64_t wanted) {
     uint32_t low, high;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return ((uint64_t(high) << 32 | low) & wanted) == wanted;
@@ -141,14 +141,14 @@ int find_level() {
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return GENERIC;
     const bool fma = c & bit_FMA, f16c = c & bit_F16C;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return GENERIC;
-    if (!(b & bit_AVX2) || !fma || !f16c || !keeps(0x6)) return GENERIC;
+    if (!(b & bit_AVX2) || !fma || !f16c || !saves_state(0x6)) return GENERIC;
     const uint32_t wide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
-    if ((b & wide) != wide || !(c & (1u << 11)) || !keeps(0xe6)) return AVX2;
+    if ((b & wide) != wide || !(c & (1u << 11)) || !saves_state(0xe6)) return AVX2;
     const uint32_t tiles = 1u << 24 | 1u << 25 | 1u << 22;  // AMX: tile, int8, bf16
-    if ((d & tiles) != tiles || !keeps(0x60000)) return AVX512;
+    if ((d & tiles) != tiles || !saves_state(0x60000)) return AVX512;
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & (1u << 5))) return AVX512;  // bf16
 #if defined(__linux__)
-    // The kernel gives the tiles' 8 KiB of state to a process that asks for it.
+    // A process must request the 8 KiB of tile state from the kernel.
     return syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? AMX : AVX512;
 #else
     return AVX512;
@@ -166,13 +166,13 @@ int find_level() { return GENERIC; }
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-// The widest instructions of this machine: 0 any, 1 AVX2, 2 AVX-512 with VNNI, 3 AMX.
+// Returns the widest level of this machine: 0 generic, 1 AVX2, 2 AVX-512 with VNNI, 3 AMX.
 EXPORT int maxray_level() {
     static const int level = find_level();
     return level;
 }
 
-// Scores the documents with the instructions of a level that the machine has; 0, or 1 for no memory.
+// Scores documents with a level that the machine supports. Returns 0, or 1 if allocation fails.
 EXPORT int maxray_score(const Documents* docs, const Queries* queries, const Output* output, int level) {
     try {
         Scratch scratch(docs->dim, queries->padded, output->best != nullptr);

@@ -40,7 +40,7 @@ def main() -> None:
         for rows, batch in encoder.encode(items):
             compressed = compressor.compress(batch)
             vectors, lengths = flat_rows(compressed.vectors, compressed.mask)
-            packed = PackedVectors.of_values(vectors, torch.from_numpy(lengths))
+            packed = PackedVectors.from_values(vectors, torch.from_numpy(lengths))
             tokens = [compressor.transform_queries(query.tokens[0])]
             scores[torch.from_numpy(rows)] = maxsim(tokens, packed)[0]
             num_vectors += len(vectors)

@@ -1,4 +1,4 @@
-"""The queries of `jobs.search`: from its command line, or from a file."""
+"""Queries of `jobs.search`, given on the command line or in a file."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 from pipeline.config import SpecError
 
-if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
+if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.schema import Composed
     from pipeline.search.query import AnyQuery
     from pipeline.search.searcher import Searcher
 
-#: Maximum size of the file of a query's image.
+#: Maximum size of a query image, in bytes.
 MAX_IMAGE_BYTES = 64 << 20
 
 
 def read(args: Namespace) -> Mapping[str, AnyQuery]:
-    """Returns the queries by id."""
+    """Reads the queries, by id."""
     from pipeline.eval.topics import read_queries, read_query_vectors
 
     if args.queries:
@@ -27,15 +27,14 @@ def read(args: Namespace) -> Mapping[str, AnyQuery]:
         return {"1": _query(args.query, args.image)}
     vectors = read_query_vectors(args.query_vectors)
     if args.save_maps and len(vectors) > 1:
-        problem = f"holds {len(vectors):,} queries"
-        raise SpecError(
-            "query-vectors", args.query_vectors, "a file of one query with --save-maps", problem
-        )
+        problem = f"contains {len(vectors):,} queries"
+        rule = "a file with a single query if --save-maps is used"
+        raise SpecError("query-vectors", args.query_vectors, rule, problem)
     return vectors
 
 
 def _query(words: Sequence[str], image: str | None) -> str | bytes | Composed:
-    """Returns the query of a command line: a text, an image, or both."""
+    """Returns a query from the command line: a text, an image, or both."""
     from pipeline.schema import Composed
 
     text = " ".join(words)
@@ -49,11 +48,11 @@ def _read_image(uri: str) -> bytes:
     """Returns the bytes of an image file.
 
     Raises:
-        SpecError: It cannot be read or is too large.
+        SpecError: The file cannot be read or is too large.
     """
     import fsspec
 
-    rule = f"a PNG, JPEG or WebP file of {MAX_IMAGE_BYTES:,} bytes at most"
+    rule = f"a PNG, JPEG or WebP file of at most {MAX_IMAGE_BYTES:,} bytes"
     try:
         with fsspec.open(uri) as file:
             data = file.read(MAX_IMAGE_BYTES + 1)
@@ -65,7 +64,7 @@ def _read_image(uri: str) -> bytes:
 
 
 def check_vectors(searcher: Searcher, queries: Mapping[str, AnyQuery], name: str) -> None:
-    """Raises `SpecError` if a query of a file is invalid, before the others are searched."""
+    """Raises `SpecError` if any query of a file is invalid, before the search starts."""
     for query_id, vectors in queries.items():
         try:
             searcher.queries([vectors], name)

@@ -1,4 +1,4 @@
-"""TREC runs of many queries, and the throughput of their stages, for `jobs.search`."""
+"""TREC runs of many queries and the throughput of their stages, for `jobs.search`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 import jobs
 from pipeline.config import Stopped
 
-if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
+if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.options import SearchOptions
     from pipeline.search.query import AnyQuery
     from pipeline.search.rerank import Reranker
     from pipeline.search.score import Ranking
     from pipeline.search.searcher import Searcher
 
-#: Queries that are encoded and scored together: bounds memory, however many there are.
-QUERIES_AT_ONCE = 256
-#: Seconds between two lines of progress.
-SAY_EVERY = 10.0
+#: Number of queries that are encoded and scored per batch, which bounds memory.
+QUERY_BATCH = 256
+#: Interval between progress lines, in seconds.
+PROGRESS_SECONDS = 10.0
 
 
 def batches(queries: Mapping[str, AnyQuery]) -> Iterator[dict[str, AnyQuery]]:
-    """Yields the queries by id, `QUERIES_AT_ONCE` at a time."""
+    """Yields batches of at most `QUERY_BATCH` queries, by id."""
     pairs = list(queries.items())
-    for first in range(0, len(pairs), QUERIES_AT_ONCE):
-        yield dict(pairs[first : first + QUERIES_AT_ONCE])
+    for first in range(0, len(pairs), QUERY_BATCH):
+        yield dict(pairs[first : first + QUERY_BATCH])
 
 
 def write(
@@ -54,11 +54,11 @@ def write(
 
 
 def _stop(*_: object) -> None:
-    raise Stopped("stopped; nothing was written")
+    raise Stopped("stopped before the run was written")
 
 
 class _Run:
-    """Ranks items for many queries and measures the time of each stage."""
+    """Ranks items for many queries and measures the duration of each stage."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class _Run:
     def scores(self) -> Iterator[tuple[str, dict[str, float]]]:
         """Yields the id of each query and its scores, best first."""
         if self._needs_encoder:
-            self._searcher.encoder(self._options.column)  # loading is not timed
+            self._searcher.encoder(self._options.column)  # loads the encoder before timing
         self._searcher.load(self._options.column, self._options.score)
-        last_said = time.monotonic()
+        last_progress = time.monotonic()
         for batch in batches(self._queries):
             rankings = self._rank(list(batch.values()))
             for query_id, ranking in zip(batch, rankings, strict=True):
@@ -93,10 +93,10 @@ class _Run:
                 yield query_id, scores
             self._num_done += len(batch)
             is_last = self._num_done == len(self._queries)
-            if not is_last and time.monotonic() - last_said > SAY_EVERY:
-                last_said = time.monotonic()
-                done = f"{self._num_done:,} of {len(self._queries):,} queries"
-                jobs.say(f"{done}; {self.throughput()}")
+            if not is_last and time.monotonic() - last_progress > PROGRESS_SECONDS:
+                last_progress = time.monotonic()
+                progress = f"{self._num_done:,} of {len(self._queries):,} queries"
+                jobs.say(f"{progress}; {self.throughput()}")
 
     def _rank(self, queries: list[AnyQuery]) -> list[Ranking]:
         start = time.perf_counter()
@@ -105,15 +105,17 @@ class _Run:
         rankings = self._searcher.rank_with(encoded, self._options.first_stage())
         reranking = time.perf_counter()
         if self._reranker is not None:
-            given = self._reranker.check(self._searcher.index, queries)
-            rankings = self._reranker.rerank(self._searcher, given, rankings, self._options.k)
+            texts_or_images = self._reranker.check(self._searcher.index, queries)
+            rankings = self._reranker.rerank(
+                self._searcher, texts_or_images, rankings, self._options.k
+            )
             self._reranking += time.perf_counter() - reranking
         self._encoding += scoring - start
         self._scoring += reranking - scoring
         return rankings
 
     def throughput(self) -> str:
-        """Returns how many queries per second each stage has processed."""
+        """Returns the throughput of each stage in queries per second."""
         stages = [("encoded", self._encoding)] if self._needs_encoder else []
         stages.append(("scored", self._scoring))
         if self._reranker is not None:

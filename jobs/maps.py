@@ -1,11 +1,11 @@
-"""Draws where phrases match through each representation, beside where they stand.
+"""Draws similarity maps of phrases, for comparison with their true locations.
 
     python -m jobs.maps PHRASES OUT.png --index out/shapes/index full samer_16
     python -m jobs.maps PHRASES OUT.png --index INDEX NAME --index OTHER NAME --items a.png b.png
 
-PHRASES is a file as the `grounding` of jobs.evaluate has it: JSON lines with item_id, phrase and
-boxes. A row is a phrase, a column a representation of one of the indexes; framed are the phrase's
-boxes.
+PHRASES is a JSON Lines file with the fields item_id, phrase and boxes, in the format of `grounding`
+in jobs.evaluate. The output has a row per phrase and a column per representation. The boxes of the
+phrase are outlined.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pipeline.index import check_index
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and draws."""
+    """Parses the command line and draws the maps."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("phrases", metavar="PHRASES", help="phrases with boxes: .jsonl")
-    parser.add_argument("out", metavar="OUT", help="the picture, a PNG")
+    parser.add_argument("phrases", metavar="PHRASES", help="phrases with boxes (.jsonl)")
+    parser.add_argument("out", metavar="OUT", help="output file (.png)")
     parser.add_argument(
         "--index",
         dest="indexes",
@@ -30,11 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="append",
         required=True,
         metavar=("INDEX", "NAME"),
-        help="an index and representations of it (default: all); may stand several times",
+        help="index and its representations to draw (default: all); may be repeated",
     )
-    parser.add_argument("--count", type=jobs.positive, default=3, help="phrases (default: 3)")
-    parser.add_argument("--items", nargs="+", metavar="ID", help="phrases of these items alone")
-    args = parser.parse_args(arguments)  # options with several values do not mix with others
+    parser.add_argument(
+        "--count", type=jobs.positive, default=3, help="number of phrases (default: 3)"
+    )
+    parser.add_argument("--items", nargs="+", metavar="ID", help="draw phrases of these items only")
+    args = parser.parse_args(arguments)  # `parse` does not support options with several values
     check_exists(args.phrases, "grounding")
     for uri, *_ in args.indexes:
         check_index(uri)

@@ -1,4 +1,4 @@
-"""Searches an index, for one query or for a file of them.
+"""Searches an index for one query or for a file of queries.
 
     python -m jobs.search out/cranfield/index "how does a slipstream change the lift of a wing"
     python -m jobs.search INDEX "a query" --representation hpool_32 --k 5 --score hybrid
@@ -14,20 +14,23 @@
     python -m jobs.search out/pages/index "who pays for the repairs" --k 3 --save-maps out/maps
     python -m jobs.search INDEX "a red car" --rerank edje=FOLDER --k 5 --save-sheet out/red.png
 
-Prints hits with their best passages: the words that contribute most to the score are marked, and
-below stand the box or the seconds of each passage. With --json each hit is a line of JSON with all
-matches and passages (docs/concepts/explanations.md).
-With --run it writes a run in TREC's form instead, and says how many queries were encoded and scored
-a second. With --actors the index is searched in so many parts, each in a Ray actor.
-With --rerank the best hits (10, or --rerank-depth) are put into the order of EDJE's joint encoder,
-which reads the query with what its adapter made of each, see jobs.backfill; for a picture with the
-texts of the hits. A hit that it cannot read keeps its place and says so.
-With --save-maps it also writes each hit with the matching words highlighted, by the whole query and
-by each of its tokens: the page, the photo, the frame or the waveform of the speech, as PNG with a
-legend; and the numbers as JSON. With --save-sheet it writes one PNG of the hits side by side; with
---rerank below those of the first stage.
-Queries come as JSON lines (`_id`, `text`) or `id<TAB>text`, vectors as one .npy of shape (query
-tokens, dim) or as Parquet with the columns `id` and `vectors`.
+Prints the hits with their best passages. The words that contribute most to the score are marked,
+followed by the box or the times of each passage. --json prints one JSON object per hit with all
+matches and passages, see docs/concepts/explanations.md.
+
+--run writes a run in TREC format instead and prints the throughput of encoding and scoring.
+--actors splits the index into N shards and searches each in a Ray actor.
+
+--rerank reorders the best hits (10, or --rerank-depth) with EDJE's joint encoder. It scores a text
+query with the stored tokens of each hit, which jobs.backfill adds to an index, and an image query
+with the text of each hit. Hits without tokens or text keep their ranks and are flagged.
+
+--save-maps writes the page, image, video frame or audio waveform of each hit as a PNG with the
+matching words highlighted, for the whole query and for each query token, and the values as JSON.
+--save-sheet writes the images of all hits to one PNG, with a row per stage if --rerank is used.
+
+Query files contain JSON lines (`_id`, `text`) or lines of the form `id<TAB>text`. Query vectors are
+a .npy file of shape (query tokens, dim) or a Parquet file with the columns `id` and `vectors`.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from jobs import _queries, _runs
 from pipeline.config import SpecError, check_exists
 from pipeline.index import check_index
 
-if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
+if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.options import SearchOptions
     from pipeline.search.query import AnyQuery
     from pipeline.search.rerank import Reranker
@@ -53,7 +56,7 @@ if TYPE_CHECKING:  # loaded when an index is opened: --help is quick
 
 BOLD_UNDERLINED, BRACKETS = ("\x1b[1;4m", "\x1b[0m"), ("[", "]")
 
-#: The values of `pipeline.schema.Precision`, whose module imports Arrow.
+#: Values of `pipeline.schema.Precision`, copied because that module imports Arrow.
 PRECISIONS = ("float32", "bfloat16", "float16", "int8")
 
 
@@ -75,11 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> Namespace:
-    """Parses the command line; options that exclude each other end the program."""
+    """Parses the command line and rejects invalid combinations of options."""
     parser = _parser()
     args = parser.parse(arguments)
-    for option, given in (("--save-maps", args.save_maps), ("--save-sheet", args.save_sheet)):
-        if given and (args.run or args.queries or args.json):
+    for option, path in (("--save-maps", args.save_maps), ("--save-sheet", args.save_sheet)):
+        if path and (args.run or args.queries or args.json):
             parser.error(f"{option} requires a single query and no --run or --json")
     for option in ("rerank_depth", "add_first_stage", "precision"):
         if getattr(args, option) and not args.rerank:
@@ -89,8 +92,10 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
     if args.json and args.run:
         parser.error("--json cannot be combined with --run")
     if sum(map(bool, (args.query or args.image, args.queries, args.query_vectors))) != 1:
-        several = "QUERY, --image or both, --queries and --query-vectors"
-        parser.error(f"exactly one of {several} is required")
+        parser.error(
+            "exactly one of these is required: QUERY with or without --image, --image, --queries "
+            "or --query-vectors"
+        )
     check_index(args.index)
     for option in ("queries", "query_vectors", "image", "ids", "parents"):
         if path := getattr(args, option):
@@ -166,7 +171,7 @@ def _open(args: Namespace) -> Iterator[Searcher]:
 
 
 def _print_known(searcher: Searcher, options: SearchOptions, file: Any) -> None:
-    """Prints how many of the ids that restrict the search are in the index."""
+    """Prints how many ids of --ids and --parents are in the index."""
     lists = {"ids": options.ids, "parents": options.parents}
     for field, ids in lists.items():
         if ids is not None:
@@ -181,7 +186,7 @@ def _search(
     reranker: Reranker | None,
     args: Namespace,
 ) -> None:
-    """Searches for each query; prints the hits and writes their maps."""
+    """Searches for each query, prints the hits and writes their maps."""
     from pipeline.search.formatting import format_hits
     from pipeline.search.map_files import write_hit_maps, write_hit_sheet
 
@@ -198,12 +203,11 @@ def _search(
             if num_tokens := max(
                 (hit.reranked.num_truncated_tokens for hit in hits if hit.reranked), default=0
             ):
-                what = "the query" if isinstance(query, str) else "a hit's text"
-                problem = "longer than what the reranker reads: these are cut"
-                print(f"{what} is {num_tokens:,} tokens {problem}")
+                text = "the query" if isinstance(query, str) else "the text of a hit"
+                print(f"the reranker truncated {text} by {num_tokens:,} tokens")
             if args.save_maps:
-                moved = (named.rpartition("=") for named in args.documents)
-                documents = {name: folder for name, _, folder in moved}
+                pairs = (option.rpartition("=") for option in args.documents)
+                documents = {name: folder for name, _, folder in pairs}
                 for line in write_hit_maps(
                     args.save_maps, searcher, query, hits, options.column, documents
                 ):
@@ -214,59 +218,87 @@ def _search(
 
 def _parser() -> jobs.Parser:
     parser = jobs.parser(__doc__)
-    parser.add_argument("index", help="the URI of an index")
-    parser.add_argument("query", nargs="*", default=[], help="a text")
+    parser.add_argument("index", help="URI of the index")
+    parser.add_argument("query", nargs="*", default=[], help="text query")
     parser.add_argument(
-        "--image", metavar="FILE", help="a picture: PNG, JPEG or WebP; with QUERY, both together"
+        "--image",
+        metavar="FILE",
+        help="query image (PNG, JPEG or WebP); with QUERY, a composed query of both",
     )
-    parser.add_argument("--queries", metavar="FILE", help="texts: .jsonl, or id<TAB>text")
-    parser.add_argument("--query-vectors", metavar="FILE", help="vectors: .npy or .parquet")
-    parser.add_argument("--representation", help="default: full if there is one, else the first")
-    parser.add_argument("-k", "--k", type=jobs.positive, default=10, help="hits for each query")
-    parser.add_argument("--score", choices=["late", "single", "hybrid"], default="late")
+    parser.add_argument("--queries", metavar="FILE", help="text queries (.jsonl or id<TAB>text)")
+    parser.add_argument("--query-vectors", metavar="FILE", help="query vectors (.npy or .parquet)")
+    parser.add_argument(
+        "--representation", help="representation to search (default: full if it exists, else first)"
+    )
+    parser.add_argument(
+        "-k", "--k", type=jobs.positive, default=10, help="number of hits per query (default: 10)"
+    )
+    parser.add_argument(
+        "--score",
+        choices=["late", "single", "hybrid"],
+        default="late",
+        help="MaxSim score, single-vector score or both (default: late, the MaxSim score)",
+    )
     parser.add_argument(
         "--weights",
         nargs=2,
         type=float,
         default=(1.0, 1.0),
         metavar=("SINGLE", "LATE"),
-        help="of the two in the hybrid score; default: 1 1",
+        help="weights of the two scores in the hybrid score (default: 1 1)",
     )
-    parser.add_argument("--group-by", choices=["parent"], help="the best item of each parent only")
+    parser.add_argument(
+        "--group-by", choices=["parent"], help="return only the best item of each parent"
+    )
     parser.add_argument("--filter", metavar="SQL", help="SQL condition that items must satisfy")
-    parser.add_argument("--ids", metavar="FILE", help="search these items alone: an id a line")
-    parser.add_argument("--parents", metavar="FILE", help="the same with ids of parents")
-    parser.add_argument("--version", type=int, help="an older version of the index")
-    parser.add_argument("--rerank", metavar="edje=FOLDER", help="a second stage: a trained EDJE")
+    parser.add_argument("--ids", metavar="FILE", help="search only these items, one id per line")
     parser.add_argument(
-        "--rerank-depth", type=jobs.positive, help="number of reranked hits; default: 10"
+        "--parents", metavar="FILE", help="search only items of these parents, one id per line"
+    )
+    parser.add_argument("--version", type=int, help="version of the index (default: the newest)")
+    parser.add_argument(
+        "--rerank", metavar="edje=FOLDER", help="rerank with the EDJE model in this folder"
     )
     parser.add_argument(
-        "--add-first-stage", action="store_true", help="add its score to the reranker's"
+        "--rerank-depth", type=jobs.positive, help="number of hits to rerank (default: 10)"
+    )
+    parser.add_argument(
+        "--add-first-stage",
+        action="store_true",
+        help="add the score of the first stage to that of the reranker",
     )
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
-        help="in which the reranker computes; default: as its folder says",
+        help="precision of the reranker (default: that of its folder)",
     )
-    parser.add_argument("--actors", type=jobs.positive, metavar="N", help="search N parts on Ray")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="that scores")
+    parser.add_argument(
+        "--actors", type=jobs.positive, metavar="N", help="search N shards in Ray actors"
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="device used for scoring (default: cpu)",
+    )
     parser.add_argument(
         "--no-cache",
         dest="cache",
         action="store_false",
-        help="read the vectors into memory; default: pack them into MAXRAY_CACHE and map them",
+        help="read vectors into memory instead of mapping packed files in MAXRAY_CACHE",
     )
-    parser.add_argument("--json", action="store_true", help="print a line of JSON for each hit")
-    parser.add_argument("--run", metavar="OUT", help="write a TREC run, print no hits")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per hit")
+    parser.add_argument("--run", metavar="OUT", help="write a TREC run instead of printing hits")
     parser.add_argument("--save-maps", metavar="FOLDER", help="write similarity maps of the hits")
-    parser.add_argument("--save-sheet", metavar="FILE", help="write the hits side by side, a PNG")
+    parser.add_argument(
+        "--save-sheet", metavar="FILE", help="write the images of all hits to one PNG"
+    )
     parser.add_argument(
         "--documents",
         metavar="[COLLECTION=]FOLDER",
         action="append",
         default=[],
-        help="where the files of the hits lie now; may stand several times",
+        help="current folder of the indexed files, if they were moved; may be repeated",
     )
     return parser
 

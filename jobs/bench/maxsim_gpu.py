@@ -223,7 +223,7 @@ def documents(dtype: torch.dtype, num_docs: int, num_tokens: int, dim: int) -> P
         parts = {"values": values, "scales": scales}
         return PackedVectors([Segment(Int8(Int8.Spec()), dim, parts, lengths)])
     values = torch.empty(shape, dtype=dtype, device="cuda").normal_(0, dim**-0.5)
-    return PackedVectors.of_values(values, lengths)
+    return PackedVectors.from_values(values, lengths)
 
 
 def queries(packed: PackedVectors, num_queries: int, num_tokens: int) -> list[torch.Tensor]:

@@ -200,7 +200,7 @@ def paths(bench: Bench, args: Any) -> None:
     texts, tokens, mask, pairs = random_candidates(
         first, num_tokens, args.text_tokens, args.queries, depth
     )
-    read = first.read(texts)
+    read = first.tokenise(texts)
     wide = tokens.float()
     loops = {name: plain(first, TYPES[name], "cpu") for name in TYPES if name in joints}
     exact = plain(first, torch.float64, "cpu")(read, tokens.double(), pairs, len(pairs))
@@ -260,7 +260,7 @@ def passes(bench: Bench, args: Any) -> None:
         num_queries = max(args.batch_tokens // size // depth, 1)
         texts, *given = random_candidates(joint, num_tokens, args.text_tokens, num_queries, depth)
         tokens, mask, pairs = (one.to(device) for one in given)
-        read = joint.read(texts).to(joint.device)
+        read = joint.tokenise(texts).to(joint.device)
         loop = plain(joint, torch.bfloat16, device)
         sides: dict[str, Callable[[], torch.Tensor]] = {
             "plain loop": functools.partial(loop, read, tokens, pairs, len(pairs)),
@@ -309,7 +309,7 @@ def latency(bench: Bench, args: Any) -> None:
         texts, tokens, mask, pairs = given
 
         def by_loop(texts=texts, tokens=tokens, pairs=pairs) -> torch.Tensor:
-            read = first.read(texts).to(first.device)
+            read = first.tokenise(texts).to(first.device)
             return loop(read, tokens.to(device), pairs.to(device), len(pairs)).cpu()
 
         sides: dict[str, Callable[[], torch.Tensor]] = {"plain loop, float32": by_loop}
@@ -344,7 +344,7 @@ def _runs(
     tokens = tokens.to(words.dtype)
 
     def once() -> torch.Tensor:
-        return joint._fast(layers, False, read, tokens, mask, pairs, words)
+        return joint._optimised_logits(layers, False, read, tokens, mask, pairs, words)
 
     yield "eager", once
     yield "compiled", torch.compile(once)

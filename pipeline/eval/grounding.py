@@ -21,7 +21,7 @@ from pipeline.encoders import EncodedQueries
 from pipeline.eval.topics import read_lines
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index, combine_filters
-from pipeline.search.explain import outputs_of
+from pipeline.search.explain import assigned_vectors
 from pipeline.search.searcher import Searcher
 
 #: Number of grid cells per axis.
@@ -348,7 +348,7 @@ class Grounder:
         if info.support_column is None or info.support_form is None:
             return np.arange(num_tokens)
         support = table[info.support_column][row].as_py()
-        return outputs_of(support, info.support_form, num_tokens)
+        return assigned_vectors(support, info.support_form, num_tokens)
 
 
 def _extents_column(index: Index, name: str) -> str | None:

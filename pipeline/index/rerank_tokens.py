@@ -67,7 +67,7 @@ def check_same_adapter(folder: str, stored: RerankInfo) -> None:
 
 def tokens_column(adapter: Adapter, batch: TokenBatch) -> pa.Array:
     """Returns the tokens to store, null for items without tokens or beyond the float16 range."""
-    tokens_BVD, mask_BV = adapter.cached(batch)
+    tokens_BVD, mask_BV = adapter.cache_tokens(batch)
     is_finite_B = (tokens_BVD.isfinite().all(dim=2) | ~mask_BV).all(dim=1)
     has_any = (mask_BV.any(dim=1) & is_finite_B).cpu().numpy()
     stored = ragged_to_arrow(tokens_BVD, mask_BV & is_finite_B.unsqueeze(1), pa.float16())

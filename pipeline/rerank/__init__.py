@@ -1,1 +1,1 @@
-"""EDJE: a small joint encoder reads a text with an item's cached vision tokens and reranks."""
+"""EDJE: reranking with a small joint encoder over a text and an item's cached vision tokens."""

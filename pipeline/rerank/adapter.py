@@ -1,11 +1,11 @@
-"""EDJE's adapter: compresses the states of a vision encoder to few language-model tokens.
+"""Adapter of EDJE, which compresses vision-encoder states to a few language-model tokens.
 
     K = X W_K, V = X W_V                                                        (EDJE, eq. 1)
     H = MultiHeadAttention(Q, K, V), Q learned                                  (eq. 2)
     O = H + MLP(LayerNorm(H))                                                   (eq. 3)
     Y = O W_proj                                                                (eq. 4)
 
-The local variant is an MLP per token instead (section 3.4).
+The local variant applies an MLP to each state instead (section 3.4).
 """
 
 from __future__ import annotations
@@ -24,56 +24,52 @@ ACTIVATIONS = {"gelu": torch.nn.GELU, "relu": torch.nn.ReLU, "silu": torch.nn.Si
 
 
 class Adapter(torch.nn.Module):
-    """The token-compression adapter, or the local one, for items of one or several frames.
+    """Token-compression adapter, or its local variant, for items with one or several frames.
 
-    Each video frame, image or page is compressed separately, to `num_tokens` tokens or, in the
-    local variant, to as many tokens as it has states. The tokens of an item are those of its frames
-    in order, at most `max_tokens` in all. If there are more, `max_tokens // (tokens of the longest
-    frame)` frames remain, each the middle one of an equal part of the item. If a single frame is
-    too long (in the local variant), its tokens are subsampled evenly. An item without states has no
+    Each frame (a video frame, an image or a page) is compressed separately, to `num_tokens` tokens
+    or, in the local variant, to one token per state. The tokens of the frames are concatenated. If
+    an item has more than `max_tokens` tokens, its frames are subsampled evenly to
+    `max_tokens // (tokens of the longest frame)`. If a single frame is too long, which is possible
+    only in the local variant, its tokens are subsampled evenly. An item without states has no
     tokens.
 
     Args:
         spec: Settings.
-        width: d_vision, dimension of the states.
-        dim: d_language, dimension of the tokens.
+        width: Dimension d_vision of the states.
+        dim: Dimension d_language of the tokens.
     """
 
     class Spec(config.Spec):
-        """Settings of the adapter; the defaults are the paper's where it states them.
-
-        Attributes:
-            kind: `compressed`, to `num_tokens` tokens per frame, or `local`, one token per state.
-            num_tokens: m, number of tokens per frame of the compressed variant.
-            max_tokens: Maximum number of tokens per item.
-            heads: Number of attention heads.
-            project_queries: Whether the learned queries Q are projected by a W_Q.
-            project_output: Whether H is projected by a W_O.
-            attention_bias: Whether the projections of the attention have biases.
-            hidden: Hidden dimension of the MLP (appendix A).
-            activation: Activation function of the MLP.
-            norm_eps: Epsilon of the LayerNorm.
-            norm_states: Whether X first passes a LayerNorm without weights. Recommended for
-                encoders with vectors of unit length, whose components are too small otherwise.
-            queries_std: Standard deviation of the initial Q; a small one makes the tokens start
-                out similar.
-        """
+        """Settings of the adapter. The defaults are the values of the paper, where specified."""
 
         kind: Literal["compressed", "local"] = "compressed"
+        """`compressed` for `num_tokens` tokens per frame, `local` for one token per state."""
         num_tokens: int = Field(64, ge=1)
+        """Number m of tokens per frame in the compressed variant."""
         max_tokens: int = Field(1024, ge=1)
+        """Maximum number of tokens per item."""
         heads: int = Field(8, ge=1)
+        """Number of attention heads; must divide the dimension of the states."""
         project_queries: bool = True
+        """Whether to project the learned queries Q by a W_Q."""
         project_output: bool = True
+        """Whether to project H by a W_O."""
         attention_bias: bool = True
+        """Whether the attention projections have biases."""
         hidden: int = Field(8192, ge=1)
+        """Hidden dimension of the MLP (appendix A)."""
         activation: Literal["gelu", "relu", "silu"] = "gelu"
+        """Activation function of the MLP."""
         norm_eps: float = Field(1e-5, gt=0, allow_inf_nan=False)
+        """Epsilon of the LayerNorm."""
         norm_states: bool = False
+        """Whether to apply a LayerNorm without weights to X first. Recommended for encoders with
+        vectors of unit length, whose components are otherwise too small."""
         queries_std: float = Field(0.02, gt=0, allow_inf_nan=False)
+        """Standard deviation of the initial Q. With a small value all tokens start out similar."""
 
         @model_validator(mode="after")
-        def _a_frame_fits(self) -> Self:
+        def _check_max_tokens(self) -> Self:
             if self.kind == "compressed" and self.max_tokens < self.num_tokens:
                 rule = f"at least num_tokens={self.num_tokens}"
                 raise SpecError("max_tokens", self.max_tokens, rule)
@@ -89,11 +85,11 @@ class Adapter(torch.nn.Module):
             )
             return
         if width % spec.heads:
-            rule = f"a divisor of {width}, the width of the encoder's states"
+            rule = f"a divisor of {width}, the dimension of the encoder's hidden states"
             raise SpecError("heads", spec.heads, rule)
 
-        def linear(is_there: bool = True) -> torch.nn.Module:
-            if not is_there:
+        def linear(is_enabled: bool = True) -> torch.nn.Module:
+            if not is_enabled:
                 return torch.nn.Identity()
             return torch.nn.Linear(width, width, bias=spec.attention_bias)
 
@@ -116,12 +112,12 @@ class Adapter(torch.nn.Module):
 
         Args:
             states_BND: Hidden states of the vision encoder.
-            mask_BN: bool, the real states.
+            mask_BN: bool, False for padding.
             frames_BN: int64, frame number of each state, non-decreasing within an item; None if
-                each item is one frame.
+                each item is a single frame.
 
         Returns:
-            Tokens (B, V, dim), the real ones first, and their mask (B, V).
+            Tokens (B, V, dim), right-padded, and their mask (B, V).
         """
         if frames_BN is None:
             frames_BN = torch.zeros_like(mask_BN, dtype=torch.int64)
@@ -130,35 +126,35 @@ class Adapter(torch.nn.Module):
         states_TD = states_BND[mask_BN]
         if self.spec.norm_states:
             states_TD = functional.layer_norm(states_TD, (self.width,), eps=self.spec.norm_eps)
-        # Frames by their order in the whole batch, and by their order in their item.
-        named_T2 = torch.stack([item_T, frames_BN[mask_BN]], dim=1)
-        named_F2, frame_T, length_F = torch.unique_consecutive(
-            named_T2, dim=0, return_inverse=True, return_counts=True
+        # F indexes the frames of all items in the batch.
+        key_T2 = torch.stack([item_T, frames_BN[mask_BN]], dim=1)
+        key_F2, frame_T, length_F = torch.unique_consecutive(
+            key_T2, dim=0, return_inverse=True, return_counts=True
         )
-        item_F = named_F2[:, 0]
+        item_F = key_F2[:, 0]
         num_frames_B = torch.bincount(item_F, minlength=num_items)
         longest_B = torch.zeros_like(num_frames_B).scatter_reduce(0, item_F, length_F, "amax")
         if self.spec.kind == "compressed":
             longest_B = longest_B.clamp(max=1) * self.spec.num_tokens
-        most_B = (self.spec.max_tokens // longest_B.clamp_min(1)).clamp_min(1)
-        keep_F = evenly(num_frames_B, most_B)
+        max_frames_B = (self.spec.max_tokens // longest_B.clamp_min(1)).clamp_min(1)
+        keep_F = subsample_mask(num_frames_B, max_frames_B)
         item_F, length_F = item_F[keep_F], length_F[keep_F]
         states_TD = states_TD[keep_F[frame_T]]
 
         if self.spec.kind == "compressed":
             frames_FND, mask_FN = pad(states_TD, length_F.cpu().numpy())
-            flat_TD = self._compressed(frames_FND, mask_FN).flatten(0, 1)
+            flat_TD = self._compress(frames_FND, mask_FN).flatten(0, 1)
             length_F = torch.full_like(length_F, self.spec.num_tokens)
         else:
-            # More than that only where one frame alone has them.
-            keep_T = evenly(length_F, torch.full_like(length_F, self.spec.max_tokens))
+            # Only a single frame can still exceed the limit.
+            keep_T = subsample_mask(length_F, torch.full_like(length_F, self.spec.max_tokens))
             length_F = length_F.clamp(max=self.spec.max_tokens)
             flat_TD = self.mlp(states_TD[keep_T])
         lengths_B = torch.zeros_like(num_frames_B).index_add(0, item_F, length_F)
         return pad(flat_TD, lengths_B.cpu().numpy())
 
-    def _compressed(self, frames_FND: torch.Tensor, mask_FN: torch.Tensor) -> torch.Tensor:
-        """Computes the tokens (F, m, dim) of F frames, each with at least one state (eq. 1-4)."""
+    def _compress(self, frames_FND: torch.Tensor, mask_FN: torch.Tensor) -> torch.Tensor:
+        """Computes the tokens (F, m, dim) of F non-empty frames (eq. 1-4)."""
         num_frames = len(frames_FND)
 
         def heads(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,30 +171,32 @@ class Adapter(torch.nn.Module):
         return self.projection(hidden_FMD)
 
     def tokens(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the tokens of encoded items and their mask; prompt tokens are left out."""
+        """Computes the tokens of encoded items and their mask, without prompt tokens."""
         device = next(self.parameters()).device
         mask_BN = batch.mask if batch.kind is None else batch.mask & (batch.kind != PROMPT)
-        frames_BN = None if batch.extents is None else frames_of(batch.extents, mask_BN).to(device)
+        frames_BN = None
+        if batch.extents is not None:
+            frames_BN = frame_numbers(batch.extents, mask_BN).to(device)
         states_BND = batch.vectors.to(device, next(self.parameters()).dtype)
         return self(states_BND, mask_BN.to(device), frames_BN)
 
     @torch.inference_mode()
-    def cached(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the tokens (B, V, dim) in float16 that are cached, and their mask (B, V)."""
+    def cache_tokens(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes the tokens (B, V, dim) float16 to store in the index, and their mask (B, V)."""
         tokens_BVD, mask_BV = self.tokens(batch)
         return tokens_BVD.half(), mask_BV
 
 
-def frames_of(extents_BN6: torch.Tensor, mask_BN: torch.Tensor) -> torch.Tensor:
-    """Returns the frame number of each token (B, N): a frame begins where the start time changes.
+def frame_numbers(extents_BN6: torch.Tensor, mask_BN: torch.Tensor) -> torch.Tensor:
+    """Returns the frame number of each token (B, N). A new frame begins when the time changes.
 
     >>> times = torch.tensor([[0.0, 0.0, 2.0, torch.nan, 4.0]])
     >>> extents = torch.zeros(1, 5, 6)
     >>> extents[..., 4] = times
-    >>> frames_of(extents, torch.tensor([[True, True, True, False, True]])).tolist()
+    >>> frame_numbers(extents, torch.tensor([[True, True, True, False, True]])).tolist()
     [[0, 0, 1, 0, 2]]
     """
-    item_T, place_T = mask_BN.nonzero(as_tuple=True)
+    item_T, column_T = mask_BN.nonzero(as_tuple=True)
     start_T = extents_BN6[..., 4][mask_BN].nan_to_num(nan=-torch.inf)  # images have no time
     is_new_T = torch.zeros_like(item_T)
     is_new_T[1:] = (start_T[1:] != start_T[:-1]) | (item_T[1:] != item_T[:-1])
@@ -206,29 +204,31 @@ def frames_of(extents_BN6: torch.Tensor, mask_BN: torch.Tensor) -> torch.Tensor:
     frame_T = is_new_T.cumsum(0)
     first_B = torch.zeros(len(mask_BN), dtype=torch.int64, device=mask_BN.device)
     first_B.scatter_reduce_(0, item_T, frame_T, "amin", include_self=False)
-    frames_BN[item_T, place_T] = frame_T - first_B[item_T]
+    frames_BN[item_T, column_T] = frame_T - first_B[item_T]
     return frames_BN
 
 
-def evenly(count_B: torch.Tensor, most_B: torch.Tensor) -> torch.Tensor:
-    """Subsamples groups evenly: each of n remaining members is the middle of an n-th of its group.
+def subsample_mask(count_B: torch.Tensor, limit_B: torch.Tensor) -> torch.Tensor:
+    """Returns a mask that subsamples groups evenly.
+
+    A group is divided into equal intervals, and the middle element of each interval is selected.
 
     Args:
         count_B: int64, size of each group.
-        most_B: int64, maximum number of remaining members of each group.
+        limit_B: int64, maximum number of selected elements of each group.
 
     Returns:
-        (sum of `count_B`,) bool, the remaining members of all groups.
+        (sum of `count_B`,) bool, True for the selected elements of all groups.
 
-    >>> evenly(torch.tensor([5, 2]), torch.tensor([2, 4])).int().tolist()
+    >>> subsample_mask(torch.tensor([5, 2]), torch.tensor([2, 4])).int().tolist()
     [0, 1, 0, 1, 0, 1, 1]
     """
-    stay_B = torch.minimum(count_B, most_B)
+    size_B = torch.minimum(count_B, limit_B)
     start_B = count_B.cumsum(0) - count_B
-    group_S = torch.repeat_interleave(torch.arange(len(count_B), device=count_B.device), stay_B)
+    group_S = torch.repeat_interleave(torch.arange(len(count_B), device=count_B.device), size_B)
     number_S = torch.arange(len(group_S), device=count_B.device)
-    number_S = number_S - (stay_B.cumsum(0) - stay_B)[group_S]
-    place_S = (2 * number_S + 1) * count_B[group_S] // (2 * stay_B[group_S])
+    number_S = number_S - (size_B.cumsum(0) - size_B)[group_S]
+    offset_S = (2 * number_S + 1) * count_B[group_S] // (2 * size_B[group_S])
     keep = torch.zeros(int(count_B.sum()), dtype=torch.bool, device=count_B.device)
-    keep[start_B[group_S] + place_S] = True
+    keep[start_B[group_S] + offset_S] = True
     return keep

@@ -1,4 +1,4 @@
-"""Selects the candidates that are reranked and merges their new scores into the ranking."""
+"""Selection of candidates for reranking, and merging of their scores into the ranking."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def candidate_pairs(first_QB: torch.Tensor, rerank_depth: int) -> torch.Tensor:
         rerank_depth: Number of candidates per query.
 
     Returns:
-        (P, 2) int64, rows of (query, candidate), best candidates first.
+        (P, 2) int64, pairs (query, candidate), best candidates first.
 
     >>> candidate_pairs(torch.tensor([[0.1, 0.9, 0.5]]), 2).tolist()
     [[0, 1], [0, 2]]
     """
-    # A stable sort ranks equal scores in their order, as a search does.
+    # A stable sort keeps ties in order, like the search.
     order_QB = first_QB.argsort(dim=1, descending=True, stable=True)
     best_QK = order_QB[:, :rerank_depth]
     query_QK = torch.arange(len(first_QB), device=first_QB.device).unsqueeze(1).expand_as(best_QK)
@@ -31,10 +31,10 @@ def rerank_scores(
     """Returns scores that rank the reranked candidates above all others.
 
     Args:
-        first_QB: Scores of the first stage, which keep their order below the reranked candidates.
-        pairs_P2: int64, the reranked (query, candidate) pairs.
+        first_QB: Scores of the first stage; the other candidates keep their order.
+        pairs_P2: int64, reranked pairs (query, candidate).
         scores_P: Scores of the joint encoder for the pairs.
-        add_first: Whether the score of the first stage is added to the joint encoder's.
+        add_first: Whether to add the scores of the first stage to those of the joint encoder.
 
     Returns:
         (Q, B) float64.

@@ -1,9 +1,11 @@
-"""Saves and loads an EDJE, an adapter and its joint encoder, in one folder.
+"""Saving and loading of EDJE models, which consist of an adapter and a joint encoder.
 
-edje.json            settings, dimensions, the vision encoder, fingerprints
-adapter.safetensors  the adapter, which encodes items offline
-heads.safetensors    the matching head and the text-embedding head
-model.safetensors    the language model, with its config.json and the files of its tokenizer
+A model is a folder with these files:
+
+edje.json            settings, dimensions, vision encoder and fingerprints
+adapter.safetensors  adapter, which encodes items offline
+heads.safetensors    matching head and text-embedding head
+model.safetensors    language model, with its config.json and tokenizer files
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ NOT_IN_FINGERPRINTS = (*FROM, "max_batch_tokens", "trust_remote_code")
 
 
 class Edje(torch.nn.Module):
-    """An adapter with the joint encoder that reads its tokens.
+    """EDJE model: an adapter and the joint encoder of its tokens.
 
     Args:
-        adapter: The adapter, which writes the tokens.
-        joint: The joint encoder, which reads them.
-        vision: `spec` and `fingerprint` of the encoder whose states the adapter reads.
+        adapter: Adapter that computes the tokens of items.
+        joint: Joint encoder that scores texts with these tokens.
+        vision: `spec` and `fingerprint` of the vision encoder whose states the adapter compresses.
     """
 
     def __init__(self, adapter: Adapter, joint: JointEncoder, vision: Mapping[str, Any]):
@@ -67,7 +69,7 @@ class Edje(torch.nn.Module):
             "format": FORMAT,
             "vision": {**self.vision, "dim": self.adapter.width},
             "adapter": config.dump(self.adapter.spec),
-            # What is written is all of it, low-rank matrices included.
+            # The saved weights are complete and include merged low-rank matrices.
             "joint": config.dump(self.joint.spec) | dict.fromkeys(FROM, None) | {"model": "."},
             "dim": self.joint.dim,
             "text_dim": self.joint.recover.out_features,
@@ -77,50 +79,49 @@ class Edje(torch.nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, field: str = "edje", **changes: Any) -> Edje:
-        """Loads what `save` wrote.
+        """Loads a model from a folder written by `save`.
 
         Args:
-            folder: Folder of an EDJE.
-            field: Option that names the folder, for error messages.
-            changes: Other fields of the joint encoder's spec: `dtype`, `attention`,
-                `max_batch_tokens`.
+            folder: Folder of the model.
+            field: Name of the option that specifies the folder, for error messages.
+            changes: Fields of the joint encoder's spec to override, such as `dtype`.
 
         Raises:
-            SpecError: For `field`: the folder is not that of an EDJE, or is corrupted.
+            SpecError: The folder does not contain a valid EDJE model.
         """
         metadata = read_metadata(folder, field)
         adapter = load_adapter(folder, field)
         return cls(adapter, load_joint(folder, field, **changes), metadata["vision"])
 
 
-#: The files that decide what each part computes.
+#: Files that determine the output of each part; they enter its fingerprint.
 PARTS = {"adapter": [ADAPTER], "joint": [HEADS, "model*.safetensors", *SETTINGS]}
 
 
 def fingerprint(folder: Path, part: str, metadata: Mapping[str, Any]) -> str:
-    """Returns the hash of a part's weights and settings; of the adapter's vision encoder too."""
+    """Returns the hash of a part's weights and settings and of the adapter's vision encoder."""
     ignored = NOT_IN_FINGERPRINTS if part == "joint" else ()
     settings = {name: value for name, value in metadata[part].items() if name not in ignored}
-    before = metadata["vision"]["fingerprint"] if part == "adapter" else None
+    vision = metadata["vision"]["fingerprint"] if part == "adapter" else None
     files = hash_files(folder, PARTS[part])
-    return config.digest({"files": files, "settings": settings, "vision": before})
+    return config.digest({"files": files, "settings": settings, "vision": vision})
 
 
 def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
-    """Returns the metadata of a folder: settings, dimensions and fingerprints.
+    """Reads and validates the metadata of a folder: settings, dimensions and fingerprints.
 
     Raises:
-        SpecError: For `field`: the folder is not that of an EDJE, or its files were changed.
+        SpecError: The folder does not contain an EDJE model, or its files were modified.
     """
     rule = "a folder written by EDJE training"
     folder = Path(folder)
     try:
         metadata = json.loads((folder / METADATA).read_text("utf-8"))
         if metadata["format"] != FORMAT:
-            problem = f"has the format {metadata['format']!r}"
-            raise SpecError(field, str(folder), f"an EDJE of format {FORMAT}", problem)
-        now = {part: fingerprint(folder, part, metadata) for part in PARTS}
-        changed = [part for part in PARTS if metadata["fingerprints"][part] != now[part]]
+            problem = f"has format {metadata['format']!r}"
+            raise SpecError(field, str(folder), f"an EDJE model of format {FORMAT}", problem)
+        current = {part: fingerprint(folder, part, metadata) for part in PARTS}
+        changed = [part for part in PARTS if metadata["fingerprints"][part] != current[part]]
         _ = metadata["dim"], metadata["text_dim"], metadata["vision"]["dim"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, SpecError):
@@ -132,13 +133,13 @@ def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
     for part in changed:
         missing = [name for name in PARTS[part] if "*" not in name and name.endswith("safetensors")]
         missing = [name for name in missing if not (folder / name).is_file()]
-        what = f"has no {missing[0]}" if missing else f"has modified files of its {part}"
-        raise SpecError(field, str(folder), f"{rule} and unmodified", what)
+        problem = f"has no {missing[0]}" if missing else f"has modified files of its {part}"
+        raise SpecError(field, str(folder), f"{rule} and unmodified", problem)
     return metadata
 
 
 def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
-    """Loads only the adapter of a folder; see `Edje.load`."""
+    """Loads only the adapter of a model; see `Edje.load`."""
     metadata = read_metadata(folder, field)
     with _readable(folder, field):
         spec = config.parse(Adapter.Spec, metadata["adapter"])
@@ -148,10 +149,10 @@ def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
     return adapter.eval().requires_grad_(False)
 
 
-def computed_in(precision: Precision | None) -> dict[str, Any]:
-    """Returns the fields of a joint encoder's spec that set a precision; none for None.
+def precision_fields(precision: Precision | None) -> dict[str, Any]:
+    """Returns the fields of a joint encoder's spec for a precision; empty for None.
 
-    >>> computed_in("int8"), computed_in(None)
+    >>> precision_fields("int8"), precision_fields(None)
     ({'dtype': 'float32', 'quantise': 'int8'}, {})
     """
     if precision is None:
@@ -161,7 +162,7 @@ def computed_in(precision: Precision | None) -> dict[str, Any]:
 
 
 def load_joint(folder: str | Path, field: str = "edje", **changes: Any) -> JointEncoder:
-    """Loads only the joint encoder of a folder; see `Edje.load`."""
+    """Loads only the joint encoder of a model; see `Edje.load`."""
     metadata = read_metadata(folder, field)
     with _readable(folder, field):
         spec = config.parse(JointEncoder.Spec, metadata["joint"] | {"model": str(folder)} | changes)
@@ -169,15 +170,15 @@ def load_joint(folder: str | Path, field: str = "edje", **changes: Any) -> Joint
         heads = safetensors.torch.load_file(Path(folder) / HEADS)
         joint.load_state_dict(heads, strict=False)
         if set(heads) != {f"{h}.{w}" for h in ("match", "recover") for w in ("weight", "bias")}:
-            raise ValueError(f"{HEADS} has other weights")
+            raise ValueError(f"{HEADS} contains unexpected weights")
         if joint.dim != metadata["dim"]:
-            raise ValueError(f"the model's embeddings have {joint.dim} numbers")
+            raise ValueError(f"the embeddings of the model have dimension {joint.dim}")
     return joint.eval().requires_grad_(False)
 
 
 @contextlib.contextmanager
 def _readable(folder: str | Path, field: str) -> Iterator[None]:
-    """Turns errors of reading into a `SpecError` of the folder."""
+    """Converts read errors to `SpecError`."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -189,15 +190,15 @@ def _readable(folder: str | Path, field: str) -> Iterator[None]:
 
 
 def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> None:
-    """Checks that cached tokens were written by the adapter of a folder.
+    """Checks that stored tokens were computed by the adapter of a model.
 
     Args:
-        folder: Folder of an EDJE.
-        written_by: Fingerprint of the adapter that is stored with the tokens.
-        field: Option that names the folder, for error messages.
+        folder: Folder of the model.
+        written_by: Fingerprint of the adapter, stored with the tokens.
+        field: Name of the option that specifies the folder, for error messages.
 
     Raises:
-        SpecError: For `field`: another adapter wrote them.
+        SpecError: The tokens were computed by another adapter.
     """
     check_adapter(read_metadata(folder, field), folder, written_by, field)
 
@@ -205,10 +206,10 @@ def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> No
 def check_adapter(
     metadata: Mapping[str, Any], folder: str | Path, written_by: str, field: str = "edje"
 ) -> None:
-    """Checks as `check_tokens` does, given the metadata of the folder."""
+    """Checks stored tokens against the metadata of a model; see `check_tokens`."""
     adapter = metadata["fingerprints"]["adapter"]
     if adapter != written_by:
-        rule = f"an EDJE with the index's adapter {written_by}"
+        rule = f"an EDJE model with the adapter of the index, {written_by}"
         raise SpecError(field, str(folder), rule, f"has the adapter {adapter}")
 
 

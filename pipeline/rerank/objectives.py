@@ -1,4 +1,4 @@
-"""Training objectives of EDJE (section 4): matching, masked words, recovery, distillation.
+"""Training losses of EDJE (section 4) and sampling of hard negatives.
 
 Shapes: Q texts of L tokens, B items, P pairs.
 """
@@ -9,18 +9,18 @@ import torch
 from torch.nn import functional
 
 
-def matching(logits_P: torch.Tensor, is_match_P: torch.Tensor) -> torch.Tensor:
-    """Returns the image-text matching loss (P,): the binary cross-entropy of each pair.
+def matching_loss(logits_P: torch.Tensor, is_match_P: torch.Tensor) -> torch.Tensor:
+    """Computes the image-text matching loss (P,), the binary cross-entropy of each pair.
 
-    >>> matching(torch.tensor([0.0]), torch.tensor([True])).tolist()
+    >>> matching_loss(torch.tensor([0.0]), torch.tensor([True])).tolist()
     [0.6931471824645996]
     """
     target_P = is_match_P.float()
     return functional.binary_cross_entropy_with_logits(logits_P.float(), target_P, reduction="none")
 
 
-def distillation(student_P: torch.Tensor, teacher_P: torch.Tensor) -> torch.Tensor:
-    """Returns the local-to-compressed distillation loss (P,) of the logits of each pair.
+def distillation_loss(student_P: torch.Tensor, teacher_P: torch.Tensor) -> torch.Tensor:
+    """Computes the local-to-compressed distillation loss (P,) from the logits of each pair.
 
     -[y_t log(y_s) + (1 - y_t) log(1 - y_s)], y = sigmoid(logit)            (section 4)
     """
@@ -30,39 +30,39 @@ def distillation(student_P: torch.Tensor, teacher_P: torch.Tensor) -> torch.Tens
     )
 
 
-def recovery(made_QP: torch.Tensor, embedding_QP: torch.Tensor) -> torch.Tensor:
-    """Returns the text-embedding recovery loss (Q,).
+def recovery_loss(predicted_QP: torch.Tensor, target_QP: torch.Tensor) -> torch.Tensor:
+    """Computes the text-embedding recovery loss (Q,).
 
         1 - cos(f(t), g(t))                                                     (section 4)
 
-    >>> recovery(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0]])).tolist()
+    >>> recovery_loss(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0]])).tolist()
     [0.0]
     """
-    return 1 - functional.cosine_similarity(made_QP.float(), embedding_QP.float(), dim=-1)
+    return 1 - functional.cosine_similarity(predicted_QP.float(), target_QP.float(), dim=-1)
 
 
-def masked(
+def mask_words(
     ids_QL: torch.Tensor, is_word_QL: torch.Tensor, mask_id: int, share: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Masks random words of texts.
 
     Args:
         ids_QL: int64, token ids.
-        is_word_QL: bool, the tokens that may be masked: neither padding nor special tokens.
+        is_word_QL: bool, True for tokens that are neither padding nor special tokens.
         mask_id: Token id of the mask.
-        share: Probability that a word is masked.
+        share: Probability of masking a word, in [0, 1].
 
     Returns:
-        The token ids with the mask, and the masked positions (Q, L) bool.
+        Token ids with masks (Q, L) int64, and the masked positions (Q, L) bool.
     """
-    # On the CPU, because checkpoints hold the state of its generator.
-    is_chosen_QL = (torch.rand(ids_QL.shape) < share).to(ids_QL.device)
-    is_masked_QL = is_chosen_QL & is_word_QL
+    # Sampled on the CPU, because checkpoints contain the state of its generator.
+    is_sampled_QL = (torch.rand(ids_QL.shape) < share).to(ids_QL.device)
+    is_masked_QL = is_sampled_QL & is_word_QL
     return ids_QL.masked_fill(is_masked_QL, mask_id), is_masked_QL
 
 
-def masked_words(logits_TW: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
-    """Returns the masked language modelling loss (T,): the cross-entropy of each masked word."""
+def masked_language_loss(logits_TW: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+    """Computes the masked language modelling loss (T,), the cross-entropy of each masked token."""
     return functional.cross_entropy(logits_TW.float(), ids_T, reduction="none")
 
 
@@ -73,19 +73,23 @@ def hard_negatives(
     temperature: float | None = None,
     top_k: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the negatives of each anchor, int64 (A, K), and which of them exist, bool (A, K).
+    """Selects hard negatives for each anchor.
 
     Args:
         similarity_AB: Similarities computed by the embedding model.
-        allowed_AB: bool, the candidates that are not relevant to the anchor.
-        count: K. An anchor with fewer candidates gets all of them.
-        temperature: None takes the K most similar candidates. A number draws K without
-            replacement, each with probability softmax(similarity / temperature) among the rest.
-        top_k: Restricts the draw to the most similar candidates; None allows all.
+        allowed_AB: bool, True for candidates that are not relevant to the anchor.
+        count: Number K of negatives per anchor.
+        temperature: If None, the K most similar candidates are selected. Otherwise K are sampled
+            without replacement with probabilities softmax(similarity / temperature).
+        top_k: Number of most similar candidates to sample from; None for all.
+
+    Returns:
+        Candidates (A, K) int64, and their validity (A, K) bool, which is False if an anchor has
+        fewer than K candidates.
 
     >>> similarity = torch.tensor([[0.9, 0.1, 0.5]])
-    >>> rows, there = hard_negatives(similarity, torch.tensor([[False, True, True]]), 3)
-    >>> rows.tolist(), there.tolist()
+    >>> rows, valid = hard_negatives(similarity, torch.tensor([[False, True, True]]), 3)
+    >>> rows.tolist(), valid.tolist()
     ([[2, 1, 0]], [[True, True, False]])
     """
     num_candidates = similarity_AB.shape[1]
@@ -93,7 +97,7 @@ def hard_negatives(
     if temperature is not None:
         best_AT = key_AB.topk(min(top_k or num_candidates, num_candidates), dim=1).indices
         is_best_AB = torch.zeros_like(allowed_AB).scatter(1, best_AT, True)
-        # The largest of logits with Gumbel noise are a draw without replacement (Vieira, 2014).
+        # The top K logits with Gumbel noise are a sample without replacement (Vieira, 2014).
         noise_AB = -torch.empty(key_AB.shape, dtype=torch.float64).exponential_().log()
         key_AB = key_AB / temperature + noise_AB.to(key_AB.device)
         key_AB = key_AB.masked_fill(~is_best_AB, -torch.inf)

@@ -1,13 +1,13 @@
 """Caches token vectors in local files that searches map into memory, one per Lance fragment.
 
-`MAXRAY_CACHE` (default `$XDG_CACHE_HOME/maxray` or `~/.cache/maxray`) holds a folder per index and
-column, with a file (`packed_file`) per fragment. Its name is a hash of everything that its vectors
-depend on: the data files, which never change, the column's field and its codec. So appending rows
-adds files, deleting rows changes none (the open version knows the remaining rows), and a column
-that was written again has new files. The files take about as much space as the column does in the
-index, and can be removed at any time.
+The cache folder is `MAXRAY_CACHE` (default: `$XDG_CACHE_HOME/maxray` or `~/.cache/maxray`). It has
+one folder per index and column, with one file (see `packed_file`) per fragment. The file name is a
+hash of everything the vectors depend on: the immutable data files, the field and the codec of the
+column. Therefore appending rows adds files, deleting rows changes none (the open version determines
+which rows remain), and rewriting a column creates new files. The files take about as much space as
+the column in the index and can be deleted at any time.
 
-If the folder has no space or cannot be written, vectors are read into memory, with a warning.
+If the folder is full or not writable, a warning is logged and vectors are read into memory.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import torch
 from pipeline.codecs import Codec
 from pipeline.config import SpecError, absolute, digest, dump, within
 from pipeline.index.reader import Index, files_with
-from pipeline.search.packed import FLOATS, PackedVectors, Segment, packed_of, single_vectors
+from pipeline.search.packed import FLOATS, PackedVectors, Segment, join_blocks, single_vectors
 from pipeline.search.packed_file import (
-    DamagedError,
+    CorruptedError,
     PackedFile,
     PackedWriter,
     remove_unfinished,
@@ -42,11 +42,11 @@ from pipeline.search.packed_file import (
 
 log = logging.getLogger("maxray.cache")
 
-#: Number of rows read at once while a file is written; a row may have a thousand vectors.
+#: Number of rows per batch when writing a file; a row may have a thousand vectors.
 BATCH_ROWS = 256
-#: Seconds for which an unused file is kept that the newest version does not need.
+#: Minimum age in seconds of files that are deleted because the newest version does not need them.
 KEEP_SECONDS = 24 * 3600
-#: Seconds after which the access time of a file is updated again.
+#: Minimum interval in seconds between updates of a file's access time.
 TOUCH_SECONDS = 3600
 SUFFIX = ".packed"
 
@@ -55,26 +55,26 @@ def cache_folder() -> Path:
     """Returns the folder of packed files: `MAXRAY_CACHE`, else `maxray` in the user's cache folder.
 
     Raises:
-        SpecError: For `cache`: it is a URI, or begins with the home of an unknown user.
+        SpecError: The folder is a URI or refers to the home of an unknown user (field `cache`).
     """
     with within("cache"):
-        if chosen := os.environ.get("MAXRAY_CACHE"):
-            if "://" in chosen:  # else a folder s3: would be made here
-                raise SpecError("", chosen, "a local folder (see MAXRAY_CACHE)", "is a URI")
-            return Path(absolute(chosen))
+        if folder := os.environ.get("MAXRAY_CACHE"):
+            if "://" in folder:  # would otherwise create a local folder named "s3:"
+                raise SpecError("", folder, "a local folder (see MAXRAY_CACHE)", "is a URI")
+            return Path(absolute(folder))
         return Path(absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "maxray"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of token vectors or of single vectors, and its codec."""
+    """A column of token vectors or single vectors."""
 
     index: Index
     name: str
 
     @functools.cached_property
     def _size(self) -> int | None:
-        """Dimension of single vectors; None for a column of lists of vectors."""
+        """Dimension of single vectors; None for a column of token vectors."""
         type = self.index.schema.field(self.name).type
         return type.list_size if pa.types.is_fixed_size_list(type) else None
 
@@ -85,7 +85,7 @@ class Column:
 
     @functools.cached_property
     def dim(self) -> int:
-        """D, dimension of the decoded vectors."""
+        """Dimension D of the decoded vectors."""
         return self._size or self.index.representation(self.name).dim
 
     @functools.cached_property
@@ -93,52 +93,52 @@ class Column:
         return self.index.field_ids([self.name])[self.name]
 
     @functools.cached_property
-    def _meaning(self) -> list:
-        """Everything that the bytes of a vector depend on; part of the names of files."""
+    def _encoding(self) -> list:
+        """Settings that determine the bytes of a vector; part of the file names."""
         artefact = None if self._size else self.index.representation(self.name).codec_artefact
         layout = {name: [str(dtype), width] for name, (dtype, width) in self.layout.items()}
         return [dump(self.codec.spec), artefact, self.dim, layout]
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[torch.dtype, int]]:
-        """Type and width of each part of a vector."""
+        """Data type and width of each part of a vector."""
         return self.codec.parts(self.dim)
 
     @functools.cached_property
     def folder(self) -> Path:
-        """Folder of the packed files of this column."""
+        """Folder with the packed files of this column."""
         uri = absolute(self.index.uri)
         name = re.sub("[^A-Za-z0-9_.-]", "_", posixpath.basename(uri.rstrip("/")))
         return cache_folder() / f"{name}-{digest(uri)}" / self.name
 
     def key(self, fragment: lance.LanceFragment) -> str | None:
-        """Returns a hash of everything that a packed file depends on; None without vectors."""
+        """Returns the hash that names a fragment's packed file; None if it has no vectors."""
         files = files_with(fragment, self._fields)
         uri = absolute(self.index.uri)
-        made_from = [uri, fragment.fragment_id, files, self._fields, self._meaning]
-        return digest(made_from) if files else None
+        dependencies = [uri, fragment.fragment_id, files, self._fields, self._encoding]
+        return digest(dependencies) if files else None
 
     def path(self, key: str) -> Path:
-        """Returns the path of a packed file."""
+        """Returns the path of the packed file with a key."""
         return self.folder / f"{key}{SUFFIX}"
 
     def batches(
         self, fragment: lance.LanceFragment
     ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]]:
-        """Yields a fragment in batches: parts (t, width), lengths (s,) and row numbers (s,)."""
+        """Yields batches of a fragment: parts (t, width), lengths (s,) and row numbers (s,)."""
         for batch in self.index.batches(
             [self.name],
             fragments=[fragment],
             with_address=True,
             batch_rows=BATCH_ROWS,
-            ahead=2,  # 16 by default, of a thousand vectors a row
+            ahead=2,  # the default of 16 takes too much memory at a thousand vectors per row
         ):
             if self._size:
                 values, lengths = single_vectors(batch[self.name])
                 parts = {"values": values}
             else:
                 parts, lengths = self.codec.unpack(batch[self.name], self.dim)
-            yield parts, lengths, _places(batch)
+            yield parts, lengths, _row_offsets(batch)
 
     def without_vectors(self, num_documents: int) -> Segment:
         """Returns a segment of documents without vectors."""
@@ -146,7 +146,8 @@ class Column:
         return Segment(self.codec, self.dim, parts, torch.zeros(num_documents, dtype=torch.int64))
 
 
-def _places(batch: pa.RecordBatch) -> np.ndarray:
+def _row_offsets(batch: pa.RecordBatch) -> np.ndarray:
+    """Returns the offset of each row in its fragment."""
     return (batch["_rowaddr"].to_numpy() & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
@@ -156,21 +157,21 @@ def packed_column(
     fragments: Sequence[lance.LanceFragment],
     *,
     cache: bool = True,
-    when_damaged: Callable[[], None] = lambda: None,
+    on_corruption: Callable[[], None] = lambda: None,
 ) -> PackedVectors:
-    """Opens the vectors of some fragments of a column, one segment per fragment.
+    """Opens the vectors of a column, one segment per fragment.
 
     Args:
-        index: Index of an open version.
+        index: Open version of an index.
         name: Name of the column.
         fragments: Fragments of that version, in storage order.
-        cache: Whether to read and write packed files; else vectors are read into memory.
-        when_damaged: Called when a file turns out to be corrupted while it is read; the column must
-            be opened again then.
+        cache: Whether to read and write packed files. If False, vectors are read into memory.
+        on_corruption: Called when reading a file shows that it is corrupted. The column must then
+            be reopened.
 
     Raises:
-        SpecError: The index cannot be read. Reading the vectors raises it for `cache` if a file is
-            corrupted.
+        SpecError: The index cannot be read. Reading vectors from a corrupted file raises it later
+            (field `cache`).
     """
     column = Column(index, name)
     keys = [column.key(fragment) for fragment in fragments]
@@ -178,13 +179,13 @@ def packed_column(
     opened: dict[str, Segment] = {}
     if cache:
         try:
-            opened = _open_all(column, to_open, when_damaged)
+            opened = _open_all(column, to_open, on_corruption)
         except SpecError as error:
             if error.field != "cache":
                 raise
-            log.warning("%s; the vectors are read into memory", error)
-            with contextlib.suppress(SpecError):  # what was made is of use, if there is a folder
-                opened = _there(column, to_open, when_damaged)
+            log.warning("%s; reading the vectors into memory instead", error)
+            with contextlib.suppress(SpecError):  # files written before the error can be used
+                opened = _open_existing(column, to_open, on_corruption)
     segments = []
     for key, fragment in zip(keys, fragments, strict=True):
         if key is None:
@@ -193,31 +194,31 @@ def packed_column(
             segments.append(opened[key])
         else:
             blocks = [(parts, lengths) for parts, lengths, _ in column.batches(fragment)]
-            segments.extend(packed_of(column.codec, column.dim, blocks).segments)
+            segments.extend(join_blocks(column.codec, column.dim, blocks).segments)
     return PackedVectors(segments or [column.without_vectors(0)])
 
 
 def _open_all(
     column: Column,
     fragments: dict[str, lance.LanceFragment],
-    when_damaged: Callable[[], None],
+    on_corruption: Callable[[], None],
 ) -> dict[str, Segment]:
-    """Returns the segments of fragments by key, after writing the files that are missing.
+    """Returns the segments of fragments by key; writes missing files first.
 
     Raises:
-        SpecError: A file cannot be written; the field is `cache` if the folder is the cause.
+        SpecError: The index cannot be read, or a file cannot be written (field `cache`).
     """
-    opened = _there(column, fragments, when_damaged)
+    opened = _open_existing(column, fragments, on_corruption)
     missing = {key: f for key, f in fragments.items() if key not in opened}
     if not missing:
         return opened
     try:
         column.folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(column.folder)
-        # Lance reads, and checksums are made, while other threads run.
+        # Reading from Lance and computing checksums release the GIL.
         workers = min(len(missing), len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(workers) as executor:
-            futures = [executor.submit(_make, column, key, f) for key, f in missing.items()]
+            futures = [executor.submit(_write, column, key, f) for key, f in missing.items()]
             try:
                 for future in futures:
                     future.result()
@@ -228,10 +229,10 @@ def _open_all(
         problem = f"cannot be written ({error.strerror or error})"
         raise SpecError("cache", str(column.folder), rule, problem) from None
     _remove_stale(column)
-    return opened | _there(column, missing, when_damaged)
+    return opened | _open_existing(column, missing, on_corruption)
 
 
-def _make(column: Column, key: str, fragment: lance.LanceFragment) -> None:
+def _write(column: Column, key: str, fragment: lance.LanceFragment) -> None:
     """Writes the packed file of a fragment in constant memory.
 
     Raises:
@@ -239,63 +240,63 @@ def _make(column: Column, key: str, fragment: lance.LanceFragment) -> None:
         SpecError: The fragment cannot be read.
     """
     with PackedWriter(column.folder, column.layout) as writer:
-        for parts, lengths, places in column.batches(fragment):
-            writer.append(parts, lengths, places)
-        with contextlib.suppress(OSError, DamagedError):
+        for parts, lengths, rows in column.batches(fragment):
+            writer.append(parts, lengths, rows)
+        with contextlib.suppress(OSError, CorruptedError):
             if _segment(column, key, fragment, lambda: None):
                 return  # another process has published it
         writer.publish(column.path(key), key)
 
 
-def _there(
+def _open_existing(
     column: Column,
     fragments: dict[str, lance.LanceFragment],
-    when_damaged: Callable[[], None],
+    on_corruption: Callable[[], None],
 ) -> dict[str, Segment]:
-    """Returns the segments of the fragments whose files exist, are valid and hold every row."""
-    found = {}
+    """Returns the segments of fragments whose files are valid and contain every row."""
+    opened = {}
     for key, fragment in fragments.items():
         try:
-            if segment := _segment(column, key, fragment, when_damaged):
-                found[key] = segment
+            if segment := _segment(column, key, fragment, on_corruption):
+                opened[key] = segment
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except (OSError, DamagedError) as error:
-            log.warning("%s %s; it is rebuilt", column.path(key), error)
-    return found
+        except (OSError, CorruptedError) as error:
+            log.warning("cache file %s %s; rebuilding it", column.path(key), error)
+    return opened
 
 
 def _segment(
     column: Column,
     key: str,
     fragment: lance.LanceFragment,
-    when_damaged: Callable[[], None],
+    on_corruption: Callable[[], None],
 ) -> Segment | None:
     """Opens the packed file of a fragment; returns None if the file lacks rows.
 
     Raises:
-        DamagedError: The file is corrupted.
+        CorruptedError: The file is corrupted.
         OSError: The file is missing or unreadable.
     """
     file = PackedFile.open(column.path(key), key)
     live = _live(column, fragment, file.rows)
     if live is None:
         return None
-    _note_use(file.path)
+    _update_access_time(file.path)
     return Segment(
         column.codec,
         column.dim,
         file.parts,
         file.lengths,
         torch.from_numpy(live) if len(live) < len(file.rows) else None,
-        functools.partial(_touch, file, when_damaged),
+        functools.partial(_verify, file, on_corruption),
     )
 
 
 def _live(column: Column, fragment: lance.LanceFragment, rows: np.ndarray) -> np.ndarray | None:
-    """Returns the documents of a file that exist in the open version.
+    """Returns the indices of the documents in a file that exist in the open version.
 
-    None if the version has others too, because the file was written for a later one.
+    Returns None if the file lacks rows of that version because it was written for a later one.
     """
     if not fragment.num_deletions:
         wanted = np.arange(fragment.physical_rows)
@@ -303,34 +304,34 @@ def _live(column: Column, fragment: lance.LanceFragment, rows: np.ndarray) -> np
         batches = column.index.batches(
             [], fragments=[fragment], with_address=True, batch_rows=1 << 20
         )
-        wanted = np.concatenate([np.empty(0, np.int64), *map(_places, batches)])
+        wanted = np.concatenate([np.empty(0, np.int64), *map(_row_offsets, batches)])
     if len(wanted) > len(rows):
         return None
     if len(wanted) == len(rows):
         return np.arange(len(rows)) if np.array_equal(wanted, rows) else None
     live = np.searchsorted(rows, wanted)
-    found = live < len(rows)
-    return live if found.all() and np.array_equal(rows[live], wanted) else None
+    in_range = live < len(rows)
+    return live if in_range.all() and np.array_equal(rows[live], wanted) else None
 
 
-def _touch(
+def _verify(
     file: PackedFile,
-    when_damaged: Callable[[], None],
+    on_corruption: Callable[[], None],
     starts: torch.Tensor,
     lengths: torch.Tensor,
 ) -> None:
     try:
-        file.check(starts, lengths)
-    except DamagedError as error:
-        with contextlib.suppress(OSError):  # in a folder that cannot be written it stays
+        file.verify(starts, lengths)
+    except CorruptedError as error:
+        with contextlib.suppress(OSError):  # the folder may be read-only
             file.path.unlink()
-        when_damaged()
-        note = "; the next search downloads it again"
+        on_corruption()
+        note = "; the next search rebuilds it"
         raise SpecError("cache", str(file.path), "an intact file", str(error), note) from None
 
 
-def _note_use(path: Path) -> None:
-    """Sets the access time, which many file systems do not update, for `_remove_stale`."""
+def _update_access_time(path: Path) -> None:
+    """Sets the access time for `_remove_stale`, because many file systems do not update it."""
     with contextlib.suppress(OSError):
         status, now = path.stat(), time.time()
         if now - status.st_atime > TOUCH_SECONDS:
@@ -338,9 +339,9 @@ def _note_use(path: Path) -> None:
 
 
 def _remove_stale(column: Column) -> None:
-    """Removes files that the newest version does not need and that were unused for a day.
+    """Removes files that were unused for `KEEP_SECONDS` and that the newest version does not need.
 
-    A file that is mapped stays readable until the last mapping is closed.
+    A mapped file stays readable until its last mapping is closed.
     """
     dataset = column.index.dataset
     if dataset.latest_version != dataset.version:

@@ -1,4 +1,4 @@
-"""Rankings -> hits: what is stored about the best items, and how they match the query."""
+"""Conversion of rankings to hits: stored fields, matches and passages of the best items."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pipeline.index.reader import Index
 from pipeline.schema import Hit, Match, Parts, Passage, Place
 from pipeline.search.explain import (
     NO_SPAN,
+    assigned_vectors,
     contributions,
     find_passages,
     input_tokens,
     merge,
-    outputs_of,
-    place_of,
+    token_location,
 )
 from pipeline.search.query import Queries
 from pipeline.search.score import Ranking
 
-#: Hits that are described between two pauses.
+#: Number of hits described per slice of work.
 SLICE_HITS = 64
 
-#: Returns the vectors (N, D) float32 of the items of a representation at some positions.
+#: Function that returns the vectors (N, D) float32 of a representation for some items.
 ItemVectors = Callable[[str, np.ndarray], list[torch.Tensor]]
 
 
@@ -40,15 +40,14 @@ def describe_in_slices(
     representation: str,
     item_vectors: ItemVectors | None,
 ) -> Generator[None, None, list[list[Hit]]]:
-    """Returns the hits of each query, and yields after each fraction of a second of work.
+    """Returns the hits of each query; yields control after each slice of work.
 
     Args:
         rankings: Rankings of the queries.
         queries: Queries transformed for the representation.
         index: Index of the ranked items.
         representation: Name of the representation.
-        item_vectors: Reads the vectors that `matches` and `passages` compare; None for hits
-            without them.
+        item_vectors: Function that reads the vectors for `matches` and `passages`; None omits both.
     """
     info = index.representation(representation)
     rows = _stored_rows(rankings, index, info, explain=item_vectors is not None)
@@ -65,7 +64,7 @@ def describe_in_slices(
             text = row.get(info.text_column)
             matches: tuple[Match, ...] = ()
             passages: tuple[Passage, ...] = ()
-            if vectors and len(vectors[i]):  # else only its pooled vector was compared
+            if vectors and len(vectors[i]):  # otherwise only the pooled vectors were compared
                 tokens = _InputTokens.from_row(row, info)
                 sim_MN = (queries.tokens[query] @ vectors[i].T).numpy()
                 matches = tokens.matches(queries.token_texts[query], sim_MN)
@@ -90,7 +89,7 @@ def describe_in_slices(
 def _stored_rows(
     rankings: Sequence[Ranking], index: Index, info: RepresentationInfo, *, explain: bool
 ) -> dict[str, dict[str, Any]]:
-    """Returns the columns of the ranked items that hits show, or are explained by, by item id."""
+    """Returns the columns of the ranked items that hits need, by item id."""
     columns = ["title", info.text_column, "span"]
     if explain:
         columns += info.token_columns
@@ -100,42 +99,43 @@ def _stored_rows(
     return {row["item_id"]: row for row in table.to_pylist()}
 
 
-def _parts(ranking: Ranking, place: int, num_tokens: int) -> Parts:
-    late = None if ranking.late is None else float(ranking.late[place])
-    single = None if ranking.single is None else float(ranking.single[place])
+def _parts(ranking: Ranking, i: int, num_tokens: int) -> Parts:
+    """Returns the scores that item `i` of a ranking is composed of."""
+    late = None if ranking.late is None else float(ranking.late[i])
+    single = None if ranking.single is None else float(ranking.single[i])
     return Parts(late, None if late is None else late / max(num_tokens, 1), single)
 
 
 @dataclass(frozen=True)
 class _InputTokens:
-    """The T input tokens of an item: their locations and their assignment to vectors.
+    """Locations of an item's T input tokens and their assignment to vectors.
 
     Attributes:
-        spans, extents, confidence: Lists of T; None if they are not stored.
-        support: Stored assignment of input tokens to vectors, see `explain.input_tokens`; None if
-            it is not stored.
-        form: Form of the support; "identity" if each input token has its own vector.
+        spans, extents, confidence: Lists of length T; None if not stored.
+        assignment: Stored assignment of input tokens to vectors, see `explain.input_tokens`; None
+            if not stored.
+        form: Form of the assignment; "identity" if input token i has vector i.
     """
 
     spans: list[Sequence[int]] | None
     extents: list[Sequence[float]] | None
     confidence: list[float] | None
-    support: Sequence[int] | None
+    assignment: Sequence[int] | None
     form: str
 
     @classmethod
     def from_row(cls, row: dict[str, Any], info: RepresentationInfo) -> _InputTokens:
-        """Reads the input tokens of a stored row."""
+        """Creates the input tokens of a stored row."""
         spans, extents, confidence = (
             row.get(info.positions.get(name, "")) for name in ("spans", "extents", "confidence")
         )
         if info.is_uncompressed:
             return cls(spans, extents, confidence, None, "identity")
-        support = row.get(info.support_column or "")
-        return cls(spans, extents, confidence, support, info.support_form or "")
+        assignment = row.get(info.support_column or "")
+        return cls(spans, extents, confidence, assignment, info.support_form or "")
 
     def matches(self, query_tokens: Sequence[str], sim_MN: np.ndarray) -> tuple[Match, ...]:
-        """Returns the best vector of the item for each query token."""
+        """Returns the best-matching vector of the item for each query token."""
         best_M, contribution_M = sim_MN.argmax(axis=1).tolist(), contributions(sim_MN).tolist()
         matches = []
         for text, sim_N, best, contribution in zip(
@@ -143,21 +143,21 @@ class _InputTokens:
         ):
             inputs = self._inputs(best)
             spans = merge(self.spans[i] for i in inputs) if self.spans else ()
-            places = self._places(inputs)
-            matches.append(Match(text, float(sim_N[best]), best, spans, places, contribution))
+            locations = self._locations(inputs)
+            matches.append(Match(text, float(sim_N[best]), best, spans, locations, contribution))
         return tuple(matches)
 
     def passages(
         self, query_tokens: Sequence[str], sim_MN: np.ndarray, text: str | None
     ) -> tuple[Passage, ...]:
-        """Returns the passages that match best, see `find_passages`."""
+        """Returns the best-matching passages, see `find_passages`."""
         num_tokens = len(self.spans or self.extents or ())
         if not num_tokens:
             return ()
         if self.form == "identity":
             output_T = np.arange(num_tokens)
-        elif self.support is not None:
-            output_T = outputs_of(self.support, self.form, num_tokens)
+        elif self.assignment is not None:
+            output_T = assigned_vectors(self.assignment, self.form, num_tokens)
         else:
             return ()
         spans = None if self.spans is None else np.array(self.spans)
@@ -166,17 +166,17 @@ class _InputTokens:
         return find_passages(query_tokens, sim_MN, output_T, spans, extents, text, confidence)
 
     def _inputs(self, vector: int) -> Sequence[int]:
-        """Returns the input tokens that are assigned to a vector, as far as that is stored."""
+        """Returns the input tokens assigned to a vector; empty if no assignment is stored."""
         if self.form == "identity":
             return [vector]
-        return [] if self.support is None else input_tokens(vector, self.support, self.form)
+        return [] if self.assignment is None else input_tokens(vector, self.assignment, self.form)
 
-    def _places(self, inputs: Sequence[int]) -> tuple[Place, ...]:
-        """Returns the regions and times of input tokens, in the order of the text."""
+    def _locations(self, inputs: Sequence[int]) -> tuple[Place, ...]:
+        """Returns the regions and times of input tokens, in text order."""
         if not self.extents:
             return ()
         spans = self.spans or [NO_SPAN] * len(self.extents)
         confidence = self.confidence or [math.nan] * len(self.extents)
-        found = (place_of(spans[i], self.extents[i], confidence[i]) for i in inputs)
-        places = dict.fromkeys(place for place in found if place)
-        return tuple(sorted(places, key=lambda place: place.span))
+        locations = (token_location(spans[i], self.extents[i], confidence[i]) for i in inputs)
+        distinct = dict.fromkeys(location for location in locations if location)
+        return tuple(sorted(distinct, key=lambda location: location.span))

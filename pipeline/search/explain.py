@@ -1,4 +1,4 @@
-"""Explains scores: from the best-matching vectors to words, passages and snippets."""
+"""Explanations of scores: matching vectors, words, passages and snippets."""
 
 from __future__ import annotations
 
@@ -17,56 +17,58 @@ Times = tuple[float, float]
 
 #: Maximum number of passages per hit.
 MAX_PASSAGES = 3
-#: Share of all contributions that a passage after the first must add.
+#: Minimum share of the total contribution that each passage after the first must add.
 MIN_SHARE = 0.25
-#: A gap of this many characters (eight English words) costs a query token's mean contribution.
+#: Length of a gap, in characters, that costs the mean contribution of a query token; about eight
+#: English words.
 TOKEN_CHARACTERS = 48
-#: Characters of speech per second, by which a pause has a length.
+#: Characters of speech per second, which converts pauses to characters.
 SPEECH_CHARACTERS = 15
-#: Query tokens that decide on passages, those that contribute most: images have hundreds.
+#: Maximum number of query tokens used to find passages, by contribution; image queries have
+#: hundreds.
 MAX_QUERY_TOKENS = 32
-#: Maximum number of tokens of a passage that match a query token.
+#: Maximum number of matching tokens per passage.
 MAX_ANCHORS = 64
-#: A word is highlighted if it contributes this share of what the best word of its passage does.
+#: Minimum contribution of a highlighted word, relative to the best word of its passage.
 MIN_HIGHLIGHT = 2 / 3
 
 #: Span of image patches, which have no characters.
 NO_SPAN = (-1, -1)
-#: Stored assignment of an input token that has no vector.
+#: Stored assignment of an input token without a vector.
 DROPPED = 65535
 
 
-def input_tokens(token: int, support: Sequence[int], form: str) -> list[int]:
+def input_tokens(token: int, assignment: Sequence[int], form: str) -> list[int]:
     """Returns the input tokens that are assigned to a compressed vector.
 
     Args:
         token: Index of the compressed vector.
-        support: Stored assignment of the item.
-        form: "assignment" if it holds the vector of each input token, `DROPPED` for none; "indices"
-            if it holds the one input token of each vector.
+        assignment: Stored assignment of the item.
+        form: "assignment" if it contains the vector of each input token, or `DROPPED`; "indices"
+            if it contains the only input token of each vector.
 
     >>> input_tokens(1, [0, 1, 65535, 1], "assignment"), input_tokens(1, [4, 7], "indices")
     ([1, 3], [7])
     """
     if form == "indices":
-        return [support[token]]
-    return [i for i, output in enumerate(support) if output == token]
+        return [assignment[token]]
+    return [i for i, output in enumerate(assignment) if output == token]
 
 
-def outputs_of(support: Sequence[int], form: str, num_inputs: int) -> np.ndarray:
-    """Returns the compressed vector that each input token is assigned to, or -1: (T,) int64.
+def assigned_vectors(assignment: Sequence[int], form: str, num_inputs: int) -> np.ndarray:
+    """Returns the compressed vector of each input token, -1 for none: (T,) int64.
 
     Args:
-        support: Stored assignment of the item.
+        assignment: Stored assignment of the item.
         form: See `input_tokens`.
-        num_inputs: T, number of input tokens.
+        num_inputs: Number T of input tokens.
 
-    >>> outputs_of([0, 1, 65535, 1], "assignment", 4).tolist()
+    >>> assigned_vectors([0, 1, 65535, 1], "assignment", 4).tolist()
     [0, 1, -1, 1]
-    >>> outputs_of([2], "indices", 3).tolist()
+    >>> assigned_vectors([2], "indices", 3).tolist()
     [-1, -1, 0]
     """
-    stored = np.array(support, np.int64)
+    stored = np.array(assignment, np.int64)
     if form == "assignment":
         return np.where(stored == DROPPED, -1, stored)
     outputs = np.full(num_inputs, -1)
@@ -75,7 +77,7 @@ def outputs_of(support: Sequence[int], form: str, num_inputs: int) -> np.ndarray
 
 
 def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    """Sorts character ranges and joins those that touch; drops negative and empty ones.
+    """Sorts character ranges and joins adjacent or overlapping ones; drops empty ranges.
 
     >>> merge([(5, 9), (0, 2), (2, 4), (-1, -1)])
     ((0, 4), (5, 9))
@@ -89,44 +91,44 @@ def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     return tuple(merged)
 
 
-def place_of(
+def token_location(
     span: Sequence[int], extent: Sequence[float], confidence: float = math.nan
 ) -> Place | None:
     """Returns the location of a token; None if it has neither a box nor times.
 
     Args:
-        span: Start and end of its characters in the item's text.
-        extent: x0 y0 x1 y1 in [0, 1], t0 t1 in seconds; NaN for what is missing.
-        confidence: Confidence of the recogniser in its word, in [0, 1]; NaN without one.
+        span: Start and end of the token in the item's text, in characters.
+        extent: x0 y0 x1 y1 in [0, 1] and t0 t1 in seconds; NaN for missing values.
+        confidence: Recognition confidence of the token's word in [0, 1], or NaN.
 
     >>> nan = float("nan")
-    >>> place_of((0, 3), (nan, nan, nan, nan, 2.0, 2.5), 0.75)
+    >>> token_location((0, 3), (nan, nan, nan, nan, 2.0, 2.5), 0.75)
     Place(span=(0, 3), box=None, times=(2.0, 2.5), confidence=0.75)
     """
     start, end = span
     box, times = _box_and_times(extent)
-    sure = None if math.isnan(confidence) else confidence
-    return Place((start, end), box, times, confidence=sure) if box or times else None
+    known = None if math.isnan(confidence) else confidence
+    return Place((start, end), box, times, confidence=known) if box or times else None
 
 
 def _box_and_times(extent: Sequence[float]) -> tuple[Box | None, Times | None]:
-    """Returns the box and the times of an extent; None for one that has a NaN."""
+    """Returns the box and the times of an extent, each None if it contains NaN."""
     x0, y0, x1, y1, t0, t1 = extent
     box = None if any(map(math.isnan, (x0, y0, x1, y1))) else (x0, y0, x1, y1)
     return box, None if math.isnan(t0) or math.isnan(t1) else (t0, t1)
 
 
 def contributions(sim_MN: np.ndarray) -> np.ndarray:
-    """Returns what each query token contributes to the score of an item beyond its mean: (M,).
+    """Returns the contribution of each query token to the score of an item: (M,).
 
         c_m = max_n s_mn - mean_n s_mn
 
-    The sum over m is the MaxSim score minus the score that a random alignment of the query tokens
-    with the item's vectors has in the mean. A stop word is about as similar to all vectors of an
-    item as to the best one and contributes little, although its term of MaxSim may be high.
+    The contributions sum to the MaxSim score minus the expected score of a random alignment of
+    query tokens and item vectors. Stop words contribute little even if their MaxSim term is high,
+    because they are about equally similar to all vectors of an item.
 
     Args:
-        sim_MN: Similarities of the query tokens with the item's vectors.
+        sim_MN: Similarities between the query tokens and the item's vectors.
 
     >>> contributions(np.array([[0.9, 0.0, 0.0], [0.8, 0.7, 0.6]])).round(2).tolist()
     [0.6, 0.1]
@@ -143,33 +145,33 @@ def find_passages(
     text: str | None,
     confidence_T: np.ndarray | None = None,
 ) -> tuple[Passage, ...]:
-    """Returns the passages of an item that match a query, best first, at most `MAX_PASSAGES`.
+    """Returns up to `MAX_PASSAGES` passages of an item that match a query, best first.
 
-    The gain of a passage W is the part of the contributions that the passage alone accounts for,
-    and its cost grows with its length:
+    The gain of a passage W is the contribution that it adds to the passages found before, and its
+    cost is proportional to its length:
 
         gain(W) = sum over m of max(0, max_{t in W} e_mt - f_m)
         cost(W) = mean_m c_m * length(W) / `TOKEN_CHARACTERS`
 
-    e_mt is s_mt - mean_n s_mn, or 0 if that is below c_m / 2: such a token does not match.
-    f_m is the best e_mt inside the passages found before. The first passage has the highest gain
-    minus cost; another one follows only if its gain is `MIN_SHARE` of the sum of all c_m.
+    Here e_mt is s_mt - mean_n s_mn, or 0 if that is below c_m / 2 (the token does not match), and
+    f_m is the highest e_mt inside the passages found before. Passages are chosen greedily by gain
+    minus cost. Every passage after the first must gain at least `MIN_SHARE` of the sum of all c_m.
 
-    A passage is a window of consecutive tokens in reading order, of one frame or of speech, or a
-    region of adjacent image patches.
+    A passage is either a window of consecutive tokens in reading order, within one frame or within
+    speech, or a region of adjacent image patches.
 
     Args:
         query_tokens: Texts of the M query tokens.
-        sim_MN: Similarities of the M query tokens with the N vectors of the item.
-        output_T: The vector that each of T input tokens is assigned to; -1 for none.
-        spans_T2: Characters of each input token in `text`; -1 for image patches.
-        extents_T6: x0 y0 x1 y1 in [0, 1] and t0 t1 in seconds of each input token; NaN without.
-        text: Text of the item, by which passages are widened to whole words.
-        confidence_T: Confidence of the recogniser in each input token, in [0, 1]; NaN without.
+        sim_MN: Similarities between the M query tokens and the N vectors of the item.
+        output_T: Vector that each of the T input tokens is assigned to; -1 for none.
+        spans_T2: Start and end of each input token in `text`; -1 for image patches.
+        extents_T6: x0 y0 x1 y1 in [0, 1] and t0 t1 in seconds of each input token, or NaN.
+        text: Text of the item; passages are extended to whole words.
+        confidence_T: Recognition confidence of each input token in [0, 1], or NaN.
     """
     num_tokens = len(output_T)
     if (spans_T2 is None and extents_T6 is None) or (sim_MN.shape[1] == 1 and num_tokens > 1):
-        return ()  # nothing tells one part of the item from another
+        return ()  # without locations, or with one vector for all tokens, parts are equal
     spans_T2 = np.full((num_tokens, 2), -1) if spans_T2 is None else spans_T2
     extents_T6 = np.full((num_tokens, 6), np.nan) if extents_T6 is None else extents_T6
     is_single = sim_MN.shape[1] == 1
@@ -188,10 +190,11 @@ def find_passages(
     taken_T = np.zeros(num_tokens, bool)
     passages: list[Passage] = []
     while len(passages) < MAX_PASSAGES:
-        found = [f for f in (words.best(floor_M, taken_T), patches.best(floor_M)) if f is not None]
-        if not found:
+        best_words, best_patches = words.best(floor_M, taken_T), patches.best(floor_M)
+        candidates = [best for best in (best_words, best_patches) if best is not None]
+        if not candidates:
             break
-        gain, tokens = max(found, key=lambda f: f[0])
+        gain, tokens = max(candidates, key=lambda candidate: candidate[0])
         if passages and gain < MIN_SHARE * best_M.sum():
             break
         inside_M = e_MT[:, tokens].max(axis=1)
@@ -203,20 +206,20 @@ def find_passages(
                 for m, t, contribution in zip(chosen, at_M, inside_M, strict=True)
                 if contribution > 0
             ]
-        place = _hull(tokens, spans_T2, extents_T6, text or "")
-        sure = None if confidence_T is None else known_mean(confidence_T[tokens])
-        passages.append(Passage(*place, float(gain), tuple(marks), confidence=sure))
+        location = _location(tokens, spans_T2, extents_T6, text or "")
+        confidence = None if confidence_T is None else mean_or_none(confidence_T[tokens])
+        passages.append(Passage(*location, float(gain), tuple(marks), confidence=confidence))
         floor_M = np.maximum(floor_M, inside_M)
         taken_T[tokens] = True
     return tuple(passages)
 
 
 class _Words:
-    """The tokens of an item that are text, among which the best window is searched.
+    """Text tokens of an item and the search for their best window.
 
     Args:
         e_MT: See `find_passages`.
-        price: Cost of a character.
+        price: Cost per character.
     """
 
     def __init__(
@@ -227,17 +230,18 @@ class _Words:
         step = np.r_[0, np.diff(spans[:, 0])].astype(float)
         is_seen = ~np.isnan(extents[:, 0])
         times = np.nan_to_num(extents[:, 4:], nan=-1.0)
-        # Another frame, or speech after text on a screen, does not continue a passage.
+        # A new frame, or a change between visible text and speech, ends a passage.
         breaks = np.r_[False, is_seen[1:] != is_seen[:-1]]
         breaks[1:] |= is_seen[1:] & (times[1:] != times[:-1]).any(axis=1)
         spoken = np.r_[0, np.diff(times[:, 0])] * SPEECH_CHARACTERS
         step = np.where(is_seen, step, np.maximum(step, spoken))
-        # The box around two columns would be half a page; a gap between lines only costs.
+        # A jump up the page starts a new column, whose joint box would cover half a page. A gap
+        # between lines only adds to the cost.
         height = np.maximum(extents[:, 3] - extents[:, 1], 1e-6)
         down = np.diff(extents[:, [1, 3]].mean(axis=1)) / (2 * np.maximum(height[1:], height[:-1]))
         breaks[1:] |= down < -1
         step[1:] += np.where(down > 1, TOKEN_CHARACTERS, 0)
-        at = np.flatnonzero(e_MT[:, tokens].any(axis=0))  # the ends of a window match something
+        at = np.flatnonzero(e_MT[:, tokens].any(axis=0))  # windows begin and end with a match
         self._all, self._anchors = tokens, tokens[at]
         self._e_MA, self._price = e_MT[:, self._anchors], price
         self._run_A = breaks.cumsum()[at]
@@ -245,7 +249,7 @@ class _Words:
         self._end_A = self._start_A + (spans[at, 1] - spans[at, 0])
 
     def best(self, floor_M: np.ndarray, taken_T: np.ndarray) -> tuple[float, np.ndarray] | None:
-        """Returns the gain and the tokens of the best window without tokens that are taken."""
+        """Returns the gain and the tokens of the best window that contains no taken tokens."""
         num = len(self._anchors)
         top, window, gain = 0.0, None, 0.0
         best_MA = np.tile(floor_M[:, None], num)
@@ -273,7 +277,7 @@ class _Words:
 
 
 class _Patches:
-    """The image patches of an item, among which the best region is searched.
+    """Image patches of an item and the search for their best region.
 
     Args:
         e_MT: See `find_passages`.
@@ -288,7 +292,8 @@ class _Patches:
     def best(self, floor_M: np.ndarray) -> tuple[float, np.ndarray] | None:
         """Returns the gain and the tokens of the best region.
 
-        A region is the best patch with the connected patches around it that reach half its gain.
+        A region consists of the best patch and the patches connected to it with at least half its
+        gain.
         """
         gain_P = np.maximum(self._e_MP - floor_M[:, None], 0).sum(axis=0)
         if not gain_P.any():
@@ -309,16 +314,16 @@ class _Patches:
 
 
 def _touch(boxes_P4: np.ndarray, box: np.ndarray) -> np.ndarray:
-    """Returns which boxes share an edge with a box, or overlap it: (P,)."""
+    """Returns whether each box overlaps a box or shares an edge with it: (P,) bool."""
     slack = 0.1 * (box[2:] - box[:2])
-    gaps = np.maximum(boxes_P4[:, :2] - box[2:], box[:2] - boxes_P4[:, 2:])  # by axis
+    gaps = np.maximum(boxes_P4[:, :2] - box[2:], box[:2] - boxes_P4[:, 2:])  # per axis
     return (gaps <= slack).all(axis=1) & (gaps <= -slack).any(axis=1)
 
 
-def _hull(
+def _location(
     tokens: np.ndarray, spans_T2: np.ndarray, extents_T6: np.ndarray, text: str
 ) -> tuple[tuple[int, int], Box | None, Times | None]:
-    """Returns the span of consecutive tokens, widened to whole words, and their box and times."""
+    """Returns the span of consecutive tokens, extended to whole words, and their box and times."""
     start, end = int(spans_T2[tokens[0], 0]), int(spans_T2[tokens[-1], 1])
     if start >= 0:
         while start > 0 and text[start - 1 : start + 1].isalnum():
@@ -332,14 +337,14 @@ def _hull(
     return (start, end) if start >= 0 else NO_SPAN, box, times
 
 
-def known_mean(values: np.ndarray) -> float | None:
-    """Returns the mean of the values that are not NaN; None if all are."""
+def mean_or_none(values: np.ndarray) -> float | None:
+    """Returns the mean of the values without NaN; None if all are NaN."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else None
 
 
 def highlights(passage: Passage) -> list[tuple[int, int]]:
-    """Returns the spans of a passage worth highlighting: those that contribute most of the score.
+    """Returns the spans of a passage to highlight: those with the highest contributions.
 
     >>> marks = [Mark("the", (0, 3), 0.2), Mark("wing", (4, 8), 0.6)]
     >>> highlights(Passage((0, 8), None, None, 0.8, tuple(marks)))
@@ -350,7 +355,7 @@ def highlights(passage: Passage) -> list[tuple[int, int]]:
 
 
 def printable(text: str) -> str:
-    r"""Replaces each control character by a blank, so that none reaches a terminal.
+    r"""Replaces non-printable characters with spaces, for safe output on a terminal.
 
     >>> printable("a\tb\x1b[2J")
     'a b [2J'
@@ -365,15 +370,15 @@ def snippet(
     width: int = 240,
     marks: tuple[str, str] = ("[", "]"),
 ) -> str:
-    """Returns the part of a text with the most marked characters, with its marked words marked.
+    """Returns the part of a text with the most marked characters, with marks around the words.
 
-    It begins and ends between words, so it may be a little shorter than `width`.
+    The part consists of whole words, so it may be shorter than `width`.
 
     Args:
         text: Text of an item.
         ranges: Character ranges to mark.
         width: Maximum number of characters.
-        marks: Text before and after each marked word.
+        marks: Text inserted before and after each marked word.
 
     >>> snippet("the wing in a slipstream", [(4, 6), (14, 24)], width=100)
     'the [wing] in a [slipstream]'
@@ -394,19 +399,19 @@ def snippet(
 def _shown(
     text: str, ranges: Iterable[Sequence[int]], width: int
 ) -> tuple[int, int, list[tuple[int, int]]]:
-    """Returns the bounds of the part with the most marked characters, and all marked words."""
+    """Returns start and end of the part with the most marked characters, and the marked words."""
     words = [(w.start(), w.end()) for w in re.finditer(r"\w+", text)]
     ranges = merge(ranges)
     marked = [w for w in words if any(start < w[1] and w[0] < end for start, end in ranges)]
     start, end = _densest_window(len(text), marked, width)
-    # Words at the ends stay whole.
+    # Partial words at either end are dropped.
     start = next((w[1] for w in words if w[0] < start < w[1]), start)
     end = next((w[0] for w in words if w[0] < end < w[1]), end)
     return start, end, marked
 
 
 def _densest_window(length: int, marked: list[tuple[int, int]], width: int) -> tuple[int, int]:
-    """Returns a window of `width` characters around the run of marked words that fills it best."""
+    """Returns the window of `width` characters with the most marked characters."""
     if length <= width or not marked:
         return 0, min(length, width)
     best, run, first, filled = -1, (0, 0), 0, 0

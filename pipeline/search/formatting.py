@@ -1,4 +1,4 @@
-"""Hits as text for a terminal."""
+"""Formatting of hits for a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.search.explain import highlights, printable, snippet
 
 
 def format_hits(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
-    """Returns a line per hit with its rank, score, id, span and title, and below it a snippet.
+    """Returns one line per hit with rank, score, id, span and title, followed by a snippet.
 
     Args:
         hits: Hits, best first.
@@ -28,13 +28,13 @@ def format_hits(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
         spans = highlights(hit.passages[0]) if hit.passages else []
         if hit.text and (shown := snippet(hit.text, spans, marks=marks)):
             lines.append(f"     {shown}")
-        if places := "; ".join(filter(None, map(format_place, hit.passages))):
-            lines.append(f"     {places}")
+        if locations := "; ".join(filter(None, map(format_location, hit.passages))):
+            lines.append(f"     {locations}")
     return "\n".join(lines)
 
 
 def format_parts(parts: Parts) -> str:
-    """Returns the parts of a hybrid score; empty for other scores.
+    """Returns the components of a hybrid score; empty for other scores.
 
     >>> format_parts(Parts(late=4.5, late_mean=0.75, single=0.5))
     'single 0.5000, late 4.5000 (mean 0.7500)'
@@ -47,7 +47,7 @@ def format_parts(parts: Parts) -> str:
 
 
 def format_first_rank(reranked: Reranked | None) -> str:
-    """Returns the rank of a hit before reranking, and why it was not reranked.
+    """Returns the rank of a hit before reranking and, if it was skipped, the reason.
 
     >>> format_first_rank(Reranked(3, 0.5, 1.25)), format_first_rank(None)
     ('(was 3)', '')
@@ -60,7 +60,7 @@ def format_first_rank(reranked: Reranked | None) -> str:
 
 
 def format_span(span: dict[str, Any] | None) -> str:
-    """Returns the part of its parent that a hit is.
+    """Returns the range of a hit in its parent document.
 
     >>> format_span({"unit": "page", "start": 3.0, "end": 3.0}), format_span(None)
     ('(page 3)', '')
@@ -71,22 +71,22 @@ def format_span(span: dict[str, Any] | None) -> str:
     return f"({span['unit']} {start})" if start == end else f"({span['unit']} {start}-{end})"
 
 
-def format_place(place: Place | Passage) -> str:
-    """Returns the times and the region of a match.
+def format_location(location: Place | Passage) -> str:
+    """Returns the times, the region and the confidence of a match.
 
-    >>> format_place(Place((0, 4), (0.1, 0.25, 0.5, 0.3), (4.0, 6.0)))
-    'seen 4.0-6.0 s, box 0.10 0.25 0.50 0.30'
-    >>> format_place(Place((0, 4), None, (5.31, 7.0)))
-    'heard 5.3-7.0 s'
-    >>> format_place(Place((0, 4), None, (5.31, 7.0), confidence=0.825))
-    'heard 5.3-7.0 s, confidence 0.82'
+    >>> format_location(Place((0, 4), (0.1, 0.25, 0.5, 0.3), (4.0, 6.0)))
+    'video 4.0-6.0 s, box 0.10 0.25 0.50 0.30'
+    >>> format_location(Place((0, 4), None, (5.31, 7.0)))
+    'audio 5.3-7.0 s'
+    >>> format_location(Place((0, 4), None, (5.31, 7.0), confidence=0.825))
+    'audio 5.3-7.0 s, confidence 0.82'
     """
     parts = []
-    if place.times:
-        start, end = place.times
-        parts.append(f"{'seen' if place.box else 'heard'} {start:.1f}-{end:.1f} s")
-    if place.box:
-        parts.append("box " + " ".join(f"{side:.2f}" for side in place.box))
-    if place.confidence is not None:
-        parts.append(f"confidence {place.confidence:.2f}")
+    if location.times:
+        start, end = location.times
+        parts.append(f"{'video' if location.box else 'audio'} {start:.1f}-{end:.1f} s")
+    if location.box:
+        parts.append("box " + " ".join(f"{side:.2f}" for side in location.box))
+    if location.confidence is not None:
+        parts.append(f"confidence {location.confidence:.2f}")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Files of similarity maps: the maps of hits, and a sheet of the hits side by side."""
+"""Output files of similarity maps: one map per hit, and a contact sheet of all hits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
 from pipeline.schema import Composed, Hit, Place
 from pipeline.search.explain import NO_SPAN, printable
-from pipeline.search.formatting import format_place
+from pipeline.search.formatting import format_location
 from pipeline.search.map_images import add_header, highlight
 from pipeline.search.map_sheets import hit_sheet
 from pipeline.search.maps import SimilarityMap, similarity_map
@@ -18,7 +18,7 @@ from pipeline.search.previews import Previews
 from pipeline.search.query import AnyQuery
 from pipeline.search.searcher import Searcher
 
-#: Maximum number of query tokens with a map each; queries of images have hundreds.
+#: Maximum number of query tokens that get a map of their own; image queries have hundreds.
 MAX_TOKEN_MAPS = 64
 
 
@@ -30,7 +30,7 @@ def write_hit_maps(
     representation: str,
     documents: Mapping[str, str],
 ) -> Iterator[str]:
-    """Writes the similarity maps of hits; yields a line per hit: the file, or why it has none.
+    """Writes the similarity maps of hits and yields one line per hit with the file or the error.
 
     Args:
         folder: Path or URI of the output folder.
@@ -41,7 +41,7 @@ def write_hit_maps(
         documents: See `Previews`.
 
     Raises:
-        SpecError: No hit has a map; the error is that of the first hit.
+        SpecError: No hit has a map; the error of the first hit is raised.
     """
     previews = Previews(searcher.index, documents)
     text = query.text if isinstance(query, Composed) else query
@@ -54,11 +54,11 @@ def write_hit_maps(
         except SpecError as error:
             errors.append(error)
             if len(errors) < len(hits):
-                yield f"map {hit.rank}: none; {error}"
+                yield f"map {hit.rank}: not written; {error}"
             continue
         best = map.best_word()
-        brightest = printable(best.text) or format_place(Place(NO_SPAN, best.box, best.times))
-        yield f"map {hit.rank}: {folder}/{hit.rank}.png; brightest: {brightest}"
+        best_text = printable(best.text) or format_location(Place(NO_SPAN, best.box, best.times))
+        yield f"map {hit.rank}: {folder}/{hit.rank}.png; best match: {best_text}"
     if errors and len(errors) == len(hits):
         raise errors[0]
 
@@ -66,17 +66,17 @@ def write_hit_maps(
 def _write_maps(
     folder: str, number: int, previews: Previews, map: SimilarityMap, title: str
 ) -> None:
-    """Writes `<number>.png`, `<number>-<token>-<text>.png` and, with the values, `<number>.json`.
+    """Writes `<number>.png`, `<number>-<token>-<text>.png` and the values as `<number>.json`.
 
-    Words without a location, such as those of a caption, are not highlighted, so the maps of the
-    query tokens would be equal and are left out; so they are for queries of very many tokens.
+    The maps per query token are omitted if no word has a location, such as in captions, because
+    all of them would be equal, and for queries of more than `MAX_TOKEN_MAPS` tokens.
     """
     files: dict[str, bytes | str] = {
         f"{number}.png": add_header(highlight(previews, map), map, title),
         f"{number}.json": map.to_json(),
     }
-    has_places = any(word.box or word.times for word in map.words)
-    if has_places and len(map.query_tokens) <= MAX_TOKEN_MAPS:
+    has_locations = any(word.box or word.times for word in map.words)
+    if has_locations and len(map.query_tokens) <= MAX_TOKEN_MAPS:
         for token, text in enumerate(map.query_tokens):
             name = re.sub(r"\W+", "_", text)[:20]
             image = add_header(highlight(previews, map, token), map, title, token)
@@ -88,18 +88,18 @@ def _write_maps(
 def write_hit_sheet(
     file: str, searcher: Searcher, query: str, hits: Sequence[Hit], options: SearchOptions
 ) -> str:
-    """Writes the images of hits side by side, reranked ones below those of the first stage.
+    """Writes a sheet with the images of hits; with reranking, a row per stage.
 
     Returns:
-        A line that names the file, or says why there is none.
+        A line with the path of the file, or the reason why it was not written.
     """
     if not hits:
-        return "sheet: none; there are no hits"
+        return "sheet: not written; the query has no hits"
     title = f"{options.representation}, {options.score} score"
     rows = [(title, hits)]
     if any(hit.reranked for hit in hits):
         rows = [(title, searcher.search_with([query], options)[0]), ("reranked", hits)]
     sheet, num_missing = hit_sheet(searcher, query, rows)
     write_atomic(file, sheet)
-    missing = f"; {num_missing} of its hits have no picture that can be read" if num_missing else ""
+    missing = f"; {num_missing} hits have no readable image" if num_missing else ""
     return f"sheet: {file}{missing}"

@@ -1,4 +1,4 @@
-"""Draws similarity maps: highlighted pages, images and video frames, and waveforms of audio."""
+"""Rendering of similarity maps on pages, images, video frames and audio waveforms."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipeline.search.maps import SimilarityMap, Word, similarity_map, visible_ti
 from pipeline.search.previews import Previews
 from pipeline.search.searcher import Searcher
 
-#: x0 y0 x1 y1 in [0, 1] of the image, each.
+#: Boxes as x0 y0 x1 y1 in [0, 1] of the image.
 Boxes = Sequence[Sequence[float]]
 Colour = tuple[int, int, int]
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
-#: Colour of matches; its opacity grows with the similarity, up to `MAX_OPACITY` of 255.
+#: Colour of matches; its opacity increases with the similarity, up to `MAX_OPACITY` of 255.
 COLOUR: Colour = (255, 120, 0)
 MAX_OPACITY = 150
 #: Colour of the frames around the best matches.
@@ -28,37 +28,39 @@ BEST_COLOUR: Colour = (200, 30, 0)
 #: Colours of headers.
 BLACK: Colour = (0, 0, 0)
 GREY: Colour = (90, 90, 90)
-#: Approximate minimum of the longer side of a map: smaller images are enlarged.
+#: Approximate minimum of the longer side of a map, in pixels; smaller images are enlarged.
 MIN_PIXELS = 448
-#: Longer side of an image in a report.
+#: Maximum of the longer side of an image in a report, in pixels.
 REPORT_PIXELS = 900
 
 
 def highlight(previews: Previews, map: SimilarityMap, query_token: int | None = None) -> bytes:
     """Returns an item's image with the matching words highlighted, as a PNG.
 
-    For a video it is the frame of the best passage or word; if that is speech, the waveform.
+    A video is represented by the frame of its best passage or word, or by the waveform if that is
+    speech.
 
     Args:
         previews: Files of the index.
-        map: Map of an item.
-        query_token: Index of the query token that is mapped; None for the whole query.
+        map: Map of the item.
+        query_token: Index of the mapped query token; None for the whole query.
 
     Raises:
-        SpecError: As `Previews.picture` and `Previews.sound`.
+        SpecError: The file of the item is missing or unreadable; see `Previews`.
     """
     focus = map.focus(query_token)
     if focus.times and not focus.box:
-        return draw_waveform(*previews.sound(map.item_id), map, query_token)
-    return draw_image(previews.picture(map.item_id, visible_time(focus)), map, query_token)
+        return draw_waveform(*previews.audio(map.item_id), map, query_token)
+    return draw_image(previews.image(map.item_id, visible_time(focus)), map, query_token)
 
 
 def draw_image(image: bytes, map: SimilarityMap, query_token: int | None = None) -> bytes:
-    """Returns an image with words highlighted by one query token, or by the whole query, as a PNG.
+    """Returns an image highlighted by one query token or by the whole query, as a PNG.
 
-    For a query token, words are highlighted if they are more similar than the item's median word;
-    for the whole query, by their contribution. The best word is framed or, for the whole query, the
-    passages line by line. Of a video only what one frame shows is drawn.
+    Words are highlighted by their similarity with the query token, if it exceeds that of the
+    item's median word, or by their contribution for the whole query. A frame is drawn around the
+    best word or, for the whole query, around each line of the passages. For videos, only words
+    that are visible in the frame are drawn.
     """
     focus = map.focus(query_token)
     boxes = [focus.box] if isinstance(focus, Word) and focus.box else []
@@ -83,13 +85,13 @@ def highlight_words(
         image: Encoded image.
         words: W words of the item.
         values: (W,) value per word; NaN if it has no vector.
-        best: Word or passage that selects the frame of a video: only words that are visible at the
-            same time are highlighted.
-        boxes: Boxes to frame.
-        frame_colour: Colour of the frames.
+        best: Word or passage that selects the video frame; only words that are visible at the same
+            time are highlighted.
+        boxes: Boxes to outline.
+        frame_colour: Colour of the outlines.
     """
     page = Image.open(io.BytesIO(image)).convert("RGB")
-    if (times := MIN_PIXELS // max(page.size)) > 1:  # else the frames would cover the content
+    if (times := MIN_PIXELS // max(page.size)) > 1:  # outlines would cover most of a small image
         page = page.resize((page.width * times, page.height * times), Image.Resampling.NEAREST)
     layer = Image.new("RGBA", page.size, (*COLOUR, 0))
     pen = ImageDraw.Draw(layer)
@@ -112,14 +114,14 @@ def draw_waveform(
     map: SimilarityMap,
     query_token: int | None = None,
 ) -> bytes:
-    """Returns the waveform of a sound with its matching words highlighted and labelled, as a PNG.
+    """Returns the waveform of an audio item with matching words highlighted and labelled, as a PNG.
 
     Args:
-        samples: (S,) float.
-        sample_rate: In Hz.
+        samples: (S,) float samples.
+        sample_rate: Sample rate in Hz.
         start: Time of the first sample, in seconds of the parent.
         map: Map of the item.
-        query_token: Index of the query token that is mapped; None for the whole query.
+        query_token: Index of the mapped query token; None for the whole query.
     """
     width, height, foot = 1200, 240, 24
     seconds = max(len(samples) / sample_rate, 1e-3)
@@ -132,7 +134,7 @@ def draw_waveform(
         return (time - start) / seconds * width
 
     strengths = _strengths(map.values(query_token))
-    ends = [0.0] * 3  # end of the last label in each row: short words would hide one another
+    ends = [0.0] * 3  # end of the last label in each row; labels of short words would overlap
     for word, strength in zip(map.words, strengths, strict=True):
         if strength > 0 and word.times and not word.box:
             left = x(word.times[0])
@@ -151,9 +153,9 @@ def draw_waveform(
     for mark in np.arange(-(-start // step) * step, start + seconds, step):
         pen.line((x(mark), height, x(mark), height + 5), "black")
         pen.text((x(mark) + 2, height + 6), f"{mark:g} s", "black", font)
-    for found in [map.focus(query_token), *(map.passages if query_token is None else ())]:
-        if found.times and not found.box:
-            sides = (x(found.times[0]), 0, x(found.times[1]), height)
+    for match in [map.focus(query_token), *(map.passages if query_token is None else ())]:
+        if match.times and not match.box:
+            sides = (x(match.times[0]), 0, x(match.times[1]), height)
             pen.rectangle(sides, outline=BEST_COLOUR, width=2)
     for position, text in labels:
         pen.text(position, text, "black", font)
@@ -165,7 +167,7 @@ def draw_waveform(
 def add_header(
     drawing: bytes, map: SimilarityMap, query: str, query_token: int | None = None
 ) -> bytes:
-    """Returns a map with a header: the query, the item and its score, and a legend."""
+    """Returns a map with a header that shows the query, the item, its score and a legend."""
     image = Image.open(io.BytesIO(drawing)).convert("RGB")
     size = min(max(image.width // 60, 14), 28)
     font, large = ImageFont.load_default(size), ImageFont.load_default(size * 5 // 4)
@@ -178,7 +180,7 @@ def add_header(
     else:
         meaning = f'similarity with the query token "{map.query_tokens[query_token]}"'
         frame = "best word"
-    subtitle = f"{map.item_id} · {map.representation} · late score {map.score:.2f}"
+    subtitle = f"{map.item_id} · {map.representation} · MaxSim score {map.score:.2f}"
     rows = [(text, large, BLACK) for text in _wrapped(f'"{query}"', large, width - 2 * margin)]
     rows += [(text, font, GREY) for text in _wrapped(subtitle, font, width - 2 * margin)]
     height = margin + len(rows) * line + 2 * line + margin
@@ -203,7 +205,7 @@ def add_header(
 
 
 def _wrapped(text: str, font: Font, width: float) -> list[str]:
-    """Returns a text in lines no wider than `width` pixels."""
+    """Wraps a text to lines of at most `width` pixels."""
     lines = [""]
     for word in printable(text).split():
         longer = f"{lines[-1]} {word}".strip()
@@ -217,9 +219,9 @@ def _wrapped(text: str, font: Font, width: float) -> list[str]:
 def hit_maps(
     searcher: Searcher, query: str, hit: Hit, representation: str
 ) -> list[tuple[str, bytes]]:
-    """Returns captions and images for a report: the map of a hit under the whole query.
+    """Returns the caption and the map of a hit for a report.
 
-    The list is empty for a hit without an image or whose file is missing.
+    The list is empty if the hit has no image or its file is missing.
     """
     try:
         map = similarity_map(searcher, query, hit.item_id, representation)
@@ -230,21 +232,21 @@ def hit_maps(
 
 
 def _shrunk(data: bytes) -> bytes:
-    """Returns an image at the size that reports show."""
+    """Returns an image scaled down to at most `REPORT_PIXELS`."""
     image = Image.open(io.BytesIO(data)).convert("RGB")
     image.thumbnail((REPORT_PIXELS, REPORT_PIXELS))
     return to_png(image)
 
 
 def to_png(image: Image.Image) -> bytes:
-    """Encodes an image; 256 colours suffice for text on white, at a third of the bytes."""
+    """Encodes an image with 256 colours, which take a third of the bytes."""
     png = io.BytesIO()
     image.quantize(256).save(png, "PNG", optimize=True)
     return png.getvalue()
 
 
 def _is_visible_with(location: Word | Passage, best: Word | Passage) -> bool:
-    """Returns whether a video frame that shows the best word or passage also shows another one."""
+    """Returns whether a location is visible in the video frame of the best word or passage."""
     time = visible_time(best)
     if location.times is None or time is None:
         return location.times == best.times
@@ -252,7 +254,7 @@ def _is_visible_with(location: Word | Passage, best: Word | Passage) -> bool:
 
 
 def _strengths(values: np.ndarray) -> np.ndarray:
-    """Maps values to [0, 1]: 0 up to the median, 1 for the highest."""
+    """Maps values to [0, 1]: 0 up to the median, 1 for the maximum."""
     low, high = _scale(values)
     values = np.nan_to_num(values, nan=-np.inf)
     if high <= low:
@@ -261,7 +263,7 @@ def _strengths(values: np.ndarray) -> np.ndarray:
 
 
 def _scale(values: np.ndarray) -> tuple[float, float]:
-    """Returns the values drawn in no colour and in the strongest: the median and the highest."""
+    """Returns the values of zero and full opacity: the median and the maximum."""
     finite = values[np.isfinite(values)]
     return max(float(np.median(finite)), 0.0), float(finite.max())
 

@@ -1,4 +1,4 @@
-"""Sheets of images: phrases mapped through several representations, and hits side by side."""
+"""Contact sheets: maps of phrases by representation, and the images of hits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews
 from pipeline.search.searcher import Searcher
 
-#: Colour of the frames around the true location of a phrase.
+#: Colour of the outlines of a phrase's true location.
 TRUE_COLOUR = (0, 90, 255)
-#: Distance between neighbouring images, in pixels, on a sheet of phrases and on one of hits.
+#: Distance between neighbouring images in pixels, on sheets of phrases and of hits.
 SHEET_STEP = 320
 HIT_STEP = 200
 
@@ -25,23 +25,26 @@ HIT_STEP = 200
 def phrase_sheet(
     columns: Sequence[tuple[str, Searcher, str]], phrases: Sequence[tuple[str, str, Boxes]]
 ) -> bytes:
-    """Returns maps of phrases as a PNG: a row per phrase, a column per representation.
+    """Draws maps of phrases, with a row per phrase and a column per representation.
 
-    Words are highlighted by the relevance that measures grounding, the mean similarity over the
-    phrase's tokens (SaMer, appendix C and figure 4). The true locations are framed.
+    Words are highlighted by the relevance used to measure grounding: the mean similarity over the
+    tokens of the phrase (SaMer, appendix C and figure 4). The true locations are outlined.
 
     Args:
-        columns: Title, searcher and representation of each column; the index of the first searcher
-            provides the images.
-        phrases: Item id, phrase and the boxes of its true locations, x0 y0 x1 y1 in [0, 1].
+        columns: Title, searcher and representation of each column. The images are read from the
+            index of the first searcher.
+        phrases: Item id, phrase and boxes of the true locations (x0 y0 x1 y1 in [0, 1]).
+
+    Returns:
+        The sheet as a PNG.
 
     Raises:
-        SpecError: As `similarity_map` and `Previews`.
+        SpecError: An item has no map or no readable image.
     """
     previews, font = Previews(columns[0][1].index), ImageFont.load_default(18)
     sheet = Image.new("RGB", (len(columns) * SHEET_STEP, 0), "white")
     for item_id, phrase, boxes in phrases:
-        image = previews.picture(item_id)
+        image = previews.image(item_id)
         row = Image.new("RGB", (sheet.width, SHEET_STEP + 44), "white")
         pen = ImageDraw.Draw(row)
         pen.text((6, 4), f'"{phrase}" in {item_id}', "black", font)
@@ -61,18 +64,18 @@ def phrase_sheet(
 def hit_sheet(
     searcher: Searcher, query: str, rows: Sequence[tuple[str, Sequence[Hit]]]
 ) -> tuple[bytes, int]:
-    """Draws the images of hits, best first: a row per list of hits.
+    """Draws the images of hits, with a row per list of hits.
 
-    Above each image are its rank, the rank before reranking, and its score. The id replaces an
-    image that is missing or unreadable.
+    Each image is labelled with its rank, the rank before reranking, and its score. A missing or
+    unreadable image is replaced by the item id.
 
     Args:
         searcher: Searcher of the index.
         query: Query of the hits.
-        rows: Title and hits of each row.
+        rows: Title and hits of each row, best first.
 
     Returns:
-        A PNG, and the number of missing images.
+        The sheet as a PNG, and the number of missing images.
     """
     previews, font = Previews(searcher.index), ImageFont.load_default(15)
     most = max((len(hits) for _, hits in rows), default=0)
@@ -90,7 +93,7 @@ def hit_sheet(
             pen.text((left, top + 26), f"{hit.rank}{before}   {hit.score:.3f}", GREY, font)
             box = (left, top + 48, left + HIT_STEP - 10, top + height - 6)
             try:
-                image = Image.open(io.BytesIO(previews.picture(hit.item_id))).convert("RGB")
+                image = Image.open(io.BytesIO(previews.image(hit.item_id))).convert("RGB")
             except SpecError:
                 pen.rectangle(box, outline=(200, 200, 200))
                 pen.text((left + 6, top + 54), hit.item_id, GREY, font)

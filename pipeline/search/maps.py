@@ -1,8 +1,8 @@
-"""Similarity maps: how the words of an item match a query, and what each adds to its score.
+"""Similarity maps: similarities between a query and the words of an item.
 
-A map compares each query token with each *input* token of an item through the token's vector or, in
-a compressed representation, the vector that the token is assigned to. So the map of a compressed
-item shows what its few vectors still distinguish.
+A map compares each query token with each input token of an item, through the vector of the input
+token or, in a compressed representation, the vector that it is assigned to. The map of a compressed
+item therefore shows which parts its vectors can distinguish.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pipeline.search.explain import (
     NO_SPAN,
     Box,
     Times,
+    assigned_vectors,
     contributions,
     find_passages,
-    outputs_of,
-    place_of,
+    token_location,
 )
 from pipeline.search.query import AnyQuery, Queries
 from pipeline.search.searcher import Searcher
@@ -34,19 +34,18 @@ from pipeline.search.searcher import Searcher
 
 @dataclass(frozen=True)
 class Word:
-    """A word of an item and how it matches a query of M tokens.
+    """A word of an item and its similarity with a query of M tokens.
 
     Attributes:
-        text: The word, or the part of it in this box; empty for an image patch.
-        span: Its characters in the item's text; `NO_SPAN` for an image patch.
-        box: x0 y0 x1 y1 in [0, 1] of the page, image or frame; None if it is not visible.
-        times: Start and end in seconds of the parent; None if it has no time.
-        similarities: (M,) best similarity of the word's tokens with each query token; NaN if they
-            have no vector.
-        credit: Share of the late-interaction score that the word's vectors add, summed over the
-            query tokens. Each of several words that share a vector has all of its credit.
-        contribution: The same for the score beyond its mean, see `explain.contributions`: small
-            for stop words.
+        text: Text of the word, or of its part in this box; empty for an image patch.
+        span: Start and end in the item's text; `NO_SPAN` for an image patch.
+        box: x0 y0 x1 y1 in [0, 1] of the page, image or frame; None if the word is not visible.
+        times: Start and end in seconds of the parent; None without times.
+        similarities: (M,) maximum similarity of the word's tokens with each query token; NaN if
+            they have no vector.
+        credit: Part of the MaxSim score from the word's vectors, summed over the query tokens.
+            Words that share a vector are each credited with all of it.
+        contribution: Credit in terms of `explain.contributions`, which is small for stop words.
     """
 
     text: str
@@ -60,13 +59,13 @@ class Word:
 
 @dataclass(frozen=True)
 class SimilarityMap:
-    """The words of one item under one query.
+    """Similarities between the words of an item and a query.
 
     Attributes:
         query_tokens: Texts of the M query tokens.
         contributions: Contribution of each query token, see `explain.contributions`.
-        words: Words in the order of the text.
-        score: Late-interaction score of the item.
+        words: Words in text order.
+        score: MaxSim score of the item.
         passages: Best-matching passages, best first.
     """
 
@@ -79,12 +78,12 @@ class SimilarityMap:
     passages: tuple[Passage, ...] = ()
 
     def values(self, query_token: int | None = None) -> np.ndarray:
-        """Returns the value by which each word is highlighted: (W,).
+        """Returns the highlight value of each word: (W,).
 
-        For a query token it is the similarity with that token. For the whole query it is the
-        contribution to the score of the item or, where that is higher, to the gain of a passage,
-        at most the highest contribution of a query token: otherwise a name of many tokens would
-        outshine everything else.
+        The value for a query token is the similarity with that token. The value for the whole
+        query is the contribution to the score of the item or to the gain of a passage, whichever
+        is higher. It is limited to the highest contribution of a query token, because a name of
+        many tokens would otherwise dominate the map.
         """
         if query_token is None:
             marks = [mark for passage in self.passages for mark in passage.marks]
@@ -97,7 +96,7 @@ class SimilarityMap:
         return np.array([word.similarities[query_token] for word in self.words])
 
     def best_word(self, query_token: int | None = None) -> Word:
-        """Returns the word with the highest value, the first of equals."""
+        """Returns the first word with the highest value."""
         return self.words[int(np.nanargmax(self.values(query_token)))]
 
     def lines(self, passage: Passage) -> list[Box]:
@@ -115,7 +114,7 @@ class SimilarityMap:
         return lines
 
     def focus(self, query_token: int | None = None) -> Word | Passage:
-        """Returns what to show and frame: the best word of a query token, or the best passage."""
+        """Returns the best passage with a location or, for a query token, the best word."""
         located = [p for p in self.passages if p.box or p.times] if query_token is None else []
         return located[0] if located else self.best_word(query_token)
 
@@ -147,10 +146,10 @@ class SimilarityMap:
 
 
 def visible_time(location: Word | Passage) -> float | None:
-    """Returns a second at which a word or passage is visible; None without times.
+    """Returns a time in seconds at which a word or passage is visible; None without times.
 
-    The times of text are estimated, so their middle is safest; those of an image region begin with
-    its frame.
+    This is the middle for text, because its times are estimates, and the start for an image region,
+    because that is the time of its frame.
     """
     if location.times is None:
         return None
@@ -164,24 +163,25 @@ def similarity_map(
     item_id: str,
     representation: str | None = None,
 ) -> SimilarityMap:
-    """Compares a query with the words of an item.
+    """Computes the similarity map of an item for a query.
 
     Args:
         searcher: Searcher of the index.
-        query: A text, an image, both, or token vectors; or what `Searcher.queries` returned for
-            this one query.
+        query: A text, an image, both, or token vectors; or one query encoded by
+            `Searcher.queries`.
         item_id: Id of the item.
-        representation: Name of the representation; default `full`, else the first.
+        representation: Name of the representation. Defaults to `full` if it exists, otherwise the
+            first.
 
     Raises:
-        SpecError: The item does not exist, or lacks what a map needs: the positions of its tokens,
-            vectors, or the assignment of its tokens to compressed vectors.
+        SpecError: The item does not exist, or the index lacks its token positions, its vectors or
+            the assignment of its tokens to compressed vectors.
     """
     info = searcher.representation(representation)
     name = info.name
     queries = searcher.queries(query if isinstance(query, Queries) else [query], name)
     item = _stored_item(searcher, item_id, info)
-    output_T = _outputs(item, info)
+    output_T = _assigned_vectors(item, info)
     stored = searcher.index.codec(name).decode(item.row[name], info.dim)[0]
     vectors_ND = torch.from_numpy(stored.astype(np.float32))
     sim_MN = (queries.tokens[0] @ vectors_ND.T).numpy()
@@ -212,7 +212,7 @@ class _StoredItem:
     """Stored columns of one item.
 
     Attributes:
-        row: Table of one row.
+        row: Table with one row.
         num_tokens: Number T of input tokens.
     """
 
@@ -229,10 +229,10 @@ def _value(row: pa.Table, column: str | None) -> Any:
 
 
 def _stored_item(searcher: Searcher, item_id: str, info: RepresentationInfo) -> _StoredItem:
-    """Returns the columns of an item that a map needs.
+    """Reads the columns of an item that a map needs.
 
     Raises:
-        SpecError: The item does not exist, or has neither positions nor vectors.
+        SpecError: The item does not exist, or lacks positions or vectors.
     """
     schema = searcher.index.schema
     columns = [*info.positions.values(), info.support_column, info.name, info.text_column]
@@ -250,29 +250,29 @@ def _stored_item(searcher: Searcher, item_id: str, info: RepresentationInfo) -> 
     return _StoredItem(row.combine_chunks(), num_tokens)
 
 
-def _outputs(item: _StoredItem, info: RepresentationInfo) -> np.ndarray:
-    """Returns the vector that each input token is assigned to, or -1: (T,)."""
+def _assigned_vectors(item: _StoredItem, info: RepresentationInfo) -> np.ndarray:
+    """Returns the vector that each input token is assigned to, -1 for none: (T,)."""
     if info.is_uncompressed:
         return np.arange(item.num_tokens)
     assignment = item.value(info.support_column)
     if assignment is None or info.support_form is None:
         rule = "a representation with stored token assignments (keep_support)"
         raise SpecError("representation", info.name, rule, "has none")
-    return outputs_of(assignment, info.support_form, item.num_tokens)
+    return assigned_vectors(assignment, info.support_form, item.num_tokens)
 
 
 def _positions(
     item: _StoredItem, columns: Mapping[str, str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the characters (T, 2), extents (T, 6) and confidences (T,) of an item's tokens."""
+    """Returns the spans (T, 2), extents (T, 6) and confidences (T,) of an item's tokens."""
     spans, extents, confidence = (
         item.value(columns.get(kind)) for kind in ("spans", "extents", "confidence")
     )
-    shape = item.num_tokens
+    size = item.num_tokens
     return (
-        np.full((shape, 2), NO_SPAN) if spans is None else np.array(spans),
-        np.full((shape, 6), np.nan) if extents is None else np.array(extents, float),
-        np.full(shape, np.nan) if confidence is None else np.array(confidence, float),
+        np.full((size, 2), NO_SPAN) if spans is None else np.array(spans),
+        np.full((size, 6), np.nan) if extents is None else np.array(extents, float),
+        np.full(size, np.nan) if confidence is None else np.array(confidence, float),
     )
 
 
@@ -284,16 +284,16 @@ def _words(
     credit_T: np.ndarray,
     contribution_T: np.ndarray,
 ) -> list[Word]:
-    """Groups neighbouring tokens with one location or, without locations, one run of letters."""
-    has_place_T = ~np.isnan(extents_T6).all(axis=1)
+    """Groups neighbouring tokens into words by location or, without locations, by adjacency."""
+    has_location_T = ~np.isnan(extents_T6).all(axis=1)
     moves_T = (np.nan_to_num(np.diff(extents_T6, axis=0)) != 0).any(axis=1)
     moves_T |= np.isnan(extents_T6[1:]).sum(axis=1) != np.isnan(extents_T6[:-1]).sum(axis=1)
     touches_T = spans_T2[1:, 0] == spans_T2[:-1, 1]
-    starts = np.flatnonzero(np.r_[True, np.where(has_place_T[1:], moves_T, ~touches_T)])
+    starts = np.flatnonzero(np.r_[True, np.where(has_location_T[1:], moves_T, ~touches_T)])
     words = []
     for start, stop in zip(starts, [*starts[1:], len(spans_T2)], strict=True):
-        # An image patch has a location and no characters; other words may have only characters.
-        if not has_place_T[start] and (has_place_T.any() or spans_T2[start, 0] < 0):
+        # Image patches have a location but no text; words may have text but no location.
+        if not has_location_T[start] and (has_location_T.any() or spans_T2[start, 0] < 0):
             continue
         sim_MS = sim_MT[:, start:stop]
         has_vector = ~np.isnan(sim_MS).all(axis=0)
@@ -302,7 +302,7 @@ def _words(
         else:
             similarities = np.full(len(sim_MS), np.nan)
         first, last = int(spans_T2[start, 0]), int(spans_T2[stop - 1, 1])
-        location = place_of((first, last), extents_T6[start].tolist())
+        location = token_location((first, last), extents_T6[start].tolist())
         words.append(
             Word(
                 text[first:last] if first >= 0 else "",

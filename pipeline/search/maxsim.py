@@ -1,11 +1,12 @@
-"""MaxSim, the late-interaction score: exact, and never padded to the longest document.
+"""Exact MaxSim (late-interaction) scoring without padding.
 
     late(q, d) = sum over the query tokens i of max over the document tokens j of <q_i, d_j>
 
-This is the sum that multi-vector models are trained with; SMART (eq. 4) divides it by the number of
-query tokens. A padding position never wins, and a document without tokens scores -inf.
+Multi-vector models are trained with this sum; SMART (eq. 4) divides it by the number of query
+tokens. The score of a document without tokens is -inf.
 
-Shapes: Q queries, M query tokens, B documents, T document tokens in all, N of one, D numbers each.
+Shapes: Q queries, M query tokens, B documents, T document tokens in total, N tokens of one
+document, D dimensions.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 from pipeline.search import native
 from pipeline.search.packed import PackedVectors, Segment
 
-#: Bytes of float32 working memory of one block. About a last-level cache: on 2 cores, 260,000
-#: tokens of 384 numbers and a query of 20 tokens, 6 MB take 47 ms, 100 MB take 100 ms.
+#: Bytes of float32 working memory per block, which should fit in the last-level cache. For 260,000
+#: tokens of 384 dimensions and 20 query tokens on 2 cores, 6 MB take 47 ms and 100 MB take 100 ms.
 BLOCK_BYTES = 8 << 20
 
 
@@ -35,19 +36,18 @@ def maxsim_oracle(
     query_mask_M: torch.Tensor | None = None,
     reduce: Literal["sum", "mean"] = "sum",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores padded documents in the slow and obvious way that every fast path is tested against.
+    """Scores padded documents; slow reference implementation for tests of the fast backends.
 
     Args:
         query_MD: Query tokens.
         docs_BND: Document tokens.
-        mask_BN: bool, the real document tokens.
-        query_mask_M: bool, the real query tokens; None for all. The others add 0 to the sum and do
-            not count in the mean.
-        reduce: Sum over the query tokens, or their mean.
+        mask_BN: bool, False for padding of documents.
+        query_mask_M: bool, False for query tokens that are ignored; None to use all.
+        reduce: Reduction over the query tokens.
 
     Returns:
-        Scores (B,), and the best document token of each query token (B, M): the first of equals, -1
-        for a document without tokens.
+        Scores (B,) and the index of the best document token per query token (B, M). Ties resolve
+        to the first token; the index is -1 for a document without tokens.
 
     >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> docs = torch.tensor([[[0.5, 0.0], [-1.0, -2.0]], [[9.0, 9.0], [9.0, 9.0]]])
@@ -80,28 +80,29 @@ def maxsim(
     backend: str | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> torch.Tensor:
-    """Scores many queries against many documents, exactly.
+    """Computes exact scores of queries against documents.
 
-    A document's score does not depend on its position: equal documents have bit-identical scores.
+    The score of a document does not depend on its position: equal documents have bit-identical
+    scores.
 
     Args:
-        queries: Q tensors (M_i, D) of real tokens, as `Codec.transform_queries` returned them.
+        queries: Q tensors (M_i, D) without padding, as returned by `Codec.transform_queries`.
         packed: B documents on one device.
-        rows: (R,) int64, ascending, the documents to score; None for all.
-        reduce: Sum over the query tokens, or their mean; 0 for a query without tokens.
-        backend: One of `backends(packed)`; default the last, which is the fastest.
-        block_bytes: Working memory of a block of the torch backend, in bytes; a block has at least
+        rows: (R,) int64, ascending indices of the documents to score; None for all.
+        reduce: Reduction over the query tokens; the score of a query without tokens is 0.
+        backend: One of `backends(packed)`; defaults to the last, which is the fastest.
+        block_bytes: Working memory per block of the torch backend, in bytes; a block has at least
             one document.
 
     Returns:
-        (Q, B) float32, or (Q, R); -inf for a document without tokens.
+        (Q, B) or (Q, R) float32; -inf for a document without tokens.
 
     Raises:
-        ValueError: A query does not have the documents' dimension, or the backend does not exist.
+        ValueError: A query has another dimension than the documents, or the backend is unavailable.
 
     >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> tokens = torch.tensor([[0.5, 0.0], [-1.0, -2.0], [3.0, 4.0]])
-    >>> packed = PackedVectors.of_values(tokens, torch.tensor([2, 0, 1]))
+    >>> packed = PackedVectors.from_values(tokens, torch.tensor([2, 0, 1]))
     >>> maxsim([query, query[:1]], packed).tolist()
     [[0.5, -inf, 7.0], [0.5, -inf, 3.0]]
     """
@@ -111,18 +112,18 @@ def maxsim(
     scores_QB = torch.zeros(len(queries), num_docs, device=device)
     if not len(queries) or not num_docs:
         return scores_QB
-    query_MD = _joined(queries, packed)
+    query_MD = _concatenate(queries, packed)
     query_lengths = torch.tensor([len(query) for query in queries], device=device)
-    chosen = list(packed.chosen(rows))
+    selection = list(packed.select(rows))
     if kernels is None:
         first = 0
-        for segment, documents in chosen:
+        for segment, documents in selection:
             last = first + (len(segment.lengths) if documents is None else len(documents))
-            own_QB = scores_QB[:, first:last]
-            _score(query_MD, query_lengths, segment, documents, block_bytes, own_QB)
+            out_QB = scores_QB[:, first:last]
+            _score(query_MD, query_lengths, segment, documents, block_bytes, out_QB)
             first = last
     else:
-        kernels.score(query_MD, query_lengths, chosen, scores_QB, level)
+        kernels.score(query_MD, query_lengths, selection, scores_QB, level)
     if reduce == "mean":
         scores_QB /= query_lengths.clamp_min(1).unsqueeze(1)
     return scores_QB
@@ -136,51 +137,51 @@ def best_tokens(
     backend: str | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Finds the best token of each document for each query token: `maxsim` before its sums.
+    """Finds the best document token per document and query token.
 
     Args:
-        query_MD: The real tokens of any number of queries, one after the other.
+        query_MD: Concatenated tokens of any number of queries, without padding.
         packed: Documents on one device.
-        rows: As in `maxsim`.
-        backend: As in `maxsim`.
-        block_bytes: Memory of a block of results, in bytes.
+        rows: See `maxsim`.
+        backend: See `maxsim`.
+        block_bytes: Memory per block of results, in bytes.
 
     Yields:
-        For each block of documents the position of its first one among those asked for, the
-        similarities (b, M) float32, and the tokens (b, M) int64, counted from the start of each
-        document, the first of equals; -inf and -1 for a document without tokens.
+        For each block of b documents: the index of its first document in `rows`, the similarities
+        (b, M) float32, and the indices (b, M) int64 of the best tokens in their document. Ties
+        resolve to the first token; documents without tokens have -inf and -1.
 
     >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> tokens = torch.tensor([[0.5, 0.0], [-1.0, 2.0], [3.0, 4.0]])
-    >>> packed = PackedVectors.of_values(tokens, torch.tensor([2, 1]))
+    >>> packed = PackedVectors.from_values(tokens, torch.tensor([2, 1]))
     >>> [(first, sim.tolist(), token.tolist()) for first, sim, token in best_tokens(query, packed)]
     [(0, [[0.5, 2.0], [3.0, 4.0]], [[0, 1], [0, 0]])]
     """
     if not len(query_MD):
         return
     kernels, level = _backend(backend, packed)
-    query_MD = _joined([query_MD], packed)
-    done = 0
-    for segment, chosen in packed.chosen(rows):
-        num_docs = len(segment.lengths) if chosen is None else len(chosen)
+    query_MD = _concatenate([query_MD], packed)
+    num_done = 0
+    for segment, selected in packed.select(rows):
+        num_docs = len(segment.lengths) if selected is None else len(selected)
         if kernels is None:
-            for block in _similarities(query_MD, segment, chosen, block_bytes):
-                yield done + block.first, block.best_bM, _first_best(block)
+            for block in _similarities(query_MD, segment, selected, block_bytes):
+                yield num_done + block.first, block.best_bM, _first_best(block)
         else:
-            if chosen is None:
-                chosen = torch.arange(num_docs, device=packed.device)
+            if selected is None:
+                selected = torch.arange(num_docs, device=packed.device)
             size = max(block_bytes // (8 * len(query_MD)), 1)
             for first in range(0, num_docs, size):
-                documents = chosen[first : first + size]
+                documents = selected[first : first + size]
                 best_bM, token_bM = kernels.best(query_MD, segment, documents, level)
-                yield done + first, best_bM, token_bM.long()
-        done += num_docs
+                yield num_done + first, best_bM, token_bM.long()
+        num_done += num_docs
 
 
 def backends(packed: PackedVectors) -> tuple[str, ...]:
-    """Returns the backends that can score these vectors on their device, the fastest last.
+    """Returns the backends that can score these vectors on their device, fastest last.
 
-    "torch" anywhere; the levels of `native` on a CPU; "triton" on a CUDA device.
+    "torch" is always available. The levels of `native` require a CPU, "triton" a CUDA device.
     """
     kernels = _kernels(packed)
     if kernels and all(kernels.can_score(segment) for segment in packed.segments):
@@ -189,27 +190,27 @@ def backends(packed: PackedVectors) -> tuple[str, ...]:
 
 
 def _kernels(packed: PackedVectors) -> ModuleType | None:
-    """Returns the kernels for the device of the vectors; None without kernels."""
+    """Returns the module with kernels for the device of the vectors, or None."""
     if packed.device.type == "cuda" and importlib.util.find_spec("triton"):
         return importlib.import_module("pipeline.search.triton_kernels")
     return native if packed.device.type == "cpu" else None
 
 
-def _backend(wanted: str | None, packed: PackedVectors) -> tuple[ModuleType | None, str]:
-    """Returns the kernels of a backend, None for torch, and the level at which they score.
+def _backend(name: str | None, packed: PackedVectors) -> tuple[ModuleType | None, str]:
+    """Returns the kernel module of a backend (None for torch) and its level.
 
     Raises:
         ValueError: The backend cannot score these vectors.
     """
     valid = backends(packed)
-    if wanted is not None and wanted not in valid:
-        raise ValueError(f"backend must be one of {', '.join(valid)}, got {wanted!r}")
-    level = wanted or valid[-1]
+    if name is not None and name not in valid:
+        raise ValueError(f"backend must be one of {', '.join(valid)}, got {name!r}")
+    level = name or valid[-1]
     return (None if level == "torch" else _kernels(packed)), level
 
 
-def _joined(queries: Sequence[torch.Tensor], packed: PackedVectors) -> torch.Tensor:
-    """Returns the tokens (M, D) float32 of all queries, on the device of the documents."""
+def _concatenate(queries: Sequence[torch.Tensor], packed: PackedVectors) -> torch.Tensor:
+    """Concatenates the tokens of all queries to (M, D) float32 on the device of the documents."""
     for query in queries:
         if query.ndim != 2 or query.shape[1] != packed.dim:
             shape = tuple(query.shape)
@@ -225,15 +226,14 @@ def _score(
     block_bytes: int,
     out_QB: torch.Tensor,
 ) -> None:
-    """Writes sums of maxima, block by block, with torch on any device.
+    """Writes sums of maxima block by block, with torch on any device.
 
-    Blocks of whole documents are made float32 and multiplied with all query tokens at once; a
-    maximum over each document's rows and a sum over each query's columns follow. Of the ways to
-    take the maximum over rows of ragged segments, `scatter_reduce` with an index expanded along the
-    columns was the quickest on 2 cores (31,000 tokens x 600 query tokens: 2 ms; a loop over equal
-    lengths 6 ms, `numpy.maximum.reduceat` 11 ms, `torch.segment_reduce` 56 ms, gathering into a
-    padded block 94 ms; the multiplication itself takes 100 ms). It needs no sorting and takes
-    empty documents as they are.
+    Each block of whole documents is converted to float32 and multiplied by all query tokens. The
+    maximum over the rows of each document is a `scatter_reduce` with an index expanded along the
+    columns, which was the fastest option on 2 cores for 31,000 tokens and 600 query tokens: 2 ms,
+    compared to 6 ms for a loop over equal lengths, 11 ms for `numpy.maximum.reduceat`, 56 ms for
+    `torch.segment_reduce` and 94 ms for gathering into a padded block. The multiplication itself
+    takes 100 ms. It requires no sorting and supports empty documents.
     """
     query_of_M = torch.repeat_interleave(query_lengths).unsqueeze(1)
     for block in _similarities(query_MD, segment, documents, block_bytes):
@@ -246,26 +246,34 @@ def _score(
 
 
 def _first_best(block: _Block) -> torch.Tensor:
-    """Returns the best document token for each document and query token, the first of equals."""
+    """Returns the first best document token per document and query token: (b, M) int64."""
     num_tokens = block.sim_nM.shape[1]
-    # The few places where a similarity is its document's best; as they come in the order of
-    # the tokens, a minimum over equals is all that is left.
+    # Few similarities equal the maximum of their document; ties are resolved by a minimum.
     is_best_nM = block.sim_nM == block.best_bM[block.doc_of_n]
-    if is_best_nM.is_cpu:  # numpy takes a tenth of the time of torch here
-        found = torch.from_numpy(np.flatnonzero(is_best_nM.numpy()))
+    if is_best_nM.is_cpu:  # ten times faster with NumPy than with torch
+        indices = torch.from_numpy(np.flatnonzero(is_best_nM.numpy()))
     else:
-        found = is_best_nM.view(-1).nonzero().squeeze(1)
-    at_n = found // num_tokens
-    doc = block.doc_of_n[at_n]
-    position = at_n - (block.lengths_b.cumsum(0) - block.lengths_b)[doc]
+        indices = is_best_nM.view(-1).nonzero().squeeze(1)
+    row = indices // num_tokens
+    doc = block.doc_of_n[row]
+    position = row - (block.lengths_b.cumsum(0) - block.lengths_b)[doc]
     none = torch.iinfo(torch.int64).max
     token_bM = torch.full_like(block.best_bM, none, dtype=torch.int64).view(-1)
-    token_bM.scatter_reduce_(0, doc * num_tokens + found % num_tokens, position, "amin")
+    token_bM.scatter_reduce_(0, doc * num_tokens + indices % num_tokens, position, "amin")
     return token_bM.view_as(block.best_bM).masked_fill_(block.lengths_b[:, None] == 0, -1)
 
 
 class _Block(NamedTuple):
-    """Similarities of some documents with all query tokens, and the best of each document."""
+    """Similarities of a block of documents with all query tokens, and their maximum per document.
+
+    Attributes:
+        first: Index of the first document.
+        last: Index after the last document.
+        lengths_b: Number of tokens per document.
+        doc_of_n: Document of each token, relative to `first`.
+        sim_nM: Similarities of document tokens and query tokens.
+        best_bM: Maximum over the tokens of each document; -inf without tokens.
+    """
 
     first: int
     last: int
@@ -281,7 +289,7 @@ def _similarities(
     documents: torch.Tensor | None,
     block_bytes: int,
 ) -> Iterator[_Block]:
-    """Yields similarities by block; the best of a document without tokens is -inf."""
+    """Yields similarities block by block."""
     starts_B, lengths_B = segment.starts, segment.lengths
     if documents is not None:
         starts_B, lengths_B = starts_B[documents], lengths_B[documents]
@@ -291,7 +299,7 @@ def _similarities(
     device = query_MD.device
     blocks = list(_blocks(lengths_B, max_tokens=block_bytes // (4 * (dim + num_tokens))))
     size = max(block_tokens for _, _, block_tokens in blocks)
-    buffer_nD = torch.empty(size, dim, device=device)  # reused: fresh pages cost more than the copy
+    buffer_nD = torch.empty(size, dim, device=device)  # page faults cost more than the copy
     for first, last, block_tokens in blocks:
         lengths_b = lengths_B[first:last]
         docs_nD = buffer_nD[:block_tokens]
@@ -308,26 +316,29 @@ def _similarities(
 
 
 def _blocks(lengths_B: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Yields runs of documents of at most `max_tokens` tokens: (first, last + 1, tokens)."""
+    """Yields runs of documents with at most `max_tokens` tokens: (first, last + 1, tokens).
+
+    A document with more tokens is a run by itself.
+    """
     ends = lengths_B.cumsum(0)
-    first, done = 0, 0
+    first, start = 0, 0
     while first < len(lengths_B):
-        last = int(torch.searchsorted(ends, done + max_tokens, right=True))
+        last = int(torch.searchsorted(ends, start + max_tokens, right=True))
         last = max(last, first + 1)
         end = int(ends[last - 1])
-        yield first, last, end - done
-        first, done = last, end
+        yield first, last, end - start
+        first, start = last, end
 
 
 def _rows(
     segment: Segment, starts_b: torch.Tensor, lengths_b: torch.Tensor, num_tokens: int
 ) -> dict[str, torch.Tensor]:
-    """Returns the parts of some documents' tokens: views if they are contiguous, else copies."""
-    segment.touch(starts_b, lengths_b)
+    """Returns the parts of the tokens of documents; views if they are contiguous, else copies."""
+    segment.verify(starts_b, lengths_b)
     start, end = int(starts_b[0]), int(starts_b[-1] + lengths_b[-1])
     if end - start == num_tokens:
         return {name: part[start:end] for name, part in segment.parts.items()}
-    # Token t of the block lies `shift` of its document behind t.
+    # Token t of the block is row t + shift of the segment.
     shift_b = starts_b - (lengths_b.cumsum(0) - lengths_b)
     shift_n = torch.repeat_interleave(shift_b, lengths_b, output_size=num_tokens)
     index_n = torch.arange(num_tokens, device=starts_b.device) + shift_n

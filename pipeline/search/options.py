@@ -1,4 +1,4 @@
-"""Options of a search, the same in Python, over HTTP and on the command line."""
+"""Search options shared by the Python interface, HTTP and the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WEIGHTS_RULE = "two numbers (single, late), each 0 or from 1e-6 to 1e6, and not 
 
 
 class _CommonKeywords(TypedDict, total=False):
-    """Keyword arguments that have the name and the type of the option."""
+    """Keyword arguments with the same name and type as the option."""
 
     k: int
     score: Score
@@ -30,7 +30,7 @@ class _CommonKeywords(TypedDict, total=False):
 
 
 class Selection(TypedDict, total=False):
-    """Keyword arguments of `Searcher.num_items`; those of `SearchOptions` with other types."""
+    """Keyword arguments of `Searcher.num_items`; collections are converted by `SearchOptions`."""
 
     filter: str | None
     ids: Collection[str] | None
@@ -43,26 +43,27 @@ class SearchKeywords(_CommonKeywords, Selection, total=False):
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Options for selecting, scoring, reranking and describing items.
+    """Options for selecting, scoring, reranking and explaining items.
 
     Attributes:
-        representation: Name of the column to search; None: `full` if it exists, else the first.
+        representation: Name of the column to search. If None, `full` is used if it exists,
+            otherwise the first column.
         k: Maximum number of hits.
-        score: "late", "single" or "hybrid"; see `pipeline.search.score`.
-        weights: Weights of the single-vector and the MaxSim score in the hybrid score. An item that
-            lacks either has no hybrid score, whatever the weights.
-        group_by: "parent" returns the k best parents, each with its best item.
+        score: "late" (MaxSim), "single" or "hybrid"; see `pipeline.search.score`.
+        weights: Weights of the single-vector and the MaxSim score in the hybrid score. Items that
+            lack either score have no hybrid score, even if its weight is 0.
+        group_by: "parent" returns the best item of each of the k best parents.
         filter: Lance SQL expression over the item columns, such as "modality = 'text'".
-        ids: Ids of the items that can be hits; unknown ids are ignored. An item must pass the
-            filter and both lists.
-        parents: Ids of the parents whose items can be hits.
-        rerank: Second stage: "vectors" scores by another representation, "edje" by EDJE's joint
+        ids: Ids of the items to search; unknown ids are ignored. Items must satisfy `filter`, `ids`
+            and `parents`.
+        parents: Ids of the parents whose items are searched.
+        rerank: Second stage: "vectors" scores with another representation, "edje" with EDJE's joint
             encoder.
-        rerank_representation: Representation of "vectors"; None: the default one.
-        rerank_depth: Number of first-stage items that are reranked; 0 without a second stage.
+        rerank_representation: Representation used by "vectors"; None for the default.
+        rerank_depth: Number of first-stage items to rerank; 0 without a second stage.
         add_first_stage: Whether "edje" adds the score of the first stage.
-        rerank_is_optional: Whether the hits of the first stage are returned if reranking fails.
-        explain: "matches" adds `matches` and `passages` to hits; "map" a similarity map too.
+        rerank_is_optional: Whether to return the hits of the first stage if reranking fails.
+        explain: "matches" adds `matches` and `passages` to hits; "map" also adds a similarity map.
 
     Raises:
         SpecError: An option is invalid.
@@ -117,10 +118,10 @@ class SearchOptions:
         )
 
     def resolve(self, index: Index) -> SearchOptions:
-        """Returns the options with the name of a representation of the index.
+        """Returns the options with the default representation of an index filled in.
 
         Raises:
-            SpecError: The representation does not exist, or is only for reranking.
+            SpecError: The representation does not exist or is only for reranking.
         """
         return replace(self, representation=representation_info(index, self.representation).name)
 
@@ -131,7 +132,7 @@ class SearchOptions:
         return self.representation
 
     def first_stage(self) -> SearchOptions:
-        """Returns the options of the first stage, which finds all items that are reranked."""
+        """Returns the options of the first stage, which finds the items to rerank."""
         return replace(
             self,
             k=max(self.k, self.rerank_depth),
@@ -144,15 +145,15 @@ class SearchOptions:
         )
 
     def without_selection(self) -> SearchOptions:
-        """Returns the options without filter and ids, for stages after the selection."""
+        """Returns the options without `filter`, `ids` and `parents`, for use after selection."""
         return replace(self, filter=None, ids=None, parents=None)
 
     def check_vectors(self, queries: Queries, pooled_column: str | None) -> None:
-        """Raises `SpecError` if the queries or the representation lack vectors of the score.
+        """Raises `SpecError` if the queries or the representation lack vectors for the score.
 
         Args:
             queries: Queries transformed for the representation.
-            pooled_column: Column of the representation's single vectors; None without one.
+            pooled_column: Column of the representation's single vectors, or None.
         """
         if self.score != "single" and not all(map(len, queries.tokens)):
             problem = "needs token vectors (the query has none)"
@@ -163,7 +164,7 @@ class SearchOptions:
             problem = "needs single vectors (the index has none)"
             raise SpecError("score", self.score, "late", problem)
         if queries.pooled is None:
-            problem = "needs a single query vector (give the query as text)"
+            problem = "needs a pooled query vector (pass the query as text)"
             raise SpecError("score", self.score, "late", problem)
 
 
@@ -174,7 +175,7 @@ def check_count(field: str, value: int) -> None:
 
 
 def are_weights(weights: Any) -> bool:
-    """Returns whether a value is a valid pair of weights for the hybrid score.
+    """Returns whether a value is a valid pair of hybrid weights.
 
     >>> are_weights((1, 0.5)), are_weights((0, 0)), are_weights((1, float("nan"))), are_weights(1)
     (True, False, False, False)
@@ -189,22 +190,22 @@ def are_weights(weights: Any) -> bool:
 
 
 def id_tuple(field: str, ids: Collection[str] | None) -> tuple[str, ...] | None:
-    """Returns ids as a tuple.
+    """Converts a collection of ids to a tuple.
 
     Raises:
-        SpecError: For `field`: they are not a collection of texts in UTF-8.
+        SpecError: The ids are not a collection of valid UTF-8 strings.
     """
     if ids is None:
         return None
     values = (ids,) if isinstance(ids, str) else tuple(ids)
     if isinstance(ids, str) or not _are_texts(values):
-        wrong = ids if isinstance(ids, str) else next(i for i in values if not _are_texts((i,)))
-        raise SpecError(field, wrong, "a list of ids in valid UTF-8")
+        invalid = ids if isinstance(ids, str) else next(i for i in values if not _are_texts((i,)))
+        raise SpecError(field, invalid, "a list of ids in valid UTF-8")
     return values
 
 
 def _are_texts(values: tuple[Any, ...]) -> bool:
-    """Returns whether all values are texts in UTF-8; 100,000 ids take 1 ms."""
+    """Returns whether all values are valid UTF-8 strings; takes 1 ms for 100,000 ids."""
     try:
         "".join(values).encode()
     except (TypeError, UnicodeEncodeError):

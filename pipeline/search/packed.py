@@ -1,4 +1,4 @@
-"""Token vectors as they lie ready to be scored: contiguous, quantised, without padding."""
+"""Contiguous, quantised token vectors of documents, without padding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from pipeline.codecs import Codec
 from pipeline.codecs.floats import Float16
 
-#: Bytes copied to a device at once, so that no more of a mapped file is in memory twice.
+#: Bytes per copy to a device, which bounds the pages of a mapped file that are in host memory.
 COPY_BYTES = 64 << 20
 #: Codec of uncompressed vectors.
 FLOATS = Float16(Float16.Spec())
@@ -21,16 +21,16 @@ FLOATS = Float16(Float16.Spec())
 
 @dataclass(frozen=True)
 class Segment:
-    """The token vectors of some documents, one document after the other.
+    """Token vectors of documents, one document after another.
 
     Attributes:
         codec: Codec of the vectors.
-        dim: D, dimension of the decoded vectors.
-        parts: Parts of the vectors by name, (T, width) each, contiguous; may be mapped from a file.
+        dim: Dimension D of the decoded vectors.
+        parts: Parts of the vectors by name, (T, width) each; contiguous, possibly memory-mapped.
         lengths: (S,) int64, number of vectors per document; may be 0.
-        live: (L,) int64, ascending, the documents that are not deleted; None for all S.
-        touch: Called with the starts and lengths (n,) int64 of runs of vectors before they are
-            read; raises `SpecError` if they are corrupted.
+        live: (L,) int64, ascending indices of documents that are not deleted; None for all S.
+        verify: Called with the starts and lengths (n,) int64 of runs of vectors before they are
+            read. Raises `SpecError` if they are corrupted.
     """
 
     codec: Codec
@@ -38,27 +38,27 @@ class Segment:
     parts: dict[str, torch.Tensor]
     lengths: torch.Tensor
     live: torch.Tensor | None = None
-    touch: Callable[[torch.Tensor, torch.Tensor], None] = field(
+    verify: Callable[[torch.Tensor, torch.Tensor], None] = field(
         default=lambda starts, lengths: None, repr=False
     )
 
     @functools.cached_property
     def starts(self) -> torch.Tensor:
-        """(S,) int64, index of each document's first vector."""
+        """(S,) int64, index of the first vector per document."""
         return self.lengths.cumsum(0) - self.lengths
 
     @functools.cached_property
     def live_lengths(self) -> torch.Tensor:
-        """(L,) int64, lengths of the documents that are not deleted."""
+        """(L,) int64, number of vectors per document that is not deleted."""
         return self.lengths if self.live is None else self.lengths[self.live]
 
     @functools.cached_property
     def longest(self) -> int:
-        """Maximum number of vectors of a document."""
+        """Maximum number of vectors per document."""
         return int(self.lengths.max()) if len(self.lengths) else 0
 
     def to(self, device: torch.device | str) -> Segment:
-        """Returns the documents on a device; mapped parts are read in pieces."""
+        """Copies the documents to a device; memory-mapped parts are copied in pieces."""
         parts = {
             name: torch.empty(part.shape, dtype=part.dtype, device=device)
             for name, part in self.parts.items()
@@ -67,29 +67,29 @@ class Segment:
             size = max(COPY_BYTES // max(part.shape[1] * part.element_size(), 1), 1)
             for first in range(0, len(part), size):
                 end = min(first + size, len(part))
-                self.touch(torch.tensor([first]), torch.tensor([end - first]))
+                self.verify(torch.tensor([first]), torch.tensor([end - first]))
                 parts[name][first:end] = part[first:end]
         live = None if self.live is None else self.live.to(device)
         return Segment(self.codec, self.dim, parts, self.lengths.to(device), live)
 
     def item(self, document: int) -> torch.Tensor:
-        """Returns the vectors (N, D) float32 of one of the S documents."""
+        """Returns the decoded vectors (N, D) float32 of one of the S documents."""
         start = int(self.starts[document])
         end = start + int(self.lengths[document])
-        self.touch(self.starts[document : document + 1], self.lengths[document : document + 1])
-        chosen = {name: part[start:end] for name, part in self.parts.items()}
-        return self.codec.dequantise(chosen, self.dim)
+        self.verify(self.starts[document : document + 1], self.lengths[document : document + 1])
+        parts = {name: part[start:end] for name, part in self.parts.items()}
+        return self.codec.dequantise(parts, self.dim)
 
 
 class PackedVectors:
-    """The token vectors of all items of a column, in the order of the items.
+    """Token vectors of all items of a column, in item order.
 
     Args:
-        segments: Segments in that order, all of one codec and dimension.
+        segments: Segments in item order, with the same codec and dimension.
 
     Attributes:
         lengths: (B,) int64, number of vectors per item; may be 0.
-        starts: (B,) int64, index of each item's first vector among those of all items.
+        starts: (B,) int64, index of the first vector per item, over all segments.
     """
 
     def __init__(self, segments: Sequence[Segment]):
@@ -99,19 +99,19 @@ class PackedVectors:
         self.lengths = torch.cat([segment.live_lengths for segment in segments])
         self.starts = self.lengths.cumsum(0) - self.lengths
         counts = torch.tensor([0, *(len(segment.live_lengths) for segment in segments)])
-        self._firsts = counts.cumsum(0)  # the first item of each segment, and the number of items
+        self._firsts = counts.cumsum(0)  # first item of each segment, then the number of items
 
     @classmethod
-    def of_values(cls, values_TD: torch.Tensor, lengths: torch.Tensor) -> PackedVectors:
-        """Returns items with uncompressed vectors of any floating-point type."""
+    def from_values(cls, values_TD: torch.Tensor, lengths: torch.Tensor) -> PackedVectors:
+        """Creates uncompressed vectors from a tensor of any floating-point type."""
         return cls([Segment(FLOATS, values_TD.shape[1], {"values": values_TD}, lengths)])
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def to(self, device: torch.device | str) -> PackedVectors:
-        """Returns the items on a device; `self` if they are on it."""
-        if self.device == torch.empty(0, device=device).device:  # "cuda" is the current one
+        """Copies the vectors to a device; returns `self` if they are already on it."""
+        if self.device == torch.empty(0, device=device).device:  # resolves "cuda" to an index
             return self
         return PackedVectors([segment.to(device) for segment in self.segments])
 
@@ -122,22 +122,22 @@ class PackedVectors:
 
     @property
     def num_vectors(self) -> int:
-        """Number of vectors of all items."""
+        """Total number of vectors."""
         return int(self.lengths.sum())
 
     def item(self, row: int) -> torch.Tensor:
-        """Returns the vectors (N, D) float32 of one item."""
-        place = int(torch.searchsorted(self._firsts, row, right=True)) - 1
-        segment, row = self.segments[place], row - int(self._firsts[place])
+        """Returns the decoded vectors (N, D) float32 of one item."""
+        number = int(torch.searchsorted(self._firsts, row, right=True)) - 1
+        segment, row = self.segments[number], row - int(self._firsts[number])
         return segment.item(row if segment.live is None else int(segment.live[row]))
 
-    def chosen(
+    def select(
         self, rows: torch.Tensor | None = None
     ) -> Iterator[tuple[Segment, torch.Tensor | None]]:
-        """Yields each segment with its documents to score, ascending; None for all of them.
+        """Yields each segment with the ascending indices of its selected documents; None for all.
 
         Args:
-            rows: (R,) int64, ascending, items on any device; None for all.
+            rows: (R,) int64, ascending indices of the selected items, on any device; None for all.
         """
         if rows is None:
             yield from ((segment, segment.live) for segment in self.segments)
@@ -151,16 +151,16 @@ class PackedVectors:
 
 
 def single_vectors(column: pa.FixedSizeListArray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns single vectors (T, P) and lengths (B,), 1 per vector and 0 for null."""
+    """Returns single vectors (T, P) and lengths (B,), which are 1, or 0 for null."""
     lengths = column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
     values = column.flatten().to_numpy(zero_copy_only=False)
     return values.reshape(-1, column.type.list_size), lengths
 
 
-def packed_of(
+def join_blocks(
     codec: Codec, dim: int, blocks: list[tuple[dict[str, np.ndarray], np.ndarray]]
 ) -> PackedVectors:
-    """Joins blocks of (parts, lengths (B,)) to one segment; empties the list to save memory."""
+    """Joins blocks of (parts, lengths (B,)) into one segment; empties the list to save memory."""
     lengths = np.concatenate([np.empty(0, np.int64), *(lengths for _, lengths in blocks)])
     parts = {
         name: torch.empty(int(lengths.sum()), width, dtype=dtype)

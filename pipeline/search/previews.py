@@ -1,4 +1,4 @@
-"""Images and audio of the items of an index, read from the files that its jobs read."""
+"""Images and audio of indexed items, read from the files that were indexed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ T = TypeVar("T")
 
 
 class Previews:
-    """Reads the images and the audio of the items of an index.
+    """Reads the images and the audio of indexed items.
 
     Args:
-        documents: Present folder of a collection by its name, if its files were moved; under "" the
-            folder of all other collections.
-        only_indexed: Whether a file is shown only if its content is what was indexed.
+        index: Index of the items.
+        documents: Current folder of each collection whose files were moved, by collection name; the
+            key "" applies to all other collections.
+        only_indexed: Whether to reject files that were modified after indexing.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Previews:
         self._only_indexed = only_indexed
         self._sources: dict[str, Source] = {}
 
-    def picture(self, item_id: str, seconds: float | None = None) -> bytes:
+    def image(self, item_id: str, seconds: float | None = None) -> bytes:
         """Returns the page, the image, or the video frame at a time, as an encoded image.
 
         Raises:
@@ -48,8 +49,8 @@ class Previews:
         """
         return self._read(item_id, lambda source, item: source.preview_image(item, seconds))
 
-    def sound(self, item_id: str) -> tuple[np.ndarray, int, float]:
-        """Returns the audio of an item: samples (S,), their rate in Hz, and its start in seconds.
+    def audio(self, item_id: str) -> tuple[np.ndarray, int, float]:
+        """Returns the audio of an item: samples (S,), sample rate in Hz, and start in seconds.
 
         Raises:
             SpecError: The item has no audio, or its file is missing or unreadable.
@@ -66,8 +67,8 @@ class Previews:
         try:
             indexed = content_hash(item["revision"])
             if self._only_indexed and source.read_content_hash(item) != indexed:
-                rule = "the file that was indexed"
-                raise SpecError("documents", item["parent_id"], rule, "has changed since")
+                rule = "an indexed file that was not modified"
+                raise SpecError("documents", item["parent_id"], rule, "was modified since")
             return read(source, item)
         except (Unreadable, OSError) as error:
             if isinstance(error, Unreadable) and error.reason == NO_PREVIEW:
@@ -75,30 +76,31 @@ class Previews:
                 raise SpecError("item_id", item_id, rule, note=f" ({error.detail})") from None
             problem = f"has no readable {item['parent_id']} ({first_line(error)})"
             note = f"; pass their folder as --documents {item['source']}=FOLDER"
-            rule = "the folder of the indexed files"
+            rule = "the folder that contains the indexed files"
             raise SpecError("documents", source.spec.path, rule, problem, note) from None
 
     def _source(self, collection: str) -> Source:
         if collection not in self._sources:
             spec = next((s for s in self._specs() if collection in _collections(s)), None)
-            moved = self._documents.get(collection, self._documents.get(""))
+            folder = self._documents.get(collection, self._documents.get(""))
             if spec is None:
-                rule = f"a mapping with the folder of the collection {collection}"
-                raise SpecError("documents", moved, rule, "lacks it")
-            if moved:
+                rule = "the folder of a collection that a job of the index has read"
+                note = f" (collection {collection!r})"
+                raise SpecError("documents", folder, rule, note=note)
+            if folder:
                 with within("documents"):
-                    existing_root(absolute(moved))
-                spec = spec.model_copy(update={"path": absolute(moved)})
+                    existing_root(absolute(folder))
+                spec = spec.model_copy(update={"path": absolute(folder)})
             self._sources[collection] = SOURCES.build(spec)
         return self._sources[collection]
 
     def _specs(self) -> Iterator[ComponentSpec]:
-        """Yields the sources that the index's jobs read, the last first."""
+        """Yields the sources of the index's jobs, most recent first."""
         filesystem, path = open_folder(self.index.uri, JOBS)
         for file in sorted(filesystem.glob(f"{path}/*/spec.yaml"), reverse=True):
             with filesystem.open(file, "r", encoding="utf-8") as stream:
                 source = yaml.safe_load(stream).get("source")
-            if isinstance(source, dict):  # the source of a recompression is a column
+            if isinstance(source, dict):  # recompression reads a column of the index instead
                 spec = SOURCES.resolve(source)
                 yield from SOURCES.load(spec.name).leaf_specs(spec)
 

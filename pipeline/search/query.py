@@ -1,4 +1,4 @@
-"""Query vectors: encoded by an index's encoders and transformed for a representation."""
+"""Encoding of queries for the representations of an index."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pipeline.tokens import unit_vectors
 
 @dataclass(frozen=True)
 class Queries:
-    """Query vectors ready to be scored.
+    """A batch of encoded queries.
 
     Attributes:
-        tokens: (M_i, D) float32 of each query.
-        pooled: (num_queries, P) float32, or None.
-        token_texts: Text of each query token, for explanations.
+        tokens: Token vectors (M_i, D) float32 per query.
+        pooled: Pooled vectors (num_queries, P) float32, or None.
+        token_texts: Texts of the tokens per query, for explanations.
     """
 
     tokens: list[torch.Tensor]
@@ -39,17 +39,17 @@ class Queries:
         return len(self.tokens)
 
     def part(self, first: int, end: int) -> Queries:
-        """Returns the queries from `first` to before `end`."""
+        """Returns the queries in the range [first, end)."""
         pooled = None if self.pooled is None else self.pooled[first:end]
         return Queries(self.tokens[first:end], pooled, self.token_texts[first:end])
 
     def split(self) -> list[Queries]:
-        """Returns each query by itself."""
+        """Returns one batch per query."""
         return [self.part(i, i + 1) for i in range(len(self))]
 
     @classmethod
     def join(cls, parts: Sequence[Queries]) -> Queries:
-        """Returns several queries as one batch, with pooled vectors if all have them."""
+        """Joins batches; the result has pooled vectors if all batches have them."""
         pooled = [part.pooled for part in parts if part.pooled is not None]
         return cls(
             [tokens for part in parts for tokens in part.tokens],
@@ -58,13 +58,13 @@ class Queries:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # NumPy arrays are pickled several times faster than tensors.
+        # NumPy arrays pickle several times faster than tensors.
         pooled = None if self.pooled is None else self.pooled.numpy()
         return _unpickle, ([tokens.numpy() for tokens in self.tokens], pooled, self.token_texts)
 
     @classmethod
     def from_encoded(cls, encoded: EncodedQueries) -> Queries:
-        """Returns the vectors of an encoder at unit length, without masked tokens."""
+        """Creates queries from the output of an encoder, normalised and without masked tokens."""
         vectors = unit_vectors(encoded.tokens)
         tokens = [row[mask] for row, mask in zip(vectors, encoded.tokens.mask, strict=True)]
         pooled = encoded.tokens.pooled
@@ -72,27 +72,29 @@ class Queries:
 
     @classmethod
     def from_vectors(cls, queries: Sequence[object]) -> Queries:
-        """Returns token vectors (M_i, D) at unit length; the text of a token is its number.
+        """Creates queries from token vectors (M_i, D), which are normalised to unit length.
 
-        A token of zeros stays zero and adds nothing to a score.
+        Zero vectors stay zero and do not contribute to scores. The text of a token is its number.
 
         Raises:
             SpecError: A query is not a finite matrix with at least one non-zero row.
         """
         tokens = []
-        for place, query in enumerate(queries):
+        for number, query in enumerate(queries):
             array = np.asarray(query)
             if array.ndim != 2 or not len(array) or array.dtype.kind not in "fiu":
-                rule = "a matrix of numbers of shape (query tokens, dim)"
-                raise bad_query(f"an array of shape {array.shape}", rule, place, len(queries))
+                rule = "a numeric array of shape (query tokens, dim)"
+                raise query_error(f"an array of shape {array.shape}", rule, number, len(queries))
             with np.errstate(over="ignore"):
                 array = array.astype(np.float32)
             if not np.isfinite(array).all():
-                raise bad_query("NaN or infinity", "finite float32 vectors", place, len(queries))
+                value = "NaN or infinity"
+                raise query_error(value, "finite in float32", number, len(queries))
             # Norms of float32 vectors neither overflow nor underflow in float64.
             norms = np.linalg.norm(array.astype(np.float64), axis=1, keepdims=True)
             if not norms.any():
-                raise bad_query("zeros", "vectors with a direction", place, len(queries))
+                rule = "an array with at least one non-zero vector"
+                raise query_error("only zeros", rule, number, len(queries))
             unit = array / np.where(norms > 0, norms, 1)
             tokens.append(torch.from_numpy(unit.astype(np.float32)))
         return cls(tokens, None, [[f"#{i}" for i in range(len(query))] for query in tokens])
@@ -105,7 +107,7 @@ def _unpickle(
     return Queries(tensors, None if pooled is None else torch.from_numpy(pooled), token_texts)
 
 
-#: A query that an encoder reads: a text, an image file, or both.
+#: Input of a query encoder: a text, the bytes of an image file, or both.
 Unencoded = str | bytes | Composed
 AnyQuery = Unencoded | np.ndarray
 AnyQueries = Sequence[AnyQuery] | EncodedQueries | Queries
@@ -114,7 +116,7 @@ AnyQueries = Sequence[AnyQuery] | EncodedQueries | Queries
 class QueryEncoders:
     """Encodes and transforms queries for the representations of an index.
 
-    Encoders and compressors are loaded when first needed, each once.
+    Encoders and compressors are loaded on first use.
     """
 
     def __init__(self, index: Index):
@@ -126,7 +128,8 @@ class QueryEncoders:
         """Returns the query encoder of a representation.
 
         Raises:
-            SpecError: It cannot be built here, or did not make the representation.
+            SpecError: The encoder is not available, or differs from the one that encoded the
+                representation.
         """
         info = self._index.representation(representation).encoder
         key = digest(info.spec)
@@ -136,17 +139,17 @@ class QueryEncoders:
         return self._encoders[key]
 
     def encode(self, queries: AnyQueries, representation: str) -> Queries:
-        """Returns queries as a representation compares them; `Queries` are returned as they are.
+        """Encodes and transforms queries for a representation; returns `Queries` unchanged.
 
         Raises:
-            SpecError: A query is empty, of a kind that the encoder does not read, or a vector of
-                another dimension or without a direction.
+            SpecError: A query is empty or zero, has another dimension than the representation, or
+                is not supported by the encoder.
         """
         if isinstance(queries, Queries):
             return queries
         if isinstance(queries, EncodedQueries):
             encoded = Queries.from_encoded(queries)
-        elif _are_of_one_kind(queries):
+        elif _is_encodable_batch(queries):
             texts = [query.text if isinstance(query, Composed) else query for query in queries]
             check_texts([text for text in texts if isinstance(text, str)])
             encoded = Queries.from_encoded(encode(self.encoder(representation), queries))
@@ -155,17 +158,17 @@ class QueryEncoders:
         return self.transform(encoded, representation)
 
     def transform(self, queries: Queries, representation: str) -> Queries:
-        """Returns unit query vectors as a representation compares them.
+        """Transforms unit query vectors for a representation, with its compressor and codec.
 
         Raises:
-            SpecError: They have another dimension than the representation.
+            SpecError: The vectors have another dimension than the representation.
         """
         info = self._index.representation(representation)
         dim = info.encoder.dim
-        for place, tokens_MD in enumerate(queries.tokens):
+        for number, tokens_MD in enumerate(queries.tokens):
             if tokens_MD.shape[1] != dim:
-                value = f"vectors of {tokens_MD.shape[1]} numbers"
-                raise bad_query(value, f"vectors of {dim} numbers", place, len(queries))
+                value = f"vectors of dimension {tokens_MD.shape[1]}"
+                raise query_error(value, f"vectors of dimension {dim}", number, len(queries))
         compressor, codec = self._compressor(info), self._index.codec(representation)
         tokens = [codec.transform_queries(compressor.transform_queries(t)) for t in queries.tokens]
         return replace(queries, tokens=tokens)
@@ -182,10 +185,10 @@ class QueryEncoders:
 
 
 def query_encoder(info: EncoderInfo) -> Encoder:
-    """Builds the encoder that an index names, for queries.
+    """Builds the encoder of an index for queries.
 
     Raises:
-        SpecError: It cannot be built here.
+        SpecError: The encoder is not available.
     """
     spec = ENCODERS.resolve(info.spec)
     encoder_class: type[Encoder] = ENCODERS.load(info.name)
@@ -194,21 +197,21 @@ def query_encoder(info: EncoderInfo) -> Encoder:
 
 
 def check_fingerprint(encoder: Encoder, representation: str, info: EncoderInfo) -> None:
-    """Raises `SpecError` if another encoder made the representation."""
+    """Raises `SpecError` if the representation was built with another encoder."""
     if encoder.fingerprint != info.fingerprint:
         problem = (
             f"was built with another encoder (fingerprint {info.fingerprint}, "
-            f"this one has {encoder.fingerprint})"
+            f"expected {encoder.fingerprint})"
         )
-        rule = f"one built with the loaded encoder, {info.name}"
+        rule = f"a representation built with the loaded encoder {info.name}"
         raise SpecError("representation", representation, rule, problem)
 
 
 def encode(encoder: Encoder, queries: Sequence[Unencoded]) -> EncodedQueries:
-    """Encodes at least one query, all of one kind.
+    """Encodes a non-empty batch of texts, of images, or of composed queries.
 
     Raises:
-        SpecError: A query is invalid, or the encoder does not read this kind.
+        SpecError: A query is invalid, or the encoder does not support this type of query.
     """
     if texts := [query for query in queries if isinstance(query, str)]:
         return encoder.encode_queries(texts)
@@ -218,22 +221,22 @@ def encode(encoder: Encoder, queries: Sequence[Unencoded]) -> EncodedQueries:
     return encoder.encode_composed([q.text for q in composed], [q.image for q in composed])
 
 
-def _are_of_one_kind(queries: Sequence[AnyQuery]) -> TypeGuard[Sequence[Unencoded]]:
-    """Returns whether an encoder reads the queries in one batch."""
-    kinds = get_args(Unencoded)
-    return len(queries) > 0 and any(all(isinstance(q, kind) for q in queries) for kind in kinds)
+def _is_encodable_batch(queries: Sequence[AnyQuery]) -> TypeGuard[Sequence[Unencoded]]:
+    """Returns whether the queries can be encoded in one batch: not empty and all of one type."""
+    classes = get_args(Unencoded)
+    return len(queries) > 0 and any(all(isinstance(q, c) for q in queries) for c in classes)
 
 
 def check_texts(texts: Sequence[str]) -> None:
-    """Raises `SpecError` if a text has no word or cannot be written in UTF-8."""
-    for place, text in enumerate(texts):
+    """Raises `SpecError` if a text is blank or not encodable in UTF-8."""
+    for number, text in enumerate(texts):
         if not text.strip():
-            raise bad_query(text, "a text with at least one word", place, len(texts))
+            raise query_error(text, "a text with at least one word", number, len(texts))
         if re.search("[\ud800-\udfff]", text):
-            raise bad_query(text, "a text in UTF-8", place, len(texts))
+            raise query_error(text, "valid UTF-8 text", number, len(texts))
 
 
-def bad_query(value: str, rule: str, place: int, num_queries: int) -> SpecError:
-    """Returns the error of a query, which says which of several it is."""
-    note = f" (query {place + 1} of {num_queries})" if num_queries > 1 else ""
+def query_error(value: str, rule: str, number: int, num_queries: int) -> SpecError:
+    """Returns the error of an invalid query, with its number if there are several."""
+    note = f" (query {number + 1} of {num_queries})" if num_queries > 1 else ""
     return SpecError("query", value, rule, note=note)

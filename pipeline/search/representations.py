@@ -1,4 +1,4 @@
-"""The representations of an index that can be searched."""
+"""Lookup of the searchable representations of an index."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from pipeline.index.reader import Index
 
 
 def representation_info(index: Index, name: str | None = None) -> RepresentationInfo:
-    """Returns a representation to search; default `full`, else the first.
+    """Returns the metadata of a searchable representation.
+
+    Args:
+        index: Open version of an index.
+        name: Name of the representation. Defaults to `full` if it exists, otherwise the first.
 
     Raises:
-        SpecError: The representation does not exist, or is only for reranking.
+        SpecError: The representation does not exist or is only for reranking.
     """
     infos = index.representations()
     if name is None:
         if not infos:
             problem = f"has none in version {index.version}"
-            rule = "an index version with at least one representation"
+            rule = "an index with at least one representation"
             raise SpecError("index", index.uri, rule, problem)
         return infos["full"] if "full" in infos else next(iter(infos.values()))
     if name in index.rerank_columns:

@@ -1,8 +1,8 @@
-"""Reranks the best items of a search with EDJE's joint encoder.
+"""Reranking of search results with EDJE's joint encoder.
 
-A text query is read with the items' cached tokens (the column `rerank_tokens`). An image query is
-encoded as the index job encodes an item, and its tokens are read with the items' texts or, for
-items without a text, their captions.
+The joint encoder scores a text query together with the cached tokens of an item (the column
+`rerank_tokens`). An image query is encoded like an item by the index job, and its tokens are scored
+together with the text of an item or, if it has no text, its caption.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pipeline.registry import ENCODERS
 from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.edje import (
     check_adapter,
-    computed_in,
     load_adapter,
     load_joint,
+    precision_fields,
     read_metadata,
 )
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision, Reranked
@@ -38,15 +38,15 @@ from pipeline.search.query import AnyQueries
 from pipeline.search.score import Ranking
 from pipeline.tokens import flat_from_arrow, pad
 
-#: Queries whose candidates are loaded and scored together.
-QUERIES_AT_ONCE = 64
+#: Number of queries whose candidates are loaded and scored per batch.
+QUERY_BATCH = 64
 
 NO_TOKENS = "has no rerank_tokens"
 NO_TEXT = "has no text"
 
 
 class QueryEncoderSource(Protocol):
-    """The index whose items are reranked and its query encoders, as a `Searcher` has them."""
+    """Index of the reranked items and its query encoders; implemented by `Searcher`."""
 
     index: Index
 
@@ -55,21 +55,21 @@ class QueryEncoderSource(Protocol):
 
 
 class Reranker:
-    """Reranks the best items of each query; the other items keep their ranks.
+    """Reranks the best items of each query.
 
-    The score of a reranked item is the joint encoder's logit, plus the score of the first stage if
-    requested. An item that cannot be read (it has no tokens or, for an image query, no text) keeps
-    its rank of the first stage, and its `Reranked.problem` says why.
+    The score of a reranked item is the logit of the joint encoder, optionally plus the score of the
+    first stage. Items below the rerank depth keep their ranks. Items without tokens or, for an
+    image query, without text also keep their ranks, and `Reranked.problem` contains the reason.
 
     Args:
-        folder: Folder of an EDJE.
-        rerank_depth: Maximum number of first-stage items that are reranked per query.
-        add_first_stage: Whether the score of the first stage is added.
-        precision: Precision of the joint encoder; None for that of the folder.
-        changes: Other fields of the joint encoder's spec: `attention`, `max_batch_tokens`.
+        folder: Folder of a trained EDJE model.
+        rerank_depth: Maximum number of first-stage items to rerank per query, at least 1.
+        add_first_stage: Whether to add the score of the first stage.
+        precision: Precision of the joint encoder; None for the precision saved in the folder.
+        changes: Other fields of the joint encoder's spec to override, such as `max_batch_tokens`.
 
     Raises:
-        SpecError: The folder is not that of an EDJE or is corrupted, or the depth is not positive.
+        SpecError: The folder does not contain a valid EDJE model, or the depth is invalid.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Reranker:
         self.folder = absolute(folder)
         self.rerank_depth, self.add_first_stage = rerank_depth, add_first_stage
         self.metadata = read_metadata(self.folder, "rerank")
-        self.joint = load_joint(self.folder, "rerank", **computed_in(precision), **changes)
+        self.joint = load_joint(self.folder, "rerank", **precision_fields(precision), **changes)
         self._vision: Encoder | None = None
 
     def with_depth(self, rerank_depth: int, add_first_stage: bool) -> Reranker:
@@ -94,17 +94,17 @@ class Reranker:
         return other
 
     def check(self, index: Index, queries: AnyQueries) -> Sequence[str | bytes]:
-        """Returns the queries if the joint encoder can read them and the items.
+        """Returns the queries if the joint encoder supports them and the index has its tokens.
 
         Raises:
             SpecError: A query is neither a text nor an image, or the index lacks tokens of this
-                EDJE.
+                EDJE model.
         """
-        given = queries if isinstance(queries, Sequence) else [queries]
-        readable = [query for query in given if isinstance(query, str | bytes)]
-        if len(readable) < len(given):
+        inputs = queries if isinstance(queries, Sequence) else [queries]
+        readable = [query for query in inputs if isinstance(query, str | bytes)]
+        if len(readable) < len(inputs):
             rule = "null unless every query is a text or an image"
-            raise SpecError("rerank", self.folder, rule, "reads the query itself")
+            raise SpecError("rerank", self.folder, rule, "does not support encoded queries")
         if any(isinstance(query, str) for query in readable):
             check_stored(self.metadata, self.folder, index)
         return readable
@@ -119,85 +119,88 @@ class Reranker:
         """Returns the k best items of each query after reranking.
 
         Args:
-            source: Index and query encoders of the items.
-            queries: All texts or all images.
-            rankings: Rankings of the first stage, at least `rerank_depth` long if there are as many
-                items.
+            source: Index of the items, with its query encoders.
+            queries: Either texts or images.
+            rankings: Rankings of the first stage with at least `rerank_depth` items each, if the
+                index has that many.
             k: Maximum number of items per query.
         """
         candidates = [ranking.item_ids[: self.rerank_depth] for ranking in rankings]
+        scores = self.score(source, queries, candidates)
         return [
-            reorder(query, ranking, readings, self.rerank_depth, self.add_first_stage, k)
-            for query, ranking, readings in zip(
-                queries, rankings, self.read(source, queries, candidates), strict=True
-            )
+            reorder(query, ranking, joint_scores, self.rerank_depth, self.add_first_stage, k)
+            for query, ranking, joint_scores in zip(queries, rankings, scores, strict=True)
         ]
 
-    def read(
+    def score(
         self,
         source: QueryEncoderSource,
         queries: Sequence[str | bytes],
         candidates: Sequence[list[str]],
-    ) -> list[dict[str, Reading]]:
-        """Returns the reading of each candidate by item id; one that cannot be read has none.
+    ) -> list[dict[str, JointScore]]:
+        """Scores candidates with the joint encoder; candidates without tokens or text are omitted.
 
         Args:
-            source: Index and query encoders of the items.
-            queries: All texts or all images.
+            source: Index of the items, with its query encoders.
+            queries: Either texts or images.
             candidates: Item ids per query.
-        """
-        done: list[dict[str, Reading]] = []
-        for first in range(0, len(queries), QUERIES_AT_ONCE):
-            part = slice(first, first + QUERIES_AT_ONCE)
-            if texts := [query for query in queries[part] if isinstance(query, str)]:
-                done += self._read_texts(source, texts, candidates[part])
-            else:
-                images = [query for query in queries[part] if isinstance(query, bytes)]
-                done += self._read_images(source, images, candidates[part])
-        return done
 
-    def _read_texts(
+        Returns:
+            Joint scores by item id, per query.
+        """
+        scores: list[dict[str, JointScore]] = []
+        for first in range(0, len(queries), QUERY_BATCH):
+            batch = slice(first, first + QUERY_BATCH)
+            if texts := [query for query in queries[batch] if isinstance(query, str)]:
+                scores += self._score_texts(source, texts, candidates[batch])
+            else:
+                images = [query for query in queries[batch] if isinstance(query, bytes)]
+                scores += self._score_images(source, images, candidates[batch])
+        return scores
+
+    def _score_texts(
         self, source: QueryEncoderSource, texts: Sequence[str], candidates: Sequence[list[str]]
-    ) -> list[dict[str, Reading]]:
-        """Returns the readings of each text with its candidates that have tokens."""
+    ) -> list[dict[str, JointScore]]:
+        """Scores text queries with their candidates that have tokens."""
         stored = _stored(source.index, candidates, [RERANK_TOKENS])
         dim = self.metadata["dim"]
         flat, lengths = flat_from_arrow(stored[RERANK_TOKENS])
         tokens_BVD, mask_BV = pad(flat.reshape(-1, dim), lengths)
         ids = stored["item_id"].to_pylist()
         row_of = {ids[row]: row for row in np.flatnonzero(lengths).tolist()}
-        read = self.joint.read(texts)
+        tokenised = self.joint.tokenise(texts)
         pairs = _pairs(candidates, row_of)
-        scores = self.joint.scores(read, tokens_BVD, mask_BV, pairs).tolist()
-        cuts = [int(read.num_cut[text]) for text, _ in pairs.tolist()]
-        return _by_query(candidates, row_of, zip(scores, cuts, strict=True))
+        scores = self.joint.scores(tokenised, tokens_BVD, mask_BV, pairs).tolist()
+        truncated = [int(tokenised.num_truncated[text]) for text, _ in pairs.tolist()]
+        return _by_query(candidates, row_of, zip(scores, truncated, strict=True))
 
-    def _read_images(
+    def _score_images(
         self, source: QueryEncoderSource, images: Sequence[bytes], candidates: Sequence[list[str]]
-    ) -> list[dict[str, Reading]]:
-        """Returns the readings of each image with its candidates that have a text."""
+    ) -> list[dict[str, JointScore]]:
+        """Scores image queries with their candidates that have a text."""
         stored = _stored(source.index, candidates, ["text", "caption"])
         texts = [row.get("text") or row.get("caption") for row in stored.to_pylist()]
         ids = stored["item_id"].to_pylist()
         with_text = [i for i, text in enumerate(texts) if text and text.strip()]
-        row_of = {ids[place]: row for row, place in enumerate(with_text)}
+        row_of = {ids[i]: row for row, i in enumerate(with_text)}
         tokens_QVD, mask_QV = self.image_tokens(source, images)
-        read = self.joint.read([texts[place] for place in with_text])
+        tokenised = self.joint.tokenise([texts[i] for i in with_text])
         pairs = _pairs(candidates, row_of)
-        scores = self.joint.scores(read, tokens_QVD, mask_QV, pairs.flip(1)).tolist()
-        cuts = [int(read.num_cut[text]) for _, text in pairs.tolist()]
-        return _by_query(candidates, row_of, zip(scores, cuts, strict=True))
+        scores = self.joint.scores(tokenised, tokens_QVD, mask_QV, pairs.flip(1)).tolist()
+        truncated = [int(tokenised.num_truncated[text]) for _, text in pairs.tolist()]
+        return _by_query(candidates, row_of, zip(scores, truncated, strict=True))
 
     def image_tokens(
         self, source: QueryEncoderSource, images: Sequence[bytes]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encodes query images as the index job encodes items.
+        """Encodes query images like items in the index job.
 
         Returns:
-            The adapter's tokens (Q, V, dim) float16 and their mask (Q, V).
+            Tokens of the adapter (Q, V, dim) float16 and their mask (Q, V).
 
         Raises:
-            SpecError: An image cannot be decoded, or the EDJE's encoder cannot be loaded here.
+            SpecError: An image cannot be decoded, or the vision encoder of the EDJE model is not
+                available.
         """
         encoder = self._encoder(source)
         tokens_of_image: list[torch.Tensor] = []
@@ -206,24 +209,24 @@ class Reranker:
             open_query_image(image).save(file, "PNG")
             items = pa.table({"item_id": ["query"], "image": [file.getvalue()]})
             for _, batch in encoder.encode(encoder.preprocessor(encoder.spec)(items)):
-                tokens, mask = self._adapter.cached(batch)
+                tokens, mask = self._adapter.cache_tokens(batch)
                 tokens_of_image.append(tokens[mask].cpu())
         lengths = np.array([len(tokens) for tokens in tokens_of_image])
         return pad(torch.cat(tokens_of_image), lengths)
 
     def _encoder(self, source: QueryEncoderSource) -> Encoder:
-        """Returns the EDJE's vision encoder; shares that of the index if it is the same."""
+        """Returns the vision encoder of the EDJE model, shared with the index if identical."""
         if self._vision is None:
-            wanted = self.metadata["vision"]["fingerprint"]
+            fingerprint = self.metadata["vision"]["fingerprint"]
             infos = source.index.representations().values()
-            same = next((info for info in infos if info.encoder.fingerprint == wanted), None)
-            self._vision = source.encoder(same.name) if same else self._own_encoder()
+            same = next((info for info in infos if info.encoder.fingerprint == fingerprint), None)
+            self._vision = source.encoder(same.name) if same else self._build_encoder()
         return self._vision
 
-    def _own_encoder(self) -> Encoder:
+    def _build_encoder(self) -> Encoder:
         encoder = ENCODERS.build(ENCODERS.resolve(self.metadata["vision"]["spec"]))
         if encoder.fingerprint != self.metadata["vision"]["fingerprint"]:
-            rule = "an EDJE trained on the index's encoder"
+            rule = "an EDJE model trained on the installed weights of its vision encoder"
             raise SpecError("rerank", self.folder, rule, "was trained on other weights")
         return encoder
 
@@ -232,23 +235,23 @@ class Reranker:
         return load_adapter(self.folder, "rerank")
 
 
-#: Logit of the joint encoder, and the number of truncated tokens of the text.
-Reading = tuple[float, int]
+#: Logit of the joint encoder, and number of truncated tokens of the text.
+JointScore = tuple[float, int]
 
 
 def check_stored(
     metadata: Mapping[str, Any], folder: str, index: Index, field: str = "rerank"
 ) -> None:
-    """Checks that an index has the tokens of an EDJE's adapter.
+    """Checks that an index has the tokens of an EDJE model's adapter.
 
     Args:
-        metadata: Metadata of the EDJE's folder, as `read_metadata` returns it.
-        folder: Folder of the EDJE.
+        metadata: Metadata of the folder, as returned by `read_metadata`.
+        folder: Folder of the EDJE model.
         index: Index of the items.
-        field: Option that names the folder, for error messages.
+        field: Name of the option that specifies the folder, for error messages.
 
     Raises:
-        SpecError: The index has no tokens, or those of another adapter.
+        SpecError: The index has no tokens, or tokens of another adapter.
     """
     columns = index.rerank_columns
     if RERANK_TOKENS not in columns:
@@ -260,42 +263,44 @@ def check_stored(
 def reorder(
     query: str | bytes,
     ranking: Ranking,
-    read: Mapping[str, Reading],
+    joint_scores: Mapping[str, JointScore],
     rerank_depth: int,
     add_first_stage: bool,
     k: int,
 ) -> Ranking:
-    """Returns the k best items after the items that were read are sorted by their new scores.
+    """Returns the k best items of a ranking after reordering the candidates by their new scores.
+
+    Candidates without a joint score keep their ranks.
 
     Args:
         query: Text or image.
         ranking: Ranking of the first stage.
-        read: Readings of the candidates, by item id.
-        rerank_depth: Number of candidates; those without a reading are flagged.
-        add_first_stage: Whether the score of the first stage is added.
+        joint_scores: Scores of the candidates by the joint encoder, by item id.
+        rerank_depth: Number of candidates; candidates without a joint score are flagged.
+        add_first_stage: Whether to add the score of the first stage.
         k: Maximum number of items.
     """
     scores = list(ranking.scores)
     records: list[Reranked] = []
     problem = NO_TOKENS if isinstance(query, str) else NO_TEXT
-    for place, (item_id, first) in enumerate(zip(ranking.item_ids, ranking.scores, strict=True)):
-        joint, num_cut = read.get(item_id, (None, 0))
-        is_flagged = place < rerank_depth and joint is None
-        records.append(Reranked(place + 1, first, joint, num_cut, problem * is_flagged))
+    for i, (item_id, first) in enumerate(zip(ranking.item_ids, ranking.scores, strict=True)):
+        joint, num_truncated = joint_scores.get(item_id, (None, 0))
+        is_flagged = i < rerank_depth and joint is None
+        records.append(Reranked(i + 1, first, joint, num_truncated, problem * is_flagged))
         if joint is not None:
-            scores[place] = joint + first if add_first_stage else joint
+            scores[i] = joint + first if add_first_stage else joint
     order = list(range(len(scores)))
-    slots = [place for place in order if records[place].joint is not None]
-    best = sorted(slots, key=lambda place: -scores[place])  # stable: of equal ones the first
-    for slot, place in zip(slots, best, strict=True):
-        order[slot] = place
+    slots = [i for i in order if records[i].joint is not None]
+    best = sorted(slots, key=lambda i: -scores[i])  # stable: ties keep their order
+    for slot, i in zip(slots, best, strict=True):
+        order[slot] = i
     order = order[:k]
     best_items = replace(ranking, scores=scores).take(order)
-    return replace(best_items, reranked=tuple(records[place] for place in order))
+    return replace(best_items, reranked=tuple(records[i] for i in order))
 
 
 def _stored(index: Index, candidates: Sequence[list[str]], columns: list[str]) -> pa.Table:
-    """Returns the rows of all candidates, each once."""
+    """Reads the rows of the distinct candidates."""
     item_ids = sorted({item_id for item_ids in candidates for item_id in item_ids})
     stored = [name for name in columns if name in index.schema.names]
     if item_ids:
@@ -305,13 +310,13 @@ def _stored(index: Index, candidates: Sequence[list[str]], columns: list[str]) -
 
 
 def _pairs(candidates: Sequence[list[str]], row_of: Mapping[str, int]) -> torch.Tensor:
-    """Returns (P, 2) int64: each query with the rows of its candidates that have one."""
+    """Returns (query, row) pairs of the candidates that have a row: (P, 2) int64."""
     pairs = [[q, row_of[i]] for q, ids in enumerate(candidates) for i in ids if i in row_of]
     return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
 
 
 def _by_query(
-    candidates: Sequence[list[str]], row_of: Mapping[str, int], readings: Iterator[Reading]
-) -> list[dict[str, Reading]]:
-    """Groups readings, in the order of `_pairs`, by query and item."""
-    return [{i: next(readings) for i in ids if i in row_of} for ids in candidates]
+    candidates: Sequence[list[str]], row_of: Mapping[str, int], scores: Iterator[JointScore]
+) -> list[dict[str, JointScore]]:
+    """Groups scores, which are in the order of `_pairs`, by query and item id."""
+    return [{i: next(scores) for i in ids if i in row_of} for ids in candidates]

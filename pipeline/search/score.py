@@ -1,14 +1,14 @@
-"""Exact scores of the items of an index, and the best items by them.
+"""Exact scoring and ranking of the items of an index.
 
-    late     sum over the query tokens of the best similarity with a token of the item
-    single   similarity of the pooled vectors of query and item
-    hybrid   single + late / number of query tokens: both are cosines (SMART, equations 5 and 4)
+    late     MaxSim score: sum over the query tokens of the best similarity with an item token
+    single   single-vector score: similarity of the pooled vectors of query and item
+    hybrid   weights[0] * single + weights[1] * late / number of query tokens (SMART, eq. 5 and 4)
 
-SMART adds the two with equal weight "to keep SMART hyperparameter-free"; its code has a weight for
-each, both 1, and so does the hybrid score here: weights[0] * single + weights[1] * late / tokens.
+SMART adds both terms of the hybrid score with equal weights "to keep SMART hyperparameter-free",
+which is the default here.
 
-Query vectors have unit length, so with a representation of unit vectors (the field's metadata
-says `normalised`) every similarity is a cosine.
+Query vectors have unit length, so similarities are cosines if the vectors of the representation
+have unit length too (`normalised` in the metadata of the column).
 """
 
 from __future__ import annotations
@@ -33,63 +33,77 @@ from pipeline.search.selection import Items
 
 T = TypeVar("T")
 
-#: Queries scored in one batch: bounds the (queries, items) score matrix of a long list.
+#: Number of queries per batch, which bounds the size of the (queries, items) score matrix.
 QUERY_BATCH = 64
-#: Pairs of a query token and a vector that are scored between two pauses: 0.15 s for 128
-#: dimensions in float32 on two cores.
+#: Number of (query token, vector) pairs per slice of work: 0.15 s for 128 dimensions in float32 on
+#: two cores.
 SLICE_PAIRS = 1 << 27
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The best items of one query, best first, without what is stored about them."""
+    """Ids and scores of the k best items of one query, best first.
+
+    Attributes:
+        item_ids: Ids of the items.
+        parent_ids: Ids of their parents.
+        scores: Scores of the items.
+        rows: (k,) int64, indices of the items in the index.
+        late: (k,) float32, MaxSim scores if they are part of the score.
+        single: (k,) float32, single-vector scores if they are part of the score.
+        reranked: Result of reranking per item; None without reranking.
+    """
 
     item_ids: list[str]
     parent_ids: list[str]
     scores: list[float]
-    rows: np.ndarray  # (k,) int64, positions among the items of the index
-    late: np.ndarray | None = None  # (k,) float32, where the score has this part
+    rows: np.ndarray
+    late: np.ndarray | None = None
     single: np.ndarray | None = None
-    reranked: tuple[Reranked, ...] | None = None  # of each item, after a second stage
+    reranked: tuple[Reranked, ...] | None = None
 
     def scores_by_item(self) -> dict[str, float]:
-        """Returns scores by item id, best first: one query of a run."""
+        """Returns scores by item id, best first."""
         return dict(zip(self.item_ids, self._descending_scores(), strict=True))
 
     def scores_by_parent(self) -> dict[str, float]:
-        """Returns scores by parent id, best first, of a ranking that is grouped by parent."""
+        """Returns scores by parent id, best first. The ranking must be grouped by parent."""
         return dict(zip(self.parent_ids, self._descending_scores(), strict=True))
 
     def _descending_scores(self) -> Sequence[float]:
-        """Scores, or descending ranks after reranking: scores of two stages do not compare."""
+        """Returns scores, or descending ranks after reranking.
+
+        Scores of the two stages are not comparable.
+        """
         if self.reranked is None:
             return self.scores
         return [float(number) for number in range(len(self.scores), 0, -1)]
 
-    def take(self, places: Sequence[int]) -> Ranking:
-        """Returns some of the items, in the order of their places."""
-        chosen = np.array(places, np.int64)
+    def take(self, indices: Sequence[int]) -> Ranking:
+        """Returns the items at some indices, in that order."""
+        index = np.array(indices, np.int64)
         return Ranking(
-            [self.item_ids[i] for i in places],
-            [self.parent_ids[i] for i in places],
-            [self.scores[i] for i in places],
-            self.rows[chosen],
-            None if self.late is None else self.late[chosen],
-            None if self.single is None else self.single[chosen],
-            None if self.reranked is None else tuple(self.reranked[i] for i in places),
+            [self.item_ids[i] for i in indices],
+            [self.parent_ids[i] for i in indices],
+            [self.scores[i] for i in indices],
+            self.rows[index],
+            None if self.late is None else self.late[index],
+            None if self.single is None else self.single[index],
+            None if self.reranked is None else tuple(self.reranked[i] for i in indices),
         )
 
 
 class Scorer:
-    """Scores items, whose vectors are opened when first needed.
+    """Scorer of items that opens their vectors on first use.
 
     Args:
-        cache: Whether vectors are packed into local files and mapped; else they are read into
+        items: Items to score.
+        cache: Whether to pack vectors into memory-mapped local files. If False, they are read into
             memory.
-        device: "cpu", or a CUDA device, whose memory then holds the vectors.
+        device: "cpu", or a CUDA device that holds the vectors and computes the scores.
 
     Raises:
-        SpecError: The device does not exist.
+        SpecError: The device is not available.
     """
 
     def __init__(self, items: Items, *, cache: bool = True, device: str = "cpu"):
@@ -107,7 +121,7 @@ class Scorer:
             self.packed(column)
 
     def is_loaded(self, representation: str, score: Score = "late") -> bool:
-        """Returns whether `load` has nothing to do."""
+        """Returns whether the vectors that a score needs are open."""
         return all(column in self._packed for column in self._columns(representation, score))
 
     def _columns(self, representation: str, score: Score) -> list[str]:
@@ -120,45 +134,45 @@ class Scorer:
         return self._items.index.representation(representation)
 
     def packed(self, column: str) -> PackedVectors:
-        """Returns the vectors of a representation or of a pooled column."""
+        """Returns the vectors of a representation or a column of pooled vectors."""
         if column not in self._packed:
             packed = packed_column(
                 self._items.index,
                 column,
                 self._items.fragments,
                 cache=self._cache,
-                when_damaged=lambda: self._forget(column),
+                on_corruption=lambda: self._close(column),
             )
             self._packed[column] = packed if self._device == "cpu" else packed.to(self._device)
         return self._packed[column]
 
-    def _forget(self, column: str) -> None:
+    def _close(self, column: str) -> None:
         self._packed.pop(column, None)
 
     def item_vectors(self, representation: str, rows: np.ndarray) -> list[torch.Tensor]:
-        """Returns the vectors (N, D) float32 of items."""
+        """Returns the decoded vectors (N, D) float32 of each item."""
         packed = self.packed(representation)
         return [packed.item(row).cpu() for row in rows.tolist()]
 
     def rank(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> list[Ranking]:
-        """Returns the k best items of each query; equal scores are in the order of the ids.
+        """Returns the k best items of each query. Ties are sorted by item id.
 
         Args:
             queries: Queries transformed for the representation.
-            options: Options of the first stage, with a representation.
-            rows: Ascending positions of the items that can be hits; None for all.
+            options: Resolved options of the first stage.
+            rows: Ascending indices of the items to score; None for all.
 
         Raises:
-            SpecError: The queries or the representation lack vectors of the score.
+            SpecError: The queries or the representation lack vectors that the score needs.
         """
         return finish(self._rank(queries, options, rows, None))
 
     def rank_in_slices(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> Generator[None, None, list[Ranking]]:
-        """Ranks as `rank` does, and yields after each fraction of a second of work."""
+        """Returns the same as `rank`; yields control after each slice of work."""
         return self._rank(queries, options, rows, SLICE_PAIRS)
 
     def _rank(
@@ -179,7 +193,7 @@ class Scorer:
             scores = yield from self._scores(batch, options, rows, slice_pairs)
             for query, total in enumerate(scores.total):
                 best = top_rows(total, rows, order, options.k, groups)
-                rankings.append(self._ranking(best, scores.of_query(query), rows))
+                rankings.append(self._ranking(best, scores.query(query), rows))
         return rankings
 
     def _scores(
@@ -189,7 +203,7 @@ class Scorer:
         rows: np.ndarray | None,
         slice_pairs: int | None,
     ) -> Generator[None, None, _Scores]:
-        """Scores a batch of queries; -inf where an item lacks vectors of the score."""
+        """Scores a batch of queries; -inf for items without vectors that the score needs."""
         items = None if rows is None else torch.from_numpy(rows)
         late = None
         if options.score != "single":
@@ -197,7 +211,7 @@ class Scorer:
             late = yield from _maxsim(queries.tokens, packed, items, slice_pairs)
             if options.score == "late":
                 return _Scores(late.numpy(), late.numpy(), None)
-        # One vector each: MaxSim of a one-token query with a one-token item.
+        # The single-vector score is the MaxSim score of one-token queries and one-token items.
         pooled_column = self._info(options.column).pooled_column
         assert queries.pooled is not None and pooled_column is not None
         packed = self.packed(pooled_column)
@@ -211,33 +225,34 @@ class Scorer:
         return _Scores(total.numpy(), late.numpy(), single.numpy())
 
     def _ranking(self, best: np.ndarray, scores: _Scores, rows: np.ndarray | None) -> Ranking:
-        positions = best if rows is None else rows[best]
-        ids = self._items.ids.take(pa.array(positions))
+        """Returns the ranking of one query from the indices of its best scores."""
+        best_rows = best if rows is None else rows[best]
+        ids = self._items.ids.take(pa.array(best_rows))
         return Ranking(
             ids["item_id"].to_pylist(),
             ids["parent_id"].to_pylist(),
             scores.total[best].tolist(),
-            positions,
+            best_rows,
             None if scores.late is None else scores.late[best],
             None if scores.single is None else scores.single[best],
         )
 
 
 class _Scores(NamedTuple):
-    """Scores (Q, R) float32 of a batch, or (R,) of a query, and the parts they are made of."""
+    """Scores and their components, (Q, R) float32 of a batch or (R,) of one query."""
 
     total: np.ndarray
     late: np.ndarray | None
     single: np.ndarray | None
 
-    def of_query(self, query: int) -> _Scores:
+    def query(self, query: int) -> _Scores:
         """Returns the scores of one query."""
         late, single = (None if part is None else part[query] for part in self[1:])
         return _Scores(self.total[query], late, single)
 
 
 def finish(slices: Generator[None, None, T]) -> T:
-    """Returns the result of work that is done in slices, all at once."""
+    """Runs all slices of a generator and returns its result."""
     while True:
         try:
             next(slices)
@@ -251,7 +266,7 @@ def _maxsim(
     rows: torch.Tensor | None,
     slice_pairs: int | None,
 ) -> Generator[None, None, torch.Tensor]:
-    """Returns scores (Q, R) of items; yields after about `slice_pairs` pairs."""
+    """Computes scores (Q, R) of items; yields control after about `slice_pairs` pairs."""
     num_rows = len(packed) if rows is None else len(rows)
     pairs = sum(map(len, queries)) * packed.num_vectors / max(len(packed), 1)  # per item
     size = num_rows if slice_pairs is None else max(1, int(slice_pairs / max(pairs, 1)))
@@ -259,10 +274,10 @@ def _maxsim(
         return maxsim(queries, packed, rows=rows).cpu()
     rows = torch.arange(num_rows) if rows is None else rows
     parts: list[torch.Tensor] = []
-    for some in rows.split(size):
+    for part in rows.split(size):
         if parts:
             yield
-        parts.append(maxsim(queries, packed, rows=some).cpu())
+        parts.append(maxsim(queries, packed, rows=part).cpu())
     return torch.cat(parts, dim=1)
 
 
@@ -273,14 +288,14 @@ def top_rows(
     k: int,
     groups: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns the positions of the k best scores, or of the best of each of the k best groups.
+    """Returns the indices of the k best scores or, with groups, of the best score per group.
 
     Args:
-        scores: (S,) float; -inf is never among the best.
-        rows: (S,) items that were scored; None for all, in order.
+        scores: (S,) float; items with -inf are excluded.
+        rows: (S,) indices of the scored items; None for all items in order.
         order: (B,) rank of each item among equal scores.
-        k: Maximum number of positions.
-        groups: (B,) group of each item; None for no groups.
+        k: Maximum number of indices.
+        groups: (B,) group of each item; None without grouping.
 
     >>> order, groups = np.arange(4), np.array([0, 0, 1, 1])
     >>> scores = np.array([3.0, 2.0, 1.0, 3.0])
@@ -294,7 +309,7 @@ def top_rows(
     if groups is not None and len(groups):
         best = np.full(groups.max() + 1, -np.inf, scores.dtype)
         np.maximum.at(best, groups, scores)
-    # Only what can still be among the k best is sorted.
+    # Sort only scores that can be among the k best.
     limit = np.partition(best, -k)[-k] if k < len(best) else -np.inf
     candidates = np.flatnonzero((scores >= limit) & (scores > -np.inf))
     candidates = candidates[np.lexsort((order[candidates], -scores[candidates]))]

@@ -1,4 +1,4 @@
-"""Search over one version of an index: `open_index(uri).search("...")`."""
+"""Exact search over one version of an index: `open_index(uri).search("...")`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.search.representations import representation_info
 from pipeline.search.score import Ranking, Scorer, finish
 from pipeline.search.selection import Items
 
-if TYPE_CHECKING:  # it needs transformers, and a search without it does not
+if TYPE_CHECKING:  # imports transformers, which a search without reranking does not need
     from pipeline.search.rerank import Reranker
 
 
@@ -36,15 +36,15 @@ def open_index(
     cache: bool = True,
     device: str = "cpu",
 ) -> Searcher:
-    """Opens an index for search; vectors and query encoders are loaded when first needed.
+    """Opens an index for search. Vectors and query encoders are loaded on first use.
 
     Args:
         uri: Path or URI of the index.
-        version: Lance version; default the newest.
-        shard: (i, n) to search only the i-th of n parts of the items; see `Index.fragments`.
-        cache: Whether vectors are packed into local files (`pipeline.search.cache` says where) and
-            mapped; else they are read into memory.
-        device: "cpu", or a CUDA device, whose memory then holds the vectors.
+        version: Lance version. Defaults to the newest.
+        shard: (i, n) to search only shard i of n; see `Index.fragments`.
+        cache: Whether to pack vectors into memory-mapped local files, see `pipeline.search.cache`.
+            If False, vectors are read into memory.
+        device: "cpu", or a CUDA device that holds the vectors and computes the scores.
 
     Raises:
         SpecError: The index is missing, corrupted or newer than this version of the software, or
@@ -54,12 +54,13 @@ def open_index(
 
 
 class Searcher:
-    """Exact search over one version of an index, or over a shard of it.
+    """Exact search over one version of an index or over one of its shards.
 
     Attributes:
-        items: Items of the index, and the positions that filters and ids select.
+        index: Open version of the index.
+        items: Items of the index, with selection by filters and ids.
         encoders: Query encoders of the representations.
-        scorer: Vectors of the items and their scores.
+        scorer: Scorer of the items.
     """
 
     def __init__(
@@ -84,24 +85,25 @@ class Searcher:
         rerank: Reranker | None = None,
         **options: Unpack[SearchKeywords],
     ) -> list[Hit] | list[list[Hit]]:
-        """Finds the k best items for a query, exactly; equal scores in the order of the item ids.
+        """Finds the k best items for a query. The search is exact; ties are sorted by item id.
 
         Args:
-            query: A text; an image, as the bytes of a PNG, JPEG or WebP file; a `Composed` of
-                both; token vectors (M, D); or a list of one of these, encoded queries, or what
-                `queries` returned for this representation.
-            representation: Column to search; default `full` if it exists, else the first.
-            explain: Whether hits carry `matches`, one per query token, and `passages`.
-            rerank: Second stage, which reorders the best items of the first.
+            query: A text; an image, as the bytes of a PNG, JPEG or WebP file; a `Composed` query
+                with both; token vectors (M, D); a list of one of these; encoded queries; or the
+                output of `queries` for this representation.
+            representation: Name of the representation to search. Defaults to `full` if it exists,
+                otherwise the first.
+            explain: Whether hits contain `matches`, one per query token, and `passages`.
+            rerank: Second stage that reorders the best items of the first.
             options: `k` (default 10), `score`, `weights`, `group_by`, `filter`, `ids` and
                 `parents`; see `SearchOptions`.
 
         Returns:
-            The hits of the query, best first; for a list of queries a list of such lists. Items
-            without vectors are never hits.
+            The hits of the query, best first, or a list of hits per query for several queries.
+            Items without vectors are never returned.
 
         Raises:
-            SpecError: An argument is invalid, or the index needs another query encoder.
+            SpecError: An argument is invalid, or the query encoder differs from that of the index.
         """
         parsed = SearchOptions.from_keywords(representation, explain=explain, **options)
         if isinstance(query, AnyQuery):
@@ -111,9 +113,9 @@ class Searcher:
     def search_with(
         self, queries: AnyQueries, options: SearchOptions, reranker: Reranker | None = None
     ) -> list[list[Hit]]:
-        """Searches as `search` does: select, encode, score, rerank, describe."""
+        """Returns the hits of each query; see `search`."""
         options = options.resolve(self.index)
-        rows = self.items.select(options)  # an invalid filter is reported before encoding
+        rows = self.items.select(options)  # reports an invalid filter before encoding
         if reranker is not None:
             texts_or_images = reranker.check(self.index, queries)
             options = replace(options, rerank_depth=reranker.rerank_depth)
@@ -130,11 +132,11 @@ class Searcher:
         representation: str | None = None,
         **options: Unpack[SearchKeywords],
     ) -> list[Ranking]:
-        """Returns the ids and scores that `search` finds: for runs over many queries."""
+        """Returns ids and scores of the best items per query, without their stored fields."""
         return self.rank_with(queries, SearchOptions.from_keywords(representation, **options))
 
     def rank_with(self, queries: AnyQueries, options: SearchOptions) -> list[Ranking]:
-        """Ranks as `rank` does."""
+        """Returns the ranking of each query; see `rank`."""
         options = options.resolve(self.index)
         rows = self.items.select(options)
         encoded = self.encoders.encode(queries, options.column)
@@ -148,35 +150,31 @@ class Searcher:
         *,
         explain: bool = True,
     ) -> list[list[Hit]]:
-        """Returns the hits of rankings.
+        """Converts rankings to hits.
 
         Args:
             rankings: Rankings of the queries.
-            queries: What `queries` returned for the representation.
+            queries: Output of `queries` for the representation.
             representation: Name of the representation.
-            explain: Whether hits carry `matches` and `passages`.
+            explain: Whether hits contain `matches` and `passages`.
         """
         vectors = self.scorer.item_vectors if explain else None
         return finish(describe_in_slices(rankings, queries, self.index, representation, vectors))
 
     def queries(self, queries: AnyQueries, representation: str | None = None) -> Queries:
-        """Encodes queries once for several searches of a representation; see `QueryEncoders`."""
+        """Encodes queries for a representation, for reuse in several searches."""
         return self.encoders.encode(queries, self.representation(representation).name)
 
     def encoder(self, representation: str | None = None) -> Encoder:
-        """Returns the query encoder of a representation; see `QueryEncoders`."""
+        """Returns the query encoder of a representation."""
         return self.encoders.encoder(self.representation(representation).name)
 
     def representation(self, name: str | None = None) -> RepresentationInfo:
-        """Returns the metadata of a representation; default `full`, else the first.
-
-        Raises:
-            SpecError: The representation does not exist, or is only for reranking.
-        """
+        """Returns the metadata of a representation; see `representation_info`."""
         return representation_info(self.index, name)
 
     def load(self, representation: str | None = None, score: Score = "late") -> None:
-        """Reads into memory what a search with this score needs of the items."""
+        """Opens the vectors that a search with this score needs."""
         self.scorer.load(self.representation(representation).name, score)
 
     def packed(self, representation: str | None = None) -> PackedVectors:
@@ -184,10 +182,10 @@ class Searcher:
         return self.scorer.packed(self.representation(representation).name)
 
     def num_items(self, **selection: Unpack[Selection]) -> int:
-        """Returns how many items a search with this `filter`, `ids` and `parents` looks at."""
+        """Returns the number of items selected by `filter`, `ids` and `parents`."""
         rows = self.items.select(SearchOptions.from_keywords(**selection))
         return len(self.items) if rows is None else len(rows)
 
     def num_known(self, ids: Collection[str], field: Literal["ids", "parents"] = "ids") -> int:
-        """Returns how many distinct items, or parents, of a list are in the index."""
+        """Returns how many distinct item or parent ids of a list are in the index."""
         return self.items.num_known(id_tuple(field, ids) or (), field)

@@ -1,4 +1,4 @@
-"""The items of an index by position, and the positions that a search looks at."""
+"""Items of an index and their selection by filters and ids."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from pipeline.index.filters import matching_ids
 from pipeline.index.reader import Index
 from pipeline.search.options import SearchOptions
 
-#: Columns that the lists of ids refer to.
+#: Columns of the ids in the options `ids` and `parents`.
 ID_COLUMNS = {"ids": "item_id", "parents": "parent_id"}
-#: Filters whose positions are cached, 8 bytes per item each.
+#: Number of filters whose results are cached, with 8 bytes per selected item.
 CACHED_FILTERS = 16
 
 
 class Items:
-    """The items of an index, or of a shard of it, in storage order.
+    """Items of an index or of one of its shards, in storage order.
 
     Args:
-        shard: (i, n) for the i-th of n shards; None for all items.
+        index: Open version of an index.
+        shard: (i, n) for shard i of n; None for all items.
     """
 
     def __init__(self, index: Index, shard: tuple[int, int] | None = None):
@@ -36,7 +37,7 @@ class Items:
 
     @functools.cached_property
     def ids(self) -> pa.Table:
-        """The columns `item_id` and `parent_id`."""
+        """Table with the columns `item_id` and `parent_id`."""
         scanner = self.index.dataset.scanner(
             columns=["item_id", "parent_id"], scan_in_order=True, fragments=self.fragments
         )
@@ -45,34 +46,37 @@ class Items:
 
     @functools.cached_property
     def id_order(self) -> np.ndarray:
-        """(B,) int64: rank of each item in the order of the ids, which breaks ties."""
+        """(B,) int64, rank of each item by id, which breaks ties."""
         rank = np.empty(len(self.ids), np.int64)
         rank[pc.sort_indices(self.ids["item_id"]).to_numpy()] = np.arange(len(rank))
         return rank
 
     @functools.cached_property
     def parent_codes(self) -> np.ndarray:
-        """(B,) int64: equal numbers for items of one parent."""
+        """(B,) int64, number of each item's parent."""
         codes = self.ids["parent_id"].combine_chunks().dictionary_encode().indices
         return codes.to_numpy().astype(np.int64)
 
     def select(self, options: SearchOptions) -> np.ndarray | None:
-        """Returns the ascending positions of the items that can be hits; None for all.
+        """Returns the ascending indices of the selected items; None for all.
 
         Raises:
-            SpecError: For `filter`: the filter is invalid.
+            SpecError: The filter is invalid.
         """
         rows = None if options.filter is None else self._filtered_rows(options.filter)
         return self.restrict(rows, options)
 
     def restrict(self, rows: np.ndarray | None, options: SearchOptions) -> np.ndarray | None:
-        """Returns those of ascending positions (None: all) that the lists of ids contain."""
+        """Restricts ascending indices of items (None for all) by the lists of ids."""
         for field, ids in (("ids", options.ids), ("parents", options.parents)):
             if ids is not None:
                 values = pa.array(ids, pa.string())
                 listed = pc.is_in(self.ids[ID_COLUMNS[field]], value_set=values)
-                chosen = np.flatnonzero(listed.to_numpy())
-                rows = chosen if rows is None else np.intersect1d(rows, chosen, assume_unique=True)
+                matches = np.flatnonzero(listed.to_numpy())
+                if rows is None:
+                    rows = matches
+                else:
+                    rows = np.intersect1d(rows, matches, assume_unique=True)
         return rows
 
     def _filtered_rows(self, filter: str) -> np.ndarray:
@@ -81,17 +85,17 @@ class Items:
         return self.cache_rows(filter, matching_ids(self.index, filter, self.fragments))
 
     def cached_rows(self, filter: str) -> np.ndarray | None:
-        """Returns the positions of the items that pass a filter, if they are cached."""
+        """Returns the cached indices of the items that satisfy a filter, or None."""
         return self._filtered.get(filter)
 
     def cache_rows(self, filter: str, item_ids: pa.ChunkedArray) -> np.ndarray:
-        """Caches and returns the ascending positions of the items that pass a filter.
+        """Caches and returns the ascending indices of the items that satisfy a filter.
 
-        The version of the index never changes, so entries stay valid.
+        Entries stay valid because a version of an index is immutable.
 
         Args:
             filter: SQL condition on the item columns.
-            item_ids: What `matching_ids` returned for the filter.
+            item_ids: Output of `matching_ids` for the filter.
         """
         rows = np.flatnonzero(pc.is_in(self.ids["item_id"], value_set=item_ids).to_numpy())
         while len(self._filtered) >= CACHED_FILTERS:
@@ -103,8 +107,8 @@ class Items:
         """Returns how many distinct ids of a list are in the index.
 
         Args:
-            ids: Ids of items or of parents.
-            field: "ids" for ids of items, "parents" for ids of parents.
+            ids: Ids of items or parents.
+            field: "ids" for items, "parents" for parents.
         """
         distinct = pc.unique(pa.array(ids, pa.string()))
         return pc.sum(pc.is_in(distinct, value_set=self.ids[ID_COLUMNS[field]])).as_py() or 0

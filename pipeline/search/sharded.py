@@ -1,4 +1,4 @@
-"""Search over an index in parts, each in a Ray actor: on several machines or several GPUs."""
+"""Search over the shards of an index in Ray actors, on several machines or GPUs."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from pipeline.search.shards import merge_rankings
 
 
 class ShardedSearcher(Searcher):
-    """Exact search with the interface and the results of `Searcher`, in `num_shards` Ray actors.
+    """Exact search in Ray actors, with the interface and the results of `Searcher`.
 
-    Queries are encoded here, once, and the rankings of the actors are merged here. An actor that
-    dies is restarted, and its call is repeated. As a context manager it ends its actors.
+    Queries are encoded and rankings are merged in the calling process. Actors that die are
+    restarted, and their calls are repeated. The context manager terminates the actors on exit.
 
     Args:
-        uri: URI of an index that every machine of the cluster can read.
-        version: Lance version, the same for all shards; default the newest.
-        num_shards: Number of parts of about as many items, in whole Lance fragments; empty parts
-            are left out.
-        num_cpus: CPUs per actor.
-        num_gpus: GPUs per actor; default 1 unless `device` is "cpu".
-        cache, device: As in `open_index`; the files are on the machines of the actors.
+        uri: URI of an index that all machines of the cluster can read.
+        version: Lance version. Defaults to the newest.
+        num_shards: Number of shards of about equal size, at least 1. Shards consist of whole Lance
+            fragments; empty shards have no actor.
+        num_cpus: Number of CPUs per actor.
+        num_gpus: Number of GPUs per actor. Defaults to 0 if `device` is "cpu", otherwise 1.
+        cache: See `open_index`; the files are on the machines of the actors.
+        device: See `open_index`.
         max_restarts: Maximum number of restarts per actor.
-        start_seconds: Maximum time until all actors run.
+        start_seconds: Maximum time until all actors are ready, in seconds.
 
     Raises:
         SpecError: The index is missing, corrupted or newer than this version of the software, or
-            `num_shards` is not positive.
-        JobError: The actors do not start.
+            `num_shards` is invalid.
+        JobError: The actors do not start in time.
     """
 
     scorer: ShardedScorer
@@ -67,7 +68,7 @@ class ShardedSearcher(Searcher):
         num_gpus = float(device != "cpu") if num_gpus is None else num_gpus
         shards = [(i, num_shards) for i in range(num_shards)]
         sizes = [sum(f.count_rows() for f in self.index.fragments(shard)) for shard in shards]
-        # An index without items keeps one shard, which reports invalid searches.
+        # An empty index keeps one shard, which validates searches.
         filled = [(s, n) for s, n in zip(shards, sizes, strict=True) if n] or [(shards[0], 0)]
         actor = ray.remote(_Shard).options(
             num_cpus=num_cpus,
@@ -79,13 +80,12 @@ class ShardedSearcher(Searcher):
         actors = [actor.remote(*location, shard, cache, device) for shard, _ in filled]
         self.scorer = ShardedScorer(self.items, actors, [size for _, size in filled], cache=cache)
         try:
-            self.scorer.ask(lambda actor: actor.is_open.remote(), start_seconds)
+            self.scorer.call(lambda actor: actor.is_open.remote(), start_seconds)
         except GetTimeoutError:
             self.close()
-            needed = f"{len(filled)} actors with {num_cpus:g} CPUs and {num_gpus:g} GPUs each"
-            raise JobError(
-                f"the shards of {uri} did not start in {start_seconds:g} s; they are {needed}"
-            ) from None
+            resources = f"{len(filled)} actors with {num_cpus:g} CPUs and {num_gpus:g} GPUs each"
+            problem = f"did not start in {start_seconds:g} s; they require {resources}"
+            raise JobError(f"the shards of {uri} {problem}") from None
         except BaseException:
             self.close()
             raise
@@ -97,12 +97,12 @@ class ShardedSearcher(Searcher):
         self.close()
 
     def close(self) -> None:
-        """Ends the actors."""
+        """Terminates the actors."""
         self.scorer.close()
 
 
 class _Shard:
-    """The scorer of one shard, in an actor."""
+    """Actor with the scorer of one shard."""
 
     def __init__(self, uri: str, version: int, shard: tuple[int, int], cache: bool, device: str):
         self._scorer = Scorer(Items(Index(uri, version), shard), cache=cache, device=device)
@@ -123,70 +123,72 @@ class _Shard:
 
 
 class ShardedScorer(Scorer):
-    """Scores items in actors; each actor holds the vectors of a shard.
+    """Scorer that distributes items over actors, one per shard.
 
     Args:
-        items: All items of the index.
-        actors: Handles of the actors, in the order of the shards.
+        items: Items of all shards.
+        actors: Actor handles in shard order.
         sizes: Number of items per shard.
+        cache: See `Scorer`.
     """
 
     def __init__(self, items: Items, actors: list[Any], sizes: list[int], *, cache: bool):
         super().__init__(items, cache=cache)
         self._uri, self._actors = items.index.uri, actors
-        self._firsts = np.cumsum([0, *sizes[:-1]])  # position of the first item of each shard
+        self._firsts = np.cumsum([0, *sizes[:-1]])  # index of the first item of each shard
 
     def load(self, representation: str, score: Score = "late") -> None:
         """Opens the vectors that a score needs in every actor."""
-        self.ask(lambda actor: actor.load.remote(representation, score))
+        self.call(lambda actor: actor.load.remote(representation, score))
 
     def rank(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> list[Ranking]:
-        """Ranks as `Scorer.rank` does, in all actors at once."""
-        # Checked here too: Ray prints the errors of actors that nobody waits for.
+        """Returns the k best items of each query, ranked by all actors in parallel."""
+        # Also checked here, because Ray prints errors of actors whose results are not awaited.
         options.check_vectors(queries, self._info(options.column).pooled_column)
-        shared = ray.put(queries)
-        scoring = options.without_selection()  # `rows` replaces it
+        queries_ref = ray.put(queries)
+        scoring = options.without_selection()  # replaced by `rows`
         calls = [
-            actor.rank.remote(shared, scoring, shard_rows)
+            actor.rank.remote(queries_ref, scoring, shard_rows)
             for actor, shard_rows in zip(self._open_actors(), self._split(rows), strict=True)
         ]
-        counted = [
+        rankings_by_shard = [
             [replace(ranking, rows=ranking.rows + first) for ranking in rankings]
             for rankings, first in zip(self._results(calls), self._firsts, strict=True)
         ]
         return [
-            merge_rankings(each, options.k, options.group_by) for each in zip(*counted, strict=True)
+            merge_rankings(rankings, options.k, options.group_by)
+            for rankings in zip(*rankings_by_shard, strict=True)
         ]
 
     def _split(self, rows: np.ndarray | None) -> list[np.ndarray | None]:
-        """Returns ascending positions by shard, relative to its first item; None for all."""
+        """Splits ascending indices by shard, relative to its first item; None for all items."""
         if rows is None:
             return [None] * len(self._firsts)
         parts = np.split(rows, np.searchsorted(rows, self._firsts[1:]))
         return [part - first for part, first in zip(parts, self._firsts, strict=True)]
 
     def item_vectors(self, representation: str, rows: np.ndarray) -> list[torch.Tensor]:
-        """Returns the vectors (N, D) float32 of items, read by the actors that hold them."""
+        """Returns the decoded vectors (N, D) float32 of each item."""
         shard_of_row = np.searchsorted(self._firsts, rows, side="right") - 1
-        places = {i: np.flatnonzero(shard_of_row == i) for i in set(shard_of_row.tolist())}
+        indices = {i: np.flatnonzero(shard_of_row == i) for i in set(shard_of_row.tolist())}
         actors = self._open_actors()
         calls = [
-            actors[i].item_vectors.remote(representation, rows[own] - self._firsts[i])
-            for i, own in places.items()
+            actors[i].item_vectors.remote(representation, rows[index] - self._firsts[i])
+            for i, index in indices.items()
         ]
         vectors: dict[int, np.ndarray] = {}
-        for own, found in zip(places.values(), self._results(calls), strict=True):
-            vectors |= zip(own.tolist(), found, strict=True)
-        return [torch.tensor(vectors[place]) for place in range(len(rows))]
+        for index, shard_vectors in zip(indices.values(), self._results(calls), strict=True):
+            vectors |= zip(index.tolist(), shard_vectors, strict=True)
+        return [torch.tensor(vectors[i]) for i in range(len(rows))]
 
-    def ask(self, call: Callable[[Any], ray.ObjectRef], timeout: float | None = None) -> list[Any]:
-        """Calls every actor and returns the results in the order of the shards."""
+    def call(self, call: Callable[[Any], ray.ObjectRef], timeout: float | None = None) -> list[Any]:
+        """Calls every actor and returns the results in shard order."""
         return self._results([call(actor) for actor in self._open_actors()], timeout)
 
     def close(self) -> None:
-        """Ends the actors."""
+        """Terminates the actors."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
@@ -202,27 +204,27 @@ class ShardedScorer(Scorer):
         except GetTimeoutError:
             raise
         except RayTaskError as error:
-            raise error.cause from None  # as the scorer of the actor raised it
+            raise error.cause from None  # the original error of the scorer
         except RayError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise JobError(f"a shard of {self._uri} failed permanently: {reason}") from None
 
 
 class Shares(TypedDict, total=False):
-    """CPUs and GPUs per actor."""
+    """Number of CPUs and GPUs per actor."""
 
     num_cpus: float
     num_gpus: float
 
 
 def machine_shares(num_actors: int, device: str) -> Shares:
-    """Returns the CPUs and GPUs per actor.
+    """Returns the resources per actor.
 
-    The actors of a cluster that was started here share this machine. On a cluster that
-    `RAY_ADDRESS` names each takes the default, one CPU and GPU, and may have to wait for them.
+    On a local cluster the actors share the resources of the machine. On a cluster given by
+    `RAY_ADDRESS` each actor requires the default of one CPU and GPU and waits for them.
 
     Raises:
-        SpecError: The device needs a GPU, and the machine has none.
+        SpecError: The device requires a GPU and the machine has none.
     """
     if os.environ.get("RAY_ADDRESS"):
         return {}
@@ -237,5 +239,5 @@ def machine_shares(num_actors: int, device: str) -> Shares:
 
 
 def _share(number: float, num_actors: int) -> float:
-    # Ray rounds to four digits; rounded up, the shares would exceed the machine.
+    # Ray rounds to four decimals; rounding up would exceed the resources of the machine.
     return min(1.0, math.floor(number / num_actors * 1e4) / 1e4)

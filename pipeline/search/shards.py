@@ -1,4 +1,4 @@
-"""Merges the rankings of the shards of an index."""
+"""Merging of rankings from the shards of an index."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from pipeline.search.score import Ranking
 def merge_rankings(
     rankings: Sequence[Ranking], k: int, group_by: Literal["parent"] | None = None
 ) -> Ranking:
-    """Returns the k best items of one query; equal scores are in the order of the item ids.
+    """Merges the rankings of one query. Ties are sorted by item id.
 
     Args:
-        rankings: The k best items of each shard, grouped alike; `rows` count over all shards.
+        rankings: The k best items of each shard, with `rows` counted over all shards.
         k: Maximum number of items.
-        group_by: "parent" keeps only the best item of a parent that is in several shards.
+        group_by: "parent" keeps only the best item of each parent; the rankings must be grouped
+            in the same way.
 
     >>> first = Ranking(["b", "d"], ["p", "q"], [3.0, 1.0], np.array([0, 1]))
     >>> second = Ranking(["a", "c"], ["q", "p"], [3.0, 2.0], np.array([2, 3]))
@@ -39,11 +40,11 @@ def merge_rankings(
             best.setdefault(parents[i], i)
         order = list(best.values())
     values = {f.name: [getattr(r, f.name) for r in rankings] for f in fields(Ranking)}
-    return Ranking(**{name: _joined(each) for name, each in values.items()}).take(order[:k])
+    return Ranking(**{name: _concatenate(parts) for name, parts in values.items()}).take(order[:k])
 
 
-def _joined(each: Sequence[Any]) -> Any:
-    """Concatenates the values of a field: arrays, lists, or None."""
-    if each[0] is None:
+def _concatenate(parts: Sequence[Any]) -> Any:
+    """Concatenates arrays or lists; returns None if they are None."""
+    if parts[0] is None:
         return None
-    return np.concatenate(each) if isinstance(each[0], np.ndarray) else list(chain(*each))
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else list(chain(*parts))

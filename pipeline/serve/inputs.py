@@ -15,7 +15,7 @@ from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Composed
 from pipeline.search.options import SearchOptions
-from pipeline.search.query import Queries, Unencoded, bad_query, check_texts
+from pipeline.search.query import Queries, Unencoded, check_texts, query_error
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError, from_spec_error
 from pipeline.serve.served import Served
@@ -111,7 +111,7 @@ def check_edje(served: Served, queries: Sequence[wire.Query], field: str) -> Non
         if isinstance(query, wire.Vectors | wire.Composed):
             kind = wire.query_kind(query)
             rule = "a text or an image for edje"
-            error = bad_query(QUERY_KINDS.get(kind, kind), rule, position, len(queries))
+            error = query_error(QUERY_KINDS.get(kind, kind), rule, position, len(queries))
             raise from_spec_error(error)
 
 

@@ -90,9 +90,9 @@ class Library:
     ) -> tuple[bytes, str]:
         previews = self._versions[index].get(edition)
         if media == "image":
-            image = previews.picture(item_id, seconds)
+            image = previews.image(item_id, seconds)
             return image, _media_type(image)
-        samples, rate, _ = previews.sound(item_id)
+        samples, rate, _ = previews.audio(item_id)
         wave = io.BytesIO()
         soundfile.write(wave, samples, rate, format="WAV", subtype="PCM_16")
         return wave.getvalue(), "audio/wav"

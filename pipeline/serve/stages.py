@@ -45,7 +45,7 @@ from pipeline.serve.settings import Scale, ServedIndex
 from pipeline.serve.versions import Versions
 
 if TYPE_CHECKING:  # requires transformers, which the gateway does not
-    from pipeline.search.rerank import Reading
+    from pipeline.search.rerank import JointScore
 
 log = logging.getLogger("ray.serve")
 
@@ -395,7 +395,7 @@ class JointRanker:
     @returns_errors
     async def read(
         self, edition: Edition, query: str | bytes, item_ids: list[str], caller: Caller
-    ) -> dict[str, Reading]:
+    ) -> dict[str, JointScore]:
         """Returns the joint encoder's readings of the items that it can read; see `rerank`."""
         (readings,) = await self._read(edition, [query], [item_ids], caller)
         return readings
@@ -406,7 +406,7 @@ class JointRanker:
         queries: Sequence[str | bytes],
         candidates: Sequence[list[str]],
         caller: Caller,
-    ) -> list[dict[str, Reading]]:
+    ) -> list[dict[str, JointScore]]:
         """Reads the candidates of each query, in chunks of `BATCH_PAIRS`."""
         chunks = [
             [(query, ids[i : i + BATCH_PAIRS]) for i in range(0, len(ids) or 1, BATCH_PAIRS)]
@@ -429,8 +429,8 @@ class JointRanker:
 
     def _read_batch(
         self, group: tuple[Edition, type], pairs: list[tuple[str | bytes, list[str]]]
-    ) -> Generator[None, None, list[dict[str, Reading]]]:
+    ) -> Generator[None, None, list[dict[str, JointScore]]]:
         searcher = self._versions.get(group[0])
         queries = self._reranker.check(searcher.index, [query for query, _ in pairs])
         yield  # opening the index may have taken long
-        return self._reranker.read(searcher, queries, [ids for _, ids in pairs])
+        return self._reranker.score(searcher, queries, [ids for _, ids in pairs])

@@ -184,7 +184,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         #: Module of `forward`; only the loss uses the joint encoder.
         self.model = edje.adapter
         # Parameters that no loss uses get no gradient.
-        for module in edje.joint.head_of_words():
+        for module in edje.joint.language_head():
             module.requires_grad_(spec.mlm > 0)
         edje.joint.recover.requires_grad_(spec.recovery > 0)
         self._matches = spec.itm > 0 or spec.distillation is not None
@@ -251,7 +251,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
 
     def read(self, batch: Batch) -> ModelInputs:
         """Tokenizes the texts, and reads hidden states if they are cached."""
-        texts = {name: edje.joint.read(batch.queries) for name, edje in self._of.items()}
+        texts = {name: edje.joint.tokenise(batch.queries) for name, edje in self._of.items()}
         if self._states is None:
             return ModelInputs(batch.queries, batch.documents, texts)
         queries = self._states.read([query_key(text) for text in batch.queries])
@@ -346,7 +346,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
                     self.similarity(gathered_batch), ~relevant_QB & ~is_filler_B, positives_A2
                 )
                 logits_P = self._logits(self.edje, gathered_batch, pairs_P2)
-                terms["itm"] = (spec.itm, objectives.matching(logits_P, is_match_P))
+                terms["itm"] = (spec.itm, objectives.matching_loss(logits_P, is_match_P))
                 right_P = (logits_P.detach() > 0) == is_match_P
                 metrics["itm_accuracy"] = right_P.float().mean().item() if len(right_P) else 0.0
             if spec.mlm:
@@ -354,13 +354,16 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             if spec.recovery or spec.contrast:
                 texts = texts_of(gathered_batch).take(own_rows)
                 text_QLH = self._in_mini_batches(
-                    lambda rows: self.edje.joint.of_texts(texts.take(rows)),
+                    lambda rows: self.edje.joint.text_states(texts.take(rows)),
                     torch.arange(num_own, device=self.device),
                 )
             if spec.recovery:
                 target_QP = gathered_batch["query_pooled"][own_rows]
-                recovered_QP = self.edje.joint.recovered(text_QLH)
-                terms["recovery"] = (spec.recovery, objectives.recovery(recovered_QP, target_QP))
+                recovered_QP = self.edje.joint.text_embeddings(text_QLH)
+                terms["recovery"] = (
+                    spec.recovery,
+                    objectives.recovery_loss(recovered_QP, target_QP),
+                )
             if spec.contrast:
                 losses = self._contrast(
                     text_QLH, texts.is_word, gathered_batch, relevant_QB[own_rows], is_filler_B
@@ -369,7 +372,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             if spec.distillation is not None:
                 with torch.no_grad():
                     teacher_P = self._logits(self._of[TEACHER], gathered_batch, pairs_P2, TEACHER)
-                losses = objectives.distillation(logits_P, teacher_P)
+                losses = objectives.distillation_loss(logits_P, teacher_P)
                 terms["distillation"] = (spec.distillation.weight, losses)
         total = torch.zeros((), device=self.device)
         if not len(positives_A2):  # every weight needs a gradient, as on other workers
@@ -462,7 +465,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         joint, texts = self.edje.joint, texts_of(gathered_batch)
         query_A, document_A = positives_A2.unbind(1)
         ids_AL, is_word_AL = texts.ids[query_A], texts.is_word[query_A]
-        masked_AL, is_masked_AL = objectives.masked(
+        masked_AL, is_masked_AL = objectives.mask_words(
             ids_AL, is_word_AL, joint.mask_id, self.spec.mask_probability
         )
 
@@ -477,7 +480,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
 
         states_ALH = self._in_mini_batches(states, torch.arange(len(query_A), device=self.device))
         logits_TW = joint.word_logits(states_ALH[is_masked_AL])
-        return objectives.masked_words(logits_TW, ids_AL[is_masked_AL])
+        return objectives.masked_language_loss(logits_TW, ids_AL[is_masked_AL])
 
     def _in_mini_batches(
         self, run: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
@@ -550,8 +553,8 @@ def sample_positives(relevant_QB: torch.Tensor, own_rows: slice) -> torch.Tensor
 def texts_of(embedded: Embedded, name: str = "") -> Texts:
     """Returns the tokenized texts of an embedded batch."""
     ids = embedded[f"{name}ids"]
-    num_cut = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
-    return Texts(ids, embedded[f"{name}text_mask"], embedded[f"{name}is_word"], num_cut)
+    num_truncated = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+    return Texts(ids, embedded[f"{name}text_mask"], embedded[f"{name}is_word"], num_truncated)
 
 
 def _named(name: str, quality: Quality) -> Quality:

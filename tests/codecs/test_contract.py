@@ -14,7 +14,7 @@ from pipeline.codecs import Codec
 from pipeline.config import SpecError, parse
 from pipeline.registry import CODECS
 from pipeline.search.maxsim import best_tokens, maxsim, maxsim_oracle
-from pipeline.search.packed import PackedVectors, Segment, packed_of
+from pipeline.search.packed import PackedVectors, Segment, join_blocks
 from pipeline.tokens import TokenBatch, pad
 
 #: All codecs with their defaults, and further settings.
@@ -163,7 +163,7 @@ def test_maxsim_equals_maxsim_of_dequantised_vectors(build, dim, block_bytes):
 def test_packs_blocks_of_column(build):
     codec, batch = build(DIM), make_batch(LENGTHS, DIM)
     column = codec.encode(batch)
-    packed = packed_of(codec, DIM, [codec.unpack(column.slice(i, 2), DIM) for i in (0, 2, 4)])
+    packed = join_blocks(codec, DIM, [codec.unpack(column.slice(i, 2), DIM) for i in (0, 2, 4)])
     assert packed.lengths.tolist() == LENGTHS
     expected = codec.quantise(batch.vectors[batch.mask])
     assert_equal(packed.segments[0].parts, expected)

@@ -149,7 +149,7 @@ def test_scores_match_the_processor(encoder):
     encoded = encoder.encode_queries(["heat transfer in a cone", "lift"]).tokens
     queries = [vectors[mask] for vectors, mask in zip(encoded.vectors, encoded.mask, strict=True)]
     lengths = torch.tensor([len(passage) for passage in passages])
-    scores = maxsim(queries, PackedVectors.of_values(torch.cat(passages), lengths))
+    scores = maxsim(queries, PackedVectors.from_values(torch.cat(passages), lengths))
     score = encoder._reader.processor.score_retrieval
     torch.testing.assert_close(scores, score(queries, passages, batch_size=1), atol=1e-4, rtol=0)
     # Effect of padding: a passage of one dissimilar token next to a longer passage.
@@ -157,7 +157,7 @@ def test_scores_match_the_processor(encoder):
     (alone, _), (padded, _) = (
         score([query], [unlike, passages[0]], batch_size=size)[0] for size in (1, 2)
     )
-    packed = PackedVectors.of_values(
+    packed = PackedVectors.from_values(
         torch.cat([unlike, passages[0]]), torch.tensor([1, lengths[0]])
     )
     assert maxsim([query], packed)[0, 0] == pytest.approx(-1, abs=1e-5)

@@ -27,7 +27,7 @@ ROWS = [np.array([0, 3]), np.array([2]), np.array([], np.int64), np.array([3, 4,
 def packed() -> PackedVectors:
     generator = np.random.default_rng(2)
     values_TD = torch.from_numpy(generator.normal(size=(sum(LENGTHS), 16)) - 0.2).half()
-    return PackedVectors.of_values(values_TD, torch.tensor(LENGTHS))
+    return PackedVectors.from_values(values_TD, torch.tensor(LENGTHS))
 
 
 @pytest.fixture

@@ -211,8 +211,8 @@ def test_long_query_list_is_ranked_in_chunks(index_uri, query_file, tmp_path, ca
     whole, parts = str(tmp_path / "whole.trec"), str(tmp_path / "parts.trec")
     search.main([index_uri, "--queries", query_file, "--run", whole])
     capsys.readouterr()
-    monkeypatch.setattr(_runs, "QUERIES_AT_ONCE", 1)
-    monkeypatch.setattr(_runs, "SAY_EVERY", 0.0)
+    monkeypatch.setattr(_runs, "QUERY_BATCH", 1)
+    monkeypatch.setattr(_runs, "PROGRESS_SECONDS", 0.0)
     search.main([index_uri, "--queries", query_file, "--run", parts])
     assert re.search(
         r"^\S+ 1 of 2 queries; encoded \S+ queries/s, scored \S+ queries/s$",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.config import SpecError, parse
-from pipeline.rerank.adapter import Adapter, frames_of
+from pipeline.rerank.adapter import Adapter, frame_numbers
 from pipeline.tokens import PROMPT, VISUAL, TokenBatch
 
 WIDTH, DIM = 8, 6
@@ -150,7 +150,7 @@ def video(*frames: int) -> TokenBatch:
 
 def of_frames(own: Adapter, batch: TokenBatch, frames: list[int]) -> torch.Tensor:
     """The tokens of frames, each by itself."""
-    number = frames_of(batch.extents, batch.mask)[0]
+    number = frame_numbers(batch.extents, batch.mask)[0]
     return torch.cat(
         [own(batch.vectors[:, number == f], batch.mask[:, number == f])[0][0] for f in frames]
     )
@@ -211,7 +211,7 @@ def test_the_words_of_a_prompt_are_left_out():
 def test_what_is_cached_is_half_precision_and_of_the_size_that_the_paper_says():
     own = Adapter(Adapter.Spec(hidden=16), 768, 384)
     batch = TokenBatch(torch.randn(2, 10, 768), torch.ones(2, 10, dtype=torch.bool), False)
-    tokens, mask = own.cached(batch)
+    tokens, mask = own.cache_tokens(batch)
     assert tokens.dtype == torch.float16 and mask.all()
     assert tokens[0].numel() * 2 == 64 * 384 * 2  # 49 kB, Table 2
     expected = own.tokens(batch)[0].detach()

@@ -35,9 +35,9 @@ def joint(request, tmp_path_factory) -> JointEncoder:
 
 @torch.no_grad()
 def test_a_text_alone_is_what_the_model_makes_of_it(joint):
-    texts = joint.read(TEXTS)
+    texts = joint.tokenise(TEXTS)
     read = joint.language.base_model(input_ids=texts.ids, attention_mask=texts.mask.long())
-    states = joint.of_texts(texts)
+    states = joint.text_states(texts)
     torch.testing.assert_close(
         states[texts.mask], read.last_hidden_state[texts.mask], atol=1e-5, rtol=1e-5
     )
@@ -89,7 +89,7 @@ def test_scores_depend_on_the_pair_alone(tmp_path, positions):
         assert alone.item() == pytest.approx(score, abs=1e-4)
     assert scores.std() > 1e-3
     joint.spec = joint.spec.model_copy(update={"max_batch_tokens": 30})
-    in_passes = joint.scores(joint.read(TEXTS), tokens.half().float(), mask, every.flip(0))
+    in_passes = joint.scores(joint.tokenise(TEXTS), tokens.half().float(), mask, every.flip(0))
     torch.testing.assert_close(in_passes.flip(0), scores, atol=2e-2, rtol=0)
     swapped = joint.scores(TEXTS, tokens[:, [1, 0, 2, 3, 4, 5]], mask)
     moved = (swapped - joint.scores(TEXTS, tokens, mask)).abs()
@@ -141,9 +141,9 @@ def test_a_pool_reads_its_text_once(tmp_path, monkeypatch):
 
 def test_what_is_cut_of_a_text_is_said(tmp_path):
     joint = joint_encoder(tmp_path, max_text_tokens=8)
-    read = joint.read(["heat", TEXTS[2], "", "[MASK] [SEP]"])
+    read = joint.tokenise(["heat", TEXTS[2], "", "[MASK] [SEP]"])
     whole = len(joint.tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"])
-    assert read.num_cut.tolist()[:3] == [0, whole - 6, 0]
+    assert read.num_truncated.tolist()[:3] == [0, whole - 6, 0]
     assert read.ids.shape[1] == 8 and read.is_word.sum(dim=1).tolist()[1:3] == [6, 0]
     assert not ((read.ids == joint.mask_id) & read.is_word).any()  # spelled out, it is characters
     assert read.ids[1, 7] == joint.tokenizer.sep_token_id
@@ -182,9 +182,9 @@ def test_the_layers_laid_out_anew_are_the_models_own(joint):
     """In float64 to rounding; in float32 as near it as the model itself."""
     tokens, mask = tokens_of(joint, 5, 2, 0)
     same, no_padding = tokens_of(joint, 4, 4)
-    alike = joint.read(["heat heat", "wing heat"])
+    alike = joint.tokenise(["heat heat", "wing heat"])
     double = copy.deepcopy(joint).double()
-    exact = double.logits(joint.read(TEXTS), tokens.double(), mask, EVERY)
+    exact = double.logits(joint.tokenise(TEXTS), tokens.double(), mask, EVERY)
     torch.testing.assert_close(
         double.scores(TEXTS, tokens, mask, EVERY), exact, atol=1e-6, rtol=1e-6
     )
@@ -227,7 +227,7 @@ def test_dropout_is_on_in_training_alone(tmp_path):
     for layer in joint.language.base_model.encoder.layer:
         layer.attention.self.dropout.p = 0.5
     tokens, mask = tokens_of(joint, 5, 2, 4)
-    texts = joint.read(TEXTS)
+    texts = joint.tokenise(TEXTS)
     one, other = (joint.logits(texts, tokens, mask, EVERY) for _ in range(2))
     assert torch.equal(one, other)
     joint.train()
@@ -248,7 +248,7 @@ def test_scores_follow_the_weights(tmp_path):
     after = joint.scores(TEXTS, tokens, mask)
     own = torch.arange(3).unsqueeze(1).expand(-1, 2)
     torch.testing.assert_close(
-        after, joint.logits(joint.read(TEXTS), tokens, mask, own), atol=2e-5, rtol=1e-5
+        after, joint.logits(joint.tokenise(TEXTS), tokens, mask, own), atol=2e-5, rtol=1e-5
     )
     assert (after - before).abs().max() > 1e-3
     assert joint.train()._layers() is None
@@ -298,8 +298,8 @@ def test_int8_comes_of_float32(tmp_path):
 def test_the_bundled_model_gets_a_head_of_its_own():
     joint = JointEncoder(JointEncoder.Spec(), 4).eval()
     assert joint.dim == 384 and joint.mask_id == 103
-    texts = joint.read(["a red [MASK]"])
-    logits = joint.word_logits(joint.of_texts(texts))
+    texts = joint.tokenise(["a red [MASK]"])
+    logits = joint.word_logits(joint.text_states(texts))
     assert logits.shape == (*texts.ids.shape, 30522) and logits.isfinite().all()
 
 
@@ -345,8 +345,10 @@ def test_what_was_saved_is_loaded(tmp_path, kind):
     torch.testing.assert_close(again, tokens, atol=0, rtol=0)
     scores = [each.joint.scores(TEXTS, tokens, tokens_mask) for each in (made, loaded)]
     torch.testing.assert_close(*scores, atol=0, rtol=0)
-    texts = made.joint.read(TEXTS)
-    recovered = [each.joint.recovered(each.joint.of_texts(texts)) for each in (made, loaded)]
+    texts = made.joint.tokenise(TEXTS)
+    recovered = [
+        each.joint.text_embeddings(each.joint.text_states(texts)) for each in (made, loaded)
+    ]
     torch.testing.assert_close(*recovered, atol=0, rtol=0)
     assert not any(weights.requires_grad for weights in loaded.parameters())
 
@@ -441,7 +443,7 @@ def test_a_pool_larger_than_the_corpus_is_the_corpus_and_an_empty_one_changes_no
 
 def test_texts_can_be_taken(tmp_path):
     joint = joint_encoder(tmp_path)
-    texts = joint.read(TEXTS)
+    texts = joint.tokenise(TEXTS)
     some = texts.take(torch.tensor([2, 0]))
     assert len(some) == 2
     for field in dataclasses.fields(texts):

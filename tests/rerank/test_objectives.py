@@ -19,7 +19,10 @@ def test_matching_is_the_binary_cross_entropy_of_each_pair():
     torch.manual_seed(0)
     logits, match = torch.randn(9) * 3, torch.arange(9) % 3 == 0
     for got, x, y in zip(
-        objectives.matching(logits, match).tolist(), logits.tolist(), match.tolist(), strict=True
+        objectives.matching_loss(logits, match).tolist(),
+        logits.tolist(),
+        match.tolist(),
+        strict=True,
     ):
         assert got == pytest.approx(-math.log(sigmoid(x) if y else 1 - sigmoid(x)), abs=1e-5)
 
@@ -28,7 +31,7 @@ def test_distillation_is_the_cross_entropy_with_the_teachers_sigmoid():
     torch.manual_seed(1)
     student, teacher = torch.randn(2, 8) * 2
     for got, s, t in zip(
-        objectives.distillation(student, teacher).tolist(),
+        objectives.distillation_loss(student, teacher).tolist(),
         student.tolist(),
         teacher.tolist(),
         strict=True,
@@ -37,7 +40,7 @@ def test_distillation_is_the_cross_entropy_with_the_teachers_sigmoid():
         expected = -(y_t * math.log(y_s) + (1 - y_t) * math.log(1 - y_s))
         assert got == pytest.approx(expected, abs=1e-5)
     at_the_teacher = student.clone().requires_grad_()
-    objectives.distillation(at_the_teacher, student).sum().backward()
+    objectives.distillation_loss(at_the_teacher, student).sum().backward()
     assert at_the_teacher.grad.abs().max() < 1e-6  # nowhere is it smaller
 
 
@@ -45,7 +48,7 @@ def test_recovery_is_one_minus_the_cosine():
     torch.manual_seed(2)
     made, wanted = torch.randn(2, 5, 7)
     for got, f, g in zip(
-        objectives.recovery(made, wanted).tolist(), made.tolist(), wanted.tolist(), strict=True
+        objectives.recovery_loss(made, wanted).tolist(), made.tolist(), wanted.tolist(), strict=True
     ):
         dot = sum(a * b for a, b in zip(f, g, strict=True))
         norms = math.hypot(*f) * math.hypot(*g)
@@ -56,7 +59,7 @@ def test_half_of_the_words_are_masked_and_nothing_else():
     torch.manual_seed(3)
     ids = torch.randint(10, 20, (50, 40))
     is_word = torch.rand(50, 40) < 0.7
-    masked, is_masked = objectives.masked(ids, is_word, 4, 0.5)
+    masked, is_masked = objectives.mask_words(ids, is_word, 4, 0.5)
     assert not (is_masked & ~is_word).any()
     assert (masked[is_masked] == 4).all() and (masked[~is_masked] == ids[~is_masked]).all()
     count = int(is_word.sum())
@@ -67,7 +70,10 @@ def test_masked_words_have_the_cross_entropy_of_the_vocabulary():
     torch.manual_seed(4)
     logits, ids = torch.randn(6, 11), torch.randint(11, (6,))
     for got, row, own in zip(
-        objectives.masked_words(logits, ids).tolist(), logits.tolist(), ids.tolist(), strict=True
+        objectives.masked_language_loss(logits, ids).tolist(),
+        logits.tolist(),
+        ids.tolist(),
+        strict=True,
     ):
         expected = -math.log(math.exp(row[own]) / sum(map(math.exp, row)))
         assert got == pytest.approx(expected, abs=1e-5)

@@ -8,7 +8,7 @@ from pipeline.search.maxsim import best_tokens, maxsim, maxsim_oracle
 from pipeline.search.packed import PackedVectors
 from pipeline.tokens import pad
 
-packed = PackedVectors.of_values
+packed = PackedVectors.from_values
 
 LENGTHS = [3, 0, 1, 7, 0, 0, 25, 1, 4, 0]
 

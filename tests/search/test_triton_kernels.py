@@ -192,7 +192,7 @@ def test_codecs_equal_the_oracle(spec, dim):
 @pytest.mark.parametrize("dim", [20, 64, 130, 300])
 def test_floats_equal_the_oracle(dtype, dim):
     values = vectors(sum(LENGTHS), dim).to(dtype)
-    packed = PackedVectors.of_values(values, torch.tensor(LENGTHS))
+    packed = PackedVectors.from_values(values, torch.tensor(LENGTHS))
     atol = ROUNDED / dim**0.5 if dtype == torch.float16 else EXACT
     check(queries(dim), packed, torch.tensor([5, 9, 10]), atol)
 
@@ -229,7 +229,7 @@ def test_equal_documents_have_equal_scores_in_any_company(spec):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_first_of_equal_tokens_is_the_best(dtype):
     tokens = torch.eye(32)[[0, 1, 2, 1, *[3] * 150, 1, 2]]
-    packed = PackedVectors.of_values(tokens.to(dtype), torch.tensor([156]))
+    packed = PackedVectors.from_values(tokens.to(dtype), torch.tensor([156]))
     query = torch.eye(32)[[3, 1, 2, 0, 9]]
     [(first, similarity, token)] = best_tokens(
         query.to(DEVICE), packed.to(DEVICE), backend="triton"
@@ -244,7 +244,7 @@ def test_many_queries_in_many_panels(dtype):
     """More than fit a panel, of one token and of more than a panel; short and long documents."""
     lengths = torch.randint(0, 20, (20,), generator=torch.Generator().manual_seed(3)).tolist()
     values = vectors(sum(lengths) + 140, 64).to(dtype)
-    packed = PackedVectors.of_values(values, torch.tensor([*lengths, 140]))
+    packed = PackedVectors.from_values(values, torch.tensor([*lengths, 140]))
     asked = queries(64, (1,) * 20 + (150, 0, 20, 21, 22, 23, 300, 5, 0))
     expected = oracle(asked, packed)[0]
     atol = ROUNDED / 8 if dtype == torch.float16 else EXACT
@@ -266,14 +266,14 @@ def test_segments_and_deleted_documents():
 
 @of_kernel
 def test_no_tokens_at_all():
-    packed = PackedVectors.of_values(torch.empty(0, 64), torch.tensor([0, 0]))
+    packed = PackedVectors.from_values(torch.empty(0, 64), torch.tensor([0, 0]))
     assert torch.isneginf(scored(queries(64), packed)).all()
 
 
 @of_kernel
 def test_queries_and_documents_of_any_length_of_vector():
     values = vectors(sum(LENGTHS), 64) * 300
-    packed = PackedVectors.of_values(values.half(), torch.tensor(LENGTHS))
+    packed = PackedVectors.from_values(values.half(), torch.tensor(LENGTHS))
     asked = [1e5 * query for query in queries(64)]  # beyond float16
     expected = oracle(asked, packed)[0]
     torch.testing.assert_close(scored(asked, packed), expected, rtol=1e-3, atol=3e4)
@@ -288,7 +288,7 @@ def test_memory_does_not_grow_with_documents():
     for num_docs in (1000, 20_000):
         values = torch.randn(num_docs * 64, 128, device="cuda", dtype=torch.float16)
         lengths = torch.full((num_docs,), 64, device="cuda")
-        packed = PackedVectors.of_values(values, lengths)
+        packed = PackedVectors.from_values(values, lengths)
         maxsim(asked, packed)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

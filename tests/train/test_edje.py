@@ -130,7 +130,7 @@ def test_loss_equals_the_equations(run_of, tmp_path):
     assert figures["distillation"] == pytest.approx(expected, abs=1e-4)
 
     made = (
-        learner.edje.joint.recovered(learner.edje.joint.of_texts(texts_of(embedded)))
+        learner.edje.joint.text_embeddings(learner.edje.joint.text_states(texts_of(embedded)))
         .double()
         .tolist()
     )
@@ -279,7 +279,7 @@ def test_contrastive_loss_equals_its_equation(run_of):
     relevant = loop.data.relevant(batch.query_labels, batch.document_labels)
     assert (relevant.sum(dim=1) > 1).any()  # of several that are relevant the sum counts
     texts = texts_of(embedded)
-    states = learner.edje.joint.of_texts(texts)
+    states = learner.edje.joint.text_states(texts)
     losses = []
     for q in range(16):
         words = states[q, texts.is_word[q]].double().tolist()
@@ -445,7 +445,7 @@ def test_recovery_without_single_vectors_uses_the_mean(run_of, tmp_path):
         mean = queries.vectors[row, mask].mean(dim=0)
         torch.testing.assert_close(embedded["query_pooled"][row], mean / mean.norm())
     _, figures = learner.loss(embedded, batch, loop.data)
-    made = learner.edje.joint.recovered(learner.edje.joint.of_texts(texts_of(embedded)))
+    made = learner.edje.joint.text_embeddings(learner.edje.joint.text_states(texts_of(embedded)))
     expected = 1 - torch.cosine_similarity(made, embedded["query_pooled"]).mean().item()
     assert figures["recovery"] == pytest.approx(expected, abs=1e-5)
 
@@ -598,8 +598,8 @@ def test_small_language_model_is_deterministic_and_covers_the_vocabulary(tmp_pat
     weights = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("one", "two", "three")]
     assert weights[0] == weights[1] != weights[2]
     joint = JointEncoder(JointEncoder.Spec(model=str(tmp_path / "one"), max_text_tokens=24), 4)
-    read = joint.read(validation_scenes(50)[1].texts)
-    assert not (read.ids == joint.tokenizer.unk_token_id).any() and not read.num_cut.any()
+    read = joint.tokenise(validation_scenes(50)[1].texts)
+    assert not (read.ids == joint.tokenizer.unk_token_id).any() and not read.num_truncated.any()
     assert joint.language.config.num_hidden_layers == 2 and joint.dim == 128
     for layer in joint.language.base_model.encoder.layer:
         assert torch.equal(layer.attention.self.query.weight, layer.attention.self.key.weight)

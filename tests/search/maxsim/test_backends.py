@@ -96,7 +96,7 @@ def test_floats_of_any_size_equal_the_oracle(backend, dtype):
         lengths = torch.randint(0, 40, (size,), generator=generator)
         lengths[0] += 1  # there is a token
         values = normalise(torch.randn(int(lengths.sum()), dim, generator=generator)).to(dtype)
-        packed = PackedVectors.of_values(values, lengths)
+        packed = PackedVectors.from_values(values, lengths)
         asked = [normalise(torch.randn(m, dim, generator=generator)) for m in (1, 5, 32, 40)]
         found = maxsim(asked, packed, backend=backend)
         torch.testing.assert_close(found, oracle(asked, packed)[0], rtol=1e-5, atol=1e-5)
@@ -234,7 +234,7 @@ from pipeline.search import packed as packed_module
 from pipeline.search.maxsim import backends, maxsim
 from pipeline.search.packed import PackedVectors
 assert native.__file__.startswith({str(tmp_path)!r}) and native.available() == ()
-packed = PackedVectors.of_values(torch.eye(4), torch.tensor([1, 3]))
+packed = PackedVectors.from_values(torch.eye(4), torch.tensor([1, 3]))
 assert backends(packed) == ("torch",)
 assert maxsim([torch.eye(4)[:2]], packed).tolist() == [[1.0, 1.0]]
 """

@@ -149,7 +149,7 @@ class JointEncoder(torch.nn.Module):
         # `patches` needs at least one position after the text.
         max_tokens = self._num_positions - (spec.positions == "patches")
         if spec.max_text_tokens > max_tokens:
-            rule = f"at most {max_tokens}, the number of positions of the model"
+            rule = f"at most {max_tokens} for a model with {self._num_positions} positions"
             raise SpecError("max_text_tokens", spec.max_text_tokens, rule)
         self.match = torch.nn.Linear(settings.hidden_size, 1)
         self.recover = torch.nn.Linear(settings.hidden_size, text_dim)

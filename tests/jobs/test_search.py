@@ -1,4 +1,4 @@
-"""The search job: as a user runs it, and its options."""
+"""The search job: output, options and errors."""
 
 import json
 import os
@@ -30,15 +30,15 @@ def query_file(tmp_path) -> str:
     return str(tmp_path / "queries.jsonl")
 
 
-def run_as_user(*arguments: str) -> subprocess.CompletedProcess:
+def run_command(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "jobs", "search", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_hits_as_a_user_sees_them(index_uri):
-    done = run_as_user(index_uri, "slipstream", "--k", "2")
-    assert (done.returncode, done.stderr) == (0, "")
-    first, snippet, *_ = done.stdout.splitlines()
+def test_prints_hits(index_uri):
+    result = run_command(index_uri, "slipstream", "--k", "2")
+    assert (result.returncode, result.stderr) == (0, "")
+    first, snippet, *_ = result.stdout.splitlines()
     rank, score, item_id, *title = first.split()
     expected = open_index(index_uri).search("slipstream", k=2)[0]
     assert (rank, item_id, " ".join(title)) == ("1", expected.item_id, expected.title)
@@ -46,11 +46,11 @@ def test_hits_as_a_user_sees_them(index_uri):
     assert "[slipstream]" in snippet.lower()
 
 
-def test_a_user_error_is_one_sentence_and_exit_code_2(index_uri):
-    done = run_as_user(index_uri, "wing", "--representation", "hpool_99")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == (
+def test_error_is_one_sentence_with_exit_code_2(index_uri):
+    result = run_command(index_uri, "wing", "--representation", "hpool_99")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == (
         "error: representation must be one of full, hpool_4, hpool_2, random_4, got 'hpool_99',"
         " which is not in the index; did you mean 'hpool_4'?\n"
     )
@@ -59,8 +59,8 @@ def test_a_user_error_is_one_sentence_and_exit_code_2(index_uri):
 @pytest.mark.parametrize("group_by", [[], ["--group-by", "parent"]])
 def test_run_over_a_file(index_uri, query_file, tmp_path, group_by, capsys):
     out = str(tmp_path / "out" / "hybrid.trec")
-    options = ["--representation", "hpool_4", "--score", "hybrid", "--k", "3", *group_by]
-    search.main([index_uri, "--queries", query_file, "--run", out, *options])
+    arguments = ["--representation", "hpool_4", "--score", "hybrid", "--k", "3", *group_by]
+    search.main([index_uri, "--queries", query_file, "--run", out, *arguments])
     options = {"k": 3, "score": "hybrid", "group_by": "parent" if group_by else None}
     rankings = open_index(index_uri).rank(list(TEXTS.values()), "hpool_4", **options)
     assert read_run(out) == {
@@ -75,12 +75,12 @@ def test_run_over_a_file(index_uri, query_file, tmp_path, group_by, capsys):
         )
         for query_id, ranking in zip(TEXTS, rankings, strict=True)
     }
-    first, speed, last = capsys.readouterr().out.splitlines()
+    first, throughput, last = capsys.readouterr().out.splitlines()
     assert (first, last) == ("2 queries x 8 items", f"2 queries, 6 hits: {out}")
-    assert re.fullmatch(r"encoded [\d,.]+ queries/s, scored [\d,.]+ queries/s", speed)
+    assert re.fullmatch(r"encoded [\d,.]+ queries/s, scored [\d,.]+ queries/s", throughput)
 
 
-def test_actors_find_what_one_process_finds(index_uri, query_file, tmp_path, cluster):
+def test_actors_equal_one_process(index_uri, query_file, tmp_path, cluster):
     runs = []
     for options in (["--actors", "2"], ["--no-cache"]):
         runs.append(str(tmp_path / f"{len(runs)}.trec"))
@@ -89,48 +89,49 @@ def test_actors_find_what_one_process_finds(index_uri, query_file, tmp_path, clu
     assert len(read_run(runs[0])["1"]) == 8
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is available")
 def test_rejects_unavailable_device(index_uri):
     with pytest.raises(
-        SpecError, match="device must be one of cpu, got 'cuda', which is not available"
+        SpecError, match="^device must be one of cpu, got 'cuda', which is not available$"
     ):
         search.main([index_uri, "wing", "--device", "cuda"])
 
 
-def test_devices_are_named(index_uri, monkeypatch):
+def test_error_lists_available_devices(index_uri, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for device in ("nonsense", "cuda:1", "meta"):
+        rule = "one of cpu, cuda, cuda:0"
         with pytest.raises(
-            SpecError, match="one of cpu, cuda, cuda:0, got .*, which is not available$"
+            SpecError, match=f"^device must be {rule}, got '{device}', which is not available$"
         ):
             open_index(index_uri, device=device)
 
 
-def test_actors_share_a_machine(cluster, monkeypatch):
+def test_machine_shares(cluster, monkeypatch):
     from pipeline.search.sharded import machine_shares
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert machine_shares(3, "cpu") == {"num_cpus": 1.0, "num_gpus": 0.0}
     assert machine_shares(12, "cpu") == {"num_cpus": 0.3333, "num_gpus": 0.0}
-    with pytest.raises(SpecError, match="device must be cpu, got 'cuda', which is not available"):
+    with pytest.raises(SpecError, match="^device must be cpu, got 'cuda', which is not available$"):
         machine_shares(1, "cuda")
     monkeypatch.setenv("RAY_ADDRESS", "somewhere")
     assert machine_shares(12, "cuda") == {}
 
 
-def test_many_queries_without_a_run_are_printed(index_uri, query_file, capsys):
+def test_prints_hits_of_query_file(index_uri, query_file, capsys):
     search.main([index_uri, "--queries", query_file, "--k", "1"])
-    printed = capsys.readouterr().out
-    assert "1: the lift of a wing\n  1  " in printed
-    assert "b: how to bake bread\n  1  " in printed
+    output = capsys.readouterr().out
+    assert "1: the lift of a wing\n  1  " in output
+    assert "b: how to bake bread\n  1  " in output
 
 
 def test_query_vectors(index_uri, tmp_path, capsys):
     texts = list(TEXTS.values())
-    ready = open_index(index_uri).queries(texts)
-    np.save(tmp_path / "one.npy", ready.tokens[0].numpy())
-    vectors = [tokens.tolist() for tokens in ready.tokens]
+    encoded = open_index(index_uri).queries(texts)
+    np.save(tmp_path / "one.npy", encoded.tokens[0].numpy())
+    vectors = [tokens.tolist() for tokens in encoded.tokens]
     pq.write_table(pa.table({"id": list(TEXTS), "vectors": vectors}), tmp_path / "two.parquet")
     search.main([index_uri, texts[0]])
     by_text = capsys.readouterr().out
@@ -141,7 +142,7 @@ def test_query_vectors(index_uri, tmp_path, capsys):
     search.main([index_uri, "--query-vectors", str(tmp_path / "two.parquet"), "--run", out])
     hits = dict(zip(TEXTS, open_index(index_uri).search(texts), strict=True))
     assert {query_id: list(scores) for query_id, scores in read_run(out).items()} == {
-        query_id: [hit.item_id for hit in found] for query_id, found in hits.items()
+        query_id: [hit.item_id for hit in query_hits] for query_id, query_hits in hits.items()
     }
 
 
@@ -156,12 +157,12 @@ def test_filter_and_no_hits(index_uri, capsys):
 def test_ids_and_parents(index_uri, tmp_path, capsys):
     (tmp_path / "ids").write_text("wing/1\n\nnone\nheat/1 \nwing/1\n")
     (tmp_path / "parents").write_text("heat\nbread\nno\none\n")
-    asked = [index_uri, "wing", "--ids", str(tmp_path / "ids")]
-    search.main([*asked, "--json"])
+    command = [index_uri, "wing", "--ids", str(tmp_path / "ids")]
+    search.main([*command, "--json"])
     out, err = capsys.readouterr()
     assert err.splitlines()[0] == "ids: 2 of 3 are in the index"
     assert [json.loads(line)["item_id"] for line in out.splitlines()] == ["wing/1", "heat/1"]
-    search.main([*asked, "--parents", str(tmp_path / "parents")])
+    search.main([*command, "--parents", str(tmp_path / "parents")])
     first, second, *hits = capsys.readouterr().out.splitlines()
     assert first == "ids: 2 of 3 are in the index"
     assert second == "parents: 2 of 4 are in the index"
@@ -169,21 +170,21 @@ def test_ids_and_parents(index_uri, tmp_path, capsys):
 
     out = str(tmp_path / "run.trec")
     filter = ["--filter", "item_id <> 'heat/1'"]
-    search.main([*asked, *filter, "--run", out])
+    search.main([*command, *filter, "--run", out])
     assert "\n1 queries x 1 items\n" in capsys.readouterr().out
     assert set(read_run(out)["1"]) == {"wing/1"}
 
 
 def test_hits_as_json(index_uri, query_file, capsys):
-    """All that is known of a hit, and its parts."""
+    """Each line contains all fields of a hit and the components of its score."""
     options = {"k": 2, "score": "hybrid", "weights": (1, 0.5)}
     command = ["-k", "2", "--score", "hybrid", "--weights", "1", "0.5", "--json"]
     search.main([index_uri, "--queries", query_file, *command])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    hits_by_query = open_index(index_uri).search(list(TEXTS.values()), **options)
+    hits_of_queries = open_index(index_uri).search(list(TEXTS.values()), **options)
     expected = [
         {"query_id": query_id, **asdict(hit)}
-        for query_id, hits in zip(TEXTS, hits_by_query, strict=True)
+        for query_id, hits in zip(TEXTS, hits_of_queries, strict=True)
         for hit in hits
     ]
     assert rows == json.loads(json.dumps(expected))
@@ -197,17 +198,17 @@ def test_hits_as_json(index_uri, query_file, capsys):
         assert row["matches"][0]["spans"] and row["passages"][0]["marks"]
 
 
-def test_parts_of_a_hybrid_score_are_shown(index_uri, capsys):
+def test_prints_components_of_hybrid_score(index_uri, capsys):
     search.main([index_uri, "slipstream", "--score", "hybrid", "-k", "1"])
     lines = capsys.readouterr().out.splitlines()
-    shown = re.fullmatch(r"     single (.{6}), late (.{6}) \(mean (.{6})\)", lines[1])
-    total = float(shown[1]) + float(shown[3])
+    parts = re.fullmatch(r"     single (.{6}), late (.{6}) \(mean (.{6})\)", lines[1])
+    total = float(parts[1]) + float(parts[3])
     assert float(lines[0].split()[1]) == pytest.approx(total, abs=2e-4)
     search.main([index_uri, "slipstream", "-k", "1"])
     assert "single" not in capsys.readouterr().out
 
 
-def test_long_query_list_is_ranked_in_chunks(index_uri, query_file, tmp_path, capsys, monkeypatch):
+def test_queries_are_ranked_in_batches(index_uri, query_file, tmp_path, capsys, monkeypatch):
     whole, parts = str(tmp_path / "whole.trec"), str(tmp_path / "parts.trec")
     search.main([index_uri, "--queries", query_file, "--run", whole])
     capsys.readouterr()
@@ -226,7 +227,7 @@ def test_long_query_list_is_ranked_in_chunks(index_uri, query_file, tmp_path, ca
     }
 
 
-def test_weights_are_recorded_in_the_run(index_uri, tmp_path):
+def test_run_tag_contains_weights(index_uri, tmp_path):
     out = tmp_path / "run.trec"
     search.main(
         [index_uri, "wing", "--score", "hybrid", "--weights", "1", ".25", "--run", str(out)]
@@ -245,7 +246,7 @@ BAD = {
     "broken.jsonl": '{"_id": "1", "text": "a wing"}\n{"_id": "2", "te\n',
 }
 LINE = 'queries must be a line {"_id": "1", "text": "..."} or id<TAB>text, neither empty, got '
-SAID = {
+MESSAGES = {
     "gone.jsonl": "queries must be the path of an existing file, got 'gone.jsonl', which does"
     " not exist",
     "empty.jsonl": "queries must be a file with at least one query, got 'empty.jsonl', which"
@@ -258,8 +259,8 @@ SAID = {
 }
 
 
-def refused(arguments, capsys) -> str:
-    """Returns the error message of a job that exits with code 2."""
+def error_message(arguments, capsys) -> str:
+    """Returns the error message of a search with invalid input, which exits with code 2."""
     with pytest.raises(SystemExit) as exit:
         jobs.run(search.main, arguments)
     out, err = capsys.readouterr()
@@ -268,41 +269,49 @@ def refused(arguments, capsys) -> str:
     return err[len("error: ") : -1]
 
 
-@pytest.mark.parametrize("file", SAID)
+@pytest.mark.parametrize("file", MESSAGES)
 def test_rejects_invalid_query_files(index_uri, tmp_path, file, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if file in BAD:
         (tmp_path / file).write_text(BAD[file])
-    assert refused([index_uri, "--queries", file, "--run", "out.trec"], capsys) == SAID[file]
+    arguments = [index_uri, "--queries", file, "--run", "out.trec"]
+    assert error_message(arguments, capsys) == MESSAGES[file]
     assert not (tmp_path / "out.trec").exists()
 
 
 @pytest.mark.parametrize(
-    ("vectors", "sentence"),
+    ("vectors", "message"),
     [
-        (np.full((2, 384), np.nan), "finite float32 vectors, got 'b', which has NaN or infinity"),
-        (np.zeros((2, 384)), "vectors with a direction, got 'b', which has zeros"),
-        (np.ones((2, 5)), "vectors of 384 numbers, got 'b', which has vectors of 5 numbers"),
+        (np.full((2, 384), np.nan), "finite in float32, got 'b', which has NaN or infinity"),
+        (
+            np.zeros((2, 384)),
+            "an array with at least one non-zero vector, got 'b', which has only zeros",
+        ),
+        (
+            np.ones((2, 5)),
+            "vectors of dimension 384, got 'b', which has vectors of dimension 5",
+        ),
         (
             np.ones((0, 384)),
-            "a matrix of numbers of shape (query tokens, dim), got 'b', which has an array of shape"
+            "a numeric array of shape (query tokens, dim), got 'b', which has an array of shape"
             " (0,)",
         ),
         (None, "a unique id, got 'a', which occurs twice"),
     ],
 )
-def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, sentence, capsys):
+def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, capsys):
     ids = ["a", "a"] if vectors is None else ["a", "b"]
     vectors = np.ones((1, 384)) if vectors is None else vectors
     table = pa.table({"id": ids, "vectors": [np.ones((1, 384)).tolist(), vectors.tolist()]})
     pq.write_table(table, tmp_path / "queries.parquet")
-    given = ["--query-vectors", str(tmp_path / "queries.parquet"), "--run", str(tmp_path / "out")]
-    assert re.sub("^query.vectors must be ", "", refused([index_uri, *given], capsys)) == sentence
+    file, out = str(tmp_path / "queries.parquet"), str(tmp_path / "out")
+    error = error_message([index_uri, "--query-vectors", file, "--run", out], capsys)
+    assert re.fullmatch(f"query.vectors must be {re.escape(message)}", error)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         (["--filter", "parent_id = 'heat' OR"], "filter must be an SQL condition over the "
          "columns of the items, such as modality = 'text', got \"parent_id = 'heat' OR\", which "
@@ -332,18 +341,18 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, sentence, c
         (["--run", "x", "--json"], "--json cannot be combined with --run; see --help"),
     ],
 )  # fmt: skip
-def test_rejects_invalid_options(index_uri, tmp_path, options, sentence, capsys, monkeypatch):
+def test_rejects_invalid_options(index_uri, tmp_path, options, message, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "none").write_text("\n")
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "stream").symlink_to("/proc/self/fd/1")  # as /dev/stdout is
-    message = refused([index_uri, "wing", *options], capsys)
-    assert message.replace(f"{tmp_path}/", "") == sentence
+    (tmp_path / "stream").symlink_to("/proc/self/fd/1")  # like /dev/stdout
+    error = error_message([index_uri, "wing", *options], capsys)
+    assert error.replace(f"{tmp_path}/", "") == message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["none", "pipe", "stream"]
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "stream").is_symlink()
 
 
-def test_a_failed_run_leaves_no_file(index_uri, tmp_path):
+def test_failed_run_writes_no_file(index_uri, tmp_path):
     (tmp_path / "queries.tsv").write_text("1\twing\n2\t \n")
     with pytest.raises(SpecError, match=r"\(line 2 of "):
         search.main([index_uri, "--queries", str(tmp_path / "queries.tsv"), "--run", str(tmp_path)])
@@ -352,59 +361,61 @@ def test_a_failed_run_leaves_no_file(index_uri, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["queries.tsv"]
 
 
-def test_options_may_follow_arguments_and_queries_need_no_quotes(index_uri, capsys):
+def test_order_of_options_and_unquoted_words(index_uri, capsys):
     search.main([index_uri, "the lift of a wing", "--k", "2"])
     expected = capsys.readouterr().out
     search.main(["--k", "2", index_uri, "the", "lift", "--score", "late", "of", "a", "wing"])
     assert capsys.readouterr().out == expected
 
 
-@pytest.mark.parametrize("asked", [[], ["wing", "--queries", "queries.tsv"]])
-def test_rejects_several_kinds_of_queries(index_uri, asked, capsys):
+@pytest.mark.parametrize("arguments", [[], ["wing", "--queries", "queries.tsv"]])
+def test_requires_exactly_one_kind_of_query(index_uri, arguments, capsys):
     with pytest.raises(SystemExit) as exit:
-        search.main([index_uri, *asked])
+        search.main([index_uri, *arguments])
     assert exit.value.code == 2
     assert capsys.readouterr().err == (
-        "error: exactly one of QUERY, --image or both, --queries and --query-vectors is required;"
-        " see --help\n"
+        "error: exactly one of these is required: QUERY with or without --image, --image, --queries"
+        " or --query-vectors; see --help\n"
     )
 
 
-def test_rejects_unknown_home_directory(capsys):
-    sentence = (
+def test_rejects_unknown_home(capsys):
+    message = (
         "index must be a path whose ~ can be expanded, got '~nobody-of-this-name/x', which names"
         " an unknown user"
     )
-    assert refused(["~nobody-of-this-name/x", "wing"], capsys) == sentence
+    assert error_message(["~nobody-of-this-name/x", "wing"], capsys) == message
 
 
-def test_maps_are_of_one_query(index_uri, tmp_path, capsys):
+def test_save_maps_requires_one_query(index_uri, tmp_path, capsys):
     vectors = np.ones((2, 3, 384), np.float32).tolist()
     file, maps = tmp_path / "queries.parquet", str(tmp_path / "maps")
     pq.write_table(pa.table({"id": ["a", "b"], "vectors": vectors}), file)
-    message = refused([index_uri, "--query-vectors", str(file), "--save-maps", maps], capsys)
-    assert message == (
-        f"query-vectors must be a file of one query with --save-maps, got '{file}', which holds"
-        " 2 queries"
+    arguments = [index_uri, "--query-vectors", str(file), "--save-maps", maps]
+    rule = "a file with a single query if --save-maps is used"
+    problem = "contains 2 queries"
+    assert error_message(arguments, capsys) == (
+        f"query-vectors must be {rule}, got '{file}', which {problem}"
     )
 
 
-def test_rejects_invalid_versions(index_uri, tmp_path):
-    sentence = r"^version must be a stored version from 1 to \d+, got 999, which does not exist"
-    with pytest.raises(SpecError, match=sentence):
+def test_rejects_versions_that_cannot_be_searched(index_uri, tmp_path):
+    message = r"^version must be a stored version from 1 to \d+, got 999, which does not exist"
+    with pytest.raises(SpecError, match=message):
         search.main([index_uri, "wing", "--version", "999"])
     IndexWriter(str(tmp_path / "empty"), "a-job").release()
-    sentence = (
-        "^index must be an index version with at least one .* got '.*', which has none in version 1"
+    message = (
+        "^index must be an index with at least one representation, got '.*empty', which has none"
+        " in version 1$"
     )
-    with pytest.raises(SpecError, match=sentence):
+    with pytest.raises(SpecError, match=message):
         search.main([str(tmp_path / "empty"), "wing", "--version", "1"])
 
 
-def test_lists_the_jobs():
+def test_lists_commands():
     command = [sys.executable, "-m", "jobs"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "search     Searches an index" in done.stdout
-    wrong = subprocess.run([*command, "serach"], capture_output=True, text=True, check=False)
-    assert wrong.returncode == 2
-    assert "unknown command 'serach'; did you mean 'search'?" in wrong.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "search     Searches an index" in result.stdout
+    misspelt = subprocess.run([*command, "serach"], capture_output=True, text=True, check=False)
+    assert misspelt.returncode == 2
+    assert "unknown command 'serach'; did you mean 'search'?" in misspelt.stderr

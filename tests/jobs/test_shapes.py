@@ -8,16 +8,17 @@ from jobs import maps, shapes
 from pipeline.config import SpecError
 
 
-def test_series_have_different_scenes(tmp_path):
+def test_each_series_has_different_scenes(tmp_path):
     for series in ("0", "1"):
         shapes.main([str(tmp_path / series), "--count", "2", "--series", series])
     for name in ("images/scene-00000.png", "queries.jsonl", "phrases.jsonl"):
         assert (tmp_path / "0" / name).read_bytes() != (tmp_path / "1" / name).read_bytes()
-    with pytest.raises(SpecError, match="^series must be .*-1"):  # those are trained on
+    with pytest.raises(SpecError, match="^series must be .*, got -1"):  # used for training
         shapes.main([str(tmp_path / "2"), "--series", "-1"])
     phrases = str(tmp_path / "0" / "phrases.jsonl")
-    picture = str(tmp_path / "a.png")
-    with pytest.raises(SpecError, match="^index must be .*'none'"):
-        maps.main([phrases, picture, "--index", "none"])
-    with pytest.raises(SpecError, match="^items must be "):  # before the index is opened
-        maps.main([phrases, picture, "--index", "memory://none", "--items", "other.png"])
+    image = str(tmp_path / "a.png")
+    with pytest.raises(SpecError, match="^index must be .*, got 'none'"):
+        maps.main([phrases, image, "--index", "none"])
+    # Reported before the index is opened.
+    with pytest.raises(SpecError, match=r"^items must be the ids of .*, got \['other.png'\]$"):
+        maps.main([phrases, image, "--index", "memory://none", "--items", "other.png"])

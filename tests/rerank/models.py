@@ -1,4 +1,4 @@
-"""Tiny random language models, and EDJEs of them."""
+"""Tiny random language models and EDJE models built on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.rerank.edje import Edje
 from pipeline.rerank.joint import JointEncoder
 from tests.encoders.checkpoints import tokenizer
 
-#: By name: the classes of a checkpoint, and what its settings have besides.
+#: Configuration class, model class and extra settings of each checkpoint.
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "bert": (BertConfig, BertForMaskedLM, {}),
     "bert_without_head": (BertConfig, BertModel, {}),
@@ -43,8 +43,8 @@ SMALL = {
 
 
 def language_model(folder: Path, family: str = "bert", seed: int = 0) -> str:
-    """The folder of a tiny checkpoint with a tokenizer."""
-    config_class, model_class, more = FAMILIES[family]
+    """Writes a tiny checkpoint with a tokenizer and returns its folder."""
+    config_class, model_class, extra = FAMILIES[family]
     words = tokenizer(
         "[CLS]", "[MASK]", pad="[PAD]", eos="[SEP]", sep_token="[SEP]", cls_token="[CLS]"
     )
@@ -53,11 +53,13 @@ def language_model(folder: Path, family: str = "bert", seed: int = 0) -> str:
     words.backend_tokenizer.post_processor = processors.TemplateProcessing(
         "[CLS] $A [SEP]", None, ids
     )
-    settings = config_class(vocab_size=len(words), pad_token_id=words.pad_token_id, **SMALL, **more)
+    settings = config_class(
+        vocab_size=len(words), pad_token_id=words.pad_token_id, **SMALL, **extra
+    )
     torch.manual_seed(seed)
     model = model_class(settings)
     with torch.no_grad():
-        for weights in model.parameters():  # also biases, which begin as zeros
+        for weights in model.parameters():  # also biases, which are initialised to zero
             weights.add_(torch.randn_like(weights) * 0.2)
     model.save_pretrained(folder)
     words.save_pretrained(folder)
@@ -65,22 +67,22 @@ def language_model(folder: Path, family: str = "bert", seed: int = 0) -> str:
 
 
 def joint_encoder(folder: Path, family: str = "bert", text_dim: int = 6, **spec: Any):
-    """A joint encoder with random heads, ready for use."""
+    """Returns a joint encoder with random heads, in evaluation mode."""
     model = language_model(folder, family)
-    given = {"max_text_tokens": 24, **spec}
-    return JointEncoder(JointEncoder.Spec(model=model, **given), text_dim).eval()
+    fields = {"max_text_tokens": 24, **spec}
+    return JointEncoder(JointEncoder.Spec(model=model, **fields), text_dim).eval()
 
 
 def edje(folder: Path, width: int = 16, **adapter: Any) -> Edje:
-    """An EDJE of a tiny BERT."""
+    """Returns an EDJE model with a tiny BERT."""
     joint = joint_encoder(folder / "language")
     spec = Adapter.Spec(**{"num_tokens": 3, "hidden": 12, "heads": 2, **adapter})
-    made = Edje(Adapter(spec, width, joint.dim), joint, {"spec": {}, "fingerprint": "of a tower"})
-    return made.eval()
+    vision = {"spec": {}, "fingerprint": "vision"}
+    return Edje(Adapter(spec, width, joint.dim), joint, vision).eval()
 
 
 def edje_of(folder: Path, dual: dict[str, Any], max_text_tokens: int = 24, seed: int = 0) -> str:
-    """The folder of an EDJE that tells its pairs apart."""
+    """Writes an EDJE model whose scores vary between pairs and returns its folder."""
     joint = joint_encoder(folder / "language", max_text_tokens=max_text_tokens)
     torch.manual_seed(seed)
     adapter = Adapter(Adapter.Spec(num_tokens=3, hidden=12, heads=2), 32, joint.dim)

@@ -1,4 +1,4 @@
-"""The objectives against the paper, read literally in float64."""
+"""Training losses against a literal float64 implementation of the equations."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def test_matching_is_the_binary_cross_entropy_of_each_pair():
+def test_matching_loss():
     torch.manual_seed(0)
     logits, match = torch.randn(9) * 3, torch.arange(9) % 3 == 0
-    for got, x, y in zip(
+    for actual, x, y in zip(
         objectives.matching_loss(logits, match).tolist(),
         logits.tolist(),
         match.tolist(),
         strict=True,
     ):
-        assert got == pytest.approx(-math.log(sigmoid(x) if y else 1 - sigmoid(x)), abs=1e-5)
+        assert actual == pytest.approx(-math.log(sigmoid(x) if y else 1 - sigmoid(x)), abs=1e-5)
 
 
-def test_distillation_is_the_cross_entropy_with_the_teachers_sigmoid():
+def test_distillation_loss():
     torch.manual_seed(1)
     student, teacher = torch.randn(2, 8) * 2
-    for got, s, t in zip(
+    for actual, s, t in zip(
         objectives.distillation_loss(student, teacher).tolist(),
         student.tolist(),
         teacher.tolist(),
@@ -38,24 +38,27 @@ def test_distillation_is_the_cross_entropy_with_the_teachers_sigmoid():
     ):
         y_t, y_s = sigmoid(t), sigmoid(s)
         expected = -(y_t * math.log(y_s) + (1 - y_t) * math.log(1 - y_s))
-        assert got == pytest.approx(expected, abs=1e-5)
-    at_the_teacher = student.clone().requires_grad_()
-    objectives.distillation_loss(at_the_teacher, student).sum().backward()
-    assert at_the_teacher.grad.abs().max() < 1e-6  # nowhere is it smaller
+        assert actual == pytest.approx(expected, abs=1e-5)
+    minimum = student.clone().requires_grad_()
+    objectives.distillation_loss(minimum, student).sum().backward()
+    assert minimum.grad.abs().max() < 1e-6
 
 
-def test_recovery_is_one_minus_the_cosine():
+def test_recovery_loss():
     torch.manual_seed(2)
-    made, wanted = torch.randn(2, 5, 7)
-    for got, f, g in zip(
-        objectives.recovery_loss(made, wanted).tolist(), made.tolist(), wanted.tolist(), strict=True
+    predicted, target = torch.randn(2, 5, 7)
+    for actual, f, g in zip(
+        objectives.recovery_loss(predicted, target).tolist(),
+        predicted.tolist(),
+        target.tolist(),
+        strict=True,
     ):
         dot = sum(a * b for a, b in zip(f, g, strict=True))
         norms = math.hypot(*f) * math.hypot(*g)
-        assert got == pytest.approx(1 - dot / norms, abs=1e-6)
+        assert actual == pytest.approx(1 - dot / norms, abs=1e-6)
 
 
-def test_half_of_the_words_are_masked_and_nothing_else():
+def test_mask_words():
     torch.manual_seed(3)
     ids = torch.randint(10, 20, (50, 40))
     is_word = torch.rand(50, 40) < 0.7
@@ -66,62 +69,62 @@ def test_half_of_the_words_are_masked_and_nothing_else():
     assert abs(int(is_masked.sum()) / count - 0.5) < 4 * 0.5 / math.sqrt(count)
 
 
-def test_masked_words_have_the_cross_entropy_of_the_vocabulary():
+def test_masked_language_loss():
     torch.manual_seed(4)
     logits, ids = torch.randn(6, 11), torch.randint(11, (6,))
-    for got, row, own in zip(
+    for actual, row, token in zip(
         objectives.masked_language_loss(logits, ids).tolist(),
         logits.tolist(),
         ids.tolist(),
         strict=True,
     ):
-        expected = -math.log(math.exp(row[own]) / sum(map(math.exp, row)))
-        assert got == pytest.approx(expected, abs=1e-5)
+        expected = -math.log(math.exp(row[token]) / sum(map(math.exp, row)))
+        assert actual == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_most_similar_that_are_no_matches_are_negatives():
+def test_hard_negatives_are_the_most_similar_candidates():
     torch.manual_seed(5)
     similarity, allowed = torch.randn(6, 9), torch.rand(6, 9) < 0.6
     allowed[0] = False
     allowed[1] = torch.arange(9) == 4
-    rows, there = objectives.hard_negatives(similarity, allowed, 3)
+    rows, valid = objectives.hard_negatives(similarity, allowed, 3)
     for anchor in range(6):
-        some = [b for b in range(9) if allowed[anchor, b]]
-        expected = sorted(some, key=lambda b: -similarity[anchor, b].item())[:3]
-        assert rows[anchor, there[anchor]].tolist() == expected
+        candidates = [b for b in range(9) if allowed[anchor, b]]
+        expected = sorted(candidates, key=lambda b: -similarity[anchor, b].item())[:3]
+        assert rows[anchor, valid[anchor]].tolist() == expected
 
 
-def test_negatives_are_drawn_by_the_softmax_of_similarity_without_replacement():
+def test_sampling_without_replacement():
     similarity = torch.tensor([0.3, -0.2, 0.9, 0.1, 0.8], dtype=torch.float64)
     allowed, temperature, draws = torch.tensor([1, 1, 0, 1, 1]).bool(), 0.5, 20_000
     torch.manual_seed(6)
-    rows, there = objectives.hard_negatives(
+    rows, valid = objectives.hard_negatives(
         similarity.expand(draws, 5), allowed.expand(draws, 5), 2, temperature
     )
-    assert there.all()
+    assert valid.all()
     weight = {b: math.exp(similarity[b].item() / temperature) for b in (0, 1, 3, 4)}
     total = sum(weight.values())
     for first, second in itertools.permutations(weight, 2):
-        chance = weight[first] / total * weight[second] / (total - weight[first])
-        seen = ((rows[:, 0] == first) & (rows[:, 1] == second)).double().mean().item()
-        assert abs(seen - chance) < 5 * math.sqrt(chance * (1 - chance) / draws)
+        probability = weight[first] / total * weight[second] / (total - weight[first])
+        frequency = ((rows[:, 0] == first) & (rows[:, 1] == second)).double().mean().item()
+        assert abs(frequency - probability) < 5 * math.sqrt(probability * (1 - probability) / draws)
 
 
-def test_of_few_candidates_all_are_negatives():
-    rows, there = objectives.hard_negatives(torch.zeros(2, 2), torch.eye(2).bool(), 3, 0.07)
+def test_fewer_candidates_than_negatives():
+    rows, valid = objectives.hard_negatives(torch.zeros(2, 2), torch.eye(2).bool(), 3, 0.07)
     assert rows.shape == (2, 2)
-    assert [rows[a, there[a]].tolist() for a in range(2)] == [[0], [1]]
+    assert [rows[a, valid[a]].tolist() for a in range(2)] == [[0], [1]]
 
 
-def test_negatives_are_drawn_among_the_most_similar():
+def test_sampling_from_the_most_similar():
     torch.manual_seed(7)
     similarity, allowed = torch.randn(4, 40), torch.rand(4, 40) < 0.8
     best = similarity.masked_fill(~allowed, -torch.inf).topk(5).indices
-    seen = [set() for _ in best]
+    sampled = [set() for _ in best]
     for _ in range(100):
-        rows, there = objectives.hard_negatives(similarity, allowed, 3, 100.0, top_k=5)
-        assert there.all() and rows.shape == (4, 3)
+        rows, valid = objectives.hard_negatives(similarity, allowed, 3, 100.0, top_k=5)
+        assert valid.all() and rows.shape == (4, 3)
         for anchor, row in enumerate(rows.tolist()):
             assert len(set(row)) == 3
-            seen[anchor].update(row)
-    assert [set(own.tolist()) for own in best] == seen
+            sampled[anchor].update(row)
+    assert [set(candidates.tolist()) for candidates in best] == sampled

@@ -1,4 +1,4 @@
-"""An index of vectors that a test chooses, and the scores of its items worked out one by one."""
+"""Indexes with given vectors, and reference scores of their items."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIM = 384
 
 
 class Row(NamedTuple):
-    """An item: its ids, token vectors (N, 384) or None, single vector (384,) or None."""
+    """Ids of an item, token vectors (N, 384) or None, and single vector (384,) or None."""
 
     item_id: str
     parent_id: str
@@ -29,12 +29,12 @@ class Row(NamedTuple):
 
 
 @pytest.fixture
-def index_of(index_uri, tmp_path) -> Callable[[Sequence[Row]], Searcher]:
-    """Makes an index whose representation `hpool_2` and single vectors are those of the rows."""
+def make_index(index_uri, tmp_path) -> Callable[[Sequence[Row]], Searcher]:
+    """Returns a function that writes rows to an index as `hpool_2` and single vectors."""
 
-    def make(rows: Sequence[Row]) -> Searcher:
-        there = lance.dataset(f"{index_uri}/{ITEMS}").schema
-        schema = pa.schema([*ITEM, there.field("minilm_pooled"), there.field("hpool_2")])
+    def write(rows: Sequence[Row]) -> Searcher:
+        stored = lance.dataset(f"{index_uri}/{ITEMS}").schema
+        schema = pa.schema([*ITEM, stored.field("minilm_pooled"), stored.field("hpool_2")])
         items = [Item(r.item_id, r.parent_id, "test", "text", "r1").row() for r in rows]
         for item, row in zip(items, rows, strict=True):
             item["minilm_pooled"] = None if row.pooled is None else row.pooled.tolist()
@@ -44,29 +44,29 @@ def index_of(index_uri, tmp_path) -> Callable[[Sequence[Row]], Searcher]:
         lance.write_dataset(table, f"{uri}/{ITEMS}", max_rows_per_file=50)
         return open_index(uri)
 
-    return make
+    return write
 
 
 def random_rows(rng: np.random.Generator, number: int) -> list[Row]:
-    """Items of few different scores, each exact in float16; some lack the one or other vectors."""
+    """Returns items with few distinct scores, exact in float16; some lack one kind of vectors."""
     rows = []
     for i in rng.permutation(number):
         tokens = rng.integers(-1, 2, (rng.integers(1, 4), DIM)) * (np.arange(DIM) < 3)
         pooled = rng.integers(-1, 2, DIM) * (np.arange(DIM) < 2)
-        kinds = rng.random(2) > 0.1
+        has_vectors = rng.random(2) > 0.1
         rows.append(
             Row(
                 f"i{i:03}",
                 f"p{rng.integers(number // 4)}",
-                tokens.astype(np.float32) if kinds[0] else None,
-                pooled.astype(np.float32) if kinds[1] else None,
+                tokens.astype(np.float32) if has_vectors[0] else None,
+                pooled.astype(np.float32) if has_vectors[1] else None,
             )
         )
     return rows
 
 
 def random_queries(rng: np.random.Generator, number: int) -> Queries:
-    """Queries of 1, 2 or 4 tokens: all sums and means of their scores are exact."""
+    """Returns queries of 1, 2 or 4 tokens, whose sums and means of scores are exact."""
     lengths = rng.choice([1, 2, 4], number)
     tokens = [torch.from_numpy(rng.integers(-1, 2, (n, DIM)).astype(np.float32)) for n in lengths]
     pooled = torch.from_numpy(rng.integers(-1, 2, (number, DIM)).astype(np.float32))
@@ -74,7 +74,7 @@ def random_queries(rng: np.random.Generator, number: int) -> Queries:
 
 
 class Scored(NamedTuple):
-    """An item's score and its parts."""
+    """Score of an item and its components."""
 
     total: float
     late: float | None
@@ -82,8 +82,8 @@ class Scored(NamedTuple):
     single: float | None
 
 
-def score_by_hand(row: Row, queries: Queries, query: int, score: str, weights=(1, 1)) -> Scored:
-    """What a row scores; -inf where it lacks what the score needs."""
+def reference_score(row: Row, queries: Queries, query: int, score: str, weights=(1, 1)) -> Scored:
+    """Returns the score of a row; -inf if it lacks vectors that the score needs."""
     tokens = queries.tokens[query].numpy()
     late = single = -np.inf
     if row.tokens is not None:
@@ -99,11 +99,11 @@ def score_by_hand(row: Row, queries: Queries, query: int, score: str, weights=(1
     return Scored(weights[0] * single + weights[1] * mean if known else -np.inf, late, mean, single)
 
 
-def best_by_hand(
+def reference_ranking(
     rows: Sequence[Row], queries: Queries, query: int, score: str, weights=(1, 1), by_parent=False
 ) -> list[tuple[Row, Scored]]:
-    """The rows that score at all, best first and equal ones by id; of each parent the first."""
-    scored = [(row, score_by_hand(row, queries, query, score, weights)) for row in rows]
+    """Returns the scored rows, best first, ties by id; with `by_parent` the first per parent."""
+    scored = [(row, reference_score(row, queries, query, score, weights)) for row in rows]
     scored = [(row, parts) for row, parts in scored if parts.total > -np.inf]
     scored.sort(key=lambda pair: (-pair[1].total, pair[0].item_id))
     if by_parent:

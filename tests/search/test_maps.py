@@ -1,4 +1,4 @@
-"""Similarity maps: the words that light are the words that match."""
+"""Similarity maps: values, images and files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ from pipeline.search.maps import Word, similarity_map, visible_time
 from pipeline.search.previews import Previews
 from tests.pdfs import Page, pdf
 
-#: 200 x 100 points, the words 6 points a letter: every box is known.
+#: Lines of a page of 200 x 100 points; each letter is 6 points wide, so all boxes are known.
 PAGE = [(20, 80, "the harbour of Lisbon"), (20, 50, "sells fresh fish"), (20, 20, "every morning")]
+NO_PREVIEW = "^item_id must be a page, an image, a video or an audio file, got 'letter.txt' "
+NOT_READABLE = (
+    "^documents must be the folder that contains the indexed files, got .*, "
+    "which has no readable a.pdf .*; pass their folder as --documents pages=FOLDER$"
+)
 REPRESENTATIONS = [
     {"compressor": {"name": name, "num_vectors": 8}} for name in ("hpool", "samer", "random")
 ]
@@ -36,17 +41,17 @@ def uri(cluster, tmp_path_factory) -> str:
     (folder / "texts").mkdir()
     (folder / "texts/letter.txt").write_text("Dear Ada, fish is cheap in Lisbon.")
     for name, path in (("pages", "pages"), ("text", "texts")):
-        given = {
+        fields = {
             "index": str(folder / "index"),
             "source": {"name": name, "path": str(folder / path)},
             "representations": [{"compressor": "none"}, *REPRESENTATIONS],
         }
-        spec = config.parse(IndexSpec, given)
+        spec = config.parse(IndexSpec, fields)
         job.run(spec, IndexResources(), job=name, report=lambda line: None)
     return str(folder / "index")
 
 
-def test_the_first_word_that_lights_is_the_known_one(uri):
+def test_best_words(uri):
     map = similarity_map(open_index(uri), "fresh fish in Lisbon", "a.pdf#page=1")
     assert map.query_tokens == ["fresh", "fish", "in", "lisbon"] or map.query_tokens == [
         "fresh",
@@ -55,18 +60,18 @@ def test_the_first_word_that_lights_is_the_known_one(uri):
         "Lisbon",
     ]
     assert [map.best_word(token).text for token in (0, 1, 3)] == ["fresh", "fish", "Lisbon"]
-    # "Lisbon" is the letters 15 to 20 of a line that starts at 20 points.
+    # "Lisbon" consists of the letters 15 to 20 of a line that starts at 20 points.
     box = map.best_word(3).box
     assert (box[0], box[2]) == pytest.approx(((20 + 15 * 6) / 200, (20 + 21 * 6) / 200), abs=1e-3)
-    assert box[1] < 0.2 < box[3]  # the base line lies 80 points above the lower edge
+    assert box[1] < 0.2 < box[3]  # the base line is 80 points above the lower edge
 
 
-def test_the_credits_are_the_score(uri):
+def test_credits_sum_to_the_score(uri):
     searcher = open_index(uri)
     map = similarity_map(searcher, "fresh fish in Lisbon", "a.pdf#page=1")
     (hit,) = searcher.search("fresh fish in Lisbon", "full", k=1)
     assert map.score == pytest.approx(hit.score, abs=1e-4)
-    # A word a credit: no sharing.
+    # Every word has its own vector.
     assert sum(word.credit for word in map.words) == pytest.approx(map.score, abs=1e-4)
     contributions = sum(match.contribution for match in hit.matches)
     total = sum(word.contribution for word in map.words)
@@ -75,23 +80,23 @@ def test_the_credits_are_the_score(uri):
 
 
 @pytest.mark.parametrize("representation", ["hpool_8", "samer_8", "random_8"])
-def test_a_compressed_item_shows_what_its_vectors_stand_for(uri, representation):
+def test_compressed_representations(uri, representation):
     searcher = open_index(uri)
     map = similarity_map(searcher, "fish", "a.pdf#page=1", representation)
     row = searcher.index.items(["a.pdf#page=1"])
-    stands = np.isfinite(map.values(0))
-    if representation == "random_8":  # it dropped the others
-        assert stands.sum() == 8 == len(row[representation][0])
+    has_vector = np.isfinite(map.values(0))
+    if representation == "random_8":  # drops all other tokens
+        assert has_vector.sum() == 8 == len(row[representation][0])
     else:
-        assert stands.all()
+        assert has_vector.all()
         assert map.best_word(0).similarities[0] == np.nanmax(map.values(0))
         full = similarity_map(searcher, "fish", "a.pdf#page=1").values(0)
         assert np.corrcoef(full, map.values(0))[0, 1] > 0.5
 
 
-def test_the_picture_is_lit_where_the_word_is(uri):
+def test_image_is_highlighted_at_the_best_word(uri):
     searcher = open_index(uri)
-    image = Previews(searcher.index).picture("a.pdf#page=1")
+    image = Previews(searcher.index).image("a.pdf#page=1")
     map = similarity_map(searcher, "Lisbon", "a.pdf#page=1")
     before = np.asarray(Image.open(io.BytesIO(image)).convert("RGB")).astype(int)
     after = np.asarray(Image.open(io.BytesIO(draw_image(image, map, 0))).convert("RGB")).astype(int)
@@ -102,33 +107,34 @@ def test_the_picture_is_lit_where_the_word_is(uri):
     assert change[y1 + 40 :].mean() < 30
 
 
-def test_a_saved_map_has_a_header(uri):
+def test_header(uri):
     searcher = open_index(uri)
     map = similarity_map(searcher, "the harbour of Lisbon", "a.pdf#page=1")
-    bare = highlight(Previews(searcher.index), map)
+    drawing = highlight(Previews(searcher.index), map)
     for token in (None, 1):
-        whole = Image.open(io.BytesIO(add_header(bare, map, "the harbour of Lisbon " * 9, token)))
-        header = np.asarray(whole.convert("RGB")).astype(int)[: whole.height - 200]
-        assert (whole.width, len(header) > 100) == (420, True)
+        png = add_header(drawing, map, "the harbour of Lisbon " * 9, token)
+        image = Image.open(io.BytesIO(png))
+        header = np.asarray(image.convert("RGB")).astype(int)[: image.height - 200]
+        assert (image.width, len(header) > 100) == (420, True)
         assert (header.sum(axis=2) < 150).sum() > 1000  # the query, in several lines
         assert ((header[..., 0] - header[..., 2]) > 90).any()  # the colour scale
 
 
-def test_a_stop_word_is_hardly_highlighted(uri):
-    """It matches its like as well as a rare word does, and contributes less."""
+def test_stop_word_is_hardly_highlighted(uri):
+    """A stop word matches itself as well as a rare word does, but contributes less."""
     map = similarity_map(open_index(uri), "the harbour of Lisbon", "a.pdf#page=1")
     words = {word.text: word for word in map.words}
     assert words["of"].credit > 0.75 * words["harbour"].credit
     assert words["of"].contribution < 0.75 * words["harbour"].contribution
     (line,) = map.lines(map.passages[0])
-    assert line[0] == pytest.approx(20 / 200, abs=0.02)  # the first line, as a whole
+    assert line[0] == pytest.approx(20 / 200, abs=0.02)  # the whole first line
     assert line[2] == pytest.approx((20 + 21 * 6) / 200, abs=0.02)
 
 
-def test_maps_from_the_command_line(uri, tmp_path, capsys):
+def test_search_job_saves_maps(uri, tmp_path, capsys):
     out = tmp_path / "maps"
     search.main([uri, "fish", "--k", "1", "--filter", "modality = 'page'", "--save-maps", str(out)])
-    assert "brightest: fish" in capsys.readouterr().out
+    assert f"map 1: {out}/1.png; best match: fish" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == ["1-01-fish.png", "1.json", "1.png"]
     stored = json.loads((out / "1.json").read_text())
     assert stored["item_id"] == "a.pdf#page=1"
@@ -137,55 +143,50 @@ def test_maps_from_the_command_line(uri, tmp_path, capsys):
     assert best["text"] == "fish" and best["credit"] == pytest.approx(stored["score"], abs=1e-3)
 
 
-def test_what_has_no_map(uri, tmp_path):
+def test_errors(uri, tmp_path):
     searcher = open_index(uri)
     assert similarity_map(searcher, "fish", "letter.txt").best_word().text == "fish"
-    with pytest.raises(SpecError, match="is not in the index"):
+    with pytest.raises(
+        SpecError, match="^item_id must be the id of an item in the index, got 'b.pdf#page=1'$"
+    ):
         similarity_map(searcher, "fish", "b.pdf#page=1")
-    with pytest.raises(
-        SpecError, match="item_id must be .*'letter.txt' .modality text has no image"
-    ):
-        Previews(searcher.index).picture("letter.txt")
-    with pytest.raises(
-        SpecError,
-        match="documents must be the folder of .*has no readable a.pdf .* --documents pages=FOLDER",
-    ):
-        Previews(searcher.index, {"": str(tmp_path)}).picture("a.pdf#page=1")
+    with pytest.raises(SpecError, match=NO_PREVIEW):
+        Previews(searcher.index).image("letter.txt")
+    with pytest.raises(SpecError, match=NOT_READABLE):
+        Previews(searcher.index, {"": str(tmp_path)}).image("a.pdf#page=1")
     with pytest.raises(SpecError, match=r"documents.path must be .*'.*nowhere'.*does not exist"):
-        Previews(searcher.index, {"pages": str(tmp_path / "nowhere")}).picture("a.pdf#page=1")
+        Previews(searcher.index, {"pages": str(tmp_path / "nowhere")}).image("a.pdf#page=1")
 
 
-def test_only_the_file_that_was_indexed_is_shown(uri, tmp_path):
-    """One that changed, or another one of its name, is none; a copy elsewhere is the same."""
+def test_only_indexed_files_are_read(uri, tmp_path):
+    """A modified file is rejected; a copy in another folder is accepted."""
     searcher = open_index(uri)
-    whole = Path(uri).parent.joinpath("pages/a.pdf").read_bytes()
-    here = Previews(searcher.index, only_indexed=True)
-    moved = Previews(searcher.index, {"": str(tmp_path)}, only_indexed=True)
-    (tmp_path / "a.pdf").write_bytes(whole)
-    for previews in (here, moved):
-        assert previews.picture("a.pdf#page=1").startswith(b"\xff\xd8")
+    data = Path(uri).parent.joinpath("pages/a.pdf").read_bytes()
+    original = Previews(searcher.index, only_indexed=True)
+    copy = Previews(searcher.index, {"": str(tmp_path)}, only_indexed=True)
+    (tmp_path / "a.pdf").write_bytes(data)
+    for previews in (original, copy):
+        assert previews.image("a.pdf#page=1").startswith(b"\xff\xd8")
     (tmp_path / "a.pdf").write_bytes(pdf(Page(PAGE), Page([(20, 50, "somebody else's bread")])))
-    with pytest.raises(SpecError, match="'a.pdf' has changed since") as caught:
-        moved.picture("a.pdf#page=1")
-    assert caught.value.field == "documents"
+    modified = "^documents must be an indexed file .* got 'a.pdf', which was modified since$"
+    with pytest.raises(SpecError, match=modified):
+        copy.image("a.pdf#page=1")
     (tmp_path / "a.pdf").unlink()
-    with pytest.raises(SpecError, match="has no readable a.pdf"):
-        moved.picture("a.pdf#page=1")
-    with pytest.raises(SpecError, match="item_id must be .*'letter.txt' .is a text"):
-        here.picture("letter.txt")
+    with pytest.raises(SpecError, match=NOT_READABLE):
+        copy.image("a.pdf#page=1")
+    with pytest.raises(SpecError, match=NO_PREVIEW):
+        original.image("letter.txt")
 
 
-def test_documents_that_were_moved(uri, tmp_path):
+def test_moved_documents(uri, tmp_path):
     searcher = open_index(uri)
     (tmp_path / "a.pdf").write_bytes(Path(uri).parent.joinpath("pages/a.pdf").read_bytes())
     assert (
-        Previews(searcher.index, {"": str(tmp_path)})
-        .picture("a.pdf#page=2")
-        .startswith(b"\xff\xd8")
+        Previews(searcher.index, {"": str(tmp_path)}).image("a.pdf#page=2").startswith(b"\xff\xd8")
     )
 
 
-def test_a_frame_is_drawn_at_a_time_when_its_text_is_visible():
+def test_visible_time():
     def word(text, times):
         return Word(text, (0, 0), (0, 0, 1, 1), times, np.zeros(1), 0.0, 0.0)
 

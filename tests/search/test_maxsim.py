@@ -1,4 +1,4 @@
-"""MaxSim's fast path against the oracle, and the oracle against numbers worked out by hand."""
+"""MaxSim against the oracle, and the oracle against values computed by hand."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ LENGTHS = [3, 0, 1, 7, 0, 0, 25, 1, 4, 0]
 
 
 def documents(dim: int, lengths=LENGTHS, shift: float = 0.0, seed: int = 0):
-    """Random tokens (T, D) with their lengths; `shift` makes every similarity smaller."""
+    """Returns random tokens (T, D) and lengths; `shift` moves all similarities."""
     generator = torch.Generator().manual_seed(seed)
     tokens_TD = torch.randn(sum(lengths), dim, generator=generator) / dim**0.5 + shift
     return tokens_TD, torch.tensor(lengths)
@@ -30,7 +30,7 @@ def oracle(queries, tokens_TD, lengths_B, **options) -> torch.Tensor:
     return torch.stack([maxsim_oracle(query, padded, mask, **options)[0] for query in queries])
 
 
-def test_oracle_by_hand():
+def test_oracle():
     query_MD = torch.tensor([[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]])
     docs_BND = torch.tensor(
         [
@@ -73,13 +73,13 @@ def test_all_similarities_negative():
     torch.testing.assert_close(scores, oracle(positive, tokens_TD, lengths_B))
 
 
-@pytest.mark.parametrize("documents_of", [[0, 2, 3], [1, 4], [1, 6, 9], [3], list(range(10)), []])
+@pytest.mark.parametrize("selected", [[0, 2, 3], [1, 4], [1, 6, 9], [3], list(range(10)), []])
 @pytest.mark.parametrize("block_bytes", [1, 8 << 20])
-def test_some_documents_alone(documents_of, block_bytes):
+def test_selected_documents(selected, block_bytes):
     tokens_TD, lengths_B = documents(48)
-    chosen = torch.tensor(documents_of, dtype=torch.int64)
-    scores = maxsim(queries(48), packed(tokens_TD, lengths_B), rows=chosen, block_bytes=block_bytes)
-    torch.testing.assert_close(scores, oracle(queries(48), tokens_TD, lengths_B)[:, chosen])
+    rows = torch.tensor(selected, dtype=torch.int64)
+    scores = maxsim(queries(48), packed(tokens_TD, lengths_B), rows=rows, block_bytes=block_bytes)
+    torch.testing.assert_close(scores, oracle(queries(48), tokens_TD, lengths_B)[:, rows])
 
 
 def test_masked_query_tokens_contribute_nothing():
@@ -90,7 +90,7 @@ def test_masked_query_tokens_contribute_nothing():
     torch.testing.assert_close(maxsim([query_MD[mask_M]], packed(tokens_TD, lengths_B)), expected)
 
 
-def test_query_without_tokens_scores_zero_where_there_is_a_document():
+def test_score_of_empty_query_is_zero():
     tokens_TD, lengths_B = documents(48, [2, 0, 1])
     empty = torch.empty(0, 48)
     expected = [0.0, -torch.inf, 0.0]
@@ -100,14 +100,14 @@ def test_query_without_tokens_scores_zero_where_there_is_a_document():
     torch.testing.assert_close(both[1:], oracle(queries(48, [3]), tokens_TD, lengths_B))
 
 
-def test_nothing_to_score():
+def test_no_documents_or_queries():
     tokens_TD, lengths_B = documents(48, [])
     assert maxsim(queries(48), packed(tokens_TD, lengths_B)).shape == (3, 0)
     assert maxsim([], packed(*documents(48))).shape == (0, len(LENGTHS))
 
 
-def test_equal_documents_have_equal_scores_wherever_they_lie():
-    """Ties are broken by id, so a document's score must not depend on its place in a block."""
+def test_scores_do_not_depend_on_positions():
+    """Ties are broken by id, so scores must not depend on the position in a block."""
     tokens_TD, _ = documents(384, [37])
     other_TD, _ = documents(384, [1001], seed=2)
     copies = torch.cat([tokens_TD, other_TD[:500], tokens_TD, other_TD[500:], tokens_TD])
@@ -123,27 +123,27 @@ def test_random_shapes_equal_oracle():
         dim = int(generator.choice([3, 17, 64]))
         lengths = generator.integers(0, 30, generator.integers(1, 40)).tolist()
         tokens_TD, lengths_B = documents(dim, lengths, seed=int(generator.integers(1 << 30)))
-        asked = queries(dim, generator.integers(1, 9, generator.integers(1, 6)).tolist())
+        query_tokens = queries(dim, generator.integers(1, 9, generator.integers(1, 6)).tolist())
         block_bytes = int(generator.integers(1, 40000))
-        scores = maxsim(asked, packed(tokens_TD, lengths_B), block_bytes=block_bytes)
-        torch.testing.assert_close(scores, oracle(asked, tokens_TD, lengths_B))
+        scores = maxsim(query_tokens, packed(tokens_TD, lengths_B), block_bytes=block_bytes)
+        torch.testing.assert_close(scores, oracle(query_tokens, tokens_TD, lengths_B))
 
 
 @pytest.mark.parametrize("block_bytes", [1, 6000, 8 << 20])
-@pytest.mark.parametrize("chosen", [None, [0, 1, 6, 8], [1], []])
-def test_best_tokens_are_those_of_the_oracle(block_bytes, chosen):
+@pytest.mark.parametrize("selected", [None, [0, 1, 6, 8], [1], []])
+def test_best_tokens_equal_the_oracle(block_bytes, selected):
     tokens_TD, lengths_B = documents(48)
-    tokens_TD[5] = tokens_TD[9] = tokens_TD[6]  # equals within a document: the first one counts
+    tokens_TD[5] = tokens_TD[9] = tokens_TD[6]  # ties resolve to the first token
     query_MD = torch.cat(queries(48))
     padded, mask = pad(tokens_TD.numpy(), lengths_B.numpy(), fill=99.0)
     _, expected = maxsim_oracle(query_MD, padded, mask)
-    rows = None if chosen is None else torch.tensor(chosen, dtype=torch.int64)
+    rows = None if selected is None else torch.tensor(selected, dtype=torch.int64)
     expected = expected if rows is None else expected[rows]
-    how = {"rows": rows, "block_bytes": block_bytes}
-    place = 0
-    for first, sim_bM, token_bM in best_tokens(query_MD, packed(tokens_TD, lengths_B), **how):
-        assert first == place
-        place += len(token_bM)
-        assert token_bM.tolist() == expected[first:place].tolist()
+    options = {"rows": rows, "block_bytes": block_bytes}
+    end = 0
+    for first, sim_bM, token_bM in best_tokens(query_MD, packed(tokens_TD, lengths_B), **options):
+        assert first == end
+        end += len(token_bM)
+        assert token_bM.tolist() == expected[first:end].tolist()
         assert torch.isneginf(sim_bM).equal(token_bM < 0)
-    assert place == len(expected)
+    assert end == len(expected)

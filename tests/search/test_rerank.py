@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 NUM_PHOTOS = 7
 TEXT = "heat at the wing"
-HOW = {"representation": "hpool_4", "score": "single", "explain": False}
+SINGLE = {"representation": "hpool_4", "score": "single", "explain": False}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def photos() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def uri(cluster, tmp_path_factory, dual, model, photos) -> str:
-    """Photos with captions, but for one, and tokens."""
+    """Returns an index of images with tokens; all but one have captions."""
     return index_captioned(tmp_path_factory.mktemp("photos"), dual, photos, rerank=model)
 
 
@@ -69,7 +70,7 @@ def stored(uri: str) -> dict[str, torch.Tensor | None]:
 
 
 def joint_scores(reranker: Reranker, text: str, uri: str) -> dict[str, float]:
-    """Each item by itself."""
+    """Returns the joint scores of all items, computed one by one."""
     scores = {}
     for name, tokens in stored(uri).items():
         if tokens is not None:
@@ -80,58 +81,58 @@ def joint_scores(reranker: Reranker, text: str, uri: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("add_first_stage", [False, True])
 @pytest.mark.parametrize("depth", [1, 4, 100])
-def test_the_order_is_that_of_the_joint_encoder(uri, model, depth, add_first_stage):
+def test_order_by_joint_encoder(uri, model, depth, add_first_stage):
     searcher, reranker = open_index(uri), Reranker(model, depth, add_first_stage)
-    first = searcher.search(TEXT, k=NUM_PHOTOS, **HOW)
-    alone = joint_scores(reranker, TEXT, uri)
-    value = {h.item_id: alone[h.item_id] + add_first_stage * h.score for h in first}
+    first = searcher.search(TEXT, k=NUM_PHOTOS, **SINGLE)
+    joint = joint_scores(reranker, TEXT, uri)
+    value = {h.item_id: joint[h.item_id] + add_first_stage * h.score for h in first}
     expected = sorted(first[:depth], key=lambda h: -value[h.item_id]) + first[depth:]
-    found = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **HOW)
+    found = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **SINGLE)
     assert [h.item_id for h in found] == [h.item_id for h in expected]
     assert [h.rank for h in found] == list(range(1, NUM_PHOTOS + 1))
     for hit, before in zip(found, expected, strict=True):
-        about = hit.reranked
-        assert (about.first_rank, about.first_score) == (before.rank, before.score)
-        assert about.num_truncated_tokens == 0 and about.problem == ""
+        reranked = hit.reranked
+        assert (reranked.first_rank, reranked.first_score) == (before.rank, before.score)
+        assert reranked.num_truncated_tokens == 0 and reranked.problem == ""
         if before.rank <= depth:
-            assert about.joint == pytest.approx(alone[hit.item_id], abs=1e-5)
+            assert reranked.joint == pytest.approx(joint[hit.item_id], abs=1e-5)
             assert hit.score == pytest.approx(value[hit.item_id], abs=1e-5)
         else:
-            assert about.joint is None and hit.score == before.score
-    fewer = searcher.search(TEXT, k=2, rerank=reranker, **HOW)
+            assert reranked.joint is None and hit.score == before.score
+    fewer = searcher.search(TEXT, k=2, rerank=reranker, **SINGLE)
     assert [h.item_id for h in fewer] == [h.item_id for h in found[:2]]
     if depth == 100 and not add_first_stage:
         assert [h.item_id for h in found] != [h.item_id for h in first]
 
 
-def test_ten_are_reranked_by_default(model):
+def test_default_rerank_depth(model):
     reranker = Reranker(model)
     assert reranker.rerank_depth == 10 and not reranker.add_first_stage
 
 
-def test_several_queries_and_shards_give_the_same(uri, model):
+def test_batches_and_shards_equal_single_queries(uri, model):
     searcher, reranker = open_index(uri), Reranker(model, 4)
     texts = [TEXT, "lift", "a cone in a stream"]
-    together = searcher.search(texts, rerank=reranker, **HOW)
+    together = searcher.search(texts, rerank=reranker, **SINGLE)
     for text, hits in zip(texts, together, strict=True):
-        alone = searcher.search(text, rerank=reranker, **HOW)
+        alone = searcher.search(text, rerank=reranker, **SINGLE)
         assert [h.item_id for h in hits] == [h.item_id for h in alone]
         for hit, other in zip(hits, alone, strict=True):
             assert hit.score == pytest.approx(other.score, abs=1e-5)
     with ShardedSearcher(uri, num_shards=2, num_cpus=0.5) as sharded:
-        assert sharded.search(texts, rerank=reranker, **HOW) == together
+        assert sharded.search(texts, rerank=reranker, **SINGLE) == together
     assert searcher.search([], "hpool_4", rerank=reranker) == []
 
 
-def test_a_picture_finds_by_the_items_texts(uri, model, photos):
-    """Of a photo the tokens are those that the index has; an item without text is flagged."""
+def test_image_query_is_scored_with_texts(uri, model, photos):
+    """An image has the same tokens as query and as item; items without text are flagged."""
     searcher, reranker = open_index(uri), Reranker(model, 5)
     tokens, mask = reranker.image_tokens(searcher, [photos["3.png"]])
     torch.testing.assert_close(tokens, stored(uri)["3.png"], atol=2e-3, rtol=2e-3)
     assert mask.all()
 
-    first = searcher.search(photos["3.png"], k=NUM_PHOTOS, **HOW)
-    found = searcher.search(photos["3.png"], k=NUM_PHOTOS, rerank=reranker, **HOW)
+    first = searcher.search(photos["3.png"], k=NUM_PHOTOS, **SINGLE)
+    found = searcher.search(photos["3.png"], k=NUM_PHOTOS, rerank=reranker, **SINGLE)
     captions = {name: f"a wing with {i} engines" for i, name in enumerate(photos) if i}
     value = {n: reranker.joint.scores([text], tokens, mask).item() for n, text in captions.items()}
     candidates = [h.item_id for h in first[:5]]
@@ -143,87 +144,93 @@ def test_a_picture_finds_by_the_items_texts(uri, model, photos):
         assert hit.reranked.problem == (NO_TEXT if is_flagged else "")
 
 
-def test_an_item_without_tokens_keeps_its_rank(tmp_path, dual, model, photos):
+def test_item_without_tokens_keeps_its_rank(tmp_path, dual, model, photos):
     uri = index_captioned(tmp_path / "photos", dual, photos, rerank=model)
     searcher, reranker = open_index(uri), Reranker(model, 5)
-    first = searcher.search(TEXT, k=NUM_PHOTOS, **HOW)
+    first = searcher.search(TEXT, k=NUM_PHOTOS, **SINGLE)
     second, sixth = first[1].item_id, first[5].item_id
     dataset = Index(uri).dataset
     table = dataset.to_table()
     column = table["rerank_tokens"].to_pylist()
     ids = table["item_id"].to_pylist()
-    column = [None if i in (second, sixth) else own for i, own in zip(ids, column, strict=True)]
+    column = [None if i in (second, sixth) else v for i, v in zip(ids, column, strict=True)]
     field = table.schema.field("rerank_tokens")
-    place = table.schema.get_field_index("rerank_tokens")
-    table = table.set_column(place, field, pa.array(column, field.type))
+    position = table.schema.get_field_index("rerank_tokens")
+    table = table.set_column(position, field, pa.array(column, field.type))
     lance.write_dataset(table, dataset.uri, mode="overwrite")
     searcher = open_index(uri)
-    found = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **HOW)
+    found = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **SINGLE)
     assert found[1].item_id == second and found[1].reranked.problem == NO_TOKENS
     assert found[1].score == first[1].score and found[1].reranked.joint is None
     value = joint_scores(reranker, TEXT, uri)
     others = sorted((first[i].item_id for i in (0, 2, 3, 4)), key=lambda name: -value[name])
     assert [found[i].item_id for i in (0, 2, 3, 4)] == others
-    # Nothing beyond the rerank depth is read.
+    # Items below the rerank depth are not scored or flagged.
     assert found[5].item_id == sixth and found[5].reranked.problem == ""
 
 
-def test_items_deleted_meanwhile_and_an_empty_pool(tmp_path, dual, model, photos):
+def test_deleted_items_and_no_candidates(tmp_path, dual, model, photos):
     uri = index_captioned(tmp_path / "photos", dual, photos, rerank=model)
     searcher, reranker = open_index(uri), Reranker(model)
-    before = searcher.search(TEXT, rerank=reranker, **HOW)
+    before = searcher.search(TEXT, rerank=reranker, **SINGLE)
     best = before[0].item_id
     Index(uri).dataset.delete(f"item_id = '{best}'")
-    assert searcher.search(TEXT, rerank=reranker, **HOW) == before  # of its own version
-    after = open_index(uri).search(TEXT, rerank=reranker, **HOW)
+    assert searcher.search(TEXT, rerank=reranker, **SINGLE) == before  # still at the old version
+    after = open_index(uri).search(TEXT, rerank=reranker, **SINGLE)
     assert [h.item_id for h in after] == [h.item_id for h in before[1:]]
     for restricted in ({"filter": "modality = 'text'"}, {"ids": [best]}, {"ids": []}):
-        assert open_index(uri).search(TEXT, rerank=reranker, **restricted, **HOW) == []
-        assert open_index(uri).search(photos["3.png"], rerank=reranker, **restricted, **HOW) == []
+        assert open_index(uri).search(TEXT, rerank=reranker, **restricted, **SINGLE) == []
+        assert (
+            open_index(uri).search(photos["3.png"], rerank=reranker, **restricted, **SINGLE) == []
+        )
 
 
-def test_a_text_that_is_too_long_is_cut_and_says_so(tmp_path, uri, dual):
+def test_long_text_is_truncated(tmp_path, uri, dual):
     short = Reranker(edje_of(tmp_path, dual, max_text_tokens=6))
-    # The adapter is the same: its tokens are those of the index.
-    hits = open_index(uri).search(TEXT, rerank=short, **HOW)
+    # The adapter and therefore the tokens are those of the index.
+    hits = open_index(uri).search(TEXT, rerank=short, **SINGLE)
     num_tokens = len(short.joint.tokenizer(TEXT)["input_ids"])
     assert num_tokens > 6
     assert {hit.reranked.num_truncated_tokens for hit in hits} == {num_tokens - 6}
 
 
-def test_what_is_refused(tmp_path, uri, dual, model, photos):
-    """In one sentence, and before anything is encoded."""
+def test_rejects_invalid_requests(tmp_path, uri, dual, model, photos):
+    """Errors are reported before queries are encoded."""
     searcher, reranker = open_index(uri), Reranker(model)
     plain = index_captioned(tmp_path / "plain", dual, photos)
     with pytest.raises(
         SpecError,
-        match=r"an index without rerank_tokens, got"
-        r" .*jobs\.backfill SPEC.yaml rer",
+        match=r"^rerank must be null for an index without rerank_tokens, got '.*';"
+        r" .*`python -m jobs\.backfill SPEC.yaml rerank=.*`$",
     ):
-        open_index(plain).search(TEXT, rerank=reranker, **HOW)
+        open_index(plain).search(TEXT, rerank=reranker, **SINGLE)
     other = Reranker(edje_of(tmp_path / "other", dual, seed=1))
-    with pytest.raises(SpecError, match="rerank must be .*the index's adapter .* has the adapter"):
-        searcher.search(TEXT, rerank=other, **HOW)
+    adapters = "an EDJE model with the adapter of the index, .*, which has the adapter "
+    with pytest.raises(SpecError, match=f"^rerank must be {adapters}"):
+        searcher.search(TEXT, rerank=other, **SINGLE)
+    rule = "null unless every query is a text or an image"
     for query in (np.ones((2, 32)), Composed(TEXT, photos["1.png"]), searcher.queries([TEXT])):
-        with pytest.raises(SpecError, match="rerank must be .*reads the query itself"):
+        with pytest.raises(
+            SpecError, match=f"^rerank must be {rule}, got .*, which does not support encoded"
+        ):
             searcher.search(query, "hpool_4", rerank=reranker)
-    with pytest.raises(SpecError, match="rerank_depth must be an integer >= 1, got 0"):
+    with pytest.raises(SpecError, match="^rerank_depth must be an integer >= 1, got 0$"):
         Reranker(model, 0)
-    with pytest.raises(SpecError, match="rerank must be .*has no edje.json"):
+    with pytest.raises(SpecError, match="^rerank must be a folder .*, which has no edje.json$"):
         Reranker(str(tmp_path))
-    with pytest.raises(SpecError, match="k must be an integer >= 1, got 0"):
+    with pytest.raises(SpecError, match="^k must be an integer >= 1, got 0$"):
         searcher.search(TEXT, k=0, rerank=reranker)
-    # A picture needs no tokens of the items.
-    assert open_index(plain).search(photos["1.png"], rerank=reranker, **HOW)[0].reranked
+    # Image queries do not use stored tokens.
+    assert open_index(plain).search(photos["1.png"], rerank=reranker, **SINGLE)[0].reranked
 
 
 def test_runs_have_the_order_of_the_second_stage(uri, model):
     searcher, reranker = open_index(uri), Reranker(model, 4)
-    how = {name: value for name, value in HOW.items() if name != "explain"}
-    rankings = searcher.rank([TEXT], k=NUM_PHOTOS, **how)
+    options = {name: value for name, value in SINGLE.items() if name != "explain"}
+    rankings = searcher.rank([TEXT], k=NUM_PHOTOS, **options)
     (ranking,) = reranker.rerank(searcher, [TEXT], rankings, NUM_PHOTOS)
     scores = ranking.scores_by_item()
-    found = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **HOW)
+    found = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **SINGLE)
     assert list(scores) == [hit.item_id for hit in found]
     assert list(scores.values()) == sorted(scores.values(), reverse=True)
     assert len(set(scores.values())) == NUM_PHOTOS
@@ -231,45 +238,45 @@ def test_runs_have_the_order_of_the_second_stage(uri, model):
 
 
 def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
-    """Printed, as JSON and as a run; a picture; and invalid requests."""
-    given = [uri, "--score", "single", "--rerank", f"edje={model}", "--rerank-depth", "4"]
+    """Covers printed hits, JSON, runs, image queries and invalid options."""
+    command = [uri, "--score", "single", "--rerank", f"edje={model}", "--rerank-depth", "4"]
     reranker = Reranker(model, 4)
     found = open_index(uri).search(TEXT, rerank=reranker, score="single")
-    search.main([*given, TEXT])
+    search.main([*command, TEXT])
     lines = [line for line in capsys.readouterr().out.splitlines() if line[:3].strip()]
     for line, hit in zip(lines, found, strict=True):
         assert hit.item_id in line and f"(was {hit.reranked.first_rank})" in line
-    search.main([*given, TEXT, "--json"])
+    search.main([*command, TEXT, "--json"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["reranked"]["first_rank"] for row in rows] == [h.reranked.first_rank for h in found]
 
     (tmp_path / "queries.tsv").write_text(f"q\t{TEXT}\n")
     (tmp_path / "3.png").write_bytes(photos["3.png"])
     out = str(tmp_path / "edje.trec")
-    search.main([*given, "--queries", str(tmp_path / "queries.tsv"), "--run", out])
+    search.main([*command, "--queries", str(tmp_path / "queries.tsv"), "--run", out])
     assert list(read_run(out)["q"]) == [hit.item_id for hit in found]
     assert "reranked" in capsys.readouterr().out
-    search.main([*given, "--image", str(tmp_path / "3.png")])
+    search.main([*command, "--image", str(tmp_path / "3.png")])
     assert "(was 1" in capsys.readouterr().out
-    search.main([*given, TEXT, "--precision", "int8", "--json"])
+    search.main([*command, TEXT, "--precision", "int8", "--json"])
     in_int8 = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     joint = {row["item_id"]: row["reranked"]["joint"] for row in rows}
-    moved = [abs(row["reranked"]["joint"] - joint[row["item_id"]]) for row in in_int8[:4]]
-    assert 0 < max(moved) < 0.2
-    long = edje_of(tmp_path / "short", dual, max_text_tokens=6)
-    search.main([uri, TEXT, "--score", "single", "--rerank", f"edje={long}"])
-    assert "tokens longer than what the reranker reads" in capsys.readouterr().out
-    for wrong in ("maxsim", "edje", f"x={model}"):
-        with pytest.raises(SpecError, match="rerank must be edje=FOLDER"):
-            search.main([uri, TEXT, "--rerank", wrong])
+    errors = [abs(row["reranked"]["joint"] - joint[row["item_id"]]) for row in in_int8[:4]]
+    assert 0 < max(errors) < 0.2
+    short = edje_of(tmp_path / "short", dual, max_text_tokens=6)
+    search.main([uri, TEXT, "--score", "single", "--rerank", f"edje={short}"])
+    assert re.search(r"reranker truncated the query by \d+ tokens", capsys.readouterr().out)
+    for invalid in ("maxsim", "edje", f"x={model}"):
+        with pytest.raises(SpecError, match=f"^rerank must be edje=FOLDER, .* got '{invalid}'$"):
+            search.main([uri, TEXT, "--rerank", invalid])
 
 
-def test_a_sheet_has_the_hits_before_and_after(uri, model, photos, tmp_path, capsys):
-    """Each photo where its rank says, in the first row the first stage's."""
-    folder = Path(uri).parent / "1.png"
+def test_sheet_shows_hits_of_both_stages(uri, model, photos, tmp_path, capsys):
+    """The first row shows the hits of the first stage, in order."""
+    image = Path(uri).parent / "1.png"
     written = tmp_path / "sheet.png"
-    given = [uri, TEXT, "--score", "single", "--k", "3", "--save-sheet", str(written)]
-    search.main([*given, "--rerank", f"edje={model}", "--rerank-depth", "5"])
+    command = [uri, TEXT, "--score", "single", "--k", "3", "--save-sheet", str(written)]
+    search.main([*command, "--rerank", f"edje={model}", "--rerank-depth", "5"])
     assert f"sheet: {written}" in capsys.readouterr().out
     searcher = open_index(uri)
     rows = [
@@ -278,55 +285,59 @@ def test_a_sheet_has_the_hits_before_and_after(uri, model, photos, tmp_path, cap
     ]
     assert [hit.item_id for hit in rows[0]] != [hit.item_id for hit in rows[1]]
 
-    def looks_like(picture: Image.Image, row: int, place: int) -> str:
-        left, top = 6 + place * HIT_STEP, 34 + row * (HIT_STEP + 52) + 48
+    def most_similar(sheet: Image.Image, row: int, column: int) -> str:
+        left, top = 6 + column * HIT_STEP, 34 + row * (HIT_STEP + 52) + 48
         width, height = HIT_STEP - 10, HIT_STEP - 2
-        own = np.asarray(picture.crop((left, top, left + width, top + height)), float)
+        crop = np.asarray(sheet.crop((left, top, left + width, top + height)), float)
         distance = {}
         for name, photo in photos.items():
-            shown = Image.new("RGB", (width, height), "white")
+            expected = Image.new("RGB", (width, height), "white")
             photo = Image.open(io.BytesIO(photo)).convert("RGB")
-            shown.paste(ImageOps.contain(photo, (width, height)), (0, 0))
-            distance[name] = np.abs(np.asarray(shown, float) - own).mean()
+            expected.paste(ImageOps.contain(photo, (width, height)), (0, 0))
+            distance[name] = np.abs(np.asarray(expected, float) - crop).mean()
         return min(distance, key=distance.get)
 
     both = Image.open(written).convert("RGB")
     for row, hits in enumerate(rows):
-        found = [looks_like(both, row, place) for place in range(3)]
-        assert found == [hit.item_id for hit in hits]
-    search.main(given)
+        names = [most_similar(both, row, column) for column in range(3)]
+        assert names == [hit.item_id for hit in hits]
+    search.main(command)
     one = Image.open(written).convert("RGB")
     assert one.width == both.width and both.height - one.height == HIT_STEP + 52
 
-    folder.rename(folder.with_suffix(".gone"))  # its id stands in its place
+    image.rename(image.with_suffix(".gone"))  # replaced by its id
     try:
-        search.main([*given[:-3], "7", *given[-2:]])
+        search.main([*command[:-3], "7", *command[-2:]])
     finally:
-        folder.with_suffix(".gone").rename(folder)
+        image.with_suffix(".gone").rename(image)
     assert Image.open(written).width > one.width
-    assert "; 1 of its hits have no picture" in capsys.readouterr().out
+    assert f"sheet: {written}; 1 hits have no readable image" in capsys.readouterr().out
     written.unlink()
-    search.main([*given, "--filter", "item_id = 'x'"])
-    assert "sheet: none; there are no hits" in capsys.readouterr().out and not written.exists()
+    search.main([*command, "--filter", "item_id = 'x'"])
+    assert "sheet: not written; the query has no hits" in capsys.readouterr().out
+    assert not written.exists()
     with pytest.raises(
-        SpecError,
-        match=r"save-sheet must be a file that ends with .png, got"
-        r" .*y.txt",
+        SpecError, match=r"^save-sheet must be a file that ends with .png, got '.*y.txt'$"
     ):
-        search.main([*given[:-1], str(tmp_path / "y.txt")])
-    for alone in (["--rerank-depth", "3"], ["--add-first-stage"], ["--precision", "int8"]):
-        with pytest.raises(SystemExit) as stopped:
-            search.main([uri, TEXT, *alone])
-        said = f"{alone[0]} requires --rerank edje=FOLDER"
-        assert stopped.value.code == 2 and said in capsys.readouterr().err
-    for wrong in (["--json"], ["--run", "x"], ["--image", str(folder)]):
-        with pytest.raises(SystemExit) as stopped:
-            search.main([*given, *wrong])
-        assert stopped.value.code == 2 and "--save-sheet is for" in capsys.readouterr().err
+        search.main([*command[:-1], str(tmp_path / "y.txt")])
+    for options in (["--rerank-depth", "3"], ["--add-first-stage"], ["--precision", "int8"]):
+        with pytest.raises(SystemExit) as exit:
+            search.main([uri, TEXT, *options])
+        message = f"{options[0]} requires --rerank edje=FOLDER"
+        assert exit.value.code == 2 and message in capsys.readouterr().err
+    for options, rule in (
+        (["--json"], "a single query and no --run or --json"),
+        (["--run", "x"], "a single query and no --run or --json"),
+        (["--image", str(image)], "a text query"),
+    ):
+        with pytest.raises(SystemExit) as exit:
+            search.main([*command, *options])
+        message = f"--save-sheet requires {rule}"
+        assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path):
-    """With its latency and its bytes, and the values of its own order."""
+def test_evaluation_has_a_row_per_reranker(uri, model, photos, tmp_path):
+    """Each row has latency, bytes and the metrics of its ranking."""
     folder, queries = tmp_path / "benchmark", {"a": TEXT, "b": "lift", "c": "a cone"}
     (folder / "qrels").mkdir(parents=True)
     relevant = dict(zip(queries, ["3.png", "1.png", "5.png"], strict=True))
@@ -343,7 +354,7 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
         {"model": model, "rerank_depth": 5},
         {"model": model, "rerank_depth": 5, "precision": "bfloat16"},
     ]
-    given = {
+    fields = {
         "index": uri,
         "benchmark": {"name": "beir", "path": str(folder)},
         "output": str(tmp_path / "out"),
@@ -351,11 +362,11 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
         "judged": "item",
         "rerank": rerank,
     }
-    spec = config.parse(EvaluateSpec, given)
+    spec = config.parse(EvaluateSpec, fields)
     evaluation = run(spec, lambda line: None)
     names = [result.name for result in evaluation.results]
     assert names[-5:] == ["after_late", "edje_3", "edje_5", "edje_5_bfloat16", "edje_7_added"]
-    (scan,) = depth_scans(evaluation)  # of one reranker behind one first stage
+    (scan,) = depth_scans(evaluation)  # one reranker with one first stage
     assert {depth: row.name for depth, row in scan.rows.items()} == {3: "edje_3", 5: "edje_5"}
     write(evaluation, spec.output)
     assert Image.open(tmp_path / "out/reranking_by_depth.png").width > 800
@@ -373,20 +384,20 @@ def test_a_row_of_the_evaluation_for_each_reranker(uri, model, photos, tmp_path)
         first = evaluation.row(row.first_stage)
         assert first.score == score and evaluation.comparison(row).reference == first.name
         assert row.median_ms > 0 and row.queries_per_second > 0
-        # Three tokens of 32 numbers in float16.
+        # Three tokens of 32 dimensions in float16.
         assert row.vector_bytes - first.vector_bytes == 3 * 32 * 2
         assert row.vectors_per_item - first.vectors_per_item == 3
-    said: list[str] = []
-    run(spec, said.append)
-    assert all("(cached)" in line for line in said if line.startswith("["))
+    lines = []
+    run(spec, lines.append)
+    assert all("(cached)" in line for line in lines if line.startswith("["))
     assert "edje_3" in (tmp_path / "out/table.md").read_text()
     assert (tmp_path / "out/runs/edje_3.trec").is_file()
-    for wrong, sentence in (
+    for invalid, message in (
         (
             [rerank[0], rerank[0]],
             "rerank must be unique .*, got 'edje_3', which occurs twice",
         ),
         ([{"model": str(tmp_path)}], "^rerank.0.model must be .*, which has no edje.json"),
     ):
-        with pytest.raises(SpecError, match=sentence):
-            run(config.parse(EvaluateSpec, {**given, "rerank": wrong}), said.append)
+        with pytest.raises(SpecError, match=message):
+            run(config.parse(EvaluateSpec, {**fields, "rerank": invalid}), lines.append)

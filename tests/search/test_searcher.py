@@ -1,4 +1,4 @@
-"""Search on a real index: against brute force, and what every option promises."""
+"""Search on a real index against brute force, and its options."""
 
 import shutil
 
@@ -32,7 +32,7 @@ def encoder() -> MiniLM:
 
 
 def brute_force(index_uri, encoder, text, representation, score) -> dict[str, float]:
-    """Scores by item id, worked out item by item from the stored columns."""
+    """Returns scores by item id, computed item by item from the stored columns."""
     table = lance.dataset(f"{index_uri}/{ITEMS}").to_table()
     encoded = encoder.encode_queries([text])
     query_MD = encoded.tokens.vectors[0][encoded.tokens.mask[0]]
@@ -41,8 +41,8 @@ def brute_force(index_uri, encoder, text, representation, score) -> dict[str, fl
     pooled = np.array(table["minilm_pooled"].to_pylist(), np.float32)
     single = torch.from_numpy(pooled) @ encoded.tokens.pooled[0]
     scores = {"late": late, "single": single, "hybrid": late + single}[score]
-    found = zip(table["item_id"].to_pylist(), scores.tolist(), strict=True)
-    return {item_id: value for item_id, value in found if value > -np.inf}
+    pairs = zip(table["item_id"].to_pylist(), scores.tolist(), strict=True)
+    return {item_id: value for item_id, value in pairs if value > -np.inf}
 
 
 @pytest.mark.parametrize("representation", ["full", "hpool_4", "hpool_2", "random_4"])
@@ -59,23 +59,23 @@ def test_equals_brute_force(searcher, index_uri, encoder, representation, score)
         assert scores == sorted(scores, reverse=True)
 
 
-def test_hits_carry_what_is_stored(searcher, texts):
+def test_hits_contain_stored_fields(searcher, texts):
     best = searcher.search("a wing in a slipstream")[0]
     assert best.parent_id == "wing"
     assert (best.title, best.text) == (f"On {best.item_id}", texts[best.item_id])
 
 
-def test_an_item_without_vectors_is_no_hit(searcher, texts):
+def test_items_without_vectors_are_not_returned(searcher, texts):
     found = [hit.item_id for hit in searcher.search("bread", "hpool_2", k=100)]
     assert set(texts) - set(found) == {"bread/2"}
 
 
-def test_k_best_are_the_first_of_all(searcher):
-    every = searcher.search(QUERIES[0], k=100)
-    assert searcher.search(QUERIES[0], k=3) == every[:3]
+def test_k_truncates_the_ranking(searcher):
+    all_hits = searcher.search(QUERIES[0], k=100)
+    assert searcher.search(QUERIES[0], k=3) == all_hits[:3]
 
 
-def test_many_queries_equal_one_by_one(searcher):
+def test_batch_equals_single_queries(searcher):
     together = searcher.search(QUERIES, k=4)
     for text, hits in zip(QUERIES, together, strict=True):
         alone = searcher.search(text, k=4)
@@ -89,66 +89,68 @@ def test_vectors_and_encoded_queries_equal_texts(searcher, encoder):
     by_text = [[hit.item_id for hit in hits] for hits in searcher.search(QUERIES, k=4)]
     tokens = encoded.tokens
     vectors = [row[mask].numpy() for row, mask in zip(tokens.vectors, tokens.mask, strict=True)]
-    for asked in (encoded, vectors, [3.0 * query for query in vectors]):
-        assert [[hit.item_id for hit in hits] for hits in searcher.search(asked, k=4)] == by_text
+    for batch in (encoded, vectors, [3.0 * query for query in vectors]):
+        assert [[hit.item_id for hit in hits] for hits in searcher.search(batch, k=4)] == by_text
     assert [hit.item_id for hit in searcher.search(vectors[0], k=4)] == by_text[0]
     assert [ranking.item_ids for ranking in searcher.rank(encoded, k=4)] == by_text
 
 
 @pytest.mark.parametrize("score", ["late", "hybrid"])
 def test_slices_give_equal_results(searcher, monkeypatch, score):
-    """Bit for bit, wherever the work pauses."""
+    """Results do not depend on the size of slices."""
     texts = ["lift of a wing", "heat", "crust of the bread"]
     queries, rows = searcher.queries(texts, "full"), np.array([0, 2, 3, 5])
     options = SearchOptions("full", k=5, score=score)
-    for chosen in (None, rows):
-        whole = searcher.scorer.rank_in_slices(queries, options, chosen)
+    for selected in (None, rows):
+        whole = searcher.scorer.rank_in_slices(queries, options, selected)
         with pytest.raises(StopIteration) as expected:
-            next(whole)  # a small index needs no pause
+            next(whole)  # one slice suffices for a small index
         with monkeypatch.context() as patch:
             patch.setattr("pipeline.search.score.SLICE_PAIRS", 200)
-            pauses, slices = 0, searcher.scorer.rank_in_slices(queries, options, chosen)
+            pauses, slices = 0, searcher.scorer.rank_in_slices(queries, options, selected)
             while True:
                 try:
                     next(slices)
                 except StopIteration as stop:
-                    found = stop.value
+                    rankings = stop.value
                     break
                 pauses += 1
         assert pauses >= 3
-        for ranking, other in zip(found, expected.value.value, strict=True):
+        for ranking, other in zip(rankings, expected.value.value, strict=True):
             assert (ranking.item_ids, ranking.scores) == (other.item_ids, other.scores)
 
 
-def test_group_by_parent_takes_the_best_part(searcher, texts):
-    every = searcher.search("a wing in a slipstream", k=100)
-    parents = list(dict.fromkeys(hit.parent_id for hit in every))
+def test_group_by_parent_returns_the_best_item(searcher, texts):
+    all_hits = searcher.search("a wing in a slipstream", k=100)
+    parents = list(dict.fromkeys(hit.parent_id for hit in all_hits))
     assert len(parents) < len(texts)
     for k in (1, 3, 100):
         grouped = searcher.search("a wing in a slipstream", k=k, group_by="parent")
         assert [hit.parent_id for hit in grouped] == parents[:k]
         for hit in grouped:
-            best = next(other for other in every if other.parent_id == hit.parent_id)
+            best = next(other for other in all_hits if other.parent_id == hit.parent_id)
             assert (hit.item_id, hit.score) == (best.item_id, best.score)
 
 
-def test_where_leaves_items_out_before_the_best_are_taken(searcher):
-    every = searcher.search("lift", k=100)
-    kept = [hit for hit in every if hit.item_id.startswith("heat") or hit.item_id == "flow"]
+def test_filter_is_applied_before_ranking(searcher):
+    all_hits = searcher.search("lift", k=100)
+    expected = [hit for hit in all_hits if hit.item_id.startswith("heat") or hit.item_id == "flow"]
     filter = "parent_id = 'heat' OR item_id = 'flow'"
     for k in (1, 2, 100):
         hits = searcher.search("lift", k=k, filter=filter)
-        assert [hit.item_id for hit in hits] == [hit.item_id for hit in kept[:k]]
-        assert [hit.score for hit in hits] == pytest.approx([h.score for h in kept[:k]], abs=1e-5)
+        assert [hit.item_id for hit in hits] == [hit.item_id for hit in expected[:k]]
+        scores = [hit.score for hit in expected[:k]]
+        assert [hit.score for hit in hits] == pytest.approx(scores, abs=1e-5)
         assert hits[0].matches[0].query_token == "lift"
     grouped = searcher.search("lift", filter=filter, group_by="parent")
-    assert [hit.parent_id for hit in grouped] == list(dict.fromkeys(h.parent_id for h in kept))
+    parents = list(dict.fromkeys(hit.parent_id for hit in expected))
+    assert [hit.parent_id for hit in grouped] == parents
     assert searcher.search("lift", filter="item_id = 'nothing'") == []
     assert searcher.search("lift", filter="item_id = 'nothing'", group_by="parent") == []
 
 
-def test_equal_scores_are_ordered_by_item_id(index_uri, tmp_path):
-    """Copies of one row, written in another order than that of their ids."""
+def test_ties_are_sorted_by_item_id(index_uri, tmp_path):
+    """The copies of a row are not written in the order of their ids."""
     shutil.copytree(index_uri, tmp_path / "index")
     items = str(tmp_path / "index" / ITEMS)
     row = lance.dataset(items).to_table(filter="item_id = 'flow'")
@@ -178,7 +180,7 @@ def test_deleted_items_and_old_versions(index_uri, tmp_path):
 
 
 @pytest.mark.parametrize("representation", ["full", "hpool_4", "random_4"])
-def test_matches_name_the_best_vector_and_its_words(searcher, index_uri, encoder, representation):
+def test_matches(searcher, index_uri, encoder, representation):
     text = "lift of a wing"
     hit = searcher.search(text, representation, k=1)[0]
     table = lance.dataset(f"{index_uri}/{ITEMS}").to_table(filter=f"item_id = '{hit.item_id}'")
@@ -193,8 +195,8 @@ def test_matches_name_the_best_vector_and_its_words(searcher, index_uri, encoder
         if representation == "full":
             spans = [row["minilm_spans"][match.document_token]]
         elif representation == "random_4":
-            chosen = row["random_4_support"][match.document_token]
-            spans = [row["minilm_spans"][chosen]]
+            token = row["random_4_support"][match.document_token]
+            spans = [row["minilm_spans"][token]]
         else:
             support = row["hpool_4_support"]
             spans = [
@@ -224,7 +226,7 @@ def test_without_stored_positions_matches_have_no_spans(index_uri, tmp_path, tex
         assert all(hit.matches and not any(m.spans for m in hit.matches) for hit in hits)
 
 
-def test_explanations_only_where_asked(searcher):
+def test_explain_option(searcher):
     explained = searcher.search(QUERIES[0])
     plain = searcher.search(QUERIES[0], explain=False)
     assert [hit.item_id for hit in plain] == [hit.item_id for hit in explained]
@@ -247,49 +249,53 @@ def test_default_representation_is_full(searcher):
         ("lift", {"group_by": "video"}, "group_by", "parent"),
         ("lift", {"filter": "lift of a wing"}, "filter", "does not parse near 'of' at character 6"),
         ("lift", {"filter": "colour = 'red'"}, "filter", "unknown column 'colour' at character 1"),
-        (" ", {}, "query", "at least one word"),
-        (["lift", ""], {}, "query", "at least one word"),
-        (np.ones((2, 5)), {}, "query", "384"),
-        (np.ones(384), {}, "query", "a matrix"),
-        (np.full((1, 384), np.nan), {}, "query", "finite"),
-        (np.ones((1, 384)), {"score": "hybrid"}, "score", "late"),
+        (" ", {}, "query", "a text with at least one word, got ' '"),
+        (["lift", ""], {}, "query", "a text with at least one word, got '' (query 2 of 2)"),
+        (np.ones((2, 5)), {}, "query", "of dimension 384, got 'vectors of dimension 5'"),
+        (np.ones(384), {}, "query", "a numeric array of shape (query tokens, dim), got 'an array"),
+        (np.full((1, 384), np.nan), {}, "query", "finite in float32, got 'NaN or infinity'"),
+        (np.ones((1, 384)), {"score": "hybrid"}, "score", "must be late, got 'hybrid'"),
     ],
 )
-def test_illegal_arguments(searcher, query, options, field, rule):
+def test_rejects_invalid_arguments(searcher, query, options, field, rule):
     with pytest.raises(SpecError) as caught:
         searcher.search(query, **options)
     assert caught.value.field == field
     assert rule in str(caught.value)
 
 
-def test_a_query_without_tokens_has_its_single_score_alone(searcher):
-    """As a text is to CLIP, whose token vectors cannot be compared with those of pictures."""
-    whole = searcher.queries(["lift of a wing"])
-    bare = Queries([whole.tokens[0][:0]], whole.pooled, [[]])
-    expected, found = (searcher.search(q, score="single", k=3)[0] for q in (whole, bare))
-    assert [hit.item_id for hit in found] == [hit.item_id for hit in expected]
-    assert [hit.score for hit in found] == [hit.score for hit in expected]
-    assert all(hit.matches == () for hit in found)
+def test_query_without_tokens_has_only_single_score(searcher):
+    """CLIP encodes texts like this, because its token vectors are not comparable with images."""
+    encoded = searcher.queries(["lift of a wing"])
+    pooled = Queries([encoded.tokens[0][:0]], encoded.pooled, [[]])
+    expected, hits = (searcher.search(q, score="single", k=3)[0] for q in (encoded, pooled))
+    assert [hit.item_id for hit in hits] == [hit.item_id for hit in expected]
+    assert [hit.score for hit in hits] == [hit.score for hit in expected]
+    assert all(hit.matches == () for hit in hits)
+    problem = r"needs token vectors \(the query has none\)"
     for score in ("late", "hybrid"):
-        with pytest.raises(SpecError, match="needs token vectors .the query has none") as caught:
-            searcher.search(bare, score=score)
-        assert caught.value.field == "score" and caught.value.rule == "single"
+        with pytest.raises(
+            SpecError, match=f"^score must be single, got '{score}', which {problem}$"
+        ):
+            searcher.search(pooled, score=score)
 
 
-def test_no_index_there(tmp_path):
-    with pytest.raises(SpecError, match="contains no index"):
+def test_missing_index(tmp_path):
+    with pytest.raises(SpecError, match="^index must be .*nothing.* contains no index"):
         open_index(str(tmp_path / "nothing"))
 
 
-def test_another_encoder_is_refused(index_uri, tmp_path):
-    """The metadata of one representation says that other weights made it."""
+def test_rejects_representation_of_another_encoder(index_uri, tmp_path):
+    """The metadata of one representation contains another fingerprint."""
     table = lance.dataset(f"{index_uri}/{ITEMS}").to_table()
     field = table.schema.field("hpool_4")
     changed = with_metadata(field, {**column_metadata(field), "fingerprint": "0123"})
     schema = table.schema.set(table.schema.get_field_index("hpool_4"), changed)
     lance.write_dataset(table.cast(schema), str(tmp_path / ITEMS))
     searcher = open_index(str(tmp_path))
-    with pytest.raises(SpecError, match="was built with another encoder") as caught:
+    problem = r"was built with another encoder \(fingerprint 0123, expected .*\)$"
+    with pytest.raises(
+        SpecError, match=f"^representation must be .* minilm, got 'hpool_4', which {problem}"
+    ):
         searcher.search("lift", "hpool_4")
-    assert "fingerprint 0123, this one has" in str(caught.value)
     assert searcher.search("lift", "full")

@@ -1,4 +1,4 @@
-"""Shards of an index, in this process and in Ray actors: the results of the whole."""
+"""Shards of an index, in one process and in Ray actors, give the results of the whole index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.index.reader import Index
 from pipeline.search.shards import merge_rankings
 from tests.search.vectors import DIM, rows, unit, write
 
-#: Parents whose items lie in several fragments, and ids that are not in the order of storage.
+#: Parents have items in several fragments, and ids are not in storage order.
 NAMES = [f"p{i % 4}/item{(i * 7) % 20:02}" for i in range(20)]
 LENGTHS = [3, 0, None, 1, 7, *range(1, 16)]
 QUERIES = list(unit((4, 3, DIM), seed=9).astype(np.float32))
@@ -23,7 +23,7 @@ QUERIES = list(unit((4, 3, DIM), seed=9).astype(np.float32))
 
 @pytest.fixture(scope="module")
 def uri(tmp_path_factory) -> str:
-    """Twenty items in seven fragments, and copies of some of them, which score alike."""
+    """Returns an index of twenty items in seven fragments, and copies of some of its vectors."""
     uri = str(tmp_path_factory.mktemp("shards") / "index")
     table = rows(NAMES, LENGTHS)
     write(uri, table, max_rows_per_file=3)
@@ -42,12 +42,12 @@ def merged(uri: str, number: int, k: int, group_by: str | None = None, **options
 @pytest.mark.parametrize("number", [1, 2, 3, 10, 40])
 def test_shards_are_runs_of_all_fragments(uri, number):
     index = Index(uri)
-    every = [f.fragment_id for f in index.fragments()]
+    fragments = [f.fragment_id for f in index.fragments()]
     parts = [[f.fragment_id for f in index.fragments((i, number))] for i in range(number)]
-    assert list(chain.from_iterable(parts)) == every
+    assert list(chain.from_iterable(parts)) == fragments
     sizes = [sum(f.count_rows() for f in index.fragments((i, number))) for i in range(number)]
     assert sum(sizes) == len(index)
-    assert max(sizes) <= len(index) / number + 3  # a fragment more than their share
+    assert max(sizes) <= len(index) / number + 3  # at most one fragment above the mean
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 40])
@@ -64,19 +64,19 @@ def test_merged_shards_equal_the_whole(uri, number, k, group_by, filter):
         assert ranking.scores == pytest.approx(other.scores, abs=1e-6)
 
 
-def test_ties_over_shards_are_in_the_order_of_the_ids(uri):
-    for each in merged(uri, 3, 100):
-        score = dict(zip(each.item_ids, each.scores, strict=True))
+def test_ties_across_shards_are_sorted_by_id(uri):
+    for ranking in merged(uri, 3, 100):
+        score = dict(zip(ranking.item_ids, ranking.scores, strict=True))
         assert score["p0/a"] == score["p9/z"] == score[NAMES[4]]
-        place = each.item_ids.index("p0/a")
-        assert each.item_ids[place : place + 3] == ["p0/a", NAMES[4], "p9/z"]
+        first = ranking.item_ids.index("p0/a")
+        assert ranking.item_ids[first : first + 3] == ["p0/a", NAMES[4], "p9/z"]
 
 
 @pytest.mark.parametrize("shard", [(0, 0), (2, 2), (-1, 2)])
-def test_no_such_shard(uri, shard):
-    with pytest.raises(SpecError, match="n >= 1 and 0 <= i < n") as caught:
+def test_rejects_invalid_shard(uri, shard):
+    with pytest.raises(SpecError, match="^shard must be .*n >= 1 and 0 <= i < n") as caught:
         open_index(uri, shard=shard)
-    assert caught.value.field == "shard"
+    assert caught.value.value == shard
 
 
 # -- in Ray actors ---------------------------------------------------------------------------------
@@ -91,8 +91,8 @@ def sharded(cluster, index_uri):
 
 
 @pytest.mark.parametrize("score", ["late", "single", "hybrid"])
-def test_actors_find_what_a_searcher_finds(sharded, index_uri, score):
-    alone = open_index(index_uri)
+def test_actors_equal_one_searcher(sharded, index_uri, score):
+    whole = open_index(index_uri)
     sharded.load("hpool_4", score)
     texts = ["the lift of a wing", "how to bake bread"]
     for options in (
@@ -102,7 +102,7 @@ def test_actors_find_what_a_searcher_finds(sharded, index_uri, score):
         {"k": 5, "filter": "parent_id <> 'bread'"},
         {"k": 5, "filter": "item_id = 'nothing'", "group_by": "parent"},
     ):
-        expected = alone.search(texts, "hpool_4", score=score, **options)
+        expected = whole.search(texts, "hpool_4", score=score, **options)
         hits = sharded.search(texts, "hpool_4", score=score, **options)
         for found, others in zip(hits, expected, strict=True):
             assert [hit.item_id for hit in found] == [hit.item_id for hit in others]
@@ -119,15 +119,15 @@ def test_actors_find_what_a_searcher_finds(sharded, index_uri, score):
     ("options", "field"),
     [({"k": 0}, "k"), ({"filter": "colour = 'red'"}, "filter"), ({"score": "best"}, "score")],
 )
-def test_illegal_arguments_are_said_as_without_shards(sharded, options, field, monkeypatch):
-    """And before an actor is asked: Ray would print the errors of all of them but the first."""
-    monkeypatch.setattr(sharded.scorer, "_open_actors", lambda: pytest.fail("an actor was asked"))
-    with pytest.raises(SpecError) as caught:
+def test_rejects_invalid_arguments(sharded, options, field, monkeypatch):
+    """No actor is called, because Ray would print the errors of all actors but the first."""
+    monkeypatch.setattr(sharded.scorer, "_open_actors", lambda: pytest.fail("an actor was called"))
+    with pytest.raises(SpecError, match=f"^{field} must be ") as caught:
         sharded.search("lift", **options)
-    assert caught.value.field == field
+    assert caught.value.value == options[field]
 
 
-def test_more_shards_than_fragments_and_an_empty_index(cluster, index_uri, tmp_path):
+def test_more_shards_than_fragments_and_empty_index(cluster, index_uri, tmp_path):
     from pipeline.search.sharded import ShardedSearcher
 
     with ShardedSearcher(index_uri, num_shards=9, num_cpus=0.1) as searcher:
@@ -141,13 +141,13 @@ def test_more_shards_than_fragments_and_an_empty_index(cluster, index_uri, tmp_p
     write(empty, rows(["a"], [1]).slice(0, 0))
     with ShardedSearcher(empty, num_shards=2, num_cpus=0.1) as searcher:
         assert [r.item_ids for r in searcher.rank(QUERIES)] == [[]] * len(QUERIES)
-        with pytest.raises(SpecError):
+        with pytest.raises(SpecError, match="^k must be an integer >= 1, got 0$"):
             searcher.rank(QUERIES, k=0)
-    with pytest.raises(JobError, match="are closed"):
+    with pytest.raises(JobError, match="^the shards of .* are closed$"):
         searcher.rank(QUERIES)
 
 
-def test_an_actor_that_dies_is_started_again(cluster, uri):
+def test_dead_actor_is_restarted(cluster, uri):
     import ray
 
     from pipeline.search.sharded import ShardedSearcher
@@ -175,15 +175,16 @@ def test_an_actor_that_dies_is_started_again(cluster, uri):
                 searcher.rank(QUERIES)
 
 
-def test_actors_that_find_no_place(cluster, uri):
+def test_actors_without_resources(cluster, uri):
     from pipeline.search.sharded import ShardedSearcher
 
-    with pytest.raises(JobError, match="2 actors with 0 CPUs and 5 GPUs each"):
+    resources = "2 actors with 0 CPUs and 5 GPUs each"
+    with pytest.raises(JobError, match=f"did not start in 3 s; they require {resources}$"):
         ShardedSearcher(uri, num_shards=2, num_cpus=0, num_gpus=5, start_seconds=3)
 
 
-def test_an_illegal_number_of_shards(cluster, uri):
+def test_rejects_invalid_number_of_shards(cluster, uri):
     from pipeline.search.sharded import ShardedSearcher
 
-    with pytest.raises(SpecError, match="num_shards must be .*0"):
+    with pytest.raises(SpecError, match="^num_shards must be an integer >= 1, got 0$"):
         ShardedSearcher(uri, num_shards=0)

@@ -1,4 +1,4 @@
-"""Indexes of small random vectors, written as the index job writes them, without an encoder."""
+"""Indexes of small random vectors in the layout of the index job, without an encoder."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SCHEMA = pa.schema([*ITEM, *COLUMNS])
 
 
 def unit(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Random float16 vectors of unit length."""
+    """Returns random float16 vectors of unit length."""
     values = np.random.default_rng(seed).normal(size=shape)
     return (values / np.linalg.norm(values, axis=-1, keepdims=True)).astype(np.float16)
 
 
 def lists(lengths: Sequence[int | None], seed: int) -> pa.ListArray:
-    """A column of so many vectors each; None: null."""
+    """Returns a column with these numbers of vectors per row; None for null."""
     column = lists_of(unit((sum(n or 0 for n in lengths), DIM), seed), [n or 0 for n in lengths])
     if None not in lengths:
         return column
@@ -48,7 +48,7 @@ def lists(lengths: Sequence[int | None], seed: int) -> pa.ListArray:
 
 
 def rows(names: Sequence[str], lengths: Sequence[int | None], seed: int = 0) -> pa.Table:
-    """Items with `full` and single vectors; what stands before a slash is the parent."""
+    """Returns items with `full` and single vectors; the parent is the part before a slash."""
     items = [Item(n, n.split("/")[0], "test", "text", "r1", text=f"The text of {n}") for n in names]
     table = pa.Table.from_pylist([item.row() for item in items], schema=ITEM)
     pooled = pa.FixedSizeListArray.from_arrays(unit((len(names), DIM), seed + 1).ravel(), DIM)
@@ -58,5 +58,5 @@ def rows(names: Sequence[str], lengths: Sequence[int | None], seed: int = 0) -> 
 
 
 def write(uri: str, table: pa.Table, **options) -> lance.LanceDataset:
-    """Writes rows as an index."""
+    """Writes rows to an index."""
     return lance.write_dataset(table.cast(SCHEMA), f"{uri}/{ITEMS}", schema=SCHEMA, **options)

@@ -1,4 +1,4 @@
-"""Every codec on every path of this machine against the oracle on what the codec stands for."""
+"""All codecs on all backends of this machine, against the oracle on decoded vectors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pipeline.search.packed import PackedVectors, Segment
 from pipeline.tokens import normalise, pad
 from tests.conftest import ROOT
 
-#: Documents of no, one and many tokens, alone in a block and across blocks of 32.
+#: Documents with zero, one and many tokens, within a block and across blocks of 32.
 LENGTHS = [3, 0, 1, 7, 0, 0, 25, 1, 4, 0, 64, 65, 100, 31, 1, 0]
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-OF_CODECS = [
+CODEC_SPECS = [
     {"name": name, **options}
     for name in CODECS.names()
     for options in {
@@ -41,8 +41,8 @@ def queries(dim: int, lengths: tuple[int, ...] = (4, 1, 0, 33, 20)) -> list[torc
     return [vectors(length, dim, seed=1 + i) for i, length in enumerate(lengths)]
 
 
-def stored(spec: dict, values_TD: torch.Tensor, lengths=LENGTHS, live=None) -> PackedVectors:
-    """Vectors as a codec stores them."""
+def quantise(spec: dict, values_TD: torch.Tensor, lengths=LENGTHS, live=None) -> PackedVectors:
+    """Quantises vectors with a codec."""
     kind, spec = CODECS.load(spec["name"]), CODECS.resolve(spec)
     codec = kind(spec, kind.fit(spec, values_TD.numpy()) if kind.needs_fit else None)
     parts = codec.quantise(values_TD)
@@ -51,88 +51,93 @@ def stored(spec: dict, values_TD: torch.Tensor, lengths=LENGTHS, live=None) -> P
     )
 
 
-def oracle(asked: list[torch.Tensor], packed: PackedVectors) -> tuple[torch.Tensor, torch.Tensor]:
+def oracle(
+    query_tokens: list[torch.Tensor], packed: PackedVectors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns scores (Q, B) and best tokens (B, M) of decoded vectors."""
     items = [packed.item(row) for row in range(len(packed))]
     padded, mask = pad(torch.cat(items), packed.lengths.numpy(), fill=99.0)
-    found = [maxsim_oracle(query, padded, mask) for query in asked]
-    return torch.stack([s for s, _ in found]), torch.cat([b for _, b in found], dim=1)
+    results = [maxsim_oracle(query, padded, mask) for query in query_tokens]
+    return torch.stack([s for s, _ in results]), torch.cat([b for _, b in results], dim=1)
 
 
 @pytest.mark.parametrize("dim", [48, 64, 130, 384, 2048])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spec", OF_CODECS, ids=lambda spec: "-".join(map(str, spec.values())))
+@pytest.mark.parametrize("spec", CODEC_SPECS, ids=lambda spec: "-".join(map(str, spec.values())))
 def test_codecs_equal_the_oracle(spec, backend, dim):
-    packed = stored(spec, vectors(sum(LENGTHS), dim))
-    asked = [packed.codec.transform_queries(query) for query in queries(dim)]
-    expected, best = oracle(asked, packed)
-    torch.testing.assert_close(maxsim(asked, packed, backend=backend), expected)
+    packed = quantise(spec, vectors(sum(LENGTHS), dim))
+    query_tokens = [packed.codec.transform_queries(query) for query in queries(dim)]
+    expected, best = oracle(query_tokens, packed)
+    torch.testing.assert_close(maxsim(query_tokens, packed, backend=backend), expected)
     rows = torch.tensor([0, 1, 3, 4, 6, 10, 12, 13])
-    torch.testing.assert_close(maxsim(asked, packed, rows=rows, backend=backend), expected[:, rows])
-    check_best(torch.cat(asked), packed, backend, best)
+    torch.testing.assert_close(
+        maxsim(query_tokens, packed, rows=rows, backend=backend), expected[:, rows]
+    )
+    check_best(torch.cat(query_tokens), packed, backend, best)
 
 
 def check_best(query_MD, packed, backend, best) -> None:
-    """The same tokens as the oracle's, or others that are as similar."""
-    found = list(best_tokens(query_MD, packed, backend=backend, block_bytes=2000))
-    assert [first for first, _, _ in found][:1] == [0] and len(found) > 1
-    token_BM = torch.cat([token for _, _, token in found])
-    similarity_BM = torch.cat([similarity for _, similarity, _ in found])
+    """Checks best tokens against the oracle, up to tokens with equal similarity."""
+    blocks = list(best_tokens(query_MD, packed, backend=backend, block_bytes=2000))
+    assert [first for first, _, _ in blocks][:1] == [0] and len(blocks) > 1
+    token_BM = torch.cat([token for _, _, token in blocks])
+    similarity_BM = torch.cat([similarity for _, similarity, _ in blocks])
     assert (token_BM < 0).equal(best < 0) and torch.isneginf(similarity_BM).equal(best < 0)
     for row, length in enumerate(packed.lengths.tolist()):
         if length:
             sim_MN = query_MD @ packed.item(row).T
             torch.testing.assert_close(similarity_BM[row], sim_MN.amax(dim=1))
-            chosen = sim_MN.gather(1, token_BM[row].unsqueeze(1)).squeeze(1)
-            torch.testing.assert_close(chosen, similarity_BM[row])
+            sim_M = sim_MN.gather(1, token_BM[row].unsqueeze(1)).squeeze(1)
+            torch.testing.assert_close(sim_M, similarity_BM[row])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
-def test_floats_of_any_size_equal_the_oracle(backend, dtype):
+def test_float_types_equal_the_oracle(backend, dtype):
     generator = torch.Generator().manual_seed(2)
     for _ in range(15):
         dim = int(torch.randint(1, 200, (), generator=generator))
         size = int(torch.randint(1, 60, (), generator=generator))
         lengths = torch.randint(0, 40, (size,), generator=generator)
-        lengths[0] += 1  # there is a token
+        lengths[0] += 1  # at least one token
         values = normalise(torch.randn(int(lengths.sum()), dim, generator=generator)).to(dtype)
         packed = PackedVectors.from_values(values, lengths)
-        asked = [normalise(torch.randn(m, dim, generator=generator)) for m in (1, 5, 32, 40)]
-        found = maxsim(asked, packed, backend=backend)
-        torch.testing.assert_close(found, oracle(asked, packed)[0], rtol=1e-5, atol=1e-5)
+        query_tokens = [normalise(torch.randn(m, dim, generator=generator)) for m in (1, 5, 32, 40)]
+        scores = maxsim(query_tokens, packed, backend=backend)
+        torch.testing.assert_close(scores, oracle(query_tokens, packed)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spec", OF_CODECS, ids=lambda spec: "-".join(map(str, spec.values())))
+@pytest.mark.parametrize("spec", CODEC_SPECS, ids=lambda spec: "-".join(map(str, spec.values())))
 def test_all_similarities_negative(spec, backend):
-    packed = stored(spec, vectors(sum(LENGTHS), 64, shift=-2.0))
-    asked = [packed.codec.transform_queries(query.abs()) for query in queries(64)]
-    scores = maxsim(asked, packed, backend=backend)
-    torch.testing.assert_close(scores, oracle(asked, packed)[0])
-    there = [i for i, query in enumerate(asked) if len(query)]
-    assert (scores[there] < 0).all()
+    packed = quantise(spec, vectors(sum(LENGTHS), 64, shift=-2.0))
+    query_tokens = [packed.codec.transform_queries(query.abs()) for query in queries(64)]
+    scores = maxsim(query_tokens, packed, backend=backend)
+    torch.testing.assert_close(scores, oracle(query_tokens, packed)[0])
+    has_tokens = [i for i, query in enumerate(query_tokens) if len(query)]
+    assert (scores[has_tokens] < 0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spec", OF_CODECS, ids=lambda spec: "-".join(map(str, spec.values())))
-def test_equal_documents_have_equal_scores_wherever_they_lie(spec, backend):
-    """Also whatever else is asked: shards and batches must not change the order of the best."""
+@pytest.mark.parametrize("spec", CODEC_SPECS, ids=lambda spec: "-".join(map(str, spec.values())))
+def test_scores_do_not_depend_on_positions(spec, backend):
+    """Nor do scores depend on other documents and queries, so shards do not change rankings."""
     document, other = vectors(37, 128), vectors(1001, 128, seed=5)
     values = torch.cat([document, other[:500], document, other[500:], document])
-    packed = stored(spec, values, [37, 500, 37, 501, 37])
-    alone = stored_as(packed, document, [37])
-    asked = [packed.codec.transform_queries(query) for query in queries(128)]
-    scores = maxsim(asked, packed, backend=backend)
+    packed = quantise(spec, values, [37, 500, 37, 501, 37])
+    single = quantise_like(packed, document, [37])
+    query_tokens = [packed.codec.transform_queries(query) for query in queries(128)]
+    scores = maxsim(query_tokens, packed, backend=backend)
     assert scores[:, 0].equal(scores[:, 2]) and scores[:, 0].equal(scores[:, 4])
     if backend != "torch":
-        assert maxsim(asked, alone, backend=backend)[:, 0].equal(scores[:, 0])
-        for i, query in enumerate(asked):
+        assert maxsim(query_tokens, single, backend=backend)[:, 0].equal(scores[:, 0])
+        for i, query in enumerate(query_tokens):
             assert maxsim([query], packed, backend=backend)[0].equal(scores[i])
 
 
-def stored_as(like: PackedVectors, values: torch.Tensor, lengths: list[int]) -> PackedVectors:
-    parts = like.codec.quantise(values)
-    return PackedVectors([Segment(like.codec, like.dim, parts, torch.tensor(lengths))])
+def quantise_like(other: PackedVectors, values: torch.Tensor, lengths: list[int]) -> PackedVectors:
+    parts = other.codec.quantise(values)
+    return PackedVectors([Segment(other.codec, other.dim, parts, torch.tensor(lengths))])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -141,90 +146,99 @@ def test_many_documents_and_queries_in_many_tasks(backend, monkeypatch):
     monkeypatch.setattr(native, "QUERY_BYTES", 40 * 4 * 96)
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, 50, (300,), generator=generator).tolist()
-    packed = stored({"name": "float16"}, vectors(sum(lengths), 96), lengths)
-    asked = [vectors(m, 96, seed=m) for m in (1, 39, 40, 41, 2, 3, 200)]
-    torch.testing.assert_close(maxsim(asked, packed, backend=backend), oracle(asked, packed)[0])
+    packed = quantise({"name": "float16"}, vectors(sum(lengths), 96), lengths)
+    query_tokens = [vectors(m, 96, seed=m) for m in (1, 39, 40, 41, 2, 3, 200)]
+    torch.testing.assert_close(
+        maxsim(query_tokens, packed, backend=backend), oracle(query_tokens, packed)[0]
+    )
 
 
 @pytest.mark.parametrize("backend", native.available())
 @pytest.mark.parametrize("task_pairs", [1, 1 << 18])
-def test_the_best_tokens_of_many_threads(backend, task_pairs, monkeypatch):
+def test_best_tokens_with_several_threads(backend, task_pairs, monkeypatch):
     monkeypatch.setattr(native, "TASK_PAIRS", task_pairs)
     lengths = LENGTHS * 10
-    packed = stored({"name": "int8"}, vectors(sum(lengths), 48), lengths)
+    packed = quantise({"name": "int8"}, vectors(sum(lengths), 48), lengths)
     query_MD = torch.cat(queries(48))
-    (alone,) = best_tokens(query_MD, packed, backend=backend)
+    (expected,) = best_tokens(query_MD, packed, backend=backend)
     torch.set_num_threads(3)
     try:
-        (found,) = best_tokens(query_MD, packed, backend=backend)
+        (result,) = best_tokens(query_MD, packed, backend=backend)
     finally:
         torch.set_num_threads(1)
-    assert all(torch.equal(a, b) for a, b in zip(found[1:], alone[1:], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(result[1:], expected[1:], strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_segments_and_deleted_documents(backend):
     values = vectors(sum(LENGTHS), 64)
     live = torch.tensor([0, 1, 3, 6, 9, 11])
-    first = stored({"name": "float16"}, values, live=live).segments[0]
-    second = stored({"name": "float16"}, vectors(5, 64, seed=9), [2, 0, 3]).segments[0]
+    first = quantise({"name": "float16"}, values, live=live).segments[0]
+    second = quantise({"name": "float16"}, vectors(5, 64, seed=9), [2, 0, 3]).segments[0]
     packed = PackedVectors([first, second, first])
     assert packed.lengths.tolist() == [3, 0, 7, 25, 0, 65, 2, 0, 3, 3, 0, 7, 25, 0, 65]
-    asked = queries(64)
-    expected, best = oracle(asked, packed)
-    torch.testing.assert_close(maxsim(asked, packed, backend=backend), expected)
+    query_tokens = queries(64)
+    expected, best = oracle(query_tokens, packed)
+    torch.testing.assert_close(maxsim(query_tokens, packed, backend=backend), expected)
     rows = torch.tensor([2, 5, 6, 8, 11, 14])
-    torch.testing.assert_close(maxsim(asked, packed, rows=rows, backend=backend), expected[:, rows])
-    check_best(torch.cat(asked), packed, backend, best)
-    mean = maxsim(asked, packed, reduce="mean", backend=backend)
-    counts = torch.tensor([[max(len(query), 1)] for query in asked])
+    torch.testing.assert_close(
+        maxsim(query_tokens, packed, rows=rows, backend=backend), expected[:, rows]
+    )
+    check_best(torch.cat(query_tokens), packed, backend, best)
+    mean = maxsim(query_tokens, packed, reduce="mean", backend=backend)
+    counts = torch.tensor([[max(len(query), 1)] for query in query_tokens])
     torch.testing.assert_close(mean, expected / counts)
 
 
-def test_what_is_read_is_touched_first():
-    touched: list[int] = []
+def test_vectors_are_verified_before_they_are_read():
+    verified: list[int] = []
 
-    def touch(starts: torch.Tensor, lengths: torch.Tensor) -> None:
+    def verify(starts: torch.Tensor, lengths: torch.Tensor) -> None:
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            touched.extend(range(start, start + length))
+            verified.extend(range(start, start + length))
 
-    segment = stored({"name": "float16"}, vectors(sum(LENGTHS), 64)).segments[0]
-    watched = Segment(segment.codec, 64, segment.parts, segment.lengths, touch=touch)
+    segment = quantise({"name": "float16"}, vectors(sum(LENGTHS), 64)).segments[0]
+    packed = PackedVectors(
+        [Segment(segment.codec, 64, segment.parts, segment.lengths, verify=verify)]
+    )
     for backend in BACKENDS:
-        touched.clear()
-        maxsim(queries(64), PackedVectors([watched]), backend=backend)
-        assert sorted(touched) == list(range(sum(LENGTHS)))
-        touched.clear()
-        maxsim(queries(64), PackedVectors([watched]), rows=torch.tensor([0, 6, 8]), backend=backend)
-        assert sorted(touched) == [0, 1, 2, *range(11, 36), *range(37, 41)]
+        verified.clear()
+        maxsim(queries(64), packed, backend=backend)
+        assert sorted(verified) == list(range(sum(LENGTHS)))
+        verified.clear()
+        maxsim(queries(64), packed, rows=torch.tensor([0, 6, 8]), backend=backend)
+        assert sorted(verified) == [0, 1, 2, *range(11, 36), *range(37, 41)]
 
 
 def test_documents_are_copied_to_a_device_in_pieces(monkeypatch):
     monkeypatch.setattr(packed_module, "COPY_BYTES", 1000)
-    touched = []
-    segment = stored(
+    verified = []
+    segment = quantise(
         {"name": "int8"}, vectors(sum(LENGTHS), 64), live=torch.tensor([0, 3, 10])
     ).segments[0]
-    watched = dataclasses.replace(segment, touch=lambda *run: touched.append(tuple(map(int, run))))
-    moved = watched.to("cpu")
+
+    def verify(start: torch.Tensor, length: torch.Tensor) -> None:
+        verified.append((int(start), int(length)))
+
+    copy = dataclasses.replace(segment, verify=verify).to("cpu")
     for name, part in segment.parts.items():
-        assert moved.parts[name].equal(part) and moved.parts[name] is not part
-    assert moved.lengths.equal(segment.lengths) and moved.live.equal(segment.live)
-    assert touched[:2] == [(0, 15), (15, 15)] and sum(touched[-1]) == sum(LENGTHS)
+        assert copy.parts[name].equal(part) and copy.parts[name] is not part
+    assert copy.lengths.equal(segment.lengths) and copy.live.equal(segment.live)
+    assert verified[:2] == [(0, 15), (15, 15)] and sum(verified[-1]) == sum(LENGTHS)
     packed = PackedVectors([segment])
     assert packed.to("cpu") is packed
 
 
-def test_an_unknown_backend_or_dimension_is_refused():
-    packed = stored({"name": "float16"}, vectors(sum(LENGTHS), 64))
+def test_rejects_unknown_backend_and_wrong_dimension():
+    packed = quantise({"name": "float16"}, vectors(sum(LENGTHS), 64))
     with pytest.raises(ValueError, match=r"backend must be one of torch.*, got 'abacus'"):
         maxsim(queries(64), packed, backend="abacus")
     with pytest.raises(ValueError, match=r"must have the shape \(tokens, 64\), got \(4, 48\)"):
         maxsim(queries(48), packed)
 
 
-def test_torch_scores_where_the_library_was_not_built(tmp_path: Path):
-    """As after an installation without a compiler: the package, and no library in it."""
+def test_torch_is_used_without_the_library(tmp_path: Path):
+    """The package contains no library if it was installed without a compiler."""
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
@@ -246,5 +260,5 @@ assert maxsim([torch.eye(4)[:2]], packed).tolist() == [[1.0, 1.0]]
 
 
 def test_backends_are_named():
-    packed = stored({"name": "float16"}, vectors(sum(LENGTHS), 64))
+    packed = quantise({"name": "float16"}, vectors(sum(LENGTHS), 64))
     assert backends(packed) == BACKENDS

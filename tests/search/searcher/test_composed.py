@@ -1,4 +1,4 @@
-"""A text and a picture together as a query: in process, and as the search job takes them."""
+"""Composed queries of text and image, in Python and with the search job."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TEXT = "but in red"
 
 @pytest.fixture(scope="module")
 def photos(cluster, checkpoint, tmp_path_factory):
-    """The folder of an index of a tiny Qwen2-VL, and its photos."""
+    """Returns the folder of an index built with a tiny Qwen2-VL, and its images."""
     folder = tmp_path_factory.mktemp("composed")
     model = checkpoint("qwen2_vl")
     return folder, index_photos(folder, "qwen_vl", model, keep="visual")
 
 
-def test_hits_are_those_of_the_encoded_query(photos):
+def test_equals_encoded_query(photos):
     folder, of = photos
     searcher = open_index(str(folder / "index"))
     assert searcher.representation("full").encoder.query_kinds == ("text", "image", "composed")
@@ -44,34 +44,34 @@ def test_hits_are_those_of_the_encoded_query(photos):
             assert [hit.item_id for hit in alone] == [hit.item_id for hit in found[0]]
     parts = searcher.search(TEXT, score="single"), searcher.search(of["3.png"], score="single")
     together = searcher.search(queries[0], score="single")
-    for part in parts:  # it is neither of its parts
+    for part in parts:  # the query differs from both of its parts
         assert [hit.score for hit in together] != pytest.approx([hit.score for hit in part])
 
 
-def test_what_matches_is_named_and_lit(photos):
+def test_explanations_and_maps(photos):
     folder, of = photos
     searcher = open_index(str(folder / "index"))
     query = Composed(TEXT, of["3.png"])
     for name in ("full", "hpool_8"):
         hit = searcher.search(query, name, k=1)[0]
         tokens = [match.query_token for match in hit.matches]
-        # Of the query the text's tokens count, and those of the prompt; the picture's are dropped.
+        # The query consists of the tokens of the text and the prompt, without image tokens.
         assert TEXT in "".join(tokens) and not any(token.startswith("[") for token in tokens)
         assert all(place.box for match in hit.matches for place in match.places)
-        drawn = similarity_map(searcher, query, hit.item_id, name)
-        assert drawn.query_tokens == tokens and np.isfinite(drawn.values()).all()
-        assert drawn.score == pytest.approx(hit.score, abs=1e-3)
-        assert highlight(Previews(searcher.index), drawn).startswith(b"\x89PNG")
+        map = similarity_map(searcher, query, hit.item_id, name)
+        assert map.query_tokens == tokens and np.isfinite(map.values()).all()
+        assert map.score == pytest.approx(hit.score, abs=1e-3)
+        assert highlight(Previews(searcher.index), map).startswith(b"\x89PNG")
 
 
-def test_what_is_no_query(photos, index_uri):
+def test_rejects_invalid_queries(photos, index_uri):
     folder, of = photos
     searcher = open_index(str(folder / "index"))
-    for query, said in (
+    for query, problem in (
         (Composed(" ", of["3.png"]), "at least one word"),
         (Composed(TEXT, b"GIF89a"), "cannot be read"),
     ):
-        with pytest.raises(SpecError, match=f"^query must be .*{said}"):
+        with pytest.raises(SpecError, match=f"^query must be .*{problem}"):
             searcher.search(query)
     with pytest.raises(
         SpecError, match="^query must be a text, got .*, which is not supported by MiniLM$"
@@ -79,7 +79,7 @@ def test_what_is_no_query(photos, index_uri):
         open_index(index_uri).search(Composed(TEXT, of["3.png"]))
 
 
-def test_as_a_job(photos, tmp_path, capsys):
+def test_search_job(photos, tmp_path, capsys):
     folder, of = photos
     uri, photo = str(folder / "index"), str(folder / "photos" / "3.png")
     expected = open_index(uri).search(Composed(TEXT, of["3.png"]), k=3)
@@ -89,17 +89,17 @@ def test_as_a_job(photos, tmp_path, capsys):
     assert [hit["score"] for hit in hits] == pytest.approx([hit.score for hit in expected])
     maps, run = tmp_path / "maps", tmp_path / "run.trec"
     search.main([uri, TEXT, "--image", photo, "--k", "2", "--save-maps", str(maps)])
-    assert "brightest: box" in capsys.readouterr().out
+    assert "best match: box" in capsys.readouterr().out
     assert (maps / "1.png").read_bytes().startswith(b"\x89PNG")
     search.main([uri, TEXT, "--image", photo, "--k", "2", "--run", str(run)])
     assert "encoded" in capsys.readouterr().out and len(run.read_text().splitlines()) == 2
 
 
-def test_as_a_job_where_the_encoder_reads_texts_alone(photos, index_uri, capsys):
+def test_search_job_rejects_composed_query_for_text_encoder(photos, index_uri, capsys):
     folder, _ = photos
     with pytest.raises(SystemExit) as exit:
         jobs.run(search.main, [index_uri, TEXT, "--image", str(folder / "photos" / "3.png")])
     assert exit.value.code == 2
-    said = "query must be a text, got 'a text with an image', which is not supported by MiniLM"
+    message = "query must be a text, got 'a text with an image', which is not supported by MiniLM"
     out, err = capsys.readouterr()
-    assert (out, err.splitlines()[-1]) == ("", f"error: {said}")  # behind a bar of the library's
+    assert (out, err.splitlines()[-1]) == ("", f"error: {message}")  # after a progress bar

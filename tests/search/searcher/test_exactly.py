@@ -1,4 +1,4 @@
-"""Search against scores worked out item by item: ties, filters, ids, groups, weights, parts."""
+"""Search against reference scores: ties, filters, ids, groups, weights, score components."""
 
 import itertools
 
@@ -8,10 +8,10 @@ import pytest
 from pipeline.config import SpecError
 from pipeline.schema import Parts
 from pipeline.search.score import QUERY_BATCH
-from tests.search.conftest import best_by_hand, random_queries, random_rows
+from tests.search.conftest import random_queries, random_rows, reference_ranking
 
 NAME = "hpool_2"
-NOT_FINITE = "finite float32 vectors, got 'NaN or infinity'"
+NOT_FINITE = "finite in float32, got 'NaN or infinity'"
 
 
 def found(hits):
@@ -39,47 +39,48 @@ def rng():
         ("hybrid", (0.5, 0)),
     ],
 )
-def test_equals_the_scores_by_hand(index_of, rng, score, weights, group_by):
-    """With filters, ids and parents, and all of them; most places are shared by several items."""
+def test_equals_reference_scores(make_index, rng, score, weights, group_by):
+    """Covers all combinations of filter, ids and parents; most scores are ties."""
     rows, queries = random_rows(rng, 120), random_queries(rng, 8)
-    searcher = index_of(rows)
+    searcher = make_index(rows)
     ids = [f"i{i:03}" for i in rng.choice(200, 90, replace=False)]
     parents = [f"p{i}" for i in range(0, 40, 2)]
-    for filter, some_ids, some_parents in itertools.product(
+    for filter, item_list, parent_list in itertools.product(
         (None, "item_id >= 'i030'"), (None, ids), (None, parents)
     ):
-        through = [
+        selected = [
             row
             for row in rows
             if (filter is None or row.item_id >= "i030")
-            and (some_ids is None or row.item_id in ids)
-            and (some_parents is None or row.parent_id in parents)
+            and (item_list is None or row.item_id in ids)
+            and (parent_list is None or row.parent_id in parents)
         ]
         for k in (1, 3, 10, 500):
-            how = {"score": score, "group_by": group_by, "weights": weights, "k": k}
-            how |= {"filter": filter, "ids": some_ids, "parents": some_parents}
-            every = searcher.search(queries, NAME, explain=False, **how)
-            ranked = searcher.rank(queries, NAME, **how)
-            for query, (hits, ranking) in enumerate(zip(every, ranked, strict=True)):
-                by_hand = best_by_hand(
-                    through, queries, query, score, weights, by_parent=group_by == "parent"
+            options = {"score": score, "group_by": group_by, "weights": weights, "k": k}
+            options |= {"filter": filter, "ids": item_list, "parents": parent_list}
+            hits_of_queries = searcher.search(queries, NAME, explain=False, **options)
+            rankings = searcher.rank(queries, NAME, **options)
+            for query, (hits, ranking) in enumerate(zip(hits_of_queries, rankings, strict=True)):
+                reference = reference_ranking(
+                    selected, queries, query, score, weights, by_parent=group_by == "parent"
                 )
-                assert found(hits) == expected(by_hand, k)
+                assert found(hits) == expected(reference, k)
                 assert ranking.item_ids == [hit.item_id for hit in hits]
                 assert ranking.scores == [hit.score for hit in hits]
 
 
-def test_more_queries_than_a_batch(index_of, rng):
+def test_more_queries_than_a_batch(make_index, rng):
     rows, queries = random_rows(rng, 30), random_queries(rng, 2 * QUERY_BATCH + 1)
-    hits = index_of(rows).search(queries, NAME, score="hybrid", k=5, explain=False)
-    assert [found(of_query) for of_query in hits] == [
-        expected(best_by_hand(rows, queries, query, "hybrid"), 5) for query in range(len(queries))
+    hits = make_index(rows).search(queries, NAME, score="hybrid", k=5, explain=False)
+    assert [found(query_hits) for query_hits in hits] == [
+        expected(reference_ranking(rows, queries, query, "hybrid"), 5)
+        for query in range(len(queries))
     ]
 
 
-def test_nothing_let_through_gives_no_hits(index_of, rng):
+def test_empty_selection_returns_no_hits(make_index, rng):
     rows, queries = random_rows(rng, 20), random_queries(rng, 2)
-    searcher = index_of(rows)
+    searcher = make_index(rows)
     for restriction in (
         {"filter": "item_id = 'none'"},
         {"ids": []},
@@ -92,23 +93,23 @@ def test_nothing_let_through_gives_no_hits(index_of, rng):
             assert hits == [[], []]
 
 
-def test_ids_are_any_collection_and_unknown_ones_are_left_out(index_of, rng):
+def test_ids_can_be_any_collection_and_unknown_ids_are_ignored(make_index, rng):
     rows, queries = random_rows(rng, 20), random_queries(rng, 1)
-    searcher = index_of(rows)
-    named = ["i001", "i007", "i007", "none"]
-    alone = searcher.search(queries, NAME, ids=named, score="single")
-    for ids in (tuple(named), set(named), dict.fromkeys(named), np.array(named)):
-        assert searcher.search(queries, NAME, ids=ids, score="single") == alone
-    assert searcher.num_known(named) == 2
+    searcher = make_index(rows)
+    names = ["i001", "i007", "i007", "none"]
+    expected = searcher.search(queries, NAME, ids=names, score="single")
+    for ids in (tuple(names), set(names), dict.fromkeys(names), np.array(names)):
+        assert searcher.search(queries, NAME, ids=ids, score="single") == expected
+    assert searcher.num_known(names) == 2
     assert searcher.num_known(["none"]) == searcher.num_known([]) == 0
-    there = {row.parent_id for row in rows}
-    assert searcher.num_known([*there, "none"], "parents") == len(there)
+    parents = {row.parent_id for row in rows}
+    assert searcher.num_known([*parents, "none"], "parents") == len(parents)
 
 
 @pytest.mark.parametrize("field", ["ids", "parents"])
 @pytest.mark.parametrize(("ids", "value"), [("i001", "i001"), (["i001", 3], 3), (["\ud800"],) * 2])
-def test_illegal_ids(index_of, rng, field, ids, value):
-    searcher, queries = index_of(random_rows(rng, 8)), random_queries(rng, 1)
+def test_rejects_invalid_ids(make_index, rng, field, ids, value):
+    searcher, queries = make_index(random_rows(rng, 8)), random_queries(rng, 1)
     with pytest.raises(SpecError) as caught:
         searcher.search(queries, NAME, **{field: ids})
     value = value[0] if isinstance(value, list) else value
@@ -120,8 +121,8 @@ def test_illegal_ids(index_of, rng, field, ids, value):
     [(0, 0), (-1, 1), (1, float("nan")), (float("inf"), 1), (1,), (1, 1, 1), 1, "11", (True, 1),
      (1e-300, 1e-300), (1e300, 1), ("1", 1), None],
 )  # fmt: skip
-def test_illegal_weights(index_of, rng, weights):
-    searcher, queries = index_of(random_rows(rng, 8)), random_queries(rng, 1)
+def test_rejects_invalid_weights(make_index, rng, weights):
+    searcher, queries = make_index(random_rows(rng, 8)), random_queries(rng, 1)
     with pytest.raises(SpecError) as caught:
         searcher.search(queries, NAME, score="hybrid", weights=weights)
     assert str(caught.value) == (
@@ -130,48 +131,49 @@ def test_illegal_weights(index_of, rng, weights):
     )
 
 
-def test_weights_are_of_the_hybrid_score(index_of, rng):
-    searcher, queries = index_of(random_rows(rng, 8)), random_queries(rng, 1)
+def test_weights_require_the_hybrid_score(make_index, rng):
+    searcher, queries = make_index(random_rows(rng, 8)), random_queries(rng, 1)
     with pytest.raises(SpecError) as caught:
         searcher.rank(queries, NAME, weights=(1, 2))
     assert str(caught.value) == ("weights must be (1.0, 1.0) for the score late, got (1, 2)")
     searcher.rank(queries, NAME, weights=[1, 1])
 
 
-def test_an_index_without_rows(index_of, rng):
-    searcher, queries = index_of([]), random_queries(rng, 2)
+def test_empty_index(make_index, rng):
+    searcher, queries = make_index([]), random_queries(rng, 2)
     for score, group_by in itertools.product(("late", "single", "hybrid"), (None, "parent")):
         assert searcher.search(queries, NAME, score=score, group_by=group_by) == [[], []]
-        how = {"filter": "item_id <> ''", "ids": ["a"]}
-        assert searcher.search(queries, NAME, score=score, group_by=group_by, **how) == [[], []]
+        selection = {"filter": "item_id <> ''", "ids": ["a"]}
+        options = {"score": score, "group_by": group_by}
+        assert searcher.search(queries, NAME, **options, **selection) == [[], []]
     assert searcher.num_known(["a"]) == 0
 
 
-def test_rows_without_any_vectors(index_of, rng):
+def test_rows_without_any_vectors(make_index, rng):
     rows, queries = random_rows(rng, 12), random_queries(rng, 2)
-    searcher = index_of([row._replace(tokens=None) for row in rows])
+    searcher = make_index([row._replace(tokens=None) for row in rows])
     for group_by in (None, "parent"):
         assert searcher.search(queries, NAME, group_by=group_by) == [[], []]
         assert searcher.search(queries, NAME, score="hybrid", group_by=group_by) == [[], []]
     assert searcher.search(queries, NAME, score="single")[0]
-    searcher = index_of([row._replace(pooled=None) for row in rows])
+    searcher = make_index([row._replace(pooled=None) for row in rows])
     assert searcher.search(queries, NAME, score="single") == [[], []]
     assert searcher.search(queries, NAME, score="hybrid", weights=(0, 1)) == [[], []]
 
 
-def test_no_queries_have_no_hits(index_of, rng):
-    searcher = index_of(random_rows(rng, 8))
+def test_no_queries(make_index, rng):
+    searcher = make_index(random_rows(rng, 8))
     assert searcher.search([], NAME) == searcher.rank([], NAME) == []
 
 
-def test_a_query_of_zeros_has_no_direction(index_of, rng):
-    """One token of zeros counts for nothing; the shortest and longest vectors have a direction."""
-    searcher = index_of(random_rows(rng, 12))
+def test_rejects_zero_query(make_index, rng):
+    """A zero token does not contribute; very short and very long vectors are normalised."""
+    searcher = make_index(random_rows(rng, 12))
     query = np.eye(3, 384, dtype=np.float32)
     with pytest.raises(SpecError) as caught:
         searcher.search([query, 0 * query], NAME)
     assert str(caught.value) == (
-        "query must be vectors with a direction, got 'zeros' (query 2 of 2)"
+        "query must be an array with at least one non-zero vector, got 'only zeros' (query 2 of 2)"
     )
     hits = searcher.search(query, NAME, explain=False)
     with_zeros = np.concatenate([query, 0 * query])
@@ -181,34 +183,34 @@ def test_a_query_of_zeros_has_no_direction(index_of, rng):
 
 
 @pytest.mark.parametrize(
-    ("query", "sentence"),
+    ("query", "message"),
     [
-        (np.ones((2, 5)), "vectors of 384 numbers, got 'vectors of 5 numbers'"),
-        (np.ones((0, 384)), "a matrix of numbers of shape (query tokens, dim), "
+        (np.ones((2, 5)), "vectors of dimension 384, got 'vectors of dimension 5'"),
+        (np.ones((0, 384)), "a numeric array of shape (query tokens, dim), "
          "got 'an array of shape (0, 384)'"),
         (np.full((1, 384), np.nan), NOT_FINITE),
         (np.full((1, 384), -np.inf), NOT_FINITE),
         (np.full((1, 384), 1e300), NOT_FINITE),
         ([np.ones((1, 384)), np.ones((1, 3))],
-         "vectors of 384 numbers, got 'vectors of 3 numbers' (query 2 of 2)"),
+         "vectors of dimension 384, got 'vectors of dimension 3' (query 2 of 2)"),
         (["a", " "], "a text with at least one word, got ' ' (query 2 of 2)"),
-        ("\ud800", "a text in UTF-8, got '\\ud800'"),
+        ("\ud800", "valid UTF-8 text, got '\\ud800'"),
     ],
 )  # fmt: skip
-def test_illegal_queries(index_of, rng, query, sentence):
+def test_rejects_invalid_queries(make_index, rng, query, message):
     with pytest.raises(SpecError) as caught:
-        index_of(random_rows(rng, 8)).search(query, NAME)
-    assert str(caught.value) == f"query must be {sentence}"
+        make_index(random_rows(rng, 8)).search(query, NAME)
+    assert str(caught.value) == f"query must be {message}"
 
 
 @pytest.mark.parametrize("k", [0, -1, True, 2.0, "3", None])
-def test_illegal_k(index_of, rng, k):
+def test_rejects_invalid_k(make_index, rng, k):
     with pytest.raises(SpecError) as caught:
-        index_of(random_rows(rng, 8)).search(np.ones((1, 384)), NAME, k=k)
+        make_index(random_rows(rng, 8)).search(np.ones((1, 384)), NAME, k=k)
     assert str(caught.value) == f"k must be an integer >= 1, got {k!r}"
 
 
-def test_k_beyond_the_corpus_gives_all(index_of, rng):
+def test_k_larger_than_the_corpus(make_index, rng):
     rows, queries = random_rows(rng, 12), random_queries(rng, 1)
-    (hits,) = index_of(rows).search(queries, NAME, k=10**30)
+    (hits,) = make_index(rows).search(queries, NAME, k=10**30)
     assert len(hits) == sum(row.tokens is not None for row in rows)

@@ -191,8 +191,8 @@ def _search(
     from pipeline.search.map_files import write_hit_maps, write_hit_sheet
 
     for batch in _runs.batches(queries):
-        found = searcher.search_with(list(batch.values()), options, reranker)
-        for (query_id, query), hits in zip(batch.items(), found, strict=True):
+        hits_of_queries = searcher.search_with(list(batch.values()), options, reranker)
+        for (query_id, query), hits in zip(batch.items(), hits_of_queries, strict=True):
             if args.json:
                 for hit in hits:
                     print(json.dumps({"query_id": query_id, **asdict(hit)}, ensure_ascii=False))

@@ -154,7 +154,7 @@ def find_passages(
         cost(W) = mean_m c_m * length(W) / `TOKEN_CHARACTERS`
 
     Here e_mt is s_mt - mean_n s_mn, or 0 if that is below c_m / 2 (the token does not match), and
-    f_m is the highest e_mt inside the passages found before. Passages are chosen greedily by gain
+    f_m is the highest e_mt inside the passages found before. Passages are selected greedily by gain
     minus cost. Every passage after the first must gain at least `MIN_SHARE` of the sum of all c_m.
 
     A passage is either a window of consecutive tokens in reading order, within one frame or within
@@ -177,16 +177,16 @@ def find_passages(
     is_single = sim_MN.shape[1] == 1
     mean_M = np.zeros(len(sim_MN)) if is_single else sim_MN.mean(axis=1)
     best_M = sim_MN.max(axis=1) - mean_M
-    chosen = np.sort(np.argsort(-best_M, kind="stable")[:MAX_QUERY_TOKENS])
-    chosen = chosen[best_M[chosen] > 0]
-    if not len(chosen):
+    selected = np.sort(np.argsort(-best_M, kind="stable")[:MAX_QUERY_TOKENS])
+    selected = selected[best_M[selected] > 0]
+    if not len(selected):
         return ()
-    best_M = best_M[chosen]
-    e_MT = np.where(output_T < 0, 0.0, sim_MN[chosen][:, output_T] - mean_M[chosen, None])
+    best_M = best_M[selected]
+    e_MT = np.where(output_T < 0, 0.0, sim_MN[selected][:, output_T] - mean_M[selected, None])
     e_MT[e_MT < best_M[:, None] / 2] = 0.0
     words = _Words(e_MT, spans_T2, extents_T6, best_M.mean() / TOKEN_CHARACTERS)
     patches = _Patches(e_MT, spans_T2, extents_T6)
-    floor_M = np.zeros(len(chosen))
+    floor_M = np.zeros(len(selected))
     taken_T = np.zeros(num_tokens, bool)
     passages: list[Passage] = []
     while len(passages) < MAX_PASSAGES:
@@ -203,7 +203,7 @@ def find_passages(
             at_M = tokens[e_MT[:, tokens].argmax(axis=1)]
             marks = [
                 Mark(query_tokens[m], tuple(spans_T2[t].tolist()), float(contribution))
-                for m, t, contribution in zip(chosen, at_M, inside_M, strict=True)
+                for m, t, contribution in zip(selected, at_M, inside_M, strict=True)
                 if contribution > 0
             ]
         location = _location(tokens, spans_T2, extents_T6, text or "")

@@ -228,7 +228,7 @@ def hit_maps(
         image = highlight(Previews(searcher.index), map)
     except SpecError:
         return []
-    return [(f"{hit.item_id}: what {representation} matches", _shrunk(image))]
+    return [(f"{hit.item_id}: matches of {representation}", _shrunk(image))]
 
 
 def _shrunk(data: bytes) -> bytes:

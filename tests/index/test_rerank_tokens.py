@@ -290,7 +290,8 @@ def test_rejects_invalid_specs_before_adding_a_column(tmp_path, uri, photos, dua
     retrained = save_edje(tmp_path / "retrained", dual, num_tokens=5)
     for run in (fill, index):
         with pytest.raises(
-            SpecError, match="rerank must be .*the index's adapter .* has the adapter"
+            SpecError,
+            match="^rerank must be an EDJE model with the adapter of the index, .* has the adapter",
         ):
             run(spec(uri, photos, dual, rerank=retrained))
     with pytest.raises(

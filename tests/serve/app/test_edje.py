@@ -248,8 +248,8 @@ def test_checks_edje_model_before_start(uri, dual, model, tmp_path):
         start(str(tmp_path))
     with pytest.raises(
         SpecError,
-        match=r"indexes.i.edje must be .*the index's adapter .* has"
-        r" the adapter",
+        match=r"^indexes.i.edje must be an EDJE model with the adapter of the index, .*,"
+        r" which has the adapter ",
     ):
         start(other)
 

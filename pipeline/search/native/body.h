@@ -34,7 +34,7 @@ static inline float half_bits(uint16_t h) {
     return x;
 }
 
-static inline void row_of_half(const uint16_t* in, int dim, float* out) {
+static inline void decode_half(const uint16_t* in, int dim, float* out) {
     int d = 0;
 #if LEVEL >= AVX512
     for (; d + 16 <= dim; d += 16)
@@ -46,18 +46,18 @@ static inline void row_of_half(const uint16_t* in, int dim, float* out) {
     for (; d < dim; ++d) out[d] = half_bits(in[d]);
 }
 
-static inline void row_of_bfloat(const uint16_t* in, int dim, float* out) {
+static inline void decode_bfloat(const uint16_t* in, int dim, float* out) {
     for (int d = 0; d < dim; ++d) {
         uint32_t bits = uint32_t(in[d]) << 16;
         memcpy(out + d, &bits, 4);
     }
 }
 
-static inline void row_of_int8(const int8_t* in, int dim, float* out) {
+static inline void decode_int8(const int8_t* in, int dim, float* out) {
     for (int d = 0; d < dim; ++d) out[d] = in[d];
 }
 
-static inline void row_of_bits(const uint8_t* in, int dim, float* out) {
+static inline void decode_bits(const uint8_t* in, int dim, float* out) {
     int d = 0;
 #if LEVEL >= AVX512
     for (; d + 16 <= dim; d += 16) {
@@ -70,7 +70,7 @@ static inline void row_of_bits(const uint8_t* in, int dim, float* out) {
 }
 
 // Decodes a residual row with 2 or 4 bits per dimension; returns its scale, the inverse norm or 1.
-static inline float row_of_residual(const Documents& docs, int64_t row, int dim, float* out) {
+static inline float decode_residual(const Documents& docs, int64_t row, int dim, float* out) {
     const uint8_t* in = (const uint8_t*)docs.values + row * docs.row_bytes;
     const float* centroid = docs.centroids + int64_t(docs.codes[row]) * dim;
     int d = 0;
@@ -126,7 +126,7 @@ struct Block {
     Span spans[32];
     int num_spans;
     int64_t document, next;  // range of documents that end in this block
-    int64_t begun;           // rows of document `next` up to the end of this block
+    int64_t done_rows;       // rows of document `next` up to the end of this block
     bool open;               // whether the first span continues a document of the previous block
     const int8_t* bytes;     // int8 rows in place, or a copy near the end of the memory
     int64_t stride;
@@ -201,7 +201,7 @@ static void decode_pairs(const Documents& docs, Block& block, Scratch& s) {
                 block.scale_buffer[r] = 1 / std::sqrt(float(dim));
                 break;
             default:
-                block.scale_buffer[r] = row_of_residual(docs, row, dim, s.floats);  // zero-padded
+                block.scale_buffer[r] = decode_residual(docs, row, dim, s.floats);  // zero-padded
                 for (int d = 0; d < width; d += 32)
                     split<false>(_mm512_load_ps(s.floats + d), _mm512_load_ps(s.floats + d + 16), high + d,
                           low + d);
@@ -345,11 +345,11 @@ static void decode(const Documents& docs, Block& block, Scratch& s) {
         float* out = s.floats + r * width;
         switch (docs.kind) {
             case FLOAT32: memcpy(out, in, sizeof(float) * dim); break;
-            case FLOAT16: row_of_half((const uint16_t*)in, dim, out); break;
-            case BFLOAT16: row_of_bfloat((const uint16_t*)in, dim, out); break;
-            case INT8: row_of_int8((const int8_t*)in, dim, out); block.scale_buffer[r] = docs.scales[row]; break;
-            case BINARY: row_of_bits(in, dim, out); block.scale_buffer[r] = 1 / std::sqrt(float(dim)); break;
-            default: block.scale_buffer[r] = row_of_residual(docs, row, dim, out);
+            case FLOAT16: decode_half((const uint16_t*)in, dim, out); break;
+            case BFLOAT16: decode_bfloat((const uint16_t*)in, dim, out); break;
+            case INT8: decode_int8((const int8_t*)in, dim, out); block.scale_buffer[r] = docs.scales[row]; break;
+            case BINARY: decode_bits(in, dim, out); block.scale_buffer[r] = 1 / std::sqrt(float(dim)); break;
+            default: block.scale_buffer[r] = decode_residual(docs, row, dim, out);
         }
     }
 }
@@ -388,29 +388,29 @@ template <bool INTEGERS, bool ARGMAX>
 static inline void take_maxima(
     const float* products, const Block& block, const Span& span, bool open, float* best,
     int32_t* index) {
-    floats most[PARTS];
-    integers place[PARTS];
+    floats maxima[PARTS];
+    integers position[PARTS];
     for (int p = 0; p < PARTS; ++p) {
-        most[p] = open ? *(floats*)(best + p * LANES) : splat(LOWEST);
-        if (ARGMAX) place[p] = open ? *(integers*)(index + p * LANES) : integers{} - 1;
+        maxima[p] = open ? *(floats*)(best + p * LANES) : splat(LOWEST);
+        if (ARGMAX) position[p] = open ? *(integers*)(index + p * LANES) : integers{} - 1;
     }
     for (int r = span.first; r < span.last; ++r) {
         const floats scale = splat(block.scales ? block.scales[r] : 1);
-        const integers here = integers{} + int32_t(span.row_in_document + r - span.first);
+        const integers row_index = integers{} + int32_t(span.row_in_document + r - span.first);
         for (int p = 0; p < PARTS; ++p) {
             const float* at = products + r * 32 + p * LANES;
             floats x = INTEGERS ? __builtin_convertvector(*(const integers*)at, floats)
                                 : *(const floats*)at;
             if (INTEGERS || block.scales) x *= scale;
-            if (ARGMAX) place[p] = x > most[p] ? here : place[p];
-            most[p] = larger(x, most[p]);
+            if (ARGMAX) position[p] = x > maxima[p] ? row_index : position[p];
+            maxima[p] = larger(x, maxima[p]);
         }
     }
-    memcpy(best, most, sizeof(most));
-    if (ARGMAX) memcpy(index, place, sizeof(place));
+    memcpy(best, maxima, sizeof(maxima));
+    if (ARGMAX) memcpy(index, position, sizeof(position));
 }
 
-static inline float sum_of(const float* values, int64_t count) {
+static inline float sum_values(const float* values, int64_t count) {
     floats sums = {};
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
@@ -430,7 +430,7 @@ static void write(
         for (int64_t i = 0; i < queries.padded; ++i) best[i] *= queries.scales[i];
     for (int64_t q = 0; output.scores && q < queries.count; ++q)
         output.scores[q * output.stride + document] =
-            sum_of(best + queries.bounds[q], queries.bounds[q + 1] - queries.bounds[q]);
+            sum_values(best + queries.bounds[q], queries.bounds[q + 1] - queries.bounds[q]);
     if (output.best) {
         memcpy(output.best + document * queries.tokens, best, sizeof(float) * queries.tokens);
         memcpy(output.index + document * queries.tokens, index, sizeof(int32_t) * queries.tokens);
@@ -461,7 +461,7 @@ static void finish(
         const int64_t at = slot++ * queries.padded;
         write(queries, output, document, s.best + at, s.index + (ARGMAX ? at : 0));
     }
-    if (block.begun && slot) {
+    if (block.done_rows && slot) {
         std::copy_n(s.best + slot * queries.padded, queries.padded, s.best);
         if (ARGMAX) std::copy_n(s.index + slot * queries.padded, queries.padded, s.index);
     }
@@ -469,30 +469,30 @@ static void finish(
 
 // -- scoring ---------------------------------------------------------------------------------------
 
-// Fills a block with rows of `document`, from `begun`, and of the documents contiguous to it.
+// Fills a block with rows of `document`, from `done_rows`, and of the documents contiguous to it.
 // Returns false if no rows remain. Empty documents before the block are written.
-static bool take_rows(const Documents& docs, const Queries& queries, const Output& output,
-                      int64_t document, int64_t begun, Block& block) {
+static bool fill_block(const Documents& docs, const Queries& queries, const Output& output,
+                       int64_t document, int64_t done_rows, Block& block) {
     while (document < docs.count && docs.lengths[document] == 0)
         write_empty(queries, output, document++);
     if (document == docs.count) return false;
     block.document = document;
-    block.open = begun > 0;
-    block.first = docs.starts[document] + begun;
+    block.open = done_rows > 0;
+    block.first = docs.starts[document] + done_rows;
     block.rows = block.num_spans = 0;
     while (block.rows < 32 && document < docs.count) {
         if (docs.lengths[document] > 0) {
-            if (docs.starts[document] + begun != block.first + block.rows) break;
-            const int rows = int(std::min<int64_t>(32 - block.rows, docs.lengths[document] - begun));
-            block.spans[block.num_spans++] = {block.rows, block.rows + rows, begun};
+            if (docs.starts[document] + done_rows != block.first + block.rows) break;
+            const int rows = int(std::min<int64_t>(32 - block.rows, docs.lengths[document] - done_rows));
+            block.spans[block.num_spans++] = {block.rows, block.rows + rows, done_rows};
             block.rows += rows;
-            begun += rows;
-            if (begun < docs.lengths[document]) break;
+            done_rows += rows;
+            if (done_rows < docs.lengths[document]) break;
         }
-        ++document, begun = 0;
+        ++document, done_rows = 0;
     }
     block.next = document;
-    block.begun = begun;
+    block.done_rows = done_rows;
     return true;
 }
 
@@ -553,26 +553,26 @@ static void score_as(
         }
         if (pending_panel == num_panels - 1) finish<ARGMAX>(docs, queries, output, *pending, s);
     };
-    int64_t document = 0, begun = 0;
+    int64_t document = 0, done_rows = 0;
     for (int turn = 0;; turn ^= 1) {
         Block& block = blocks[turn];
-        if (!take_rows(docs, queries, output, document, begun, block)) break;
-        document = block.next, begun = block.begun;
+        if (!fill_block(docs, queries, output, document, done_rows, block)) break;
+        document = block.next, done_rows = block.done_rows;
         prepare(docs, s, block);
 #if LEVEL >= AMX
-        const char* later =
+        const char* ahead =
             (const char*)docs.values + (block.first + INT8_BLOCKS_AHEAD * 32) * docs.row_bytes;
 #endif
         if (num_panels == 0) finish<ARGMAX>(docs, queries, output, block, s);
         for (int64_t panel = 0; panel < num_panels; ++panel) {
-            const int64_t place = panel * panel_size;
+            const int64_t offset = panel * panel_size;
 #if LEVEL >= AMX
             // Tile products run in parallel with the maxima of the previous panel.
             if (INTEGERS)
-                multiply_int8(block, (const int8_t*)queries.packed + place, s.width / 64,
-                              panel ? nullptr : later);
+                multiply_int8(block, (const int8_t*)queries.packed + offset, s.width / 64,
+                              panel ? nullptr : ahead);
             else
-                multiply_pairs(s, block.rows, (const uint16_t*)queries.packed + place,
+                multiply_pairs(s, block.rows, (const uint16_t*)queries.packed + offset,
                                padded * s.width, docs.kind == BFLOAT16 || docs.kind == BINARY);
             take_pending();
             store_products(block.rows, s.products);
@@ -580,10 +580,10 @@ static void score_as(
             take_pending();
 #if LEVEL >= AVX512
             if (INTEGERS)
-                multiply_int8(block, (const int8_t*)queries.packed + place, s.width / 64, s.products);
+                multiply_int8(block, (const int8_t*)queries.packed + offset, s.width / 64, s.products);
 #endif
             if (!INTEGERS)
-                multiply_float(s, block.rows, (const float*)queries.packed + place, s.products);
+                multiply_float(s, block.rows, (const float*)queries.packed + offset, s.products);
 #endif
             pending = &block, pending_panel = panel;
         }

@@ -60,7 +60,7 @@ def uri(cluster, tmp_path_factory, dual, model, photos) -> str:
     return index_captioned(tmp_path_factory.mktemp("photos"), dual, photos, rerank=model)
 
 
-def stored(uri: str) -> dict[str, torch.Tensor | None]:
+def stored_tokens(uri: str) -> dict[str, torch.Tensor | None]:
     table = Index(uri).dataset.to_table(columns=["item_id", "rerank_tokens"])
     return {
         row["item_id"]: row["rerank_tokens"]
@@ -72,7 +72,7 @@ def stored(uri: str) -> dict[str, torch.Tensor | None]:
 def joint_scores(reranker: Reranker, text: str, uri: str) -> dict[str, float]:
     """Returns the joint scores of all items, computed one by one."""
     scores = {}
-    for name, tokens in stored(uri).items():
+    for name, tokens in stored_tokens(uri).items():
         if tokens is not None:
             mask = torch.ones(tokens.shape[:2], dtype=torch.bool)
             scores[name] = reranker.joint.scores([text], tokens, mask).item()
@@ -87,22 +87,22 @@ def test_order_by_joint_encoder(uri, model, depth, add_first_stage):
     joint = joint_scores(reranker, TEXT, uri)
     value = {h.item_id: joint[h.item_id] + add_first_stage * h.score for h in first}
     expected = sorted(first[:depth], key=lambda h: -value[h.item_id]) + first[depth:]
-    found = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **SINGLE)
-    assert [h.item_id for h in found] == [h.item_id for h in expected]
-    assert [h.rank for h in found] == list(range(1, NUM_PHOTOS + 1))
-    for hit, before in zip(found, expected, strict=True):
-        reranked = hit.reranked
-        assert (reranked.first_rank, reranked.first_score) == (before.rank, before.score)
-        assert reranked.num_truncated_tokens == 0 and reranked.problem == ""
+    reranked = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **SINGLE)
+    assert [h.item_id for h in reranked] == [h.item_id for h in expected]
+    assert [h.rank for h in reranked] == list(range(1, NUM_PHOTOS + 1))
+    for hit, before in zip(reranked, expected, strict=True):
+        record = hit.reranked
+        assert (record.first_rank, record.first_score) == (before.rank, before.score)
+        assert record.num_truncated_tokens == 0 and record.problem == ""
         if before.rank <= depth:
-            assert reranked.joint == pytest.approx(joint[hit.item_id], abs=1e-5)
+            assert record.joint == pytest.approx(joint[hit.item_id], abs=1e-5)
             assert hit.score == pytest.approx(value[hit.item_id], abs=1e-5)
         else:
-            assert reranked.joint is None and hit.score == before.score
+            assert record.joint is None and hit.score == before.score
     fewer = searcher.search(TEXT, k=2, rerank=reranker, **SINGLE)
-    assert [h.item_id for h in fewer] == [h.item_id for h in found[:2]]
+    assert [h.item_id for h in fewer] == [h.item_id for h in reranked[:2]]
     if depth == 100 and not add_first_stage:
-        assert [h.item_id for h in found] != [h.item_id for h in first]
+        assert [h.item_id for h in reranked] != [h.item_id for h in first]
 
 
 def test_default_rerank_depth(model):
@@ -115,9 +115,9 @@ def test_batches_and_shards_equal_single_queries(uri, model):
     texts = [TEXT, "lift", "a cone in a stream"]
     together = searcher.search(texts, rerank=reranker, **SINGLE)
     for text, hits in zip(texts, together, strict=True):
-        alone = searcher.search(text, rerank=reranker, **SINGLE)
-        assert [h.item_id for h in hits] == [h.item_id for h in alone]
-        for hit, other in zip(hits, alone, strict=True):
+        single = searcher.search(text, rerank=reranker, **SINGLE)
+        assert [h.item_id for h in hits] == [h.item_id for h in single]
+        for hit, other in zip(hits, single, strict=True):
             assert hit.score == pytest.approx(other.score, abs=1e-5)
     with ShardedSearcher(uri, num_shards=2, num_cpus=0.5) as sharded:
         assert sharded.search(texts, rerank=reranker, **SINGLE) == together
@@ -128,18 +128,18 @@ def test_image_query_is_scored_with_texts(uri, model, photos):
     """An image has the same tokens as query and as item; items without text are flagged."""
     searcher, reranker = open_index(uri), Reranker(model, 5)
     tokens, mask = reranker.image_tokens(searcher, [photos["3.png"]])
-    torch.testing.assert_close(tokens, stored(uri)["3.png"], atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(tokens, stored_tokens(uri)["3.png"], atol=2e-3, rtol=2e-3)
     assert mask.all()
 
     first = searcher.search(photos["3.png"], k=NUM_PHOTOS, **SINGLE)
-    found = searcher.search(photos["3.png"], k=NUM_PHOTOS, rerank=reranker, **SINGLE)
+    reranked = searcher.search(photos["3.png"], k=NUM_PHOTOS, rerank=reranker, **SINGLE)
     captions = {name: f"a wing with {i} engines" for i, name in enumerate(photos) if i}
     value = {n: reranker.joint.scores([text], tokens, mask).item() for n, text in captions.items()}
     candidates = [h.item_id for h in first[:5]]
     best = iter(sorted((n for n in candidates if n in value), key=lambda name: -value[name]))
     expected = [next(best) if name in value else name for name in candidates]
-    assert [h.item_id for h in found] == expected + [h.item_id for h in first[5:]]
-    for hit in found:
+    assert [h.item_id for h in reranked] == expected + [h.item_id for h in first[5:]]
+    for hit in reranked:
         is_flagged = hit.item_id == "0.png" and hit.reranked.first_rank <= 5
         assert hit.reranked.problem == (NO_TEXT if is_flagged else "")
 
@@ -159,14 +159,14 @@ def test_item_without_tokens_keeps_its_rank(tmp_path, dual, model, photos):
     table = table.set_column(position, field, pa.array(column, field.type))
     lance.write_dataset(table, dataset.uri, mode="overwrite")
     searcher = open_index(uri)
-    found = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **SINGLE)
-    assert found[1].item_id == second and found[1].reranked.problem == NO_TOKENS
-    assert found[1].score == first[1].score and found[1].reranked.joint is None
+    reranked = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **SINGLE)
+    assert reranked[1].item_id == second and reranked[1].reranked.problem == NO_TOKENS
+    assert reranked[1].score == first[1].score and reranked[1].reranked.joint is None
     value = joint_scores(reranker, TEXT, uri)
     others = sorted((first[i].item_id for i in (0, 2, 3, 4)), key=lambda name: -value[name])
-    assert [found[i].item_id for i in (0, 2, 3, 4)] == others
+    assert [reranked[i].item_id for i in (0, 2, 3, 4)] == others
     # Items below the rerank depth are not scored or flagged.
-    assert found[5].item_id == sixth and found[5].reranked.problem == ""
+    assert reranked[5].item_id == sixth and reranked[5].reranked.problem == ""
 
 
 def test_deleted_items_and_no_candidates(tmp_path, dual, model, photos):
@@ -230,8 +230,8 @@ def test_runs_have_the_order_of_the_second_stage(uri, model):
     rankings = searcher.rank([TEXT], k=NUM_PHOTOS, **options)
     (ranking,) = reranker.rerank(searcher, [TEXT], rankings, NUM_PHOTOS)
     scores = ranking.scores_by_item()
-    found = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **SINGLE)
-    assert list(scores) == [hit.item_id for hit in found]
+    reranked = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **SINGLE)
+    assert list(scores) == [hit.item_id for hit in reranked]
     assert list(scores.values()) == sorted(scores.values(), reverse=True)
     assert len(set(scores.values())) == NUM_PHOTOS
     assert replace(ranking, reranked=None).scores_by_item() != scores
@@ -241,20 +241,22 @@ def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
     """Covers printed hits, JSON, runs, image queries and invalid options."""
     command = [uri, "--score", "single", "--rerank", f"edje={model}", "--rerank-depth", "4"]
     reranker = Reranker(model, 4)
-    found = open_index(uri).search(TEXT, rerank=reranker, score="single")
+    reranked = open_index(uri).search(TEXT, rerank=reranker, score="single")
     search.main([*command, TEXT])
     lines = [line for line in capsys.readouterr().out.splitlines() if line[:3].strip()]
-    for line, hit in zip(lines, found, strict=True):
+    for line, hit in zip(lines, reranked, strict=True):
         assert hit.item_id in line and f"(was {hit.reranked.first_rank})" in line
     search.main([*command, TEXT, "--json"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["reranked"]["first_rank"] for row in rows] == [h.reranked.first_rank for h in found]
+    assert [row["reranked"]["first_rank"] for row in rows] == [
+        h.reranked.first_rank for h in reranked
+    ]
 
     (tmp_path / "queries.tsv").write_text(f"q\t{TEXT}\n")
     (tmp_path / "3.png").write_bytes(photos["3.png"])
     out = str(tmp_path / "edje.trec")
     search.main([*command, "--queries", str(tmp_path / "queries.tsv"), "--run", out])
-    assert list(read_run(out)["q"]) == [hit.item_id for hit in found]
+    assert list(read_run(out)["q"]) == [hit.item_id for hit in reranked]
     assert "reranked" in capsys.readouterr().out
     search.main([*command, "--image", str(tmp_path / "3.png")])
     assert "(was 1" in capsys.readouterr().out

@@ -66,8 +66,8 @@ def test_hits_contain_stored_fields(searcher, texts):
 
 
 def test_items_without_vectors_are_not_returned(searcher, texts):
-    found = [hit.item_id for hit in searcher.search("bread", "hpool_2", k=100)]
-    assert set(texts) - set(found) == {"bread/2"}
+    item_ids = [hit.item_id for hit in searcher.search("bread", "hpool_2", k=100)]
+    assert set(texts) - set(item_ids) == {"bread/2"}
 
 
 def test_k_truncates_the_ranking(searcher):
@@ -78,9 +78,9 @@ def test_k_truncates_the_ranking(searcher):
 def test_batch_equals_single_queries(searcher):
     together = searcher.search(QUERIES, k=4)
     for text, hits in zip(QUERIES, together, strict=True):
-        alone = searcher.search(text, k=4)
-        assert [hit.item_id for hit in hits] == [hit.item_id for hit in alone]
-        for hit, other in zip(hits, alone, strict=True):
+        single = searcher.search(text, k=4)
+        assert [hit.item_id for hit in hits] == [hit.item_id for hit in single]
+        for hit, other in zip(hits, single, strict=True):
             assert hit.score == pytest.approx(other.score, abs=1e-5)
 
 

@@ -35,8 +35,8 @@ def uri(tmp_path_factory) -> str:
 
 def merged(uri: str, number: int, k: int, group_by: str | None = None, **options):
     shards = [open_index(uri, shard=(i, number)) for i in range(number)]
-    found = [shard.rank(QUERIES, k=k, group_by=group_by, **options) for shard in shards]
-    return [merge_rankings(each, k, group_by) for each in zip(*found, strict=True)]
+    rankings = [shard.rank(QUERIES, k=k, group_by=group_by, **options) for shard in shards]
+    return [merge_rankings(parts, k, group_by) for parts in zip(*rankings, strict=True)]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 10, 40])
@@ -104,10 +104,12 @@ def test_actors_equal_one_searcher(sharded, index_uri, score):
     ):
         expected = whole.search(texts, "hpool_4", score=score, **options)
         hits = sharded.search(texts, "hpool_4", score=score, **options)
-        for found, others in zip(hits, expected, strict=True):
-            assert [hit.item_id for hit in found] == [hit.item_id for hit in others]
-            assert [h.score for h in found] == pytest.approx([h.score for h in others], abs=1e-5)
-            for hit, other in zip(found, others, strict=True):
+        for shard_hits, single_hits in zip(hits, expected, strict=True):
+            assert [hit.item_id for hit in shard_hits] == [hit.item_id for hit in single_hits]
+            assert [h.score for h in shard_hits] == pytest.approx(
+                [h.score for h in single_hits], abs=1e-5
+            )
+            for hit, other in zip(shard_hits, single_hits, strict=True):
                 assert (hit.rank, hit.title, hit.text) == (other.rank, other.title, other.text)
                 assert [m.document_token for m in hit.matches] == [
                     m.document_token for m in other.matches
@@ -133,10 +135,10 @@ def test_more_shards_than_fragments_and_empty_index(cluster, index_uri, tmp_path
     with ShardedSearcher(index_uri, num_shards=9, num_cpus=0.1) as searcher:
         assert len(searcher.scorer._actors) == 2
         for group_by in (None, "parent"):
-            (found,) = searcher.rank(["lift"], k=100, group_by=group_by)
+            (ranking,) = searcher.rank(["lift"], k=100, group_by=group_by)
             (other,) = open_index(index_uri).rank(["lift"], k=100, group_by=group_by)
-            assert found.item_ids == other.item_ids
-            assert found.rows.tolist() == other.rows.tolist()
+            assert ranking.item_ids == other.item_ids
+            assert ranking.rows.tolist() == other.rows.tolist()
     empty = str(tmp_path / "empty")
     write(empty, rows(["a"], [1]).slice(0, 0))
     with ShardedSearcher(empty, num_shards=2, num_cpus=0.1) as searcher:

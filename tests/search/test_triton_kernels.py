@@ -160,10 +160,10 @@ def kernel_scores(query_tokens, packed, **options) -> torch.Tensor:
     return maxsim(query_tokens, packed, backend="triton", **options).cpu()
 
 
-def close(found, expected, query_tokens, atol) -> None:
+def close(actual, expected, query_tokens, atol) -> None:
     """Compares scores with a tolerance proportional to the number of query tokens."""
     counts_Q1 = torch.tensor([[max(len(query), 1)] for query in query_tokens])
-    torch.testing.assert_close(found / counts_Q1, expected / counts_Q1, rtol=1e-6, atol=atol)
+    torch.testing.assert_close(actual / counts_Q1, expected / counts_Q1, rtol=1e-6, atol=atol)
 
 
 def check(query_tokens, packed, rows, atol) -> None:

@@ -30,28 +30,28 @@ def photos(cluster, checkpoint, tmp_path_factory):
 
 
 def test_equals_encoded_query(photos):
-    folder, of = photos
+    folder, images = photos
     searcher = open_index(str(folder / "index"))
     assert searcher.representation("full").encoder.query_kinds == ("text", "image", "composed")
-    queries = [Composed(TEXT, of["3.png"]), Composed("x", of["1.png"])]
+    queries = [Composed(TEXT, images["3.png"]), Composed("x", images["1.png"])]
     encoder = searcher.encoder()
     encoded = encoder.encode_composed([q.text for q in queries], [q.image for q in queries])
     for name in ("full", "hpool_8"):
         for score in ("late", "single", "hybrid"):
-            found = searcher.search(queries, name, score=score)
-            assert found == searcher.search(encoded, name, score=score)
-            alone = searcher.search(queries[0], name, score=score)
-            assert [hit.item_id for hit in alone] == [hit.item_id for hit in found[0]]
-    parts = searcher.search(TEXT, score="single"), searcher.search(of["3.png"], score="single")
+            hits = searcher.search(queries, name, score=score)
+            assert hits == searcher.search(encoded, name, score=score)
+            single = searcher.search(queries[0], name, score=score)
+            assert [hit.item_id for hit in single] == [hit.item_id for hit in hits[0]]
+    parts = searcher.search(TEXT, score="single"), searcher.search(images["3.png"], score="single")
     together = searcher.search(queries[0], score="single")
     for part in parts:  # the query differs from both of its parts
         assert [hit.score for hit in together] != pytest.approx([hit.score for hit in part])
 
 
 def test_explanations_and_maps(photos):
-    folder, of = photos
+    folder, images = photos
     searcher = open_index(str(folder / "index"))
-    query = Composed(TEXT, of["3.png"])
+    query = Composed(TEXT, images["3.png"])
     for name in ("full", "hpool_8"):
         hit = searcher.search(query, name, k=1)[0]
         tokens = [match.query_token for match in hit.matches]
@@ -65,10 +65,10 @@ def test_explanations_and_maps(photos):
 
 
 def test_rejects_invalid_queries(photos, index_uri):
-    folder, of = photos
+    folder, images = photos
     searcher = open_index(str(folder / "index"))
     for query, problem in (
-        (Composed(" ", of["3.png"]), "at least one word"),
+        (Composed(" ", images["3.png"]), "at least one word"),
         (Composed(TEXT, b"GIF89a"), "cannot be read"),
     ):
         with pytest.raises(SpecError, match=f"^query must be .*{problem}"):
@@ -76,13 +76,13 @@ def test_rejects_invalid_queries(photos, index_uri):
     with pytest.raises(
         SpecError, match="^query must be a text, got .*, which is not supported by MiniLM$"
     ):
-        open_index(index_uri).search(Composed(TEXT, of["3.png"]))
+        open_index(index_uri).search(Composed(TEXT, images["3.png"]))
 
 
 def test_search_job(photos, tmp_path, capsys):
-    folder, of = photos
+    folder, images = photos
     uri, photo = str(folder / "index"), str(folder / "photos" / "3.png")
-    expected = open_index(uri).search(Composed(TEXT, of["3.png"]), k=3)
+    expected = open_index(uri).search(Composed(TEXT, images["3.png"]), k=3)
     search.main([uri, *TEXT.split(), "--image", photo, "--k", "3", "--json"])
     hits = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [hit["item_id"] for hit in hits] == [hit.item_id for hit in expected]

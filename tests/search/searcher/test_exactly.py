@@ -14,12 +14,12 @@ NAME = "hpool_2"
 NOT_FINITE = "finite in float32, got 'NaN or infinity'"
 
 
-def found(hits):
+def hit_tuples(hits):
     return [(hit.item_id, hit.parent_id, hit.score, hit.parts) for hit in hits]
 
 
-def expected(best, k):
-    return [(row.item_id, row.parent_id, s.total, Parts(*s[1:])) for row, s in best[:k]]
+def expected_tuples(ranking, k):
+    return [(row.item_id, row.parent_id, s.total, Parts(*s[1:])) for row, s in ranking[:k]]
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_equals_reference_scores(make_index, rng, score, weights, group_by):
                 reference = reference_ranking(
                     selected, queries, query, score, weights, by_parent=group_by == "parent"
                 )
-                assert found(hits) == expected(reference, k)
+                assert hit_tuples(hits) == expected_tuples(reference, k)
                 assert ranking.item_ids == [hit.item_id for hit in hits]
                 assert ranking.scores == [hit.score for hit in hits]
 
@@ -72,8 +72,8 @@ def test_equals_reference_scores(make_index, rng, score, weights, group_by):
 def test_more_queries_than_a_batch(make_index, rng):
     rows, queries = random_rows(rng, 30), random_queries(rng, 2 * QUERY_BATCH + 1)
     hits = make_index(rows).search(queries, NAME, score="hybrid", k=5, explain=False)
-    assert [found(query_hits) for query_hits in hits] == [
-        expected(reference_ranking(rows, queries, query, "hybrid"), 5)
+    assert [hit_tuples(query_hits) for query_hits in hits] == [
+        expected_tuples(reference_ranking(rows, queries, query, "hybrid"), 5)
         for query in range(len(queries))
     ]
 

@@ -121,7 +121,7 @@ def test_equals_the_equations(spec):
         torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["compress", "local"])
+@pytest.mark.parametrize("kind", ["compressed", "local"])
 def test_batch_equals_single_items(kind):
     adapter = build(kind=kind)
     states, mask = ragged(5, 1, 3)
@@ -133,7 +133,7 @@ def test_batch_equals_single_items(kind):
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (2, 0), (2, 3)])
-@pytest.mark.parametrize("kind", ["compress", "local"])
+@pytest.mark.parametrize("kind", ["compressed", "local"])
 def test_empty_items(kind, shape):
     tokens, mask = build(kind=kind)(torch.ones(*shape, WIDTH), torch.zeros(shape).bool())
     assert tokens.shape == (shape[0], 0, DIM) and mask.shape == (shape[0], 0)
@@ -162,10 +162,10 @@ def frame_tokens(adapter: Adapter, batch: TokenBatch, frames: list[int]) -> torc
 @pytest.mark.parametrize(
     ("kind", "frames", "max_tokens", "expected_frames"),
     [
-        ("compress", [3, 5, 1], 12, [0, 1, 2]),  # 4 tokens per frame
-        ("compress", [3, 5, 1], 11, [0, 2]),  # the middle frames of two halves
-        ("compress", [3] * 5, 9, [1, 3]),
-        ("compress", [3] * 6, 7, [3]),
+        ("compressed", [3, 5, 1], 12, [0, 1, 2]),  # 4 tokens per frame
+        ("compressed", [3, 5, 1], 11, [0, 2]),  # the middle frames of two halves
+        ("compressed", [3] * 5, 9, [1, 3]),
+        ("compressed", [3] * 6, 7, [3]),
         ("local", [3, 5, 1], 15, [0, 1, 2]),
         ("local", [3, 5, 1], 14, [0, 2]),  # the longest frame determines how many fit
         ("local", [2] * 10, 6, [1, 5, 8]),
@@ -230,7 +230,7 @@ def test_queries_std():
 
 
 def test_gradients_reach_all_weights():
-    for kind in ("compress", "local"):
+    for kind in ("compressed", "local"):
         adapter = build(kind=kind).requires_grad_(True)
         tokens, mask = adapter.tokens(video(4, 4))
         tokens[mask].square().sum().backward()
@@ -242,8 +242,8 @@ def test_gradients_reach_all_weights():
     [
         ({"heads": 3}, "^heads must be a divisor of 8, the dimension of .* hidden states, got 3$"),
         ({"max_tokens": 3}, "^max_tokens must be at least num_tokens=4, got 3$"),
-        ({"num_tokens": 0}, "^num_tokens must be an integer >= 1, got 0$"),
-        ({"kind": "linear"}, "^kind must be one of compress, local, got 'linear'$"),
+        ({"num_tokens": 0}, "^num_tokens must be greater than or equal to 1, got 0$"),
+        ({"kind": "linear"}, "^kind must be one of compressed, local, got 'linear'$"),
     ],
 )
 def test_rejects_invalid_specs(spec, message):

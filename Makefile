@@ -2,7 +2,7 @@
 # make test        set up the environment, then run the default tests
 # make test-fast   run the tests that need neither Ray nor training, in about three minutes
 # make test-all    run all tests, including the long ones
-# make lint        run ruff and mypy
+# make lint        run ruff, mypy and the check of docs/style.md
 # make docs        build the documentation as build/docs/index.html
 # make models      retrain the shipped small models, in two to three hours
 # make clean       remove outputs and the environment
@@ -38,6 +38,7 @@ lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m tests.style
 
 docs: install
 	$(RUN) -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs

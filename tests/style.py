@@ -22,7 +22,7 @@ EXEMPT = {"docs/style.md", "tests/style.py", "tests/test_style.py", "CODE_OF_CON
 WORDS = {
     r"\b(il)?legal\b": "valid, allowed or must be",
     r"\bpictures?\b": "image",
-    r"\bis no\b": "is not a",
+    r"\bis no\b(?! (such|longer)\b)": "is not a",
     r"\bof which\b": "a main clause",
     r"\bso many\b": "at most N, or that many",
     r"\banew\b": "again",
@@ -39,7 +39,10 @@ WORDS = {
 BANNED = {re.compile(pattern, re.IGNORECASE): advice for pattern, advice in WORDS.items()}
 FIRST_WORD = re.compile(r"(What|Whether|Which|How|Of|Where|As|Those|So)\b")
 VARIABLES = {"own", "there", "how", "said", "about", "told", "every", "kept", "drawn"}
-CODE = re.compile(r"``[^`]*``|`[^`]*`|\]\([^)]*\)|<[^>]*>|https?://\S+")
+#: Code, links and values that other software defines.
+CODE = re.compile(
+    r"outside lower center|prefers-color-scheme|``[^`]*``|`[^`]*`|\]\([^)]*\)|<[^>]*>|https?://\S+"
+)
 
 
 class Violation(NamedTuple):

@@ -1,8 +1,8 @@
 """Evaluation of the filters of requests in subprocesses, which are killed at the deadline.
 
 Lance evaluates a filter in internal threads that cannot be cancelled and would continue after a
-timeout. `Filters` therefore runs at most two worker processes, of which an access key uses at most
-one at a time. A process is killed if its filter exceeds the time limit, if the request is cancelled
+timeout. `Filters` therefore runs at most two worker processes; an access key uses at most one at a
+time. A process is killed if its filter exceeds the time limit, if the request is cancelled
 or if the parent process exits. Its memory is limited, and it runs at low priority.
 
 `python -m pipeline.serve.filters` runs a worker process.

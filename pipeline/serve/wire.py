@@ -538,7 +538,7 @@ class IndexInfo(Response):
     num_items: int
     """Number of items."""
     default_representation: str | None
-    """Name of the default representation; null if there is no representation yet."""
+    """Name of the default representation; null before the first representation."""
     representations: list[Representation]
     """Representations of the items."""
     edje: bool = False

@@ -12,12 +12,12 @@ import torch
 
 from pipeline import config, open_index
 from pipeline.config import SpecError
-from pipeline.eval.diagnose import full_tokens_of
+from pipeline.eval.diagnose import uncompressed_representation
 from pipeline.index import job, recompress
 from pipeline.index.fill import Progress
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.schema import metadata_of
+from pipeline.schema import column_metadata
 from tests.conftest import CRANFIELD, TEXTS
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -106,7 +106,7 @@ def test_all_methods_have_a_column(at_once):
         tokens = np.array(row["full"], dtype=np.float64)
         expected = tokens[row["sap_4_support"]]
         np.testing.assert_allclose(np.array(row["sap_4"], np.float64), expected, atol=1e-3)
-    assert metadata_of(schema.field("adaptive_eos_20pct"))["artefact"]
+    assert column_metadata(schema.field("adaptive_eos_20pct"))["artefact"]
 
 
 def test_binary_vectors_are_searched_with_binary_queries(at_once):
@@ -123,8 +123,10 @@ def test_binary_vectors_are_searched_with_binary_queries(at_once):
     scores = {i: float((query.numpy() @ b.T).max(axis=1).sum()) for i, b in bits.items()}
     for hit in hits:
         assert hit.score == pytest.approx(scores[hit.item_id], abs=1e-2)
-    assert full_tokens_of(searcher.index, name) is None  # the scores of the two are not comparable
-    assert full_tokens_of(searcher.index, "sap_4") == "full"
+    assert (
+        uncompressed_representation(searcher.index, name) is None
+    )  # the scores of the two are not comparable
+    assert uncompressed_representation(searcher.index, "sap_4") == "full"
 
 
 @pytest.mark.heavy
@@ -148,7 +150,7 @@ def test_recompression_from_stored_attention_statistics(tmp_path, collection, at
         "minilm_eos_row_mean_5_tap",
         "minilm_pooled_row_mean_5_tap",
     ]
-    assert metadata_of(schema.field("minilm_eos_row_mean_5_tap"))["tap"] == "eos_row/mean/5"
+    assert column_metadata(schema.field("minilm_eos_row_mean_5_tap"))["tap"] == "eos_row/mean/5"
     assert recompressed(uri, *REPRESENTATIONS).rows == 16
     actual = rows(uri)
     for item_id, row in rows(at_once).items():

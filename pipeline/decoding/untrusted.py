@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import tarfile
@@ -11,6 +12,7 @@ from typing import Any, BinaryIO, Self
 from fsspec import AbstractFileSystem
 from fsspec.compression import compr
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from pipeline.decoding import Unreadable
 
@@ -53,7 +55,7 @@ def open_file(
         OSError: The file cannot be opened.
     """
     if not isinstance(fs, LocalFileSystem):
-        return fs.open(path, "rb", compression=compression, **options)
+        return buffered(fs.open(path, "rb", compression=compression, **options))
     check_regular(fs, path)  # opening a device may have side effects
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -63,6 +65,15 @@ def open_file(
         os.close(descriptor)
         raise
     return compr[compression](stream, mode="rb") if compression else stream
+
+
+def buffered(stream: Any) -> BinaryIO:
+    """Returns a stream whose `readline` accepts a size, which that of remote files does not.
+
+    Args:
+        stream: Stream opened by fsspec. Closing the returned stream closes it, too.
+    """
+    return io.BufferedReader(stream) if isinstance(stream, AbstractBufferedFile) else stream
 
 
 def check_regular(fs: AbstractFileSystem, path: str) -> None:

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.decoding.untrusted import MAX_LINE_BYTES
+from pipeline.decoding.untrusted import MAX_LINE_BYTES, buffered
 from pipeline.sources.files import existing_root, find_files, open_root
 from pipeline.sources.text import parse_line, read_lines
 
@@ -116,7 +116,8 @@ def _read_lines(file: str, columns: Collection[str]) -> Iterator[TableRow]:
     compression = "gzip" if file.lower().endswith(".gz") else None
     number = 0
     try:
-        with fsspec.open(file, "rb", compression=compression) as stream:
+        with fsspec.open(file, "rb", compression=compression) as opened:
+            stream = buffered(opened)
             for number, (_, line) in enumerate(read_lines(stream, 0, None), start=1):
                 location = f"line {number} of {file}"
                 if len(line) > MAX_LINE_BYTES:

@@ -17,6 +17,7 @@ from pipeline.index.fragments import write_table
 from pipeline.index.reader import Index
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter
+from pipeline.registry import SOURCES, TRAINING_DATA
 from pipeline.schema import ITEM
 from tests.conftest import run_jobs
 
@@ -90,6 +91,20 @@ def test_index_status_search_and_recompress(s3, tmp_path):
     assert summary["representations"]["hpool_4"]["filled"] == 1.0
     assert [job["kind"] for job in summary["jobs"]] == ["recompress", "index", "index"]
     assert open_index(uri).search("bake bread", k=1)[0].item_id == "bread"
+
+
+def test_lines_of_a_remote_file(s3):
+    put(
+        "corpus.jsonl", "".join(json.dumps({"_id": i, "text": t}) + "\n" for i, t in CORPUS.items())
+    )
+    source = SOURCES.build(
+        SOURCES.resolve({"name": "text", "path": "s3://bucket/corpus.jsonl"}), ()
+    )
+    assert [item.item_id for shard in source.shards() for item in source.scan(shard)] == [*CORPUS]
+    data = {"name": "pairs", "path": "s3://bucket/pairs.jsonl"}
+    pairs = [{"query": text, "document_id": i, "text": text} for i, text in CORPUS.items()]
+    put("pairs.jsonl", "".join(json.dumps(pair) + "\n" for pair in pairs))
+    assert TRAINING_DATA.build(TRAINING_DATA.resolve(data), batch_size=3, seed=0).num_batches == 1
 
 
 def test_listings_are_not_cached(s3):

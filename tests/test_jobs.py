@@ -72,7 +72,7 @@ def test_help_does_not_import_slow_modules():
 def test_search_help_equals_schema():
     assert get_args(Precision) == PRECISIONS
     (_, output, _) = run(["search", "--help"])[0]
-    assert f"default: {DEFAULT_RERANK_DEPTH}\n" in output
+    assert f"(default: {DEFAULT_RERANK_DEPTH})" in output
 
 
 NOWHERE = "/nowhere/at/all"

@@ -148,10 +148,10 @@ def test_index_job_backfill_and_adapter_agree_exactly(cached, uri, photos, dual,
         unit = names[first : first + UNIT]
         items = pa.table({"item_id": unit, "image": [(photos / n).read_bytes() for n in unit]})
         for rows, batch in encoder.encode(items):
-            adapted, mask = adapter.cached(batch)
+            adapted, mask = adapter.cache_tokens(batch)
             for row, item, is_valid in zip(rows, adapted, mask, strict=True):
                 expected[unit[row]] = item[is_valid].numpy()
-        trained = adapter.cached(encoded(encoder, items.to_pylist()))  # as in training
+        trained = adapter.cache_tokens(encoded(encoder, items.to_pylist()))  # as in training
         for name, item, is_valid in zip(unit, *trained, strict=True):
             np.testing.assert_array_equal(expected[name], item[is_valid].numpy())
     assert not encoder.normalised and expected["0.png"].shape == (3, adapter.dim)

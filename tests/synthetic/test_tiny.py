@@ -112,7 +112,7 @@ def test_shipped_edje_improves_ranking(colpali):
     compressed = COMPRESSORS.build(COMPRESSORS.resolve(samer)).compress(documents)
     queries = colpali.encode_queries(captions.texts).tokens
     first = late_scores(queries.vectors, queries.mask, compressed.vectors, compressed.mask)
-    tokens, mask = load_adapter(folder).cached(documents)
+    tokens, mask = load_adapter(folder).cache_tokens(documents)
     assert tokens.shape == (300, 32, 128)
     joint = load_joint(folder)
     batch = Shapes(Shapes.Spec(validation=300), batch_size=2, seed=0).validation()

@@ -199,7 +199,7 @@ def test_loss_decreases_and_trained_model_reranks(run_of, tmp_path, kind, precis
     batch = next(loop.data.batches(0, 0, 0, 1))
     model = tmp_path / "run" / "model"
     states = loop.learner._frozen(batch.documents)
-    tokens, mask = load_adapter(model).cached(states)
+    tokens, mask = load_adapter(model).cache_tokens(states)
     assert tokens.dtype == torch.float16
     all_pairs = torch.cartesian_prod(torch.arange(8), torch.arange(8))
     scores = load_joint(model).scores(batch.queries, tokens, mask, all_pairs).reshape(8, 8)

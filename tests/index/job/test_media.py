@@ -200,7 +200,7 @@ def test_search_from_the_command_line(uri, tmp_path, capsys):
     search.main([str(uri), "your country", *options, "--save-maps", str(tmp_path / "maps")])
     output = capsys.readouterr().out
     assert "jfk.flac#t=0,11  (seconds 0-11)" in output
-    assert "     heard " in output and "map 1:" in output
+    assert "     audio " in output and "map 1:" in output
     assert (tmp_path / "maps/1.png").exists()
     options[1], options[-1] = "caption_full", "source = 'photos'"
     search.main([str(uri), "horses", *options, "--save-maps", str(tmp_path / "caption")])
@@ -291,7 +291,7 @@ def test_hits_have_recognition_confidences(uri, folder, tmp_path, capsys):
 
 def test_truncated_video_is_indexed_and_reported(cluster, tmp_path):
     (tmp_path / "clips").mkdir()
-    options = {"sound": tones(20), "options": {"movflags": "faststart"}}
+    options = {"audio": tones(20), "options": {"movflags": "faststart"}}
     path = write_video(tmp_path / "clips/cut.mp4", frame_times(20, 5), **options)
     path.write_bytes(path.read_bytes()[: int(0.6 * path.stat().st_size)])
     write_video(tmp_path / "clips/whole.mp4", frame_times(2, 5))

@@ -26,7 +26,7 @@ def test_a_dry_run(cluster, checkpoint, monkeypatch, path):
     spec = config.load(IndexSpec, str(path), given)
     lines: list[str] = []
     dry_run(spec, IndexResources(), 8, lines.append)
-    assert any(line.startswith("tried 8 items") for line in lines)
+    assert any(line.startswith("encoded 8 items") for line in lines)
     assert not any("rejected" in line for line in lines)
 
 

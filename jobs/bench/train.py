@@ -180,7 +180,7 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
 
 
 class OneBatch(TrainingData[ComponentSpec]):
-    """Training data of one batch, with the default relevance of documents.
+    """Training data that consists of one batch, with default relevance labels.
 
     Args:
         spec: Spec of the data that the batch replaces.

@@ -233,7 +233,7 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
 
 @dataclass(frozen=True)
 class Usage:
-    """Resolved formatting of queries and documents; see `ColBERT.Spec` for the fields."""
+    """Formatting of queries and documents with defaults applied; see `ColBERT.Spec`."""
 
     query_prefix: str
     document_prefix: str

@@ -48,7 +48,7 @@ class Budget(NamedTuple):
     ratio: float | None
 
     def __str__(self) -> str:
-        """Returns the budget as the reports show it.
+        """Returns the budget as formatted in reports.
 
         >>> str(Budget(32, None)), str(Budget(None, 0.125)), str(Budget(None, None))
         ('K=32', '12.5 %', 'adaptive')

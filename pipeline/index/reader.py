@@ -183,7 +183,7 @@ def corruption_errors(uri: str) -> Iterator[None]:
 
 
 class Edition(NamedTuple):
-    """Identifier of a version of an index, distinct for another index at the same URI.
+    """Identifier of an index version; it changes if another index replaces it at the same URI.
 
     Attributes:
         version: Lance version.

@@ -203,7 +203,7 @@ def _open_all(
     fragments: dict[str, lance.LanceFragment],
     on_corruption: Callable[[], None],
 ) -> dict[str, Segment]:
-    """Returns the segments of fragments by key; writes missing files first.
+    """Returns the segments of each fragment by cache key, writing missing files first.
 
     Raises:
         SpecError: The index cannot be read, or a file cannot be written (field `cache`).

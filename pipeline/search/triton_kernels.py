@@ -342,7 +342,7 @@ class _Panels:
     def pack(
         cls, query_MD: torch.Tensor, pieces: Sequence[tuple[int, int, int]], layout: _Layout
     ) -> _Panels:
-        """Packs pieces of queries, (row in the scores, first token, number of tokens), in order."""
+        """Packs query chunks (row of the scores, first token, number of tokens) in order."""
         size, device = layout.panel, query_MD.device
         starts: list[int] = []
         quads: list[list[int]] = []

@@ -72,7 +72,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(  # type: ignore[override]  # narrowed by uvicorn in the same way
         self, transport: asyncio.Transport
     ) -> None:
-        """Registers the connection, and closes the oldest waiting one if there are too many."""
+        """Registers the connection; beyond the limit, closes the one that has waited longest."""
         super().connection_made(transport)
         self._waiting[self] = None
         self._start_deadline()

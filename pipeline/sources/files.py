@@ -57,7 +57,7 @@ def existing_root(uri: str) -> tuple[AbstractFileSystem, str]:
 
 
 def resolve_folder(uri: str) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system of a URI and the folder, which contains the file if it is a file.
+    """Returns the file system of a URI and its folder; for a file, the folder that contains it.
 
     A missing path counts as a file if its name has a suffix.
     """

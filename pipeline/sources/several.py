@@ -91,5 +91,5 @@ class Several(Source["Several.Spec"]):
     def decode(
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
-        """Yields the given items with the payload from the source that listed them."""
+        """Yields the given items, each with the payload loaded by its own source."""
         return self._sources[shard["source"]].decode(shard["shard"], items)

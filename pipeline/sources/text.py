@@ -1,4 +1,4 @@
-"""The source of text documents: text files, JSON lines and BEIR corpora."""
+"""Source of text documents: text files, JSON lines and BEIR corpora."""
 
 from __future__ import annotations
 

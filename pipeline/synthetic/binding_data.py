@@ -107,7 +107,7 @@ class Binding(TrainingData["Binding.Spec"]):
 
 
 def evaluation_pairs(count: int = NUM_PAIRS, seed: int = 0) -> list[Pair]:
-    """Returns the pairs of the benchmark, which are never used for training."""
+    """Returns the benchmark pairs, which are never used for training."""
     return [generate_pair(VALIDATION_SERIES + seed, number) for number in range(count)]
 
 

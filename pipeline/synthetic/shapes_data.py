@@ -155,7 +155,7 @@ def validation_scenes(
 
     Args:
         count: Number of scenes.
-        series: Number of the validation series, from 0.
+        series: Zero-based number of the validation series.
         layout: Layout of the scenes.
 
     Returns:

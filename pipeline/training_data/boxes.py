@@ -146,7 +146,7 @@ class Entities:
         self._last: tuple[str, list[tuple[str, list[Phrase]]]] | None = None
 
     def read(self, image_id: str) -> list[tuple[str, list[Phrase]]]:
-        """Returns the captions of an image with their phrases, the largest first.
+        """Returns the captions of an image with their phrases, in descending order of area.
 
         Phrases without boxes, or with only small boxes, are ignored. A phrase that occurs twice in
         a caption is returned once.

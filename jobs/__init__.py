@@ -57,21 +57,21 @@ def run(
         with _sigterm_as_stopped():
             main(arguments)
     except (SpecError, MissingExtra) as error:
-        sys.exit(_exit_code(error, BAD_INPUT))
+        sys.exit(_report_error(error, BAD_INPUT))
     except ModuleNotFoundError as error:
         if (missing := as_missing_extra(error)) is error:
             raise
-        sys.exit(_exit_code(missing, BAD_INPUT))
+        sys.exit(_report_error(missing, BAD_INPUT))
     except (Stopped, KeyboardInterrupt) as stopped:
         sys.exit(_stopped(stopped))
     except JobError as error:
-        sys.exit(_exit_code(error, 1))
+        sys.exit(_report_error(error, 1))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         if hasattr(error, "cause"):  # raised in a Ray task: its traceback matters
             raise
-        sys.exit(_exit_code(error, 1))
+        sys.exit(_report_error(error, 1))
 
 
 @contextlib.contextmanager
@@ -94,12 +94,12 @@ def _sigterm_as_stopped() -> Iterator[None]:
 def _stopped(error: Stopped | KeyboardInterrupt) -> int:
     """Reports that the job was stopped; returns the exit code."""
     if isinstance(error, Stopped):
-        return _exit_code(error, STOPPED)
-    return _exit_code("interrupted", INTERRUPTED)
+        return _report_error(error, STOPPED)
+    return _report_error("interrupted", INTERRUPTED)
 
 
-def _exit_code(error: object, code: int) -> int:
-    """Prints an error to stderr; returns the exit code."""
+def _report_error(error: object, code: int) -> int:
+    """Prints an error to stderr; returns the given exit code."""
     error = getattr(error, "cause", error)  # Ray wraps errors raised in tasks
     message = str(error) if isinstance(error, Stopped) else f"error: {error}"
     print(message, file=sys.stderr, flush=True)
@@ -332,7 +332,7 @@ def _ray_processes_watched() -> Iterator[None]:
         if end not in ready:
             problem = f"Ray's {names[ready[0]]} died, perhaps because memory ran out"
             sys.stdout.flush()
-            os._exit(_exit_code(f"{problem}; rerun the same command to resume", 1))
+            os._exit(_report_error(f"{problem}; rerun the same command to resume", 1))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from sphinx.application import Sphinx
-from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
 from docs.extensions.parsers import PROFILES, SPECS
@@ -32,19 +30,11 @@ COMPONENTS: dict[str, registry.Registry[Any]] = {
 
 
 def description(spec_class: type[Spec], name: str) -> str:
-    """Returns the documentation of a field: its docstring, or its entry under `Attributes:`."""
-    if text := spec_class.model_fields[name].description:
-        return text
+    """Returns the documentation of a field; an overridden field inherits that of its parent."""
     for parent in spec_class.__mro__:
-        if not issubclass(parent, Spec):
-            continue
-        documented = ModuleAnalyzer.for_module(parent.__module__).find_attr_docs()
-        if lines := documented.get((parent.__qualname__, name)):
-            return " ".join(lines)
-        attributes = (inspect.getdoc(parent) or "").partition("Attributes:\n")[2]
-        entry = rf"^    (?:\w+, )*{name}(?:, \w+)*: (.*\n?(?:^ {{8}}.*\n?)*)"
-        if found := re.search(entry, attributes, re.MULTILINE):
-            return found.group(1)
+        field = getattr(parent, "model_fields", {}).get(name)
+        if field is not None and field.description:
+            return field.description
     return ""
 
 

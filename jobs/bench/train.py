@@ -97,11 +97,11 @@ def states(bench: Bench, folder: Path, args: Any) -> None:
         for name, times in runs.items():
             cache = str(folder / f"states-{number}") if "cached" in name else None
             started = time.perf_counter()
-            one = loop(f"{number}-{cache is None}", cache)
+            training = loop(f"{number}-{cache is None}", cache)
             setup.append(time.perf_counter() - started)
             started = time.perf_counter()
-            for batches in one._batches():
-                one._step(batches)
+            for batches in training._batches():
+                training._step(batches)
             times.append(time.perf_counter() - started)
         caching.append(setup[1] - setup[0])
     seconds = {name: Repeats(tuple(times)) for name, times in runs.items()}
@@ -214,9 +214,9 @@ def language_model(learner: Learner[Any]) -> PreTrainedModel:
 def matrix_rate(device: str) -> float:
     """Measures operations per second of a large bfloat16 matrix product."""
     size = RATE_SIZE[device]
-    one = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    _timed(lambda: one @ one, 2)
-    return 10 * 2 * size**3 / _timed(lambda: one @ one, 10)
+    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    _timed(lambda: matrix @ matrix, 2)
+    return 10 * 2 * size**3 / _timed(lambda: matrix @ matrix, 10)
 
 
 def _timed(do: Callable[[], object], times: int) -> float:

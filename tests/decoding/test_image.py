@@ -224,7 +224,7 @@ def test_truncated_image_is_rejected(kind, part):
     ("data", "reason"),
     [
         (b"", "empty file"),
-        (b"Dear Ada, this is no image.", "not an image"),
+        (b"Dear Ada, this is not an image.", "not an image"),
         (b"%PDF-1.7\n", "not an image"),
         (b"RIFF\x24\0\0\0WAVEfmt ", "not an image"),
         (

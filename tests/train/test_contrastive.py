@@ -265,13 +265,15 @@ def test_distillation_moves_student_towards_teacher(model, tmp_path, kind):
 def test_degenerate_batches_have_finite_gradients(model, tmp_path, symmetric):
     loop = Loop(spec_of(tmp_path, model, {"symmetric": symmetric}), say=lambda line: None)
     batch = next(loop.data.batches(0, 0, 0, 1))
-    one = dataclasses.replace(batch, queries=batch.queries[:1], query_labels=batch.query_labels[:1])
+    single = dataclasses.replace(
+        batch, queries=batch.queries[:1], query_labels=batch.query_labels[:1]
+    )
     alone = dataclasses.replace(
-        one, documents=batch.documents[:1], document_labels=batch.document_labels[:1]
+        single, documents=batch.documents[:1], document_labels=batch.document_labels[:1]
     )
     # One of eight identical documents is relevant: chance level.
     alike = dataclasses.replace(batch, documents=[batch.documents[0]] * 8)
-    for given, loss in ((one, None), (alone, 0.0), (alike, None if symmetric else np.log(8))):
+    for given, loss in ((single, None), (alone, 0.0), (alike, None if symmetric else np.log(8))):
         figures = loop._step([(given, loop.learner.read(given))])
         assert np.isfinite(figures["loss"]) and np.isfinite(figures["gradient_norm"])
         assert loss is None or figures["loss"] == pytest.approx(loss, abs=1e-4)

@@ -4,9 +4,11 @@ A statistic has one value per token. It is named `statistic/heads/layers` in spe
 `TokenBatch.taps`. The statistics are:
 
 - `column_sums`: Attention that a token receives from all content tokens (SAP, eq. 2).
-- `eos_row`: Attention from the last token of the sequence (SAP, eq. 11). - `pooled_row`: Attention
-from the pooled vector of the model, that is the attention row of the pooled
-  token, or the mean of all rows for mean pooling.
+- `eos_row`: Attention from the last token of the sequence (SAP, eq. 11).
+- `pooled_row`: Attention from the pooled vector of the model, that is the attention row of the
+  pooled token, or the mean of all rows for mean pooling.
+- `appended_rows`: Mean attention from the learned tokens that the encoder appends to an item (AGC,
+  section 5.1); only encoders with `appended_tokens` have it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from pipeline.config import SpecError
 if TYPE_CHECKING:
     from torch import Tensor
 
-STATISTICS = ("column_sums", "eos_row", "pooled_row")
+#: Statistics of every model, and that of models with appended tokens.
+MODEL_STATISTICS = ("column_sums", "eos_row", "pooled_row")
+APPENDED_ROWS = "appended_rows"
+STATISTICS = (*MODEL_STATISTICS, APPENDED_ROWS)
 HEADS = ("mean", "max")
 #: Window of the middle layers in SAP, relative to the depth of the model (eq. 9).
 MIDDLE = "0.4-0.6"

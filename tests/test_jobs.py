@@ -19,6 +19,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import get_args
 
+import psutil
 import pytest
 import yaml
 
@@ -147,8 +148,8 @@ def test_ray_uses_token_authentication_by_default(given, mode):
 
 def children(process: Popen, name: str) -> list[int]:
     """The child processes of a job whose executable is called `name`."""
-    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in listed if Path(f"/proc/{pid}/comm").read_text().strip() == name]
+    # /proc/PID/task/PID/children may omit processes while others start and end.
+    return [child.pid for child in psutil.Process(process.pid).children() if child.name() == name]
 
 
 def wait_for(process: Popen, condition) -> None:

@@ -72,6 +72,7 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
         return torch.cat([pad_to_longest(tensor, fill) for tensor in values])
 
     pooled = [batch.pooled for batch in batches if batch.pooled is not None]
+    appended = [batch.appended for batch in batches if batch.appended is not None]
     return TokenBatch(
         torch.cat([pad_to_longest(batch.vectors) for batch in batches]),
         torch.cat([pad_to_longest(batch.mask) for batch in batches]),
@@ -80,6 +81,7 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
         spans=concatenate_field("spans", -1),
         kind=concatenate_field("kind"),
         pooled=torch.cat(pooled) if pooled else None,
+        appended=torch.cat(appended) if appended else None,
         taps={
             name: torch.cat([pad_to_longest(batch.taps[name]) for batch in batches])
             for name in batches[0].taps

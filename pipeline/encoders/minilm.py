@@ -37,7 +37,7 @@ from pipeline.encoders.loading import (
     load_model,
 )
 from pipeline.encoders.words import Words
-from pipeline.taps import STATISTICS, Tap
+from pipeline.taps import MODEL_STATISTICS, Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, normalise, pad
 
 BUNDLED = "bundled"
@@ -168,7 +168,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         if not can_record(model_config):
             return None
         unsupported = ("pooled_row",) if spec.pooling == "none" else ()
-        statistics = tuple(s for s in STATISTICS if s not in unsupported)
+        statistics = tuple(s for s in MODEL_STATISTICS if s not in unsupported)
         return AttentionInfo(statistics, model_config.num_hidden_layers)
 
     def encode(

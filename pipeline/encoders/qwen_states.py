@@ -26,7 +26,7 @@ from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.qwen_reader import QwenReader, SequenceWriter, TimedImage
 from pipeline.encoders.qwen_spec import StatesSpecT
 from pipeline.encoders.sequences import SequenceEncoder
-from pipeline.taps import STATISTICS
+from pipeline.taps import MODEL_STATISTICS
 from pipeline.tokens import SPECIAL, VISUAL
 
 
@@ -88,7 +88,7 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
     @classmethod
     def attention(cls, spec: StatesSpecT) -> AttentionInfo:
         """Returns all statistics; the last token is the pooled one."""
-        return attention_info(cls.settings(spec).get_text_config(), STATISTICS)
+        return attention_info(cls.settings(spec).get_text_config(), MODEL_STATISTICS)
 
     @classmethod
     def query_kinds(cls, spec: StatesSpecT) -> tuple[str, ...]:

@@ -6,12 +6,18 @@
     python -m jobs.bench encode --only pipeline actors --items 64
 
 Models have the shapes of published ones with random weights and `--layers` layers (default: all on
-a GPU, four on a CPU). `taps` compares a forward pass without SAP's column sums, with them, and with
-eager attention that returns all probabilities. `pipeline` compares encoding JPEG files with the
-model on preprocessed inputs. `actors` runs the index job with one and with two encoder actors.
-`text` compares the default text encoder with sentence-transformers on windows of Cranfield
-abstracts: in units of 64 abstracts, as in the index job, against one `encode` call over all windows
-with the default batch size.
+a GPU, four on a CPU). The parts are:
+
+- `taps`: a forward pass without SAP's column sums, with them, and with eager attention that returns
+  all probabilities.
+- `appended`: a forward pass without learned tokens, with them, and with AGC's saliency; and the
+  memory that the gradient of the saliency needs, by number of tokens, next to the size of the
+  attention matrix of one layer.
+- `pipeline`: encoding JPEG files, and the model on preprocessed inputs.
+- `actors`: the index job with one and with two encoder actors.
+- `text`: the default text encoder and sentence-transformers on windows of Cranfield abstracts: in
+  units of 64 abstracts, as in the index job, against one `encode` call over all windows with the
+  default batch size.
 """
 
 from __future__ import annotations
@@ -36,6 +42,8 @@ import jobs
 from jobs.bench.harness import Bench, Repeats, parse_on_device, table
 from pipeline import extras
 from pipeline.config import parse
+from pipeline.encoders.appended import AppendedTokens
+from pipeline.encoders.attention import AttentionInputs, selected_rows
 from pipeline.encoders.colpali import ColPali
 from pipeline.encoders.colqwen2 import ColQwen2
 from pipeline.encoders.minilm import MiniLM
@@ -45,6 +53,7 @@ from pipeline.taps import MIDDLE, Tap, single_layer_taps
 PAGE = (1240, 1754)  # A4 at 150 dpi
 ABSTRACTS = Path(jobs.__file__).parent / "data/cranfield/corpus.jsonl"
 UNIT_ITEMS = 64  # the index job's default
+NUM_APPENDED = 32  # as in the AGC paper
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -276,6 +285,68 @@ def taps(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: A
     bench.add(f"taps {family}", f"{family}: {what}", {"seconds": found}, text)
 
 
+def appended(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: Any) -> None:
+    """Compares passes without appended tokens, with them, and with AGC's saliency."""
+    plain, extended = _built(given), _built(given)
+    extended.append_tokens(AppendedTokens.create(NUM_APPENDED, extended.embedding))
+    items = _read(plain, _pages(folder).slice(0, args.batch))
+    num_layers = plain.attention(plain.spec).num_layers
+    saliency = single_layer_taps([Tap("appended_rows")], num_layers)
+    sides: dict[str, Callable[[], object]] = {
+        "without appended tokens": lambda: list(plain.encode(items)),
+        f"with {NUM_APPENDED} appended tokens": lambda: list(extended.encode(items)),
+        "with their saliency": lambda: list(extended.encode(items, saliency)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for side in sides.values():
+        side()
+    for repeat in range(args.repeats):
+        for name in sorted(sides, reverse=bool(repeat % 2)):
+            with _timed(seconds[name]):
+                sides[name]()
+    num_tokens = sum(int(batch.mask.sum()) for _, batch in plain.encode(items))
+    found = {name: Repeats(tuple(each)) for name, each in seconds.items()}
+    before, rows = None, []
+    for name, each in found.items():
+        times = Repeats(tuple(1e3 * s for s in each.values))
+        rows.append([name, times, "-" if before is None else each.over(before)])
+        before = each
+    what = f"{args.batch} pages, {num_tokens:,} tokens, {num_layers} layers, {given['dtype']}"
+    text = table(["pass", "ms", "x the row above"], rows)
+    bench.add(f"appended {family}", f"{family}: {what}", {"seconds": found}, text)
+
+    settings = plain.attention_module().config
+    heads, groups = settings.num_attention_heads, settings.num_key_value_heads
+    memory = {
+        number: _saved_megabytes(number, heads, groups, settings.hidden_size // heads)
+        for number in (512, 1024, 2048, 4096)
+    }
+    rows = [[str(n), f"{mib:.1f}", f"{4 * heads * n * n / 2**20:.0f}"] for n, mib in memory.items()]
+    text = table(["tokens", "saved for the gradient, MiB", "attention matrix, MiB"], rows)
+    what = f"{NUM_APPENDED} appended tokens, {heads} heads, one item, float32"
+    bench.add(f"saliency memory {family}", f"{family}: {what}", {"saved_mib": memory}, text)
+
+
+def _saved_megabytes(num_tokens: int, heads: int, groups: int, dim: int) -> float:
+    """Returns the size of the tensors that autograd saves for the saliency of one item, in MiB."""
+    num_rows = num_tokens + NUM_APPENDED
+    query = torch.randn(1, heads, num_rows, dim, requires_grad=True)
+    key = torch.randn(1, groups, num_rows, dim, requires_grad=True)
+    storages: dict[int, int] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    inputs = AttentionInputs(query, key, None, None, False)
+    rows_1M = torch.arange(num_tokens, num_rows).unsqueeze(0)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        saliency = selected_rows(inputs, rows_1M).mean(dim=(1, 2))
+    saliency.sum().backward()
+    return sum(storages.values()) / 2**20
+
+
 def pipeline(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: Any) -> None:
     """Compares the stages from JPEG files to vectors with the model on its inputs."""
     encoder = _built(given)
@@ -420,4 +491,4 @@ def _bare_inputs(encoder: Retrieval[Any], ready: pa.Table) -> list[dict[str, tor
     return recorded
 
 
-FIGURES = {"taps": taps, "pipeline": pipeline, "actors": actors}
+FIGURES = {"taps": taps, "appended": appended, "pipeline": pipeline, "actors": actors}

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config import ComponentSpec, Spec, SpecError, dump, expand_sweep, parse, within
+from pipeline.config import ComponentSpec, Spec, SpecError, dump_stored, expand_sweep, parse, within
 from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.index.positions import decode_positions, stored_type
 from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec
@@ -156,7 +156,7 @@ def codec_id(codec: ComponentSpec) -> list[str]:
     if codec.name == Representation.model_fields["codec"].default:
         return []
     parts = [codec.name]
-    for key, value in codec_settings(dump(codec)).items():
+    for key, value in codec_settings(dump_stored(codec)).items():
         name = "" if key == "bits" else f"{key}_" if isinstance(value, str) else key
         parts.append(f"{name}{value}")
     return [re.sub("[^a-z0-9]+", "_", part.lower()).strip("_") for part in parts]
@@ -257,8 +257,8 @@ def representation_info(
     return RepresentationInfo(
         name=representation.id,
         encoder=encoder_info,
-        compressor=dump(representation.compressor),
-        codec=dump(representation.codec),
+        compressor=dump_stored(representation.compressor),
+        codec=dump_stored(representation.codec),
         artefact=None,
         codec_artefact=None,
         dim=compressor.output_dim(encoder_info.dim),
@@ -320,12 +320,12 @@ def changed_setting(
     """
     compressor, codec = stored.compressor, stored.codec
     with contextlib.suppress(SpecError, KeyError):  # newer settings get their defaults
-        compressor = dump(COMPRESSORS.resolve(compressor))
-        codec = dump(CODECS.resolve(codec))
+        compressor = dump_stored(COMPRESSORS.resolve(compressor, stored=True))
+        codec = dump_stored(CODECS.resolve(codec, stored=True))
     settings = (
         ("fingerprint", encoder_info.fingerprint, stored.encoder.fingerprint),
-        ("compressor", dump(representation.compressor), compressor),
-        ("codec", dump(representation.codec), codec),
+        ("compressor", dump_stored(representation.compressor), compressor),
+        ("codec", dump_stored(representation.codec), codec),
         ("of", representation.of, stored.field),
     )
     return next((setting for setting in settings if setting[1] != setting[2]), None)

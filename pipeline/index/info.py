@@ -9,7 +9,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
-from pipeline.config import SpecError, describe, dump
+from pipeline.config import SpecError, describe, dump_stored
 from pipeline.index.positions import EXTENTS
 from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
 from pipeline.taps import Tap
@@ -27,7 +27,7 @@ class EncoderInfo:
     """Description of an encoder that does not require loading it.
 
     Attributes:
-        spec: Settings of the encoder, including its name.
+        spec: Settings of the encoder in the form of `dump_stored`.
         fingerprint: Hash of the weights and of the settings that affect the vectors.
         dim: Dimensions of the token vectors.
         pooled_dim: Dimensions of the single vectors; None without them.
@@ -57,7 +57,7 @@ class EncoderInfo:
         """Returns the info of a loaded encoder."""
         attention = encoder.attention(spec)
         return cls(
-            spec=dump(spec),
+            spec=dump_stored(spec),
             fingerprint=encoder.fingerprint,
             dim=encoder.dim,
             pooled_dim=encoder.pooled_dim,
@@ -115,8 +115,8 @@ class RepresentationInfo:
     Attributes:
         name: Name of the column.
         encoder: Encoder of the token vectors. Its `has_*` flags refer to columns in the index.
-        compressor: Settings of the compressor, including its name.
-        codec: Settings of the codec, including its name.
+        compressor: Settings of the compressor in the form of `dump_stored`.
+        codec: Settings of the codec in the form of `dump_stored`.
         artefact: Hash of the fitted state of the compressor; None without one.
         codec_artefact: Hash of the fitted state of the codec; None without one.
         dim: Dimensions of the stored vectors.

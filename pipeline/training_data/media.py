@@ -52,8 +52,9 @@ def decode_media(spec: Decoding, video: str | None, audio: str | None) -> dict[s
 
 
 def decoding_settings(spec: Decoding) -> dict[str, Any]:
-    """Returns the options that change the decoded content."""
-    return _video(spec, ".", spec.wants).settings()
+    """Returns the options that change the decoded content, under the first names of the fields."""
+    source = _video(spec, ".", spec.wants)
+    return source.spec.with_first_names(source.settings())
 
 
 def _video(spec: Decoding, uri: str, wants: tuple[str, ...]) -> Video:

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import pyarrow as pa
 
 #: Version of the index format that is written; older versions can be read. Version 2 stores extents
-#: as `index.positions.STORED_EXTENTS`.
-FORMAT_VERSION = 2
+#: as `index.positions.STORED_EXTENTS`; version 3 renames the metadata keys `of` and `support`.
+FORMAT_VERSION = 3
 METADATA_KEY = b"maxray"
 
 #: Location of an item in its parent. The unit is "page", "seconds", "characters" or "" (the whole).

@@ -30,8 +30,8 @@ class TokenBatch:
         confidence: Probability that the word of a token was recognised correctly, (B, N) float32;
             NaN if the word was not recognised by OCR or ASR.
         pooled: Single vector of each item, as computed by the model, (B, P) float of unit length.
-        support: Assignment of input tokens, (B, M) int64; only set by compressors. For each of the
-            M input positions, the output position with the largest weight, or -1 for none.
+        assignment: Assignment of input tokens, (B, M) int64; only set by compressors. For each of
+            the M input positions, the output position with the largest weight, or -1 for none.
         grid: Shape (t, y, x) of the token grid of each item, (B, 3) int32.
         objects: Annotated object that contains each token, from 1, or 0 for background, (B, N)
             int64; only set in training.
@@ -46,7 +46,7 @@ class TokenBatch:
     kind: torch.Tensor | None = None
     confidence: torch.Tensor | None = None
     pooled: torch.Tensor | None = None
-    support: torch.Tensor | None = None
+    assignment: torch.Tensor | None = None
     grid: torch.Tensor | None = None
     objects: torch.Tensor | None = None
     taps: dict[str, torch.Tensor] = field(default_factory=dict)

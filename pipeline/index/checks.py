@@ -35,7 +35,7 @@ def check(spec: IndexSpec) -> None:
         encoder.check(spec.encoder)
     if spec.rerank is not None:
         if "content" not in item_fields:
-            rule = "null unless a representation has `of: content`"
+            rule = "null unless a representation has `field: content`"
             raise SpecError("rerank", spec.rerank, rule)
         read_edje(spec.rerank)
     encoder_dim, source_dim = (getattr(s, "dim", None) for s in (spec.encoder, spec.source))
@@ -106,7 +106,7 @@ def _check_source(spec: IndexSpec, source: str) -> None:
         return
     if "content" not in item_fields:
         problem = f"is not provided by the source {source}"
-        raise SpecError("representations.of", "caption", "content", problem)
+        raise SpecError("representations.field", "caption", "content", problem)
     missing = set(encoder.required_inputs(spec.encoder)) - set(provided)
     if missing or not set(reads) & set(provided):
         rule = f"an encoder that reads {' or '.join(provided)}, which the source {source} provides"

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # reading an index does not need torch
     from pipeline.encoders import Encoder
     from pipeline.registry import EncoderSpec
 
-#: Encoding of a stored token assignment, see `token_columns.support_column`.
-SupportForm = Literal["assignment", "indices"]
+#: Encoding of a stored token assignment, see `token_columns.assignment_column`.
+AssignmentForm = Literal["assignment", "indices"]
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class RepresentationInfo:
         text_column: Column of the text to which the token spans refer.
         pooled_column: Column of the single vectors of the encoder; None without one.
         positions: Columns of token positions, by `TokenBatch` field.
-        support_column: Column of the assignment of tokens to vectors; None without one.
-        support_form: Encoding of the assignment; None if the index lacks the column.
+        assignment_column: Column of the assignment of tokens to vectors; None without one.
+        assignment_form: Encoding of the assignment; None if the index lacks the column.
         format_version: Version of the index format in which the column was written.
     """
 
@@ -142,8 +142,8 @@ class RepresentationInfo:
     text_column: str
     pooled_column: str | None
     positions: dict[str, str]
-    support_column: str | None = None
-    support_form: SupportForm | None = None
+    assignment_column: str | None = None
+    assignment_form: AssignmentForm | None = None
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -156,8 +156,10 @@ class RepresentationInfo:
         stored = column_metadata(schema.field(name))
         try:
             positions, pooled = stored["positions"], stored["pooled"]
-            encoder_name, support = stored["encoder"]["name"], stored.get("support")
-            # Keys with a default were added in later versions of the format.
+            encoder_name = stored["encoder"]["name"]
+            # Keys with a default were added in later versions of the format. Until version 2, the
+            # keys `field` and `assignment` were `of` and `support`.
+            assignment = stored.get("assignment", stored.get("support"))
             query_kinds = () if encoder_name == "precomputed" else ("text",)
             encoder = EncoderInfo(
                 spec=stored["encoder"],
@@ -181,14 +183,14 @@ class RepresentationInfo:
                 codec_artefact=stored.get("codec_artefact"),
                 dim=stored["dim"],
                 normalised=stored["normalised"],
-                field=stored.get("of", "content"),
+                field=stored.get("field", stored.get("of", "content")),
                 text_column=stored.get("text", "text"),
                 pooled_column=pooled,
                 positions=positions,
-                support_column=support,
-                support_form=(
-                    column_metadata(schema.field(support))["form"]
-                    if support in schema.names
+                assignment_column=assignment,
+                assignment_form=(
+                    column_metadata(schema.field(assignment))["form"]
+                    if assignment in schema.names
                     else None
                 ),
                 format_version=stored.get("format_version", 0),
@@ -198,8 +200,7 @@ class RepresentationInfo:
 
     def to_metadata(self) -> dict[str, Any]:
         """Returns the JSON-serializable metadata of the column."""
-        support = {} if self.support_column is None else {"support": self.support_column}
-        return {
+        metadata = {
             "format_version": self.format_version,
             "role": "search",
             "encoder": self.encoder.spec,
@@ -212,21 +213,23 @@ class RepresentationInfo:
             "query_dim": self.encoder.dim,
             "normalised": self.normalised,
             "score": "sum",
-            "of": self.field,
+            "field": self.field,
             "text": self.text_column,
             "columns": self.encoder.prefix,
             "pooled": self.pooled_column,
             "num_layers": self.encoder.num_layers,
             "queries": list(self.encoder.query_kinds),
             "positions": self.positions,
-            **support,
         }
+        if self.assignment_column is not None:
+            metadata["assignment"] = self.assignment_column
+        return metadata
 
     @property
     def token_columns(self) -> list[str]:
         """Columns of the token assignment, if stored, and of the token positions."""
-        support = [] if self.support_column is None else [self.support_column]
-        return [*support, *self.positions.values()]
+        assignment = [] if self.assignment_column is None else [self.assignment_column]
+        return [*assignment, *self.positions.values()]
 
     @property
     def is_uncompressed(self) -> bool:

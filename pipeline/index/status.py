@@ -82,7 +82,7 @@ def representation_stats(
         "codec": codec_name(info.codec),
         "vectors": num_vectors / per_item,
         "bytes_vectors": num_bytes[representation] / per_item,
-        "bytes_assignment": num_bytes[info.support_column or ""] / per_item,
+        "bytes_assignment": num_bytes[info.assignment_column or ""] / per_item,
         "bytes_positions": sum(num_bytes[p] for p in info.positions.values()) / per_item,
         "bytes_all": sum(num_bytes.values()) / per_item,
         "filled": num_filled / max(1, num_rows),

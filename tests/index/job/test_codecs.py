@@ -93,7 +93,7 @@ def test_column_names_distinguish_codecs():
         "full_binary_query_binary",
     ]
     assert names[8:] == ["hpool_32" + name.removeprefix("full") for name in names[:8]]
-    caption = config.parse(Representation, {**FULL, "codec": "int8", "of": "caption"})
+    caption = config.parse(Representation, {**FULL, "codec": "int8", "field": "caption"})
     assert caption.id == "caption_full_int8"
 
 

@@ -353,7 +353,7 @@ def _fit(
             with_taps(batch, taps, encoder_info) for _, batch in token_batches(table, encoder_info)
         )
 
-    origin = {"index": spec.fit_index, "where": spec.fit_filter}
+    origin = {"index": spec.fit_index, "filter": spec.fit_filter}
     origin = {name: value for name, value in origin.items() if value is not None}
     learned = fit(representation, sample, spec.fit_seed)
     return learned._replace(sample=Sample(origin, content_N))

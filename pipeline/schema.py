@@ -104,6 +104,16 @@ REJECT = pa.schema(
     ]
 )
 
+
+def present_reason(reason: str) -> str:
+    """Returns the present name of a reject reason of any version.
+
+    >>> present_reason("damaged image"), present_reason("timed out")
+    ('corrupted image', 'timed out')
+    """
+    return re.sub("^damaged ", "corrupted ", reason)
+
+
 MAX_ID_LENGTH = 512
 _INVALID_ID_CHARACTERS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")  # Arrow rejects surrogates
 

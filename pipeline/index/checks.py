@@ -14,6 +14,7 @@ from pipeline.index.reader import Index, check_location
 from pipeline.index.rerank_tokens import read_edje
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import ENCODERS, SOURCES
+from pipeline.schema import present_reason
 from pipeline.taps import Tap
 
 
@@ -57,9 +58,9 @@ def check_resources(spec: IndexSpec, resources: IndexResources) -> None:
 def check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
     """Raises `SpecError` for a reason that no reject of the index has."""
     if reasons:
-        known = set(Index(spec.index).rejects()["reason"].to_pylist())
+        known = set(map(present_reason, Index(spec.index).rejects()["reason"].to_pylist()))
         for reason in reasons:
-            if reason not in known:
+            if present_reason(reason) not in known:
                 problem = "is not the reason of any reject in the index"
                 raise SpecError.unknown_name("--retry-rejects", reason, sorted(known), problem)
 

@@ -12,6 +12,7 @@ from pipeline.index.columns import Representation, Sweep, all_representations, r
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import part_uri
 from pipeline.registry import ENCODERS, SOURCES, EncoderSpec, SourceSpec
+from pipeline.schema import present_reason
 from pipeline.sources import Source
 from pipeline.stage import Resources
 from pipeline.taps import TapName
@@ -89,7 +90,8 @@ class IndexSpec(Spec):
             {"source": dump_stored(self.source), "encoder": dump_stored(self.encoder)}
         )
         index = part_uri(self.index)
-        return ListingJob(index, folder, self.source, spec_digest, retry_rejects, self.payload())
+        reasons = tuple(map(present_reason, retry_rejects))
+        return ListingJob(index, folder, self.source, spec_digest, reasons, self.payload())
 
 
 class IndexResources(Spec):

@@ -15,6 +15,7 @@ from pipeline.index.columns import RERANK_TOKENS, codec_name
 from pipeline.index.info import tap_names
 from pipeline.index.positions import element_bytes, stored_bytes
 from pipeline.index.reader import Index, open_folder
+from pipeline.schema import present_reason
 
 
 def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
     infos, pooled = index.representations().values(), index.pooled_columns.values()
     encoders = {(info.encoder.name, info.encoder.fingerprint) for info in infos}
     encoders |= {(info.encoder, info.fingerprint) for info in pooled}
-    reasons = Counter(index.rejects()["reason"].to_pylist())
+    reasons = Counter(map(present_reason, index.rejects()["reason"].to_pylist()))
     return {
         "index": uri,
         "version": index.version,

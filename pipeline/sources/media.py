@@ -423,7 +423,7 @@ class UnreadableMember:
     offset: int
     detail: str
     name: str = ""
-    reason: str = "damaged archive"
+    reason: str = "corrupted archive"
 
 
 class ByteStream(Protocol):

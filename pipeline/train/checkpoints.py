@@ -85,7 +85,7 @@ class Checkpoints:
         last = self.last()
         if last is None:
             return 0
-        with _undamaged(last):
+        with _corruption_errors(last):
             metadata = json.loads((last / "about.json").read_text("utf-8"))
             stored = self._lasting(migrated_spec(metadata["spec"]))
             weights = torch.load(last / "weights.pt", map_location="cpu", weights_only=True)
@@ -113,7 +113,7 @@ class Checkpoints:
         last = self.last()
         if last is None:
             return
-        with _undamaged(last):
+        with _corruption_errors(last):
             state = torch.load(last / "optimiser.pt", map_location="cpu", weights_only=True)
         load_state(optimiser, state)
         random = last / f"random-{distributed.rank()}.pt"
@@ -155,7 +155,7 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _undamaged(checkpoint: Path) -> Iterator[None]:
+def _corruption_errors(checkpoint: Path) -> Iterator[None]:
     """Turns read errors into a `JobError` that names the checkpoint."""
     try:
         yield

@@ -164,11 +164,11 @@ def test_manifest_limits(tmp_path, monkeypatch):
     results = reasons(source(Images, tmp_path / "a.jsonl"))
     assert list(results.values())[:2] == ["too long", "not JSON"]
     (tmp_path / "b.json").write_text("[" + nested(500) + "]")
-    assert reasons(source(Images, tmp_path / "b.json")) == {"b.json": "damaged manifest"}
+    assert reasons(source(Images, tmp_path / "b.json")) == {"b.json": "corrupted manifest"}
     (tmp_path / "c.json").write_text(" " * 5_000 + "[]")
     assert reasons(source(Images, tmp_path / "c.json")) == {"c.json": "too long"}
     pq.write_table(pa.table({"image": ["a.png"] * 101}), tmp_path / "d.parquet")
-    assert reasons(source(Images, tmp_path / "d.parquet")) == {"d.parquet": "damaged manifest"}
+    assert reasons(source(Images, tmp_path / "d.parquet")) == {"d.parquet": "corrupted manifest"}
 
 
 BOMBS = """

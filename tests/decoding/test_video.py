@@ -298,7 +298,7 @@ def test_undecodable_frames(tmp_path):
     corrupt_frames(silent)
     assert len(read_window(path)["samples"]) and not len(read_window(path)["indices"])
     result = read_window(silent)
-    assert isinstance(result, Unreadable) and result.reason == "damaged video"
+    assert isinstance(result, Unreadable) and result.reason == "corrupted video"
 
 
 @pytest.mark.parametrize(
@@ -306,8 +306,8 @@ def test_undecodable_frames(tmp_path):
     [
         (b"", "empty file"),
         (b"Dear Ada, this is no film.", "not a video"),
-        (b"\x00\x00\x00\x20ftypisom nothing that can be played", "damaged video"),
-        (b"\x1aE\xdf\xa3 nothing", "damaged video"),
+        (b"\x00\x00\x00\x20ftypisom nothing that can be played", "corrupted video"),
+        (b"\x1aE\xdf\xa3 nothing", "corrupted video"),
     ],
 )
 def test_invalid_videos(tmp_path, content, reason):

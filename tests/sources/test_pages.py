@@ -169,8 +169,8 @@ def test_max_pixels(tmp_path):
     [
         (b"", "empty file"),
         (b"Dear Ada, this is no PDF.", "not a PDF"),
-        (b"%PDF-1.7\nnothing that makes a document", "damaged PDF"),
-        (pdf(Page([(10, 50, "x")]))[:200], "damaged PDF"),
+        (b"%PDF-1.7\nnothing that makes a document", "corrupted PDF"),
+        (pdf(Page([(10, 50, "x")]))[:200], "corrupted PDF"),
         (pdf(), "no pages"),
         (ENCRYPTED.read_bytes(), "encrypted"),
     ],
@@ -230,7 +230,7 @@ def test_page_beyond_memory_limit_is_rejected(tmp_path):
     options = {"max_pixels": 100_000_000, "dpi": 144, "limits": limits}
     reject = read(source(tmp_path, ("image",), **options))["a.pdf#page=1"]
     assert isinstance(reject, Reject)
-    assert reject.reason in ("out of memory", "damaged page", "crashed")
+    assert reject.reason in ("out of memory", "corrupted page", "crashed")
 
 
 def test_unread_results_are_discarded(tmp_path):

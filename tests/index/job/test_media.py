@@ -109,9 +109,9 @@ def first(uri: Path, query: str, representation: str = "full", **options: Any) -
 def test_reject_reasons(uri):
     assert rejects(uri) == {
         "gone.jpg": "missing file",
-        "torn.jpg": "damaged image",
+        "torn.jpg": "corrupted image",
         "wall.jpg": NOTHING,
-        "cut.mp4": "damaged video",
+        "cut.mp4": "corrupted video",
         "silence.wav#t=0,1": NOTHING,
         "empty.wav": "empty file",
         "quiet#t=0,1": NOTHING,

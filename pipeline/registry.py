@@ -145,13 +145,14 @@ SOURCES: Registry[Source[Any]] = Registry(
     "sources",
     {
         "audio": "pipeline.sources.audio:Audio",
+        "combined": "pipeline.sources.combined:Combined",
         "images": "pipeline.sources.images:Images",
         "pages": "pipeline.sources.pages:Pages",
-        "several": "pipeline.sources.several:Several",
         "text": "pipeline.sources.text:Text",
         "vectors": "pipeline.sources.vectors:Vectors",
         "video": "pipeline.sources.video:Video",
     },
+    renamed={"several": "combined"},
 )
 OCR: Registry[Recogniser[Any]] = Registry(
     "ocr",
@@ -201,10 +202,10 @@ TRAINING_DATA: Registry[TrainingData] = Registry(
 
 
 def _validate_source(value: Any, info: ValidationInfo) -> ComponentSpec:
-    """Returns the spec of a source; a list of sources becomes the source `several`."""
+    """Returns the spec of a source; a list of sources becomes the source `combined`."""
     if value == []:
         raise SpecError("", [], "a source or a non-empty list of sources")
-    value = {"name": "several", "sources": value} if isinstance(value, list) else value
+    value = {"name": "combined", "sources": value} if isinstance(value, list) else value
     return SOURCES.resolve(value, stored=is_stored(info))
 
 

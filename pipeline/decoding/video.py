@@ -432,7 +432,9 @@ class WindowReader:
             if len(times) > num_frames:
                 times = times[(middles * len(times) / num_frames).astype(int)]
         else:
-            times = self._scenes(_times(self._settings["look_fps"], start, end), num_frames)
+            times = self._scenes(
+                _times(self._settings["scene_detection_fps"], start, end), num_frames
+            )
         return np.unique(self.frames_at(times)).tolist()
 
     def frames_at(self, times: np.ndarray) -> np.ndarray:

@@ -26,7 +26,9 @@ class Combined(Source["Combined.Spec"]):
     class Spec(config.ComponentSpec):
         """Options of the combined source."""
 
-        renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {"name": {"several": "combined"}}
+        renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {
+            "name": {"several": "combined"}
+        }
 
         name: Literal["combined"] = "combined"
         sources: list[SourceSpec] = Field(min_length=1)

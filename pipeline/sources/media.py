@@ -81,7 +81,7 @@ class MediaSpec(config.ComponentSpec):
     `stat` reads no files and suits corpora that are too large to be read twice."""
     max_file_bytes: int = Field(16 << 30, ge=1024)
     """Maximum size of a file or an archive member, in bytes."""
-    limits: Limits = Limits(seconds=120.0)
+    limits: Limits = Limits(max_seconds=120.0)
     """Limits of time and memory per decoded item."""
 
 

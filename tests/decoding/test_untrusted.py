@@ -362,7 +362,7 @@ def reply(value: Any) -> bytes:
 )
 def test_malformed_replies(sent):
     """Sends replies that a compromised decoding process could send."""
-    process = DecodingProcess("image", Limits(seconds=5))
+    process = DecodingProcess("image", Limits(max_seconds=5))
     code = f"import sys; sys.stdout.buffer.write({sent!r}); sys.stdout.flush(); sys.stdin.read()"
     process._process = PipedProcess("-S", "-c", code, bufsize=0)
     with pytest.raises(Unreadable, match=r"^crashed: a malformed reply"):

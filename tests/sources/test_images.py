@@ -164,7 +164,7 @@ def test_invalid_images_are_rejected(tmp_path):
 def test_image_beyond_memory_limit_is_rejected(tmp_path):
     (tmp_path / "large.png").write_bytes(encode_image(Image.new("RGB", (12_000, 9_000)), "PNG"))
     (tmp_path / "small.png").write_bytes(PNG)
-    results = read(source(tmp_path, limits={"memory_bytes": 512 << 20}))
+    results = read(source(tmp_path, limits={"max_memory_bytes": 512 << 20}))
     assert reasons(results) == {"large.png": "out of memory"} and results["large.png"].retryable
 
 

@@ -163,10 +163,10 @@ def test_revision_depends_on_content_and_options(tmp_path):
         )
         return item.revision
 
-    assert revision() == revision(look_fps=9)  # has no effect without scene detection
+    assert revision() == revision(scene_detection_fps=9)  # has no effect without scene detection
     assert revision(fps=2) != revision() != revision(sample_rate=8000)
     assert revision("audio") == revision("audio", fps=2) != revision("frames")
-    assert revision(sampling="scenes") != revision(sampling="scenes", look_fps=9)
+    assert revision(sampling="scenes") != revision(sampling="scenes", scene_detection_fps=9)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ WORDS = [(10, 80, "wings and tails"), (10, 60, "bread"), (100, 20, "yeast and fl
 def index(folder: Path, uri: Path, *representations: dict, **resources: Any) -> Progress:
     given = {
         "index": str(uri),
-        "source": {"name": "pages", "path": str(folder), "limits": {"seconds": 3}},
+        "source": {"name": "pages", "path": str(folder), "limits": {"max_seconds": 3}},
         "representations": list(representations),
     }
     spec = config.parse(IndexSpec, given)

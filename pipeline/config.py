@@ -25,6 +25,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
@@ -131,6 +132,13 @@ class RenamedField(SpecError):
         return f"field {name!r}{self._location()} was renamed to {self.rule!r}"
 
 
+class RenamedValue(SpecError):
+    """A field has a value that was renamed; `rule` is the present value."""
+
+    def _message(self) -> str:
+        return f"{self.field}: {self.value!r} was renamed to {self.rule!r}"
+
+
 class MissingField(SpecError):
     """A required field is missing; `rule` is what it must be, if known."""
 
@@ -159,8 +167,13 @@ class Stopped(Exception):
 class Spec(BaseModel):
     """Base class of all specs, which are immutable and reject unknown fields.
 
+    A renamed field must not change hashes or make stored metadata unreadable. Hashed and stored
+    specs therefore have the first names of their fields and values (`dump_stored`), and parsing
+    stored specs replaces former names (`parse` with `stored=True`).
+
     Attributes:
-        renamed: New names of renamed fields by old name, for error messages.
+        renamed: Present names of renamed fields by former name.
+        renamed_values: Present names of renamed values by former value, by present field name.
 
     >>> class Budget(Spec):
     ...     renamed: ClassVar = {"size": "num_vectors"}
@@ -175,16 +188,50 @@ class Spec(BaseModel):
         frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
     )
     renamed: ClassVar[Mapping[str, str]] = {}
+    renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _reject_unknown_fields(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            for key, value in data.items():
-                if key in cls.renamed and key not in cls.model_fields:
-                    raise RenamedField(str(key), value, cls.renamed[key])
-                if key not in cls.model_fields:
-                    raise UnknownField(str(key), value, ", ".join(cls.model_fields))
+    def _check_names(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        if is_stored(info):
+            data = cls.with_present_names(data)
+        for key, value in data.items():
+            if key in cls.renamed and key not in cls.model_fields:
+                raise RenamedField(str(key), value, cls.renamed[key])
+            if key not in cls.model_fields:
+                raise UnknownField(str(key), value, ", ".join(cls.model_fields))
+            if isinstance(value, str) and value in cls.renamed_values.get(key, {}):
+                raise RenamedValue(key, value, cls.renamed_values[key][value])
+        return data
+
+    @classmethod
+    def with_present_names(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Replaces former names of fields and values, except those in nested specs."""
+        data = {cls.renamed.get(name, name): value for name, value in fields.items()}
+        for name, values in cls.renamed_values.items():
+            if isinstance(data.get(name), str):
+                data[name] = values.get(data[name], data[name])
+        return data
+
+    def with_first_names(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Replaces names of renamed fields and values by their first ones, also in nested specs.
+
+        Args:
+            fields: Fields of this spec as JSON values. Some may be missing; names that are not
+                fields are unchanged.
+        """
+        first_names = {present: first for first, present in self.renamed.items()}
+        data = {}
+        for name, dumped in fields.items():
+            values = self.renamed_values.get(name, {})
+            first_values = {present: first for first, present in values.items()}
+            if isinstance(dumped, str):
+                dumped = first_values.get(dumped, dumped)
+            else:
+                dumped = _with_first_names(getattr(self, name, None), dumped)
+            data[first_names.get(name, name)] = dumped
         return data
 
     @field_validator("*", mode="wrap")
@@ -194,6 +241,20 @@ class Spec(BaseModel):
         if isinstance(value, bool) and isinstance(parsed, int | float) and parsed is not value:
             raise SpecError("", value, "a number")  # pydantic converts `true` to 1
         return parsed
+
+
+def _with_first_names(value: Any, dumped: Any) -> Any:
+    """Returns the JSON form of a field's value, with the first names of the specs in it."""
+    if isinstance(value, Spec):
+        return value.with_first_names(dumped)
+    if isinstance(value, list | tuple):
+        return [_with_first_names(*pair) for pair in zip(value, dumped, strict=True)]
+    return dumped
+
+
+def is_stored(info: ValidationInfo) -> bool:
+    """Returns True if a stored spec is validated, which may have former names."""
+    return bool(info.context and info.context.get("stored"))
 
 
 class ComponentSpec(Spec):
@@ -259,8 +320,13 @@ SpecT = TypeVar("SpecT", bound=Spec)
 ComponentSpecT = TypeVar("ComponentSpecT", bound=ComponentSpec)
 
 
-def parse(spec_class: type[SpecT], data: Mapping[str, Any]) -> SpecT:
+def parse(spec_class: type[SpecT], data: Mapping[str, Any], *, stored: bool = False) -> SpecT:
     """Validates `data` and raises the first validation error as a `SpecError`.
+
+    Args:
+        spec_class: Class of the spec.
+        data: Fields of the spec.
+        stored: Whether to accept former names of fields and values, which stored specs may have.
 
     >>> class Budget(Spec):
     ...     num_vectors: int = 32
@@ -271,7 +337,7 @@ def parse(spec_class: type[SpecT], data: Mapping[str, Any]) -> SpecT:
 fields: num_vectors
     """
     try:
-        return spec_class.model_validate(data)
+        return spec_class.model_validate(data, context={"stored": stored})
     except ValidationError as error:
         raise describe(error) from None
 
@@ -458,6 +524,27 @@ def dump(spec: Spec) -> dict[str, Any]:
     return spec.model_dump(mode="json")
 
 
+def dump_stored(spec: Spec, exclude: Iterable[str] = ()) -> dict[str, Any]:
+    """Converts a resolved spec to JSON types for storage and hashes, including defaults.
+
+    Fields and values have their first names, so that renaming them does not change hashes.
+    `parse` with `stored=True` is the inverse.
+
+    Args:
+        spec: The spec.
+        exclude: Present names of fields to leave out.
+
+    >>> class Budget(Spec):
+    ...     renamed: ClassVar = {"size": "num_vectors"}
+    ...     num_vectors: int = 32
+    >>> dump_stored(Budget())
+    {'size': 32}
+    >>> parse(Budget, {"size": 8}, stored=True)
+    Budget(num_vectors=8)
+    """
+    return spec.with_first_names(spec.model_dump(mode="json", exclude=set(exclude)))
+
+
 def dump_yaml(spec: Spec) -> str:
     """Converts a resolved spec to YAML, which `load` parses to an equal spec."""
     return yaml.safe_dump(dump(spec), sort_keys=False, allow_unicode=True)
@@ -465,7 +552,7 @@ def dump_yaml(spec: Spec) -> str:
 
 def digest(value: Any) -> str:
     """Returns a stable hash (16 hexadecimal digits) of a spec or JSON value."""
-    value = dump(value) if isinstance(value, Spec) else value
+    value = dump_stored(value) if isinstance(value, Spec) else value
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

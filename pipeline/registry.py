@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
-from pydantic import BeforeValidator, SerializeAsAny
+from pydantic import BeforeValidator, SerializeAsAny, ValidationInfo
 
-from pipeline.config import MissingField, Spec, SpecError, parse
+from pipeline.config import MissingField, Spec, SpecError, is_stored, parse
 from pipeline.extras import as_missing_extra
 
 if TYPE_CHECKING:  # components are imported on first use
@@ -39,10 +39,12 @@ class Registry(Generic[T]):
     Args:
         kind: Kind of the components, the suffix of the entry point group.
         entries: Location of each component as `module:Class`.
+        renamed: Present names of renamed components by former name. Their specs have the former
+            name in `renamed_values`.
     """
 
-    def __init__(self, kind: str, entries: dict[str, str]):
-        self.kind, self._entries = kind, entries
+    def __init__(self, kind: str, entries: dict[str, str], renamed: Mapping[str, str] = {}):
+        self.kind, self._entries, self._renamed = kind, entries, renamed
 
     @functools.cached_property
     def _all(self) -> dict[str, str]:
@@ -60,6 +62,7 @@ class Registry(Generic[T]):
             MissingExtra: The component needs an extra that is not installed.
             SpecError: The name is unknown, or a package of the component is not installed.
         """
+        name = self._renamed.get(name, name)
         if name not in self._all:
             raise SpecError.unknown_name("name", name, self.names())
         module, _, attribute = self._all[name].partition(":")
@@ -76,11 +79,12 @@ class Registry(Generic[T]):
         component: Any = self.load(name)
         return component.Spec
 
-    def resolve(self, value: Any) -> ComponentSpec:
+    def resolve(self, value: Any, *, stored: bool = False) -> ComponentSpec:
         """Returns the spec of a component.
 
         Args:
             value: Name of a component, mapping with a `name`, or spec.
+            stored: Whether to accept former names, which stored specs may have.
         """
         if isinstance(value, ComponentSpec):
             return value
@@ -89,7 +93,11 @@ class Registry(Generic[T]):
             raise MissingField("name", None, f"one of {', '.join(self.names())}")
         if not isinstance(value, Mapping) or not isinstance(value["name"], str):
             raise SpecError("name", value, f"one of {', '.join(self.names())}")
-        return parse(self.spec_class(value["name"]), value)
+        return parse(self.spec_class(value["name"]), value, stored=stored)
+
+    def validate(self, value: Any, info: ValidationInfo) -> ComponentSpec:
+        """Returns the spec of a component; a pydantic validator of fields."""
+        return self.resolve(value, stored=is_stored(info))
 
     def build(self, spec: ComponentSpec, *args: Any, **kwargs: Any) -> T:
         """Constructs the component called `spec.name`."""
@@ -137,13 +145,14 @@ SOURCES: Registry[Source[Any]] = Registry(
     "sources",
     {
         "audio": "pipeline.sources.audio:Audio",
+        "combined": "pipeline.sources.combined:Combined",
         "images": "pipeline.sources.images:Images",
         "pages": "pipeline.sources.pages:Pages",
-        "several": "pipeline.sources.several:Several",
         "text": "pipeline.sources.text:Text",
         "vectors": "pipeline.sources.vectors:Vectors",
         "video": "pipeline.sources.video:Video",
     },
+    renamed={"several": "combined"},
 )
 OCR: Registry[Recogniser[Any]] = Registry(
     "ocr",
@@ -192,26 +201,25 @@ TRAINING_DATA: Registry[TrainingData] = Registry(
 )
 
 
-def _resolve_source(value: Any) -> ComponentSpec:
-    """Returns the spec of a source; a list of sources becomes the source `several`."""
+def _validate_source(value: Any, info: ValidationInfo) -> ComponentSpec:
+    """Returns the spec of a source; a list of sources becomes the source `combined`."""
     if value == []:
         raise SpecError("", [], "a source or a non-empty list of sources")
-    return SOURCES.resolve(
-        {"name": "several", "sources": value} if isinstance(value, list) else value
-    )
+    value = {"name": "combined", "sources": value} if isinstance(value, list) else value
+    return SOURCES.resolve(value, stored=is_stored(info))
 
 
-def _or_none(registry: Registry[Any]) -> Callable[[Any], ComponentSpec | None]:
-    return lambda value: None if value is None else registry.resolve(value)
+def _or_none(registry: Registry[Any]) -> Callable[[Any, ValidationInfo], ComponentSpec | None]:
+    return lambda value, info: None if value is None else registry.validate(value, info)
 
 
-EncoderSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(ENCODERS.resolve)]
-CompressorSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(COMPRESSORS.resolve)]
-SourceSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(_resolve_source)]
+EncoderSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(ENCODERS.validate)]
+CompressorSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(COMPRESSORS.validate)]
+SourceSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(_validate_source)]
 #: None disables the recognition of text in images, or of speech.
 OcrSpec = Annotated[SerializeAsAny[ComponentSpec] | None, BeforeValidator(_or_none(OCR))]
 SpeechSpec = Annotated[SerializeAsAny[ComponentSpec] | None, BeforeValidator(_or_none(SPEECH))]
-CodecSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CODECS.resolve)]
-LearnerSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(LEARNERS.resolve)]
-TrainingDataSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(TRAINING_DATA.resolve)]
-BenchmarkSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(BENCHMARKS.resolve)]
+CodecSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CODECS.validate)]
+LearnerSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(LEARNERS.validate)]
+TrainingDataSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(TRAINING_DATA.validate)]
+BenchmarkSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(BENCHMARKS.validate)]

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import pyarrow as pa
 
 #: Version of the index format that is written; older versions can be read. Version 2 stores extents
-#: as `index.positions.STORED_EXTENTS`.
-FORMAT_VERSION = 2
+#: as `index.positions.STORED_EXTENTS`; version 3 renames the metadata keys `of` and `support`.
+FORMAT_VERSION = 3
 METADATA_KEY = b"maxray"
 
 #: Location of an item in its parent. The unit is "page", "seconds", "characters" or "" (the whole).
@@ -103,6 +103,16 @@ REJECT = pa.schema(
         pa.field("retryable", pa.bool_(), nullable=False),
     ]
 )
+
+
+def present_reason(reason: str) -> str:
+    """Returns the present name of a reject reason of any version.
+
+    >>> present_reason("damaged image"), present_reason("timed out")
+    ('corrupted image', 'timed out')
+    """
+    return re.sub("^damaged ", "corrupted ", reason)
+
 
 MAX_ID_LENGTH = 512
 _INVALID_ID_CHARACTERS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")  # Arrow rejects surrogates

@@ -32,8 +32,8 @@ class TokenBatch:
         pooled: Single vector of each item, as computed by the model, (B, P) float of unit length.
         appended: Vectors of the learned tokens that the encoder appended to each item, (B, M, D)
             float; None for queries and for encoders without such tokens.
-        support: Assignment of input tokens, (B, M) int64; only set by compressors. For each of the
-            M input positions, the output position with the largest weight, or -1 for none.
+        assignment: Assignment of input tokens, (B, M) int64; only set by compressors. For each of
+            the M input positions, the output position with the largest weight, or -1 for none.
         grid: Shape (t, y, x) of the token grid of each item, (B, 3) int32.
         objects: Annotated object that contains each token, from 1, or 0 for background, (B, N)
             int64; only set in training.
@@ -49,7 +49,7 @@ class TokenBatch:
     confidence: torch.Tensor | None = None
     pooled: torch.Tensor | None = None
     appended: torch.Tensor | None = None
-    support: torch.Tensor | None = None
+    assignment: torch.Tensor | None = None
     grid: torch.Tensor | None = None
     objects: torch.Tensor | None = None
     taps: dict[str, torch.Tensor] = field(default_factory=dict)

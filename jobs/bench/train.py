@@ -73,7 +73,7 @@ def states(bench: Bench, folder: Path, args: Any) -> None:
                 "name": "colpali",
                 "model": str(MODEL),
                 "dtype": "float32",
-                "keep": "visual",
+                "output_tokens": "visual",
                 "query_prefix": "",
                 "num_augmentation": 0,
             },

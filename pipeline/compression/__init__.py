@@ -56,7 +56,7 @@ class Compressor(ABC, Generic[ComponentSpecT]):
     needs_fit: bool = False
     #: Stored form of the token assignment: "assignment" stores the output of each input token, or
     #: none; "indices" stores the input token of each output, for methods that select tokens.
-    support_form: Literal["assignment", "indices"] = "assignment"
+    assignment_form: Literal["assignment", "indices"] = "assignment"
     #: Whether output vectors have unit length.
     normalised: bool = True
     #: Whether items whose budget covers all their tokens keep the vectors unchanged.
@@ -99,7 +99,7 @@ class Compressor(ABC, Generic[ComponentSpecT]):
         Items whose budget covers all their tokens keep their vectors if `keeps_tokens` is set.
 
         Returns:
-            A batch with vectors (B, <= K, D) and `support` (B, N), the output position to which
+            A batch with vectors (B, <= K, D) and `assignment` (B, N), the output position to which
             each input token is assigned. Real outputs come first in each row.
 
         Raises:
@@ -114,12 +114,12 @@ class Compressor(ABC, Generic[ComponentSpecT]):
         # Distances and means stay in float32 inside the autocast region of a training loop.
         with torch.autocast(batch.vectors.device.type, enabled=False):
             result = self._compress(packed)
-        if result.support is None:
+        if result.assignment is None:
             return result
         # Map packed positions back to positions in `batch`.
         assignment = torch.full_like(batch.mask, -1, dtype=torch.int64)
-        assignment.scatter_(1, order, result.support.masked_fill(~packed.mask, -1))
-        return replace(result, support=assignment)
+        assignment.scatter_(1, order, result.assignment.masked_fill(~packed.mask, -1))
+        return replace(result, assignment=assignment)
 
     def remark(self, extents_N6: np.ndarray) -> str | None:
         """Returns a warning if a setting is unsuitable for the given item, else None.
@@ -254,7 +254,7 @@ def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> 
     """Selects the tokens at `index` (B, K) where `index_mask` (B, K) is True.
 
     Returns:
-        A batch with unit vectors (B, K, D) and the assignment in `support`.
+        A batch with unit vectors (B, K, D) and the assignment of tokens.
     """
     dim = batch.vectors.shape[2]
     vectors = batch.vectors.gather(1, index.unsqueeze(-1).expand(-1, -1, dim))
@@ -264,7 +264,7 @@ def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> 
     padded = torch.cat([assignment, assignment.new_full((len(batch), 1), -1)], dim=1)
     padded.scatter_(1, torch.where(index_mask, index, batch.mask.shape[1]), outputs)
     selected = TokenBatch(
-        vectors, index_mask, batch.normalised, pooled=batch.pooled, support=padded[:, :-1]
+        vectors, index_mask, batch.normalised, pooled=batch.pooled, assignment=padded[:, :-1]
     )
     return replace(selected, vectors=unit_vectors(selected), normalised=True)
 

@@ -88,7 +88,7 @@ class Adaptive(Compressor["Adaptive.Spec"]):
         method = COMPRESSORS.build(spec.method)
         assert isinstance(method, Budgeted)  # checked by the spec
         self._method = method
-        self.support_form = self._method.support_form
+        self.assignment_form = self._method.assignment_form
         self.normalised = self._method.normalised
 
     @cached_property

@@ -38,7 +38,7 @@ class AdaptiveEos(Compressor["AdaptiveEos.Spec"]):
 
     needs_fit = True
     needs_taps = (TAP,)
-    support_form = "indices"
+    assignment_form = "indices"
 
     @classmethod
     def fit(cls, spec: Spec, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:

@@ -72,7 +72,7 @@ class Agc(Budgeted["Agc.Spec"]):
             vectors_BKD[block] = normalise(sums_BKD)  # the sum of the weights cancels
         mask_BK = slot_mask_BK & vectors_BKD.any(dim=2)
         vectors_BKD, mask_BK, assignment_BN = pack_outputs(vectors_BKD, mask_BK, groups_BN)
-        return TokenBatch(vectors_BKD, mask_BK, True, pooled=batch.pooled, support=assignment_BN)
+        return TokenBatch(vectors_BKD, mask_BK, True, pooled=batch.pooled, assignment=assignment_BN)
 
 
 def nearest_centroids(

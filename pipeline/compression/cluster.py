@@ -85,7 +85,7 @@ class SemanticCluster(Budgeted["SemanticCluster.Spec"]):
             mask=sizes_BK > 0,
             normalised=self.spec.normalise,
             pooled=batch.pooled,
-            support=assignment_BN,
+            assignment=assignment_BN,
         )
 
 

@@ -26,7 +26,7 @@ class Eos(Budgeted["Eos.Spec"]):
         layers: list[int] = Field([-1], min_length=1)
         """Layers over which the scores are averaged; negative indices count from the end."""
 
-    support_form = "indices"
+    assignment_form = "indices"
 
     @cached_property
     def needs_taps(self) -> tuple[Tap, ...]:

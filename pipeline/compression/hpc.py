@@ -137,7 +137,7 @@ class HPC(Budgeted["HPC.Spec"]):
             mask=code_BK >= 0,
             normalised=True,
             pooled=batch.pooled,
-            support=assignment_BN[:, :num_tokens],
+            assignment=assignment_BN[:, :num_tokens],
         )
 
     def _codebook(self, device: torch.device) -> torch.Tensor:

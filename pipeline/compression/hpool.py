@@ -76,7 +76,7 @@ def group_means(
         mask=group_sizes(assignment_BN, num_outputs) > 0,
         normalised=True,
         pooled=batch.pooled,
-        support=assignment_BN,
+        assignment=assignment_BN,
     )
 
 

@@ -13,7 +13,7 @@ from pipeline.tokens import TokenBatch, unit_vectors
 class Uncompressed(Compressor["Uncompressed.Spec"]):
     """Keeps all tokens, normalised to unit length.
 
-    The output has no `support`, because the assignment is the identity.
+    The output has no `assignment`, because it is the identity.
     """
 
     class Spec(config.ComponentSpec):
@@ -21,7 +21,9 @@ class Uncompressed(Compressor["Uncompressed.Spec"]):
 
         name: Literal["none"] = "none"
 
-    support_form = "indices"
+    assignment_form = "indices"
 
     def _compress(self, batch: TokenBatch) -> TokenBatch:
-        return replace(batch, vectors=unit_vectors(batch), normalised=True, support=None, taps={})
+        return replace(
+            batch, vectors=unit_vectors(batch), normalised=True, assignment=None, taps={}
+        )

@@ -27,7 +27,7 @@ class Random(Budgeted["Random.Spec"]):
         seed: int = Field(0, ge=0, lt=2**32)
         """Random seed."""
 
-    support_form = "indices"
+    assignment_form = "indices"
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""

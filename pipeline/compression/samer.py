@@ -113,7 +113,7 @@ class SaMer(SeededCompressor):
             identity_BN = torch.arange(num_tokens, device=batch.mask.device).expand_as(batch.mask)
             tokens_BND = unit_vectors(batch)
             return TokenBatch(
-                tokens_BND, batch.mask, self.normalised, pooled=batch.pooled, support=identity_BN
+                tokens_BND, batch.mask, self.normalised, pooled=batch.pooled, assignment=identity_BN
             )
         num_outputs = int(budgets_B.max())
         largest_tensor = num_tokens * max(num_outputs, batch.vectors.shape[2])
@@ -122,7 +122,7 @@ class SaMer(SeededCompressor):
             parts.append(self._reduce_block(batch.take(block), budgets_B[block], num_outputs))
         vectors_BKD, mask_BK, assignment_BN = (torch.cat(p) for p in zip(*parts, strict=True))
         return TokenBatch(
-            vectors_BKD, mask_BK, self.normalised, pooled=batch.pooled, support=assignment_BN
+            vectors_BKD, mask_BK, self.normalised, pooled=batch.pooled, assignment=assignment_BN
         )
 
     def _reduce_block(

@@ -47,7 +47,7 @@ class Sap(Budgeted["Sap.Spec"]):
                 raise SpecError("layers", [], "a non-empty list, or null to use the window")
             return self
 
-    support_form = "indices"
+    assignment_form = "indices"
 
     @cached_property
     def needs_taps(self) -> tuple[Tap, ...]:

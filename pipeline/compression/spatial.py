@@ -32,7 +32,7 @@ class Spatial(SeededCompressor):
 
         name: Literal["spatial"] = "spatial"
 
-    support_form = "indices"
+    assignment_form = "indices"
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""

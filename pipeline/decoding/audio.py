@@ -215,7 +215,7 @@ def _open_track(path: str, head: bytes, detail: str, is_incomplete: bool = False
     try:
         container = av.open(path)
     except av.FFmpegError:
-        raise Unreadable("damaged audio" if is_audio(head) else "not audio", detail) from None
+        raise Unreadable("corrupted audio" if is_audio(head) else "not audio", detail) from None
     if (stream := audio_stream(container)) is None:
         reason = "no audio track" if container.streams.video else "not audio"
         container.close()
@@ -225,7 +225,7 @@ def _open_track(path: str, head: bytes, detail: str, is_incomplete: bool = False
         return AudioTrack(container, stream, zero, is_incomplete or is_truncated(path))
     except (av.FFmpegError, ValueError) as error:
         container.close()
-        raise Unreadable("damaged audio", str(error)) from None
+        raise Unreadable("corrupted audio", str(error)) from None
 
 
 def audio_stream(container: av.container.InputContainer) -> av.AudioStream | None:

@@ -83,7 +83,7 @@ def decode(data: bytes, max_pixels: int, max_input_pixels: int) -> dict[str, Any
         raise
     except Exception as error:  # Pillow raises many types for corrupted files
         if data.startswith(SIGNATURES) and (data[:4] != b"RIFF" or data[8:12] == b"WEBP"):
-            raise Unreadable("damaged image", _one_line(error)) from None
+            raise Unreadable("corrupted image", _one_line(error)) from None
         raise Unreadable("not an image", f"starts with {data[:8]!r}") from None
     width, height = image.size
     if width * height > max_input_pixels:
@@ -94,7 +94,7 @@ def decode(data: bytes, max_pixels: int, max_input_pixels: int) -> dict[str, Any
     except MemoryError:
         raise
     except Exception as error:
-        raise Unreadable("damaged image", _one_line(error)) from None
+        raise Unreadable("corrupted image", _one_line(error)) from None
 
 
 def _decode(image: Image.Image, data: bytes, max_pixels: int) -> dict[str, Any]:

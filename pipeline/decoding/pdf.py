@@ -16,7 +16,7 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.layout import TextLine, is_right_to_left, reading_order
 
 #: Reasons of PDFium's error codes when opening a document.
-OPEN_ERRORS = {3: "damaged PDF", 4: "encrypted", 5: "encrypted", 6: "damaged PDF"}
+OPEN_ERRORS = {3: "corrupted PDF", 4: "encrypted", 5: "encrypted", 6: "corrupted PDF"}
 
 #: Number of pages after which a document is reopened, because PDFium caches what it reads.
 PAGES_PER_OPENING = 100
@@ -47,7 +47,7 @@ def open_document(path: str) -> pdfium.PdfDocument:
     except pdfium.PdfiumError as error:
         # PDFium reports "Success" for a file without pages.
         reason = "no pages" if "Success" in str(error) else None
-        reason = reason or OPEN_ERRORS.get(getattr(error, "err_code", 0), "damaged PDF")
+        reason = reason or OPEN_ERRORS.get(getattr(error, "err_code", 0), "corrupted PDF")
         raise Unreadable(reason, str(error)) from None
     if len(document) == 0:
         raise Unreadable("no pages")
@@ -81,7 +81,7 @@ def read_pages(
                 yield read_page(page, document.get_page_label(number - 1), settings)
                 page.close()
             except pdfium.PdfiumError as error:
-                yield Unreadable("damaged page", str(error))
+                yield Unreadable("corrupted page", str(error))
             except MemoryError:
                 yield Unreadable("out of memory", "the page exceeds the memory limit")
         document.close()

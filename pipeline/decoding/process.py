@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -115,9 +115,14 @@ class PipedProcess:
 class Limits(Spec):
     """Limits of reading one result, such as a page, an image or the frames of a window."""
 
-    seconds: float = Field(30.0, gt=0, le=86_400)
+    renamed: ClassVar[Mapping[str, str]] = {
+        "seconds": "max_seconds",
+        "memory_bytes": "max_memory_bytes",
+    }
+
+    max_seconds: float = Field(30.0, gt=0, le=86_400)
     """Time limit, in seconds."""
-    memory_bytes: int = Field(4 << 30, ge=256 << 20)
+    max_memory_bytes: int = Field(4 << 30, ge=256 << 20)
     """Maximum size of the address space of the process, in bytes."""
 
 
@@ -202,7 +207,7 @@ class DecodingProcess:
     def _start(self) -> PipedProcess:
         process = PipedProcess(
             *("-P", "-m", "pipeline.decoding.serve"),
-            *(self.module, str(self.limits.memory_bytes)),
+            *(self.module, str(self.limits.max_memory_bytes)),
             environment=KEEP_MEMORY,
             stderr=subprocess.DEVNULL,
             bufsize=0,
@@ -219,7 +224,7 @@ class DecodingProcess:
         Raises:
             Unreadable: The process crashed or timed out; it is stopped.
         """
-        deadline = time.monotonic() + self.limits.seconds
+        deadline = time.monotonic() + self.limits.max_seconds
         try:
             (length,) = struct.unpack("<Q", self._read(process, 8, deadline))
             reply = dict(json.loads(bytes(self._read(process, length, deadline))))
@@ -233,7 +238,7 @@ class DecodingProcess:
         return reply
 
     def _read(self, process: PipedProcess, length: int, deadline: float) -> memoryview:
-        if not 0 <= length <= self.limits.memory_bytes:  # exceeds the memory of the process
+        if not 0 <= length <= self.limits.max_memory_bytes:  # exceeds the memory of the process
             raise ValueError(f"of {length:,} bytes")
         view = np.empty(length, np.uint8).data  # uninitialised, because frames are large
         stream = process.stdout.fileno()
@@ -243,7 +248,7 @@ class DecodingProcess:
             while done < length:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     self.stop()
-                    raise Unreadable("timed out", f"more than {self.limits.seconds:g} s")
+                    raise Unreadable("timed out", f"more than {self.limits.max_seconds:g} s")
                 if not (num_read := os.readv(stream, [view[done : done + PIPE_BYTES]])):
                     code = process.wait()
                     self.stop()

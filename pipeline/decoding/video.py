@@ -238,7 +238,7 @@ class Video:
         try:
             return FFmpegFrames(self.path, start, size)
         except (UnreadableVideo, av.FFmpegError) as error:
-            raise Unreadable("damaged video", str(error)) from None
+            raise Unreadable("corrupted video", str(error)) from None
 
     @cached_property
     def track(self) -> AudioTrack | None:
@@ -278,7 +278,7 @@ class Video:
             info["num_frames"] = len(times)
             info["fps"] = round(len(times) / duration, 3) if duration > 0 else 0.0
         if not (duration := round(max(end, audio_duration), 3)):
-            raise Unreadable("damaged video", "neither frames nor audio can be read")
+            raise Unreadable("corrupted video", "neither frames nor audio can be read")
         info["duration"] = duration
         header_duration = max(map(_header_duration, (self._video, self._audio)))
         if is_truncated(self.path) or header_duration - duration > MIN_MISSING_SECONDS:
@@ -341,7 +341,7 @@ def read_windows(
                 try:
                     window.update(reader.read(start, end))
                 except UnreadableVideo as error:
-                    problem = Unreadable("damaged video", str(error))
+                    problem = Unreadable("corrupted video", str(error))
             if track is not None:
                 borders = shift_to_pauses(track, start, end, settings)
                 window["audio_start"], window["samples"] = read_samples(
@@ -369,7 +369,7 @@ def read_frame(path: str, seconds: float, max_pixels: int) -> dict[str, Any]:
         try:
             frame = reader.frames([reader.frames_at(np.array([seconds]))[0]])
         except UnreadableVideo as error:
-            raise Unreadable("damaged video", str(error)) from None
+            raise Unreadable("corrupted video", str(error)) from None
         jpeg = io.BytesIO()
         Image.fromarray(frame["pixels"][0]).save(jpeg, "JPEG", quality=92)
         index, time = int(frame["indices"][0]), float(frame["seconds"][0])
@@ -432,7 +432,9 @@ class WindowReader:
             if len(times) > num_frames:
                 times = times[(middles * len(times) / num_frames).astype(int)]
         else:
-            times = self._scenes(_times(self._settings["look_fps"], start, end), num_frames)
+            times = self._scenes(
+                _times(self._settings["scene_detection_fps"], start, end), num_frames
+            )
         return np.unique(self.frames_at(times)).tolist()
 
     def frames_at(self, times: np.ndarray) -> np.ndarray:
@@ -508,7 +510,7 @@ def _open(path: str) -> av.container.InputContainer:
         container = av.open(path)
     except (av.FFmpegError, ValueError) as error:
         is_video = head[4:8] == b"ftyp" or head.startswith((b"\x1aE\xdf\xa3", b"RIFF"))
-        raise Unreadable("damaged video" if is_video else "not a video", str(error)) from None
+        raise Unreadable("corrupted video" if is_video else "not a video", str(error)) from None
     if container.format.name.endswith(IMAGE_FORMATS):
         container.close()
         raise Unreadable("not a video", "the file is an image")

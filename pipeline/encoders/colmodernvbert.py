@@ -6,8 +6,8 @@ Checkpoints are those of the transformers class, such as `ModernVBERT/colmodernv
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
 import torch
 from PIL import Image
@@ -40,8 +40,8 @@ class ColModernVBertReader(RetrievalReader["ColModernVBert.Spec"]):
         extents = torch.full((len(ids), 6), torch.nan)
         extents[is_visual] = torch.cat(boxes)
         extents[is_visual, 4], extents[is_visual, 5] = start, stop
-        keep = torch.ones_like(is_visual) if self.spec.keep == "all" else is_visual.clone()
-        if self.spec.keep == "tiles" and len(boxes) > 1:
+        keep = torch.ones_like(is_visual) if self.spec.output_tokens == "all" else is_visual.clone()
+        if self.spec.output_tokens == "tiles" and len(boxes) > 1:
             keep[is_visual.nonzero()[-len(boxes[-1]) :]] = False  # the downscaled image is last
         return ModelInput.create(
             {"input_ids": ids},
@@ -71,8 +71,10 @@ class ColModernVBert(Retrieval["ColModernVBert.Spec"]):
     class Spec(RetrievalSpec):
         """Checkpoint, and the tokens that are kept."""
 
+        renamed: ClassVar[Mapping[str, str]] = {"keep": "output_tokens"}
+
         name: Literal["colmodernvbert"] = "colmodernvbert"
-        keep: Literal["all", "visual", "tiles"] = "all"
+        output_tokens: Literal["all", "visual", "tiles"] = "all"
         """"all" keeps patches, prompt and tile boundaries, as transformers does. "visual" keeps
         only patches. "tiles" keeps only patches of tiles, which form one grid, without the
         downscaled image; an image that is not split keeps all its patches.

@@ -6,7 +6,8 @@ Checkpoints are those of the transformers class, such as `vidore/colpali-v1.3-hf
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import torch
 from PIL import Image
@@ -42,7 +43,7 @@ class ColPaliReader(RetrievalReader["ColPali.Spec"]):
             {name: output[name][0] for name in ("input_ids", "token_type_ids")},
             {"pixel_values": output["pixel_values"]},
             torch.where(is_visual, VISUAL, PROMPT),
-            keep=is_visual if self.spec.keep == "visual" else None,
+            keep=is_visual if self.spec.output_tokens == "visual" else None,
             extents=extents,
         )
 
@@ -65,8 +66,10 @@ class ColPali(Retrieval["ColPali.Spec"]):
         uses none.
         """
 
+        renamed: ClassVar[Mapping[str, str]] = {"keep": "output_tokens"}
+
         name: Literal["colpali"] = "colpali"
-        keep: Literal["all", "visual"] = "all"
+        output_tokens: Literal["all", "visual"] = "all"
         """"all" keeps patches and prompt tokens, as the paper does; "visual" only patches."""
         bidirectional_queries: bool = True
         """Use bidirectional attention in queries, as transformers does; the authors' public engine

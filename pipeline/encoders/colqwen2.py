@@ -7,8 +7,8 @@ positions for image patches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
 import torch
 from PIL import Image
@@ -56,7 +56,7 @@ class ColQwen2Reader(RetrievalReader["ColQwen2.Spec"]):
             {"input_ids": ids},
             {"pixel_values": output["pixel_values"][0], "image_grid_thw": output["image_grid_thw"]},
             torch.where(is_visual, VISUAL, PROMPT),
-            keep=is_visual if self.spec.keep == "visual" else None,
+            keep=is_visual if self.spec.output_tokens == "visual" else None,
             extents=extents,
         )
 
@@ -67,8 +67,10 @@ class ColQwen2(Retrieval["ColQwen2.Spec"]):
     class Spec(RetrievalSpec):
         """Checkpoint, the tokens that are kept, the image size and the attention mask."""
 
+        renamed: ClassVar[Mapping[str, str]] = {"keep": "output_tokens"}
+
         name: Literal["colqwen2"] = "colqwen2"
-        keep: Literal["all", "visual"] = "all"
+        output_tokens: Literal["all", "visual"] = "all"
         """"all" keeps patches and prompt tokens, as transformers does; "visual" only patches."""
         min_pixels: int | None = Field(None, ge=1)
         """Minimum number of pixels per image after resizing; null: the checkpoint's value."""

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -72,14 +72,19 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         the task.
         """
 
+        renamed: ClassVar[Mapping[str, str]] = {"keep": "output_tokens"}
+        renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {
+            "documents": {"pictures": "images"}
+        }
+
         name: Literal["jina_v4"] = "jina_v4"
         task: Literal["retrieval", "text-matching", "code"] = "retrieval"
         """Task whose adapter is added to the weights."""
-        keep: Literal["all", "visual"] = "all"
+        output_tokens: Literal["all", "visual"] = "all"
         """"all" keeps image tokens and the prompt around them, as the custom code does; "visual"
         only image tokens.
         """
-        documents: Literal["pictures", "text"] = "pictures"
+        documents: Literal["images", "text"] = "images"
         """Content of an item that is encoded: `images` (the images, or the text of items without
         images) or "text".
         """
@@ -204,7 +209,7 @@ class JinaReader(QwenReader["JinaV4.Spec"]):
         positions = is_visual.nonzero()
         is_pooled = torch.zeros_like(is_visual)
         is_pooled[int(positions[0]) - 1 : int(positions[-1]) + 2] = True  # includes the boundaries
-        keep = is_visual if self.spec.keep == "visual" else None
+        keep = is_visual if self.spec.output_tokens == "visual" else None
         return writer.build(self.image_inputs([image]), keep, is_pooled=is_pooled)
 
     def _read_text(self, prompt: str, text: str) -> ModelInput:

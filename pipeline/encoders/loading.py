@@ -434,8 +434,7 @@ def checkpoint_fingerprint(
     files = hash_files(folder, [*WEIGHTS, *SETTINGS])
     if adapter:
         files |= hash_files(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
-    ignored = set(ignored)
-    settings = {name: value for name, value in config.dump(spec).items() if name not in ignored}
+    settings = config.dump_stored(spec, exclude=ignored)
     return config.digest({"files": files, "settings": settings, **more})
 
 

@@ -582,8 +582,9 @@ def _fingerprint(spec: MiniLM.Spec, folder: Path) -> str:
     files = hash_files(folder, WEIGHTS + SETTINGS)
     if adapter := adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS]):
         files |= hash_files(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
-    settings = config.dump(spec)
-    for field in ("model", "revision", "adapter", "max_batch_tokens", "document_prefix"):
-        del settings[field]
-    del settings["appended_tokens"]
+    ignored = (
+        *("model", "revision", "adapter", "appended_tokens", "max_batch_tokens"),
+        "document_prefix",
+    )
+    settings = config.dump_stored(spec, exclude=ignored)
     return config.digest({"files": files, "settings": settings, **appended_hashes(spec)})

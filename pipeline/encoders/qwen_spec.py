@@ -73,7 +73,7 @@ class StatesSpec(QwenSpec):
     """
 
     if TYPE_CHECKING:  # defined by each subclass with different values
-        keep: str
+        output_tokens: str
 
     layer: Layers = -1
     """Hidden state used as token vectors: 0 is the output of the embeddings, -1 that of the last

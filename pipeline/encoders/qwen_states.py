@@ -231,9 +231,9 @@ class StatesReader(QwenReader[StatesSpecT]):
         is_media = torch.isin(kind, torch.tensor(self.MEDIA))
         is_last = torch.arange(len(kind)) == len(kind) - 1
         is_masked = is_composed and self.spec.mask_composed
-        if self.spec.keep == "paper":
+        if self.spec.output_tokens == "paper":
             keep = ~is_last
-        elif self.spec.keep in ("visual", "media") and is_media.any() and not is_masked:
+        elif self.spec.output_tokens in ("visual", "media") and is_media.any() and not is_masked:
             keep = is_media
         else:
             keep = kind != SPECIAL

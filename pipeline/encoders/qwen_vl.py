@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -19,13 +20,18 @@ class QwenVL(StatesEncoder["QwenVL.Spec"]):
     class Spec(StatesSpec):
         """Checkpoint, the content and prompts of items, and the tokens that are kept."""
 
+        renamed: ClassVar[Mapping[str, str]] = {"keep": "output_tokens"}
+        renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {
+            "documents": {"pictures": "images"}
+        }
+
         name: Literal["qwen_vl"] = "qwen_vl"
-        keep: Literal["code", "paper", "visual"] = "code"
+        output_tokens: Literal["code", "paper", "visual"] = "code"
         """"paper" drops only the pooled token (SMART, eq. 4); "code" drops special tokens and keeps
         image tokens, as SMART's public code does; "visual" keeps only image tokens, or for
         inputs without images the same as "code".
         """
-        documents: Literal["pictures", "text", "both"] = "pictures"
+        documents: Literal["images", "text", "both"] = "images"
         """Content of an item that is encoded: `images` (the images, or the text of items without
         images), "text", or "both" in one sequence, the text after the images.
         """

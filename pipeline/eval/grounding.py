@@ -291,10 +291,10 @@ class Grounder:
             return None
         if info.is_uncompressed:
             return [name, extents]
-        support = info.support_column
-        if support is None or support not in index.schema.names:
+        assignment = info.assignment_column
+        if assignment is None or assignment not in index.schema.names:
             return None
-        return [name, extents, support]
+        return [name, extents, assignment]
 
     def measure(self, name: str) -> dict[str, float]:
         """Returns the mean metrics over the phrases whose items have vectors, and their number."""
@@ -345,10 +345,10 @@ class Grounder:
         self, table: Any, info: RepresentationInfo, row: int, num_tokens: int
     ) -> np.ndarray:
         """Returns the vector that each input token is assigned to (T,), -1 for none."""
-        if info.support_column is None or info.support_form is None:
+        if info.assignment_column is None or info.assignment_form is None:
             return np.arange(num_tokens)
-        support = table[info.support_column][row].as_py()
-        return assigned_vectors(support, info.support_form, num_tokens)
+        assignment = table[info.assignment_column][row].as_py()
+        return assigned_vectors(assignment, info.assignment_form, num_tokens)
 
 
 def _extents_column(index: Index, name: str) -> str | None:

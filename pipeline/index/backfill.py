@@ -93,7 +93,7 @@ def run(
         progress.fragments = len(dataset.get_fragments())
         progress.done_before = progress.fragments - len(incomplete)
         report(f"{len(incomplete)} of {progress.fragments} fragments have items without tokens")
-        content = [r for r in all_representations(spec) if r.of == "content"]
+        content = [r for r in all_representations(spec) if r.field == "content"]
         encode = encode_stage(
             spec, encoder_info, content, rerank=True, placement=resources.placement
         )

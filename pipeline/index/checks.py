@@ -14,6 +14,7 @@ from pipeline.index.reader import Index, check_location
 from pipeline.index.rerank_tokens import read_edje
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import ENCODERS, SOURCES
+from pipeline.schema import present_reason
 from pipeline.taps import Tap
 
 
@@ -35,7 +36,7 @@ def check(spec: IndexSpec) -> None:
         encoder.check(spec.encoder)
     if spec.rerank is not None:
         if "content" not in item_fields:
-            rule = "null unless a representation has `of: content`"
+            rule = "null unless a representation has `field: content`"
             raise SpecError("rerank", spec.rerank, rule)
         read_edje(spec.rerank)
     encoder_dim, source_dim = (getattr(s, "dim", None) for s in (spec.encoder, spec.source))
@@ -57,9 +58,9 @@ def check_resources(spec: IndexSpec, resources: IndexResources) -> None:
 def check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
     """Raises `SpecError` for a reason that no reject of the index has."""
     if reasons:
-        known = set(Index(spec.index).rejects()["reason"].to_pylist())
+        known = set(map(present_reason, Index(spec.index).rejects()["reason"].to_pylist()))
         for reason in reasons:
-            if reason not in known:
+            if present_reason(reason) not in known:
                 problem = "is not the reason of any reject in the index"
                 raise SpecError.unknown_name("--retry-rejects", reason, sorted(known), problem)
 
@@ -106,7 +107,7 @@ def _check_source(spec: IndexSpec, source: str) -> None:
         return
     if "content" not in item_fields:
         problem = f"is not provided by the source {source}"
-        raise SpecError("representations.of", "caption", "content", problem)
+        raise SpecError("representations.field", "caption", "content", problem)
     missing = set(encoder.required_inputs(spec.encoder)) - set(provided)
     if missing or not set(reads) & set(provided):
         rule = f"an encoder that reads {' or '.join(provided)}, which the source {source} provides"

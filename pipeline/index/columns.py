@@ -6,13 +6,13 @@ import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
 import pyarrow as pa
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config import ComponentSpec, Spec, SpecError, dump, expand_sweep, parse, within
+from pipeline.config import ComponentSpec, Spec, SpecError, dump_stored, expand_sweep, parse, within
 from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.index.positions import decode_positions, stored_type
 from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec
@@ -24,7 +24,15 @@ if TYPE_CHECKING:  # without torch, processes that list or read items start fast
 
 
 #: Suffixes of the columns that accompany a representation or an encoder.
-COMPANION_SUFFIXES = ("_support", "_pooled", "_spans", "_extents", "_confidence", "_tap")
+COMPANION_SUFFIXES = (
+    "_assignment",
+    "_support",  # assignments in format version 2
+    "_pooled",
+    "_spans",
+    "_extents",
+    "_confidence",
+    "_tap",
+)
 #: Field of an item that a representation encodes: its content or its caption.
 ItemField = Literal["content", "caption"]
 ITEM_FIELDS: tuple[str, ...] = get_args(ItemField)
@@ -50,16 +58,18 @@ RESERVED_NAMES = (
 class Representation(Spec):
     """One column of token vectors: a compressor, a codec and the column's name."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"of": "field", "keep_support": "keep_assignment"}
+
     compressor: CompressorSpec
     """Compressor of the token vectors."""
     codec: CodecSpec = Field(default="float16", validate_default=True)
     """Codec of the stored vectors."""
-    of: ItemField = "content"
+    field: ItemField = "content"
     """Field of the items to represent."""
     id: str = ""
     """Name of the column. By default it consists of method, budget and codec, such as
     `hpool_32_int8`."""
-    keep_support: bool = True
+    keep_assignment: bool = True
     """Whether to store the assignment of tokens to vectors, for highlights and similarity maps."""
 
     @field_validator("id")
@@ -77,13 +87,13 @@ class Representation(Spec):
     def _default_id(self) -> Representation:
         if not self.id:
             name = "_".join([default_id(self.compressor), *codec_id(self.codec)])
-            object.__setattr__(self, "id", token_column(self.of, name))
+            object.__setattr__(self, "id", token_column(self.field, name))
         return self
 
     @property
-    def support_id(self) -> str:
+    def assignment_id(self) -> str:
         """Name of the column with the assignment of tokens to vectors."""
-        return f"{self.id}_support"
+        return f"{self.id}_assignment"
 
 
 def default_id(compressor: Spec, with_budget: bool = True) -> str:
@@ -156,7 +166,7 @@ def codec_id(codec: ComponentSpec) -> list[str]:
     if codec.name == Representation.model_fields["codec"].default:
         return []
     parts = [codec.name]
-    for key, value in codec_settings(dump(codec)).items():
+    for key, value in codec_settings(dump_stored(codec)).items():
         name = "" if key == "bits" else f"{key}_" if isinstance(value, str) else key
         parts.append(f"{name}{value}")
     return [re.sub("[^a-z0-9]+", "_", part.lower()).strip("_") for part in parts]
@@ -253,22 +263,22 @@ def representation_info(
 ) -> RepresentationInfo:
     """Returns the info of a representation before fitting."""
     compressor = COMPRESSORS.build(representation.compressor)
-    of_field = encoder_info.for_field(representation.of)
+    field_info = encoder_info.for_field(representation.field)
     return RepresentationInfo(
         name=representation.id,
         encoder=encoder_info,
-        compressor=dump(representation.compressor),
-        codec=dump(representation.codec),
+        compressor=dump_stored(representation.compressor),
+        codec=dump_stored(representation.codec),
         artefact=None,
         codec_artefact=None,
         dim=compressor.output_dim(encoder_info.dim),
         normalised=compressor.normalised,
-        field=representation.of,
-        text_column="text" if representation.of == "content" else representation.of,
-        pooled_column=of_field.pooled_column,
-        positions={kind: of_field.position_column(kind) for kind in of_field.position_types},
-        support_column=representation.support_id if has_support(representation) else None,
-        support_form=compressor.support_form if has_support(representation) else None,
+        field=representation.field,
+        text_column="text" if representation.field == "content" else representation.field,
+        pooled_column=field_info.pooled_column,
+        positions={kind: field_info.position_column(kind) for kind in field_info.position_types},
+        assignment_column=representation.assignment_id if has_assignment(representation) else None,
+        assignment_form=compressor.assignment_form if has_assignment(representation) else None,
     )
 
 
@@ -290,21 +300,35 @@ def representation_fields(
     info = replace(info, artefact=artefact, codec_artefact=codec_artefact)
     codec = CODECS.build(representation.codec)
     fields = [with_metadata(pa.field(info.name, codec.column_type(info.dim)), info.to_metadata())]
-    if info.support_column is not None:
+    if info.assignment_column is not None:
         metadata = {
             "format_version": FORMAT_VERSION,
-            "role": "support",
-            "form": info.support_form,
-            "of": info.name,
+            "role": "assignment",
+            "form": info.assignment_form,
+            "representation": info.name,
         }
-        column = pa.field(info.support_column, pa.list_(pa.uint16()))
+        column = pa.field(info.assignment_column, pa.list_(pa.uint16()))
         fields.append(with_metadata(column, metadata))
     return fields
 
 
+def stored_assignment_columns(
+    schema: pa.Schema, representations: Iterable[Representation]
+) -> dict[str, str]:
+    """Returns the names of the stored columns of token assignments by representation.
+
+    Args:
+        schema: Schema of an index with all representations. Until format version 2, the suffix of
+            these columns was `_support`.
+        representations: The representations.
+    """
+    infos = [RepresentationInfo.from_schema(schema, r.id) for r in representations]
+    return {info.name: info.assignment_column for info in infos if info.assignment_column}
+
+
 def represented_fields(representations: Iterable[Representation]) -> tuple[str, ...]:
     """Returns the item fields that representations encode, content first."""
-    fields = {representation.of for representation in representations}
+    fields = {representation.field for representation in representations}
     return tuple(item_field for item_field in ITEM_FIELDS if item_field in fields)
 
 
@@ -320,13 +344,13 @@ def changed_setting(
     """
     compressor, codec = stored.compressor, stored.codec
     with contextlib.suppress(SpecError, KeyError):  # newer settings get their defaults
-        compressor = dump(COMPRESSORS.resolve(compressor))
-        codec = dump(CODECS.resolve(codec))
+        compressor = dump_stored(COMPRESSORS.resolve(compressor, stored=True))
+        codec = dump_stored(CODECS.resolve(codec, stored=True))
     settings = (
         ("fingerprint", encoder_info.fingerprint, stored.encoder.fingerprint),
-        ("compressor", dump(representation.compressor), compressor),
-        ("codec", dump(representation.codec), codec),
-        ("of", representation.of, stored.field),
+        ("compressor", dump_stored(representation.compressor), compressor),
+        ("codec", dump_stored(representation.codec), codec),
+        ("field", representation.field, stored.field),
     )
     return next((setting for setting in settings if setting[1] != setting[2]), None)
 
@@ -366,6 +390,6 @@ def compressor_remarks(
     return [f"{', '.join(ids)}: {sentence}" for sentence, ids in ids_by_sentence.items()]
 
 
-def has_support(representation: Representation) -> bool:
+def has_assignment(representation: Representation) -> bool:
     """Returns True if the token assignment is stored; without compression it is the identity."""
-    return representation.keep_support and representation.compressor.name != "none"
+    return representation.keep_assignment and representation.compressor.name != "none"

@@ -89,7 +89,7 @@ def export(
     condition = combine_filters(filter, f"`{representation}` IS NOT NULL")
     num_items = _count(index, condition, filter, representation)
     record = {**metadata, "index": absolute(uri), "version": index.version}
-    record |= {"representation": representation, "where": filter, "items": num_items}
+    record |= {"representation": representation, "filter": filter, "items": num_items}
     with _unfinished(filesystem, path) as unfinished:
         writer = {"parquet": _Parquet, "npy": _Npy}[form](unfinished, record)
         num_done, last = 0, time.monotonic()

@@ -9,7 +9,7 @@ import pyarrow as pa
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
-from pipeline.config import SpecError, describe, dump
+from pipeline.config import SpecError, describe, dump_stored
 from pipeline.index.positions import EXTENTS
 from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
 from pipeline.taps import Tap
@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # reading an index does not need torch
     from pipeline.encoders import Encoder
     from pipeline.registry import EncoderSpec
 
-#: Encoding of a stored token assignment, see `token_columns.support_column`.
-SupportForm = Literal["assignment", "indices"]
+#: Encoding of a stored token assignment, see `token_columns.assignment_column`.
+AssignmentForm = Literal["assignment", "indices"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class EncoderInfo:
     """Description of an encoder that does not require loading it.
 
     Attributes:
-        spec: Settings of the encoder, including its name.
+        spec: Settings of the encoder in the form of `dump_stored`.
         fingerprint: Hash of the weights and of the settings that affect the vectors.
         dim: Dimensions of the token vectors.
         pooled_dim: Dimensions of the single vectors; None without them.
@@ -57,7 +57,7 @@ class EncoderInfo:
         """Returns the info of a loaded encoder."""
         attention = encoder.attention(spec)
         return cls(
-            spec=dump(spec),
+            spec=dump_stored(spec),
             fingerprint=encoder.fingerprint,
             dim=encoder.dim,
             pooled_dim=encoder.pooled_dim,
@@ -115,8 +115,8 @@ class RepresentationInfo:
     Attributes:
         name: Name of the column.
         encoder: Encoder of the token vectors. Its `has_*` flags refer to columns in the index.
-        compressor: Settings of the compressor, including its name.
-        codec: Settings of the codec, including its name.
+        compressor: Settings of the compressor in the form of `dump_stored`.
+        codec: Settings of the codec in the form of `dump_stored`.
         artefact: Hash of the fitted state of the compressor; None without one.
         codec_artefact: Hash of the fitted state of the codec; None without one.
         dim: Dimensions of the stored vectors.
@@ -125,8 +125,8 @@ class RepresentationInfo:
         text_column: Column of the text to which the token spans refer.
         pooled_column: Column of the single vectors of the encoder; None without one.
         positions: Columns of token positions, by `TokenBatch` field.
-        support_column: Column of the assignment of tokens to vectors; None without one.
-        support_form: Encoding of the assignment; None if the index lacks the column.
+        assignment_column: Column of the assignment of tokens to vectors; None without one.
+        assignment_form: Encoding of the assignment; None if the index lacks the column.
         format_version: Version of the index format in which the column was written.
     """
 
@@ -142,8 +142,8 @@ class RepresentationInfo:
     text_column: str
     pooled_column: str | None
     positions: dict[str, str]
-    support_column: str | None = None
-    support_form: SupportForm | None = None
+    assignment_column: str | None = None
+    assignment_form: AssignmentForm | None = None
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -156,8 +156,10 @@ class RepresentationInfo:
         stored = column_metadata(schema.field(name))
         try:
             positions, pooled = stored["positions"], stored["pooled"]
-            encoder_name, support = stored["encoder"]["name"], stored.get("support")
-            # Keys with a default were added in later versions of the format.
+            encoder_name = stored["encoder"]["name"]
+            # Keys with a default were added in later versions of the format. Until version 2, the
+            # keys `field` and `assignment` were `of` and `support`.
+            assignment = stored.get("assignment", stored.get("support"))
             query_kinds = () if encoder_name == "precomputed" else ("text",)
             encoder = EncoderInfo(
                 spec=stored["encoder"],
@@ -181,14 +183,14 @@ class RepresentationInfo:
                 codec_artefact=stored.get("codec_artefact"),
                 dim=stored["dim"],
                 normalised=stored["normalised"],
-                field=stored.get("of", "content"),
+                field=stored.get("field", stored.get("of", "content")),
                 text_column=stored.get("text", "text"),
                 pooled_column=pooled,
                 positions=positions,
-                support_column=support,
-                support_form=(
-                    column_metadata(schema.field(support))["form"]
-                    if support in schema.names
+                assignment_column=assignment,
+                assignment_form=(
+                    column_metadata(schema.field(assignment))["form"]
+                    if assignment in schema.names
                     else None
                 ),
                 format_version=stored.get("format_version", 0),
@@ -198,8 +200,7 @@ class RepresentationInfo:
 
     def to_metadata(self) -> dict[str, Any]:
         """Returns the JSON-serializable metadata of the column."""
-        support = {} if self.support_column is None else {"support": self.support_column}
-        return {
+        metadata = {
             "format_version": self.format_version,
             "role": "search",
             "encoder": self.encoder.spec,
@@ -212,21 +213,23 @@ class RepresentationInfo:
             "query_dim": self.encoder.dim,
             "normalised": self.normalised,
             "score": "sum",
-            "of": self.field,
+            "field": self.field,
             "text": self.text_column,
             "columns": self.encoder.prefix,
             "pooled": self.pooled_column,
             "num_layers": self.encoder.num_layers,
             "queries": list(self.encoder.query_kinds),
             "positions": self.positions,
-            **support,
         }
+        if self.assignment_column is not None:
+            metadata["assignment"] = self.assignment_column
+        return metadata
 
     @property
     def token_columns(self) -> list[str]:
         """Columns of the token assignment, if stored, and of the token positions."""
-        support = [] if self.support_column is None else [self.support_column]
-        return [*support, *self.positions.values()]
+        assignment = [] if self.assignment_column is None else [self.assignment_column]
+        return [*assignment, *self.positions.values()]
 
     @property
     def is_uncompressed(self) -> bool:

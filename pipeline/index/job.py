@@ -227,6 +227,7 @@ def stream(
         columns.encoder_info,
         learned,
         columns.encoder_columns,
+        context.writer.dataset.schema,
     )
     # If the job dies, committed fragments persist and the next run recomputes the others.
     pending = Pending()

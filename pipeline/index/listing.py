@@ -24,7 +24,7 @@ import pyarrow as pa
 from pipeline.config import ComponentSpec
 from pipeline.index.reader import ITEMS, REJECTS, corruption_errors, id_filter, part_uri, quote
 from pipeline.registry import SOURCES
-from pipeline.schema import REJECT, Item, Reject
+from pipeline.schema import REJECT, Item, Reject, present_reason
 from pipeline.sources import Source
 
 #: Statuses of a listed item.
@@ -53,7 +53,8 @@ class ListingJob:
         folder: URI of the folder of the job.
         source: Source to list.
         spec_digest: Digest of the settings that determine whether an item is rejected.
-        retry_rejects: Reasons whose rejects are retried although nothing changed.
+        retry_rejects: Present names of the reasons whose rejects are retried although nothing
+            changed.
         wants: Item fields that the encoder reads.
     """
 
@@ -363,7 +364,7 @@ def _known_rejects(
     return {
         row["item_id"]: row["revision"]
         for row in table.to_pylist()
-        if row["reason"] not in job.retry_rejects
+        if present_reason(row["reason"]) not in job.retry_rejects
     }
 
 

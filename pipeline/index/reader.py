@@ -266,7 +266,7 @@ class Index:
             state = None
             if info.codec_artefact:
                 state = load_artefact(self.uri, info.codec_artefact, info.codec_fit)
-            self._codecs[name] = CODECS.build(CODECS.resolve(info.codec), state)
+            self._codecs[name] = CODECS.build(CODECS.resolve(info.codec, stored=True), state)
         return self._codecs[name]
 
     def corruption_errors(self) -> contextlib.AbstractContextManager[None]:

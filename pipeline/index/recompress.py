@@ -29,6 +29,7 @@ from pipeline.index.columns import (
     check_same_settings,
     compressor_remarks,
     required_taps,
+    stored_assignment_columns,
     taps_by_representation,
 )
 from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
@@ -107,9 +108,9 @@ def run(
     index = Index(spec.index)
     encoder_info, item_field = stored_encoder(index, spec.source)
     for r in wanted:
-        if r.of != item_field:
+        if r.field != item_field:
             rule = f"{item_field}, the field of {spec.source}"
-            raise SpecError(f"representations.{r.id}.of", r.of, rule)
+            raise SpecError(f"representations.{r.id}.field", r.field, rule)
     check_taps(index, encoder_info.for_field(item_field), wanted)
     if fitted := [r for r in wanted if needs_fit(r)]:
         check_sample(spec, encoder_info, item_field, fitted)
@@ -124,13 +125,20 @@ def run(
             f"{progress.fragments - progress.done_before} of {progress.fragments} fragments to fill"
             f" with {len(wanted)} representations"
         )
+        assignment_columns = stored_assignment_columns(dataset.schema, wanted)
         for names, fragments in incomplete.items():
             missing = [r for r in wanted if r.id in names]
             constructor_kwargs = {
                 "index": part_uri(spec.index),
                 "version": session.writer.dataset.version,
                 "source": spec.source,
-                "stage": Compress(encoder_info, missing, learned, encoder_columns=()),
+                "stage": Compress(
+                    encoder_info,
+                    missing,
+                    learned,
+                    encoder_columns=(),
+                    assignment_columns=assignment_columns,
+                ),
                 "num_threads": resources.compress.num_threads,
             }
             rows = [{"fragment": fragment} for fragment in fragments]
@@ -183,8 +191,10 @@ def check_sample(
             index = Index(spec.fit_index)
             fit_encoder, fit_field = stored_encoder(index, spec.source)
             if (fit_encoder.fingerprint, fit_field) != (encoder_info.fingerprint, item_field):
-                rule = f"an index whose {spec.source} has the same encoder and `of: {item_field}`"
-                problem = f"has the fingerprint {fit_encoder.fingerprint} and `of: {fit_field}`"
+                rule = (
+                    f"an index whose {spec.source} has the same encoder and `field: {item_field}`"
+                )
+                problem = f"has the fingerprint {fit_encoder.fingerprint} and the field {fit_field}"
                 raise SpecError("fit_index", spec.fit_index, rule, problem)
             check_taps(index, fit_encoder.for_field(item_field), wanted)
     if spec.fit_filter is not None:
@@ -325,7 +335,7 @@ def _fit(
 ) -> LearnedState:
     """Fits a representation on a sample of the stored items."""
     index = Index(spec.fit_index or spec.index)
-    field_info = encoder_info.for_field(representation.of)
+    field_info = encoder_info.for_field(representation.field)
     columns = {"vectors": spec.source}
     taps = required_taps([representation], encoder_info.num_layers)
     columns |= {TAP + tap.name: field_info.tap_column(tap) for tap in taps}
@@ -343,7 +353,7 @@ def _fit(
             with_taps(batch, taps, encoder_info) for _, batch in token_batches(table, encoder_info)
         )
 
-    origin = {"index": spec.fit_index, "where": spec.fit_filter}
+    origin = {"index": spec.fit_index, "filter": spec.fit_filter}
     origin = {name: value for name, value in origin.items() if value is not None}
     learned = fit(representation, sample, spec.fit_seed)
     return learned._replace(sample=Sample(origin, content_N))

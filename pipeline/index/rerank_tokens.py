@@ -46,7 +46,7 @@ def rerank_field(folder: str, encoder_info: EncoderInfo) -> pa.Field:
         "adapter": {**edje["adapter"], "fingerprint": edje["fingerprints"]["adapter"]},
         "dim": edje["dim"],
         "normalised": False,
-        "of": "content",
+        "field": "content",
     }
     return with_metadata(pa.field(RERANK_TOKENS, vectors_type(edje["dim"])), metadata)
 

@@ -13,12 +13,12 @@ import torch
 
 from pipeline.codecs import Codec
 from pipeline.compression import MAX_TOKENS, Compressor
-from pipeline.config import ComponentSpec, digest, dump
+from pipeline.config import ComponentSpec, digest, dump_stored
 from pipeline.encoders import Encoder
 from pipeline.index.columns import (
     RERANK_TOKENS,
     Representation,
-    has_support,
+    has_assignment,
     represented_fields,
     token_column,
 )
@@ -27,9 +27,9 @@ from pipeline.index.info import EncoderInfo
 from pipeline.index.rerank_tokens import tokens_column
 from pipeline.index.token_columns import (
     TAP,
+    assignment_column,
     fixed_lists,
     positions_column,
-    support_column,
     tap_values,
     token_batches,
     token_columns,
@@ -250,12 +250,15 @@ class Compress(Stage):
         representations: Representations to compute.
         learned: Learned state of the fitted representations, by id.
         encoder_columns: Names of the shared columns of the encoder to store.
+        assignment_columns: Names of stored columns of token assignments by representation; others
+            have their default name.
     """
 
     encoder_info: EncoderInfo
     representations: Sequence[Representation]
     learned: Mapping[str, LearnedState]
     encoder_columns: Sequence[str]
+    assignment_columns: Mapping[str, str] = field(default_factory=dict)
 
     name: ClassVar[str] = "compress"
 
@@ -275,8 +278,12 @@ class Compress(Stage):
         return (
             *self.encoder_columns,
             *(r.id for r in self.representations),
-            *(r.support_id for r in self.representations if has_support(r)),
+            *(self.assignment_column(r) for r in self.representations if has_assignment(r)),
         )
+
+    def assignment_column(self, representation: Representation) -> str:
+        """Returns the name of the column with the token assignment of a representation."""
+        return self.assignment_columns.get(representation.id, representation.assignment_id)
 
     def load(self) -> TokenCompressor:
         """Builds the compressors and codecs."""
@@ -302,10 +309,10 @@ class TokenCompressor(LoadedStage):
         for r in stage.representations:
             learned = stage.learned.get(r.id, LearnedState())
             fitted_id = [r.id] if learned.compressor is not None else []
-            key = digest([r.of, dump(r.compressor), fitted_id])
+            key = digest([r.field, dump_stored(r.compressor), fitted_id])
             if key not in methods:
                 compressor = COMPRESSORS.build(r.compressor, learned.compressor)
-                methods[key] = Method(r.of, compressor, [])
+                methods[key] = Method(r.field, compressor, [])
             methods[key].outputs.append((r, CODECS.build(r.codec, learned.codec)))
         self._methods = tuple(methods.values())
 
@@ -331,8 +338,9 @@ class TokenCompressor(LoadedStage):
             result = compressor.compress(with_taps(batch, compressor.needs_taps, encoder_info))
             for representation, codec in method.outputs:
                 columns[representation.id] = codec.encode(result)
-                if has_support(representation):
-                    columns[representation.support_id] = support_column(result, batch, compressor)
+                if has_assignment(representation):
+                    name = self.stage.assignment_column(representation)
+                    columns[name] = assignment_column(result, batch, compressor)
         return pa.table(columns)
 
     def process(self, items: pa.Table) -> Processed:
@@ -492,7 +500,7 @@ def _reject(items: pa.Table, row: int, problem: str) -> Reject:
     )
     detail = ""
     if problem.startswith(NOTHING) and items["caption"][row].is_valid:
-        detail = "it has a caption; add a representation with `of: caption` to index it"
+        detail = "it has a caption; add a representation with `field: caption` to index it"
     detail = detail_with_file(
         detail, metadata_file(*(items[n][row].as_py() for n in ("modality", "metadata")))
     )

@@ -15,6 +15,7 @@ from pipeline.index.columns import RERANK_TOKENS, codec_name
 from pipeline.index.info import tap_names
 from pipeline.index.positions import element_bytes, stored_bytes
 from pipeline.index.reader import Index, open_folder
+from pipeline.schema import present_reason
 
 
 def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
     infos, pooled = index.representations().values(), index.pooled_columns.values()
     encoders = {(info.encoder.name, info.encoder.fingerprint) for info in infos}
     encoders |= {(info.encoder, info.fingerprint) for info in pooled}
-    reasons = Counter(index.rejects()["reason"].to_pylist())
+    reasons = Counter(map(present_reason, index.rejects()["reason"].to_pylist()))
     return {
         "index": uri,
         "version": index.version,
@@ -82,7 +83,7 @@ def representation_stats(
         "codec": codec_name(info.codec),
         "vectors": num_vectors / per_item,
         "bytes_vectors": num_bytes[representation] / per_item,
-        "bytes_assignment": num_bytes[info.support_column or ""] / per_item,
+        "bytes_assignment": num_bytes[info.assignment_column or ""] / per_item,
         "bytes_positions": sum(num_bytes[p] for p in info.positions.values()) / per_item,
         "bytes_all": sum(num_bytes.values()) / per_item,
         "filled": num_filled / max(1, num_rows),

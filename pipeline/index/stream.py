@@ -18,6 +18,7 @@ from pipeline.index.columns import (
     encoder_fields,
     represented_fields,
     required_taps,
+    stored_assignment_columns,
 )
 from pipeline.index.fitting import LearnedState
 from pipeline.index.fragments import WriteFragments
@@ -114,6 +115,7 @@ def written_fragments(
     encoder_info: EncoderInfo,
     learned: Mapping[str, LearnedState],
     stored_columns: Sequence[str],
+    schema: pa.Schema,
 ) -> ray.data.Dataset:
     """Returns a lazy dataset with a row (`fragments.WRITTEN`) per written fragment.
 
@@ -125,6 +127,7 @@ def written_fragments(
         encoder_info: Description of the encoder.
         learned: Learned state of the fitted representations, by id.
         stored_columns: Names of the shared columns of the encoder to store.
+        schema: Schema of the index.
     """
     configure_ray_data()
     representations = all_representations(spec)
@@ -141,7 +144,8 @@ def written_fragments(
         prepare=prepare is None,
         placement=resources.placement,
     )
-    compress = Compress(encoder_info, representations, learned, stored_columns)
+    assignment_columns = stored_assignment_columns(schema, representations)
+    compress = Compress(encoder_info, representations, learned, stored_columns, assignment_columns)
     if resources.compress is None:
         groups.append(([Represent(encode, compress)], resources.encode))
     else:

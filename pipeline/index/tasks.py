@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from pipeline.config import ComponentSpec, SpecError, dump, within
+from pipeline.config import ComponentSpec, SpecError, dump_stored, within
 from pipeline.decoding import Unreadable
 from pipeline.index import listing, unit_reader
 from pipeline.index.artefacts import Sample
@@ -146,7 +146,7 @@ def fit_representation(
             raise SpecError(field, job.source.name, rule, problem)
 
     learned = fit(representation, sample, fit_sample.seed)
-    origin = {"source": dump(fit_sample.source)} if fit_sample.source else {}
+    origin = {"source": dump_stored(fit_sample.source)} if fit_sample.source else {}
     return learned._replace(sample=Sample(origin, np.array(sorted(hashes), np.uint64)))
 
 

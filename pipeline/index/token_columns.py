@@ -47,23 +47,23 @@ def positions_column(batch: TokenBatch, kind: str, type: pa.ListType) -> pa.Arra
     return ragged_to_arrow(positions, batch.mask, value_type)
 
 
-def support_column(result: TokenBatch, batch: TokenBatch, compressor: Compressor) -> pa.Array:
+def assignment_column(result: TokenBatch, batch: TokenBatch, compressor: Compressor) -> pa.Array:
     """Returns the assignment of tokens to vectors as `list<uint16>`.
 
     The form depends on the compressor: "assignment" lists for each input token the index of its
     vector, 65535 for none; "indices" lists for each vector the index of its input token.
     """
-    support = result.support
-    if support is None:
+    assignment = result.assignment
+    if assignment is None:
         raise ValueError(f"the compressor {compressor.spec.name} returned no token assignment")
-    if compressor.support_form == "assignment":
-        support = support.masked_fill(support.lt(0), MAX_TOKENS + 1)
-        return ragged_to_arrow(support, batch.mask, pa.uint16())
+    if compressor.assignment_form == "assignment":
+        assignment = assignment.masked_fill(assignment.lt(0), MAX_TOKENS + 1)
+        return ragged_to_arrow(assignment, batch.mask, pa.uint16())
     # Indices count valid tokens only, as padding is not stored.
     ordinal = batch.mask.cumsum(dim=1) - 1
     num_outputs = result.mask.shape[1]
-    indices = support.new_zeros((len(batch), num_outputs + 1))
-    slot = support.masked_fill(support.lt(0), num_outputs)
+    indices = assignment.new_zeros((len(batch), num_outputs + 1))
+    slot = assignment.masked_fill(assignment.lt(0), num_outputs)
     indices.scatter_(1, slot, ordinal)
     return ragged_to_arrow(indices[:, :num_outputs], result.mask, pa.uint16())
 

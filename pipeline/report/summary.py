@@ -85,7 +85,8 @@ def fitting(result: Result) -> str:
         return f"{items} of the index, {overlap} of them evaluated"
     source = origin.get("source", origin)
     location = source.get("path") or source.get("index") or "the index"
-    where = f" where {source['where']}" if source.get("where") else ""
+    filter = source.get("filter", source.get("where"))  # `where`: stored by earlier versions
+    where = f" where {filter}" if filter else ""
     return f"{items} of a separate sample ({location}{where}), {overlap} of them evaluated"
 
 

@@ -68,9 +68,11 @@ class Edje(torch.nn.Module):
         metadata: dict[str, Any] = {
             "format": FORMAT,
             "vision": {**self.vision, "dim": self.adapter.width},
-            "adapter": config.dump(self.adapter.spec),
+            "adapter": config.dump_stored(self.adapter.spec),
             # The saved weights are complete and include merged low-rank matrices.
-            "joint": config.dump(self.joint.spec) | dict.fromkeys(FROM, None) | {"model": "."},
+            "joint": config.dump_stored(self.joint.spec)
+            | dict.fromkeys(FROM, None)
+            | {"model": "."},
             "dim": self.joint.dim,
             "text_dim": self.joint.recover.out_features,
         }
@@ -142,7 +144,7 @@ def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
     """Loads only the adapter of a model; see `Edje.load`."""
     metadata = read_metadata(folder, field)
     with _readable(folder, field):
-        spec = config.parse(Adapter.Spec, metadata["adapter"])
+        spec = config.parse(Adapter.Spec, metadata["adapter"], stored=True)
         adapter = Adapter(spec, metadata["vision"]["dim"], metadata["dim"])
         adapter.load_state_dict(safetensors.torch.load_file(Path(folder) / ADAPTER))
     adapter.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -165,7 +167,11 @@ def load_joint(folder: str | Path, field: str = "edje", **changes: Any) -> Joint
     """Loads only the joint encoder of a model; see `Edje.load`."""
     metadata = read_metadata(folder, field)
     with _readable(folder, field):
-        spec = config.parse(JointEncoder.Spec, metadata["joint"] | {"model": str(folder)} | changes)
+        spec = config.parse(
+            JointEncoder.Spec,
+            metadata["joint"] | {"model": str(folder)} | changes,
+            stored=True,
+        )
         joint = JointEncoder(spec, metadata["text_dim"], may_lack=())
         heads = safetensors.torch.load_file(Path(folder) / HEADS)
         joint.load_state_dict(heads, strict=False)

@@ -30,7 +30,7 @@ import pyarrow as pa
 import torch
 
 from pipeline.codecs import Codec
-from pipeline.config import SpecError, absolute, digest, dump, within
+from pipeline.config import SpecError, absolute, digest, dump_stored, within
 from pipeline.index.reader import Index, files_with
 from pipeline.search.packed import FLOATS, PackedVectors, Segment, join_blocks, single_vectors
 from pipeline.search.packed_file import (
@@ -97,7 +97,7 @@ class Column:
         """Settings that determine the bytes of a vector; part of the file names."""
         artefact = None if self._size else self.index.representation(self.name).codec_artefact
         layout = {name: [str(dtype), width] for name, (dtype, width) in self.layout.items()}
-        return [dump(self.codec.spec), artefact, self.dim, layout]
+        return [dump_stored(self.codec.spec), artefact, self.dim, layout]
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[torch.dtype, int]]:

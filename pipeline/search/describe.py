@@ -131,8 +131,8 @@ class _InputTokens:
         )
         if info.is_uncompressed:
             return cls(spans, extents, confidence, None, "identity")
-        assignment = row.get(info.support_column or "")
-        return cls(spans, extents, confidence, assignment, info.support_form or "")
+        assignment = row.get(info.assignment_column or "")
+        return cls(spans, extents, confidence, assignment, info.assignment_form or "")
 
     def matches(self, query_tokens: Sequence[str], sim_MN: np.ndarray) -> tuple[Match, ...]:
         """Returns the best-matching vector of the item for each query token."""

@@ -235,7 +235,7 @@ def _stored_item(searcher: Searcher, item_id: str, info: RepresentationInfo) -> 
         SpecError: The item does not exist, or lacks positions or vectors.
     """
     schema = searcher.index.schema
-    columns = [*info.positions.values(), info.support_column, info.name, info.text_column]
+    columns = [*info.positions.values(), info.assignment_column, info.name, info.text_column]
     stored = [column for column in columns if column is not None and column in schema.names]
     row = searcher.index.items([item_id], stored)
     if not row.num_rows:
@@ -254,11 +254,11 @@ def _assigned_vectors(item: _StoredItem, info: RepresentationInfo) -> np.ndarray
     """Returns the vector that each input token is assigned to, -1 for none: (T,)."""
     if info.is_uncompressed:
         return np.arange(item.num_tokens)
-    assignment = item.value(info.support_column)
-    if assignment is None or info.support_form is None:
-        rule = "a representation with stored token assignments (keep_support)"
+    assignment = item.value(info.assignment_column)
+    if assignment is None or info.assignment_form is None:
+        rule = "a representation with stored token assignments (keep_assignment)"
         raise SpecError("representation", info.name, rule, "has none")
-    return assigned_vectors(assignment, info.support_form, item.num_tokens)
+    return assigned_vectors(assignment, info.assignment_form, item.num_tokens)
 
 
 def _positions(

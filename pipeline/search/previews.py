@@ -101,7 +101,7 @@ class Previews:
             with filesystem.open(file, "r", encoding="utf-8") as stream:
                 source = yaml.safe_load(stream).get("source")
             if isinstance(source, dict):  # recompression reads a column of the index instead
-                spec = SOURCES.resolve(source)
+                spec = SOURCES.resolve(source, stored=True)
                 yield from SOURCES.load(spec.name).leaf_specs(spec)
 
 

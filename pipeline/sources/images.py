@@ -345,10 +345,10 @@ def _sidecars(file: MediaFile) -> dict[str, Any]:
         try:
             fields = parse_line(file.sidecars[".json"].encode())
         except ValueError as error:
-            raise Unreadable("damaged sidecar", f".json: {error}") from None
+            raise Unreadable("corrupted sidecar", f".json: {error}") from None
         if not isinstance(fields, dict):
             problem = f".json: must be an object, got a {type(fields).__name__}"
-            raise Unreadable("damaged sidecar", problem)
+            raise Unreadable("corrupted sidecar", problem)
         annotation = _parse_fields(fields)
     for suffix in CAPTION_SUFFIXES:
         if suffix in file.sidecars:

@@ -160,7 +160,7 @@ def _read_value(data: bytes, manifest: str) -> list[tuple[str, dict[str, Any]]]:
     try:
         rows = parse_rows(parse_line(data))
     except ValueError as error:  # includes UnicodeError
-        raise Unreadable("damaged manifest", str(error)) from None
+        raise Unreadable("corrupted manifest", str(error)) from None
     return [(f"{manifest}#{number}", image) for number, image in enumerate(rows)]
 
 
@@ -176,7 +176,7 @@ def parse_rows(value: Any) -> list[dict[str, Any]]:
     images = value.get("images") if isinstance(value, dict) else value
     if not isinstance(images, list) or not all(isinstance(image, dict) for image in images):
         problem = "neither a list of objects nor COCO's {images: [...], annotations: [...]}"
-        raise Unreadable("damaged manifest", problem)
+        raise Unreadable("corrupted manifest", problem)
     if not isinstance(value, dict):
         return images
     is_karpathy = any("sentences" in image for image in images)
@@ -245,7 +245,7 @@ class Table:
         if self._starts[-1] > MAX_TABLE_ROWS:
             self._stream.close()
             problem = f"a table must have at most {MAX_TABLE_ROWS:,} rows, got {self._starts[-1]:,}"
-            raise Unreadable("damaged manifest", problem)
+            raise Unreadable("corrupted manifest", problem)
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._batch: pa.RecordBatch | None = None
         self._first, self._group_end = 0, 0
@@ -286,7 +286,7 @@ class Table:
             OSError: The storage fails.
         """
         if not 0 <= number < self._starts[-1]:
-            raise Unreadable("damaged manifest", f"{self.path} has no row {number}")
+            raise Unreadable("corrupted manifest", f"{self.path} has no row {number}")
         try:
             while self._batch is None or not 0 <= number - self._first < len(self._batch):
                 self._advance(number)
@@ -303,7 +303,7 @@ class Table:
             batch_end, self._group_end = self._starts[group], self._starts[group + 1]
         batch = next(self._batches, None)
         if batch is None:
-            raise Unreadable("damaged manifest", f"{self.path} ends before row {number}")
+            raise Unreadable("corrupted manifest", f"{self.path} ends before row {number}")
         self._batch, self._first = batch, batch_end
 
 
@@ -313,7 +313,7 @@ def _classify_error(error: Exception) -> Unreadable | OSError:
         is_transient = isinstance(error, ConnectionError | TimeoutError)
         if is_transient or error.errno is not None:
             return error
-    return Unreadable("damaged manifest", f"{type(error).__name__}: {error}")
+    return Unreadable("corrupted manifest", f"{type(error).__name__}: {error}")
 
 
 def to_json_value(value: Any) -> Any:

@@ -81,7 +81,7 @@ class MediaSpec(config.ComponentSpec):
     `stat` reads no files and suits corpora that are too large to be read twice."""
     max_file_bytes: int = Field(16 << 30, ge=1024)
     """Maximum size of a file or an archive member, in bytes."""
-    limits: Limits = Limits(seconds=120.0)
+    limits: Limits = Limits(max_seconds=120.0)
     """Limits of time and memory per decoded item."""
 
 
@@ -146,7 +146,10 @@ class MediaSource(Source[MediaSpecT]):
         """
 
     def settings(self) -> dict[str, Any]:
-        """Returns the options that affect the decoded content; they are part of revisions."""
+        """Returns the options that affect the decoded content; they are part of revisions.
+
+        Fields that were renamed enter the revisions under their first names.
+        """
         excluded = {"name", "path", "collection", "ids", "revision", "max_file_bytes", "limits"}
         wants = [kind for kind in self.provides if kind in self.wants]
         return {**self.spec.model_dump(mode="json", exclude=excluded), "wants": wants}
@@ -254,7 +257,8 @@ class MediaSource(Source[MediaSpecT]):
 
     def _revision(self, file: MediaFile, path: str | None) -> str:
         """Returns a revision of content, settings, sidecars and manifest entry."""
-        settings = [self.settings(), file.sidecars, file.annotation]
+        options = self.spec.with_first_names(self.settings())
+        settings = [options, file.sidecars, file.annotation]
         return make_revision(settings, self._content(file, path))
 
     def read_content_hash(self, item: dict[str, Any]) -> str:
@@ -419,7 +423,7 @@ class UnreadableMember:
     offset: int
     detail: str
     name: str = ""
-    reason: str = "damaged archive"
+    reason: str = "corrupted archive"
 
 
 class ByteStream(Protocol):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -13,11 +14,17 @@ from pipeline.schema import FRAME
 from pipeline.sources.windows import MAX_UNIT_BYTES, WindowSource, WindowSpec
 
 #: The options of each sampling method.
-SAMPLING_OPTIONS = {"uniform": (), "fps": ("fps",), "scenes": ("look_fps", "scene_threshold")}
+SAMPLING_OPTIONS = {
+    "uniform": (),
+    "fps": ("fps",),
+    "scenes": ("scene_detection_fps", "scene_threshold"),
+}
 
 
 class FramesSpec(Spec):
     """Selection of the frames of a window, see `Video`."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"look_fps": "scene_detection_fps"}
 
     sampling: Literal["uniform", "fps", "scenes"] = "fps"
     """Method of selecting frames."""
@@ -25,7 +32,7 @@ class FramesSpec(Spec):
     """Frames per second, for `fps`."""
     num_frames: int = Field(16, ge=1, le=4096)
     """Number of frames per item; for `fps` and `scenes`, the maximum."""
-    look_fps: float = Field(2.0, gt=0, le=100)
+    scene_detection_fps: float = Field(2.0, gt=0, le=100)
     """Frames per second that are compared to detect scenes, for `scenes`."""
     scene_threshold: float = Field(0.1, gt=0, lt=1)
     """Minimum difference between two frames that starts a new scene: the mean absolute
@@ -47,9 +54,9 @@ class Video(WindowSource["Video.Spec"]):
     - `fps`: the frames at intervals of 1 / `fps` seconds; if there are more than `num_frames`, an
       evenly spaced subset;
     - `uniform`: the frames in the middle of `num_frames` equal intervals;
-    - `scenes`: frames at intervals of 1 / `look_fps` seconds are compared, and a difference above
-      `scene_threshold` starts a new scene. The middle frame of each scene is selected, for
-      at most the `num_frames` longest scenes.
+    - `scenes`: frames at intervals of 1 / `scene_detection_fps` seconds are compared, and a
+      difference above `scene_threshold` starts a new scene. The middle frame of each scene is
+      selected, for at most the `num_frames` longest scenes.
 
     **Audio.** Payload `audio`, as in the audio source; null for windows without audio.
 

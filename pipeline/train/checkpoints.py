@@ -22,6 +22,8 @@ from pipeline.train.migration import migrated_spec
 from pipeline.train.sharding import load_state, whole, whole_state
 from pipeline.train.spec import TrainSpec
 
+#: File with the step and the spec of a checkpoint, and its name in checkpoints of earlier versions.
+METADATA, FORMER_METADATA = "metadata.json", "about.json"
 #: Fields of a run's spec that may differ between its start and its resumption.
 MAY_CHANGE = (
     *("name", "output", "keep_last", "log_every", "checkpoint_every", "eval_every"),
@@ -68,7 +70,7 @@ class Checkpoints:
             torch.save(weights, unfinished / "weights.pt")
             torch.save(state, unfinished / "optimiser.pt")
             metadata = {"step": step, "spec": self._lasting(config.dump(self.spec))}
-            (unfinished / "about.json").write_text(json.dumps(metadata), "utf-8")
+            (unfinished / METADATA).write_text(json.dumps(metadata), "utf-8")
         distributed.wait_for_all()
         if distributed.rank() == 0:
             replace(unfinished, self.folder / f"step-{step:08d}")
@@ -85,8 +87,8 @@ class Checkpoints:
         last = self.last()
         if last is None:
             return 0
-        with _undamaged(last):
-            metadata = json.loads((last / "about.json").read_text("utf-8"))
+        with _corruption_errors(last):
+            metadata = _read_metadata(last)
             stored = self._lasting(migrated_spec(metadata["spec"]))
             weights = torch.load(last / "weights.pt", map_location="cpu", weights_only=True)
         for field, value, stored_value in differences(
@@ -113,7 +115,7 @@ class Checkpoints:
         last = self.last()
         if last is None:
             return
-        with _undamaged(last):
+        with _corruption_errors(last):
             state = torch.load(last / "optimiser.pt", map_location="cpu", weights_only=True)
         load_state(optimiser, state)
         random = last / f"random-{distributed.rank()}.pt"
@@ -154,8 +156,14 @@ class Checkpoints:
         return json.loads(json.dumps(fields))
 
 
+def _read_metadata(checkpoint: Path) -> dict[str, Any]:
+    """Returns the step and the spec of a checkpoint of this or an earlier version."""
+    path = checkpoint / METADATA
+    return json.loads((path if path.exists() else checkpoint / FORMER_METADATA).read_text("utf-8"))
+
+
 @contextlib.contextmanager
-def _undamaged(checkpoint: Path) -> Iterator[None]:
+def _corruption_errors(checkpoint: Path) -> Iterator[None]:
     """Turns read errors into a `JobError` that names the checkpoint."""
     try:
         yield

@@ -237,7 +237,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         if self.spec.hidden_states_cache is None:
             return
         origin = {
-            "encoder": config.dump(self.spec.encoder) | {"max_batch_tokens": None},
+            "encoder": config.dump_stored(self.spec.encoder) | {"max_batch_tokens": None},
             "weights": self.encoder.fingerprint,
             "taps": [tap.name for tap in self._taps],
         }

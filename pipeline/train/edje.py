@@ -168,7 +168,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             rule = "late (the encoder has no single vector)"
             raise SpecError("learner.first_stage", "single", rule)
         self.compressor = COMPRESSORS.build(spec.compressor)
-        vision = {"spec": config.dump(spec.encoder), "fingerprint": self.encoder.fingerprint}
+        vision = {"spec": config.dump_stored(spec.encoder), "fingerprint": self.encoder.fingerprint}
         if spec.init_from is not None:
             edje = Edje.load(spec.init_from, "init_from").requires_grad_(True)
             self._check_vision(edje, "init_from", spec.init_from)
@@ -231,7 +231,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         if self.spec.hidden_states_cache is None:
             return
         origin = {
-            "encoder": config.dump(self.spec.encoder) | {"max_batch_tokens": None},
+            "encoder": config.dump_stored(self.spec.encoder) | {"max_batch_tokens": None},
             "weights": self.encoder.fingerprint,
             "taps": [],
         }

@@ -140,7 +140,7 @@ class Loop:
             self.step += 1
             is_last = self.step == self.num_steps
             seconds = time.monotonic() - started
-            metrics["documents_a_second"] = num_documents / seconds
+            metrics["documents_per_second"] = num_documents / seconds
             metrics["seconds"] = seconds
             if self.step % spec.log_every == 0 or is_last:
                 left = seconds / (self.step - first) * (self.num_steps - self.step)
@@ -289,7 +289,7 @@ class Loop:
         self.metrics.add(self.step, metrics)
         self._say(
             f"step {self.step}/{self.num_steps}: loss {metrics['loss']:.4f},"
-            f" {metrics['documents_a_second']:.1f} documents/s, {seconds_left / 60:.0f} min left"
+            f" {metrics['documents_per_second']:.1f} documents/s, {seconds_left / 60:.0f} min left"
         )
 
     @cached_property

@@ -23,18 +23,13 @@ def migrated_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
     >>> migrated_spec({"accumulate": 2, "optimiser": {"clip": None}})
     {'gradient_accumulation_steps': 2, 'optimiser': {'max_grad_norm': None}}
     """
-    spec = _with_present_names(stored, TrainSpec)
+    spec = TrainSpec.with_present_names(stored)
     if "optimiser" in spec:
-        spec["optimiser"] = _with_present_names(spec["optimiser"], Optimiser)
+        spec["optimiser"] = Optimiser.with_present_names(spec["optimiser"])
     for field, registry in (("learner", LEARNERS), ("data", TRAINING_DATA)):
         if field in spec:
-            spec_class = registry.spec_class(spec[field]["name"])
-            spec[field] = _with_present_names(spec[field], spec_class)
+            spec[field] = config.dump(registry.resolve(spec[field], stored=True))
     return spec
-
-
-def _with_present_names(fields: Mapping[str, Any], spec_class: type[config.Spec]) -> dict[str, Any]:
-    return {spec_class.renamed.get(name, name): value for name, value in fields.items()}
 
 
 def migrate_folder(folder: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import posixpath
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,14 +23,16 @@ class Decoding(FramesSpec, AudioSpec):
     `FramesSpec` and `AudioSpec` have further options.
     """
 
-    wants: tuple[Literal["frames", "audio"], ...] = Field(("frames", "audio"), min_length=1)
-    """Content that the encoder reads; only this is decoded."""
-    limits: Limits = Limits(seconds=120.0)
+    renamed: ClassVar[Mapping[str, str]] = {**FramesSpec.renamed, "wants": "inputs"}
+
+    inputs: tuple[Literal["frames", "audio"], ...] = Field(("frames", "audio"), min_length=1)
+    """Inputs of the encoder to decode."""
+    limits: Limits = Limits(max_seconds=120.0)
     """Resource limits for decoding one file."""
 
 
 def decode_media(spec: Decoding, video: str | None, audio: str | None) -> dict[str, Any]:
-    """Returns the wanted payload columns of a document (see `schema.PAYLOAD`) and its `span`.
+    """Returns the requested payload columns of a document (see `schema.PAYLOAD`) and its `span`.
 
     The audio of a video is read from the audio file, if there is one.
 
@@ -39,26 +42,27 @@ def decode_media(spec: Decoding, video: str | None, audio: str | None) -> dict[s
         audio: URI of the audio file, if any.
 
     Raises:
-        Unreadable: A file cannot be read or has none of the wanted contents.
+        Unreadable: A file cannot be read or has none of the requested inputs.
         OSError: Reading from the storage failed.
     """
-    item: dict[str, Any] = dict.fromkeys((*spec.wants, "span"))
-    if audio is not None and "audio" in spec.wants:
+    item: dict[str, Any] = dict.fromkeys((*spec.inputs, "span"))
+    if audio is not None and "audio" in spec.inputs:
         item |= _payload(_audio(spec, audio), audio)
-    video_wants = tuple(kind for kind in spec.wants if kind == "frames" or audio is None)
-    if video is not None and video_wants:
-        item |= _payload(_video(spec, video, video_wants), video)
+    video_inputs = tuple(kind for kind in spec.inputs if kind == "frames" or audio is None)
+    if video is not None and video_inputs:
+        item |= _payload(_video(spec, video, video_inputs), video)
     return item
 
 
 def decoding_settings(spec: Decoding) -> dict[str, Any]:
-    """Returns the options that change the decoded content."""
-    return _video(spec, ".", spec.wants).settings()
+    """Returns the options that change the decoded content, under the first names of the fields."""
+    source = _video(spec, ".", spec.inputs)
+    return source.spec.with_first_names(source.settings())
 
 
-def _video(spec: Decoding, uri: str, wants: tuple[str, ...]) -> Video:
+def _video(spec: Decoding, uri: str, inputs: tuple[str, ...]) -> Video:
     """Returns a source that reads the video file at `uri` as one item."""
-    return Video(Video.Spec(path=uri, window_seconds=None, **_fields(spec, Video.Spec)), wants)
+    return Video(Video.Spec(path=uri, window_seconds=None, **_fields(spec, Video.Spec)), inputs)
 
 
 def _audio(spec: Decoding, uri: str) -> Audio:
@@ -76,7 +80,7 @@ def _payload(source: WindowSource[Any], uri: str) -> dict[str, Any]:
     """Returns the payload of a whole file and its `span`.
 
     Raises:
-        Unreadable: The file cannot be read or has none of the wanted contents.
+        Unreadable: The file cannot be read or has none of the requested inputs.
     """
     name = posixpath.basename(uri)
     file, whole = source.find_file(name, {}), Item(name, name, "", source.modality, "")

@@ -73,11 +73,11 @@ def grounding(
 
     weight_PM1 = phrases.mask.unsqueeze(2) / phrases.mask.sum(dim=1)[:, None, None]
     sim_PK = (phrases.vectors.float() @ documents.vectors.float().mT * weight_PM1).sum(dim=1)
-    support_PN = documents.support
-    if support_PN is None:  # uncompressed: each token is its own vector
-        support_PN = torch.arange(locations.mask.shape[1], device=sim_PK.device)
-        support_PN = support_PN.expand_as(locations.mask).masked_fill(~locations.mask, -1)
-    sim_PN = sim_PK.gather(1, support_PN.clamp_min(0)).masked_fill(support_PN < 0, torch.nan)
+    assignment_PN = documents.assignment
+    if assignment_PN is None:  # uncompressed: each token is its own vector
+        assignment_PN = torch.arange(locations.mask.shape[1], device=sim_PK.device)
+        assignment_PN = assignment_PN.expand_as(locations.mask).masked_fill(~locations.mask, -1)
+    sim_PN = sim_PK.gather(1, assignment_PN.clamp_min(0)).masked_fill(assignment_PN < 0, torch.nan)
     similarity_PN = sim_PN.double().cpu().numpy()
     assert locations.extents is not None
     extents_PN4 = locations.extents[..., :4].double().cpu().numpy()

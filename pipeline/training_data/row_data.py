@@ -121,12 +121,12 @@ class RowData(TrainingData[RowSpecT]):
             self.training, self._validation = self._split(
                 drop_missing_files(drop_relevant_negatives(listing))
             )
-            if "audio" not in spec.media.wants and any(
+            if "audio" not in spec.media.inputs and any(
                 document.audio is not None and document.video is None
                 for document in self._documents
             ):
                 rule = "a list with audio if documents have only audio"
-                raise SpecError("media.wants", list(spec.media.wants), rule)
+                raise SpecError("media.inputs", list(spec.media.inputs), rule)
             if len(self.training.rows) < batch_size:
                 problem = f"has {len(self.training.rows)} training rows"
                 raise SpecError(
@@ -388,7 +388,7 @@ class RowData(TrainingData[RowSpecT]):
         if any(document.image is not None for document in self._documents):
             names.append("image")
         if self._has_media:
-            names += [*self.spec.media.wants, "span"]
+            names += [*self.spec.media.inputs, "span"]
         return dict.fromkeys(names)
 
     @property
@@ -417,7 +417,7 @@ class RowData(TrainingData[RowSpecT]):
         kinds = {"text"} if any(document.text for document in self._documents) else set()
         if any(document.image is not None for document in self._documents):
             kinds.add("image")
-        return frozenset(kinds | (set(self.spec.media.wants) if self._has_media else set()))
+        return frozenset(kinds | (set(self.spec.media.inputs) if self._has_media else set()))
 
     @functools.cached_property
     def has_teacher(self) -> bool:

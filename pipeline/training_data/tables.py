@@ -269,4 +269,4 @@ class ImageReader:
             with fsspec.open(cell.table, "rb") as stream:
                 return pq.ParquetFile(stream).read_row_group(cell.group, [cell.column])[0]
         except (pa.ArrowException, ValueError) as error:
-            raise Unreadable("damaged table", f"{type(error).__name__}: {error}") from None
+            raise Unreadable("corrupted table", f"{type(error).__name__}: {error}") from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -24,7 +25,7 @@ PRONUNCIATION = re.compile(r"\(\d+\)$")
 class Sphinx(Recogniser["Sphinx.Spec"]):
     """Speech recognition with PocketSphinx: clearly spoken US English, of limited accuracy.
 
-    Audio is divided into utterances of at most `longest` seconds, which are recognised
+    Audio is divided into utterances of at most `max_utterance_seconds`, which are recognised
     independently, so memory does not grow with the duration. The times of words are in seconds of
     the file.
     """
@@ -32,11 +33,16 @@ class Sphinx(Recogniser["Sphinx.Spec"]):
     class Spec(config.ComponentSpec):
         """Options of PocketSphinx."""
 
+        renamed: ClassVar[Mapping[str, str]] = {
+            "longest": "max_utterance_seconds",
+            "pause": "min_pause_seconds",
+        }
+
         name: Literal["pocketsphinx"] = "pocketsphinx"
-        longest: float = Field(20.0, ge=2, le=120)
+        max_utterance_seconds: float = Field(20.0, ge=2, le=120)
         """Maximum duration of an utterance, in seconds; longer ones are divided at the quietest
         time."""
-        pause: float = Field(0.5, gt=0)
+        min_pause_seconds: float = Field(0.5, gt=0)
         """Minimum pause between lines, in seconds."""
         min_confidence: float = Field(0.0, ge=0, le=1)
         """Minimum posterior probability of a word; other words are omitted. Many correct words
@@ -66,10 +72,14 @@ class Sphinx(Recogniser["Sphinx.Spec"]):
             return []
         words = [
             word
-            for start, samples in split_utterances(decode_samples(audio), self.spec.longest)
+            for start, samples in split_utterances(
+                decode_samples(audio), self.spec.max_utterance_seconds
+            )
             for word in self._recognise_utterance(samples, audio["start"] + start)
         ]
-        return filter_words(split_at_pauses(words, self.spec.pause), self.spec.min_confidence)
+        return filter_words(
+            split_at_pauses(words, self.spec.min_pause_seconds), self.spec.min_confidence
+        )
 
     def _recognise_utterance(self, samples: np.ndarray, start: float) -> list[Word]:
         """Returns the words of an utterance that begins at `start` seconds of the file."""

@@ -30,7 +30,7 @@ def make_batch(num_items=24, dim=16, seed=0):
 def squared_error(batch, result):
     """Returns the squared error of the tokens to the mean of their group, per item."""
     errors = []
-    for tokens, mask, outputs in zip(batch.vectors, batch.mask, result.support, strict=True):
+    for tokens, mask, outputs in zip(batch.vectors, batch.mask, result.assignment, strict=True):
         groups = outputs[mask]
         means = torch.stack(
             [tokens[mask][groups == k].mean(dim=0) for k in range(groups.max() + 1)]
@@ -109,7 +109,7 @@ def test_supports_all_methods_with_budget(method):
         batch.taps[tap.name] = batch.taps[TAP]
     compressor = Adaptive(spec, Adaptive.fit(spec, [batch]))
     inner = COMPRESSORS.build(COMPRESSORS.resolve({"name": method, "num_vectors": 8}))
-    assert compressor.support_form == inner.support_form
+    assert compressor.assignment_form == inner.assignment_form
     result = compressor.compress(batch)
     assert len(set(result.lengths.tolist())) > 4
     assert result.lengths.sum() <= 8 * len(batch)

@@ -42,7 +42,7 @@ def test_equals_equations(ratio, batch, ragged):
     for i, item in enumerate(item_scores(batch)):
         expected = [j for j, z in enumerate(z_scores(item)) if z > k] if item else []  # eq. 13
         expected = expected or ([item.index(max(item))] if item else [])
-        found = (result.support[i, batch.mask[i]] >= 0).nonzero().squeeze(1).tolist()
+        found = (result.assignment[i, batch.mask[i]] >= 0).nonzero().squeeze(1).tolist()
         assert found == expected
 
 
@@ -59,7 +59,7 @@ def test_keeps_one_of_equal_scores(ragged):
     batch.taps[TAP.name][:] = 0.25
     result = AdaptiveEos(AdaptiveEos.Spec(ratio=0.5), {"k": np.array([0.1])}).compress(batch)
     assert result.lengths.tolist() == [1, 1]
-    first = [row[mask].tolist() for row, mask in zip(result.support, batch.mask, strict=True)]
+    first = [row[mask].tolist() for row, mask in zip(result.assignment, batch.mask, strict=True)]
     assert first == [[0] + [-1] * 6, [0, -1, -1]]
 
 

@@ -54,7 +54,7 @@ def test_equals_the_equations(reading, unit, seed, ragged):
         torch.testing.assert_close(
             found, torch.tensor(vectors, dtype=torch.float64).reshape(-1, 8), atol=1e-5, rtol=0
         )
-        assert result.support[i, mask].tolist() == groups
+        assert result.assignment[i, mask].tolist() == groups
 
 
 def test_readings_differ(ragged):
@@ -65,7 +65,7 @@ def test_readings_differ(ragged):
         Agc(Agc.Spec(num_vectors=8, reading=reading)).compress(batch)
         for reading in ("paper", "code")
     )
-    assert torch.equal(paper.support, code.support)  # equal rankings yield equal groups
+    assert torch.equal(paper.assignment, code.assignment)  # equal rankings yield equal groups
     assert (paper.vectors - code.vectors).abs().max() > 0.1
 
 
@@ -77,7 +77,7 @@ def test_duplicate_centroid_yields_no_vector(dim):
     result = Agc(Agc.Spec(num_vectors=3)).compress(batch)
     # Centroids 0 and 2 are equal, so the first gets both. e_2 is equally far from all centroids
     # and is assigned to the first.
-    assert result.support.tolist() == [[0, 1, 0, 0, 1, 0]]
+    assert result.assignment.tolist() == [[0, 1, 0, 0, 1, 0]]
     assert result.mask.tolist() == [[True, True, False]]
     torch.testing.assert_close(result.vectors[0, 1], torch.eye(dim)[1])
 
@@ -87,7 +87,7 @@ def test_group_without_saliency_yields_unweighted_mean():
     tokens = torch.tensor([[1.0, 0], [0, 1], [0, 1], [0.6, 0.8]]).unsqueeze(0)
     batch = TokenBatch(tokens, torch.ones(1, 4, dtype=torch.bool), True, taps=taps)
     result = Agc(Agc.Spec(num_vectors=2)).compress(batch)
-    assert result.support.tolist() == [[0, 1, 1, 1]]
+    assert result.assignment.tolist() == [[0, 1, 1, 1]]
     mean = torch.tensor([0.6, 2.8])
     torch.testing.assert_close(result.vectors[0, 1], mean / mean.norm())
 

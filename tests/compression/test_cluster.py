@@ -58,7 +58,7 @@ def reference_average(x, num):
 def assert_groups(batch, result, items, item_groups, normalise=False):
     for i, x in enumerate(items):
         groups = item_groups(i, x)
-        assignment = result.support[i, batch.mask[i]].tolist()
+        assignment = result.assignment[i, batch.mask[i]].tolist()
         assert [
             [n for n, k in enumerate(assignment) if k == j] for j in range(len(groups))
         ] == groups
@@ -111,7 +111,7 @@ def sums_of_squares(batch, result):
     """Computes eq. 12 for each item."""
     tokens = unit_vectors(batch).double()
     centres = result.vectors.double().gather(
-        1, result.support.clamp_min(0).unsqueeze(2).expand_as(tokens)
+        1, result.assignment.clamp_min(0).unsqueeze(2).expand_as(tokens)
     )
     return ((tokens - centres).square().sum(dim=2) * batch.mask).sum(dim=1)
 
@@ -150,7 +150,10 @@ def test_kmeans_plus_plus_beats_uniform_seeds():
         )
         counts = torch.zeros(8, 30).scatter_add_(1, assignment, torch.ones(8, 300))
         means = TokenBatch(
-            sums / counts.clamp_min(1)[..., None], counts > 0, normalised=False, support=assignment
+            sums / counts.clamp_min(1)[..., None],
+            counts > 0,
+            normalised=False,
+            assignment=assignment,
         )
         totals.append(float(sums_of_squares(batch, means).sum()))
     assert totals[0] < totals[1]
@@ -177,7 +180,7 @@ def test_equal_tokens_yield_fewer_vectors_than_budget(algorithm):
     batch = TokenBatch(vectors, torch.ones(1, 35, dtype=torch.bool), normalised=False)
     spec = SemanticCluster.Spec(num_vectors=20, algorithm=algorithm)
     result = SemanticCluster(spec).compress(batch)
-    assert result.support.tolist() == [list(range(7)) * 5]
+    assert result.assignment.tolist() == [list(range(7)) * 5]
     assert result.mask.tolist() == [[True] * 7 + [False] * 13]
 
 
@@ -191,7 +194,7 @@ def test_assignment_of_equal_tokens_is_independent_of_batch():
     together = compressor.compress(TokenBatch(vectors, mask, normalised=True))
     for i, length in enumerate(lengths.tolist()):
         real = TokenBatch(vectors[i : i + 1, :length], mask[i : i + 1, :length], normalised=True)
-        assert torch.equal(compressor.compress(real).support[0], together.support[i, :length])
+        assert torch.equal(compressor.compress(real).assignment[0], together.assignment[i, :length])
 
 
 def test_gradients_equal_gradients_of_means(ragged):
@@ -200,7 +203,7 @@ def test_gradients_equal_gradients_of_means(ragged):
     differentiable = TokenBatch(vectors, batch.mask, normalised=True)
     result = SemanticCluster(SemanticCluster.Spec(num_vectors=5)).compress(differentiable)
     result.vectors.sum().backward()
-    counts = torch.nn.functional.one_hot(result.support.clamp_min(0), 5) * batch.mask[..., None]
-    expected = (1 / counts.sum(dim=1)).gather(1, result.support.clamp_min(0)) * batch.mask
+    counts = torch.nn.functional.one_hot(result.assignment.clamp_min(0), 5) * batch.mask[..., None]
+    expected = (1 / counts.sum(dim=1)).gather(1, result.assignment.clamp_min(0)) * batch.mask
     expected = expected.nan_to_num(posinf=0)
     torch.testing.assert_close(vectors.grad, expected.unsqueeze(2).expand_as(vectors))

@@ -78,17 +78,17 @@ def test_items_within_budget_keep_their_tokens(compressor, ragged, unit_items):
             torch.testing.assert_close(found, torch.from_numpy(item), atol=1e-6, rtol=0)
 
 
-def test_support_assigns_tokens_to_outputs(compressor, ragged):
+def test_assignment_maps_tokens_to_outputs(compressor, ragged):
     batch = make_batch(compressor, ragged)
     result = compressor.compress(batch)
-    if result.support is None:  # the assignment is the identity
+    if result.assignment is None:  # the assignment is the identity
         assert torch.equal(result.lengths, batch.lengths)
         return
-    assert result.support.shape == batch.mask.shape and result.support.dtype == torch.int64
-    assert (result.support[~batch.mask] == -1).all()
+    assert result.assignment.shape == batch.mask.shape and result.assignment.dtype == torch.int64
+    assert (result.assignment[~batch.mask] == -1).all()
     for i, num_outputs in enumerate(result.lengths.tolist()):
-        assignment = result.support[i, batch.mask[i]].tolist()
-        if compressor.support_form == "indices":
+        assignment = result.assignment[i, batch.mask[i]].tolist()
+        if compressor.assignment_form == "indices":
             # Each output is one token, in the original order.
             assert [k for k in assignment if k >= 0] == list(range(num_outputs))
         else:
@@ -118,8 +118,8 @@ def test_result_is_independent_of_batch(compressor, ragged):
         torch.testing.assert_close(
             result.vectors[result.mask], together.vectors[i, together.mask[i]], atol=1e-6, rtol=0
         )
-        if result.support is not None:
-            assert torch.equal(result.support[0], together.support[i, real])
+        if result.assignment is not None:
+            assert torch.equal(result.assignment[0], together.assignment[i, real])
 
 
 @pytest.mark.parametrize("garbage", [float("inf"), 1e30, -7.0])
@@ -136,7 +136,7 @@ def test_empty_batches_and_short_items(compressor, ragged, lengths, num_padding)
     batch = make_batch(compressor, ragged, lengths, num_padding=num_padding, boxes=True)
     result = compressor.compress(batch)
     assert result.lengths.tolist() == lengths
-    assert result.support is None or result.support.shape == batch.mask.shape
+    assert result.assignment is None or result.assignment.shape == batch.mask.shape
 
 
 def test_equal_tokens(compressor, ragged):
@@ -172,7 +172,7 @@ def test_ratio_applies_to_each_item(name, ratio, ragged):
     lengths = compressor.compress(make_batch(compressor, ragged)).lengths.tolist()
     limits = [min(length, max(1, int(length * ratio + 1e-9))) for length in LENGTHS]
     assert all(0 < n <= k or n == k == 0 for n, k in zip(lengths, limits, strict=True))
-    if compressor.support_form == "indices":
+    if compressor.assignment_form == "indices":
         assert lengths == limits
 
 
@@ -217,4 +217,6 @@ def assert_equal(a, b):
     """Asserts bit-identical results, except at padding."""
     assert torch.equal(a.mask, b.mask)
     assert torch.equal(a.vectors[a.mask], b.vectors[b.mask])
-    assert (a.support is None and b.support is None) or torch.equal(a.support, b.support)
+    assert (a.assignment is None and b.assignment is None) or torch.equal(
+        a.assignment, b.assignment
+    )

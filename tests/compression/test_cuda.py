@@ -15,8 +15,8 @@ def test_gpu_equals_cpu(name, ragged):
     expected, found = compressor.compress(batch), compressor.compress(batch.to("cuda"))
     assert found.vectors.device.type == "cuda"
     assert torch.equal(expected.mask, found.mask.cpu())
-    if expected.support is not None:
-        assert torch.equal(expected.support, found.support.cpu())
+    if expected.assignment is not None:
+        assert torch.equal(expected.assignment, found.assignment.cpu())
     torch.testing.assert_close(
         expected.vectors[expected.mask], found.vectors.cpu()[expected.mask], atol=1e-4, rtol=0
     )

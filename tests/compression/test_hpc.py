@@ -48,7 +48,7 @@ def test_equals_reference(ragged, unit_items, binary, budget):
             signs = [[1 if code >> shift & 1 else -1 for shift in range(3)] for code in codes]
             expected = np.array(signs).reshape(-1, 3) / np.sqrt(3)
         np.testing.assert_allclose(result.vectors[i, result.mask[i]], expected, atol=1e-6)
-        assert result.support[i, batch.mask[i]].tolist() == assignment
+        assert result.assignment[i, batch.mask[i]].tolist() == assignment
         num_merged += min(len(x), num) - len(codes)
     assert num_merged > 0
 

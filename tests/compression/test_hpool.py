@@ -69,7 +69,7 @@ def test_equals_reference(ragged, unit_items, name, num_protected):
         means = np.array([x[group].mean(axis=0) for group in groups]).reshape(-1, 8)
         means /= np.linalg.norm(means, axis=1, keepdims=True)
         np.testing.assert_allclose(result.vectors[i, result.mask[i]], means, atol=1e-6)
-        assignment = result.support[i, batch.mask[i]].tolist()
+        assignment = result.assignment[i, batch.mask[i]].tolist()
         assert [[n for n, k in enumerate(assignment) if k == j] for j in range(len(groups))] == [
             sorted(group) for group in groups
         ]
@@ -108,7 +108,7 @@ def test_clusters_equal_scipy(unit_items, name, kind):
     batch = TokenBatch(vectors, mask, normalised=False)
     for num in (3, 25, 60):
         spec = HPool.Spec(num_vectors=num, linkage=name, num_protected=0)
-        assignment = HPool(spec).compress(batch).support.numpy()
+        assignment = HPool(spec).compress(batch).assignment.numpy()
         for i, x in enumerate(unit_items(batch)):
             labels = fcluster(linkage(scipy_distances(x, name), "ward"), num, "maxclust")
             assert partition(assignment[i, : lengths[i]]) == partition(labels)
@@ -122,7 +122,7 @@ def test_clusters_equal_scipy(unit_items, name, kind):
 def test_linkages_differ(ragged):
     batch = ragged([60])
     results = [
-        HPool(HPool.Spec(num_vectors=12, linkage=name)).compress(batch).support.tolist()
+        HPool(HPool.Spec(num_vectors=12, linkage=name)).compress(batch).assignment.tolist()
         for name in REFERENCES
     ]
     assert results[0] != results[1] != results[2] != results[0]
@@ -132,7 +132,7 @@ def test_linkages_differ(ragged):
 def test_protects_fewer_tokens_than_budget(ragged, num_vectors, num_separate):
     batch = ragged([30], num_padding=0)
     spec = HPool.Spec(num_vectors=num_vectors, num_protected=2)
-    assignment = HPool(spec).compress(batch).support[0]
+    assignment = HPool(spec).compress(batch).assignment[0]
     assert assignment[:num_separate].tolist() == list(range(num_separate))
     assert (assignment[num_separate:] >= num_separate).all()
     assert assignment.max() + 1 == num_vectors
@@ -144,6 +144,6 @@ def test_equal_tokens_yield_fewer_vectors_than_budget():
     for name in REFERENCES:
         spec = HPool.Spec(num_vectors=5, linkage=name, num_protected=0)
         result = HPool(spec).compress(batch)
-        assert result.support.tolist() == [[0, 1, 0, 2, 1, 0]]
+        assert result.assignment.tolist() == [[0, 1, 0, 2, 1, 0]]
         assert result.mask.tolist() == [[True, True, True, False, False]]
         torch.testing.assert_close(result.vectors[0, :3], torch.eye(3))

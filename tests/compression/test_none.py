@@ -6,7 +6,7 @@ from pipeline.compression.none import Uncompressed
 def test_keeps_all_tokens_with_unit_length_and_extents(ragged, unit_items):
     batch = ragged([4, 0, 6], boxes=True)
     result = Uncompressed(Uncompressed.Spec()).compress(batch)
-    assert result.support is None
+    assert result.assignment is None
     assert result.lengths.tolist() == [4, 0, 6]
     for i, expected in enumerate(unit_items(batch)):
         mask = result.mask[i]

@@ -27,7 +27,7 @@ def reference(item, num, seed):
 def selections(batch, num, seed=0):
     """Returns the selected positions of each item among its real tokens."""
     result = Random(Random.Spec(num_vectors=num, seed=seed)).compress(batch)
-    rows = zip(result.support, batch.mask, strict=True)
+    rows = zip(result.assignment, batch.mask, strict=True)
     return [(outputs[mask] >= 0).nonzero().flatten().tolist() for outputs, mask in rows]
 
 

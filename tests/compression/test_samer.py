@@ -138,7 +138,7 @@ def assert_equals_reference(batch, unit_items, num=6, **options):
         np.testing.assert_allclose(
             result.vectors[i, result.mask[i]], np.reshape(expected, (-1, v.shape[1])), atol=2e-6
         )
-        assert result.support[i, batch.mask[i]].tolist() == nearest
+        assert result.assignment[i, batch.mask[i]].tolist() == nearest
 
 
 @pytest.mark.parametrize("boxes", [False, True])
@@ -446,7 +446,7 @@ def test_blocks_do_not_change_results(ragged, monkeypatch, centroid):
     whole = compressor.compress(batch)
     monkeypatch.setitem(samer.blocks.__globals__["MAX_BLOCK_ELEMENTS"], "cpu", 1)
     parts = compressor.compress(batch)
-    assert torch.equal(parts.mask, whole.mask) and torch.equal(parts.support, whole.support)
+    assert torch.equal(parts.mask, whole.mask) and torch.equal(parts.assignment, whole.assignment)
     torch.testing.assert_close(parts.vectors[parts.mask], whole.vectors[whole.mask])
 
 
@@ -470,7 +470,7 @@ def test_gpu_equals_cpu(ragged, centroid):
         expected = compressor.compress(batch)
         found, again = (compressor.compress(batch.to("cuda")) for _ in range(2))
         assert torch.equal(found.vectors, again.vectors)
-        assert torch.equal(found.support.cpu(), expected.support)
+        assert torch.equal(found.assignment.cpu(), expected.assignment)
         torch.testing.assert_close(
             found.vectors.cpu()[expected.mask], expected.vectors[expected.mask], atol=1e-5, rtol=0
         )
@@ -520,9 +520,9 @@ def test_spatial_term_separates_equal_tokens_at_distant_positions():
         vectors[None], torch.ones(1, 6, dtype=torch.bool), normalised=True, extents=extents
     )
     spec = SaMer.Spec(num_vectors=3)
-    assert SaMer(spec).compress(batch).support.tolist() == [[0, 0, 1, 1, 2, 2]]
+    assert SaMer(spec).compress(batch).assignment.tolist() == [[0, 0, 1, 1, 2, 2]]
     text = dataclasses.replace(batch, extents=None)
-    assert SaMer(spec).compress(text).support.tolist() == [[0, 0, 1, 1, 0, 0]]
+    assert SaMer(spec).compress(text).assignment.tolist() == [[0, 0, 1, 1, 0, 0]]
 
 
 def test_distant_representative_does_not_underflow():
@@ -555,7 +555,7 @@ def test_assignment_of_equal_tokens_is_independent_of_batch():
     for i, length in enumerate(lengths.tolist()):
         real = TokenBatch(vectors[i : i + 1, :length], mask[i : i + 1, :length], normalised=True)
         alone = compressor.compress(real)
-        assert torch.equal(alone.support[0], together.support[i, :length])
+        assert torch.equal(alone.assignment[0], together.assignment[i, :length])
         torch.testing.assert_close(alone.vectors[0], together.vectors[i], atol=1e-6, rtol=0)
 
 

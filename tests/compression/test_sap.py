@@ -55,7 +55,7 @@ def selected_tokens(compressor, matrices):
     taps = {t.name: average_layers(t, batch.taps, NUM_LAYERS) for t in compressor.needs_taps}
     batch = TokenBatch(batch.vectors, batch.mask, False, taps=taps)
     result = compressor.compress(batch)
-    tokens = (result.support[0] >= 0).nonzero().squeeze(1).tolist()
+    tokens = (result.assignment[0] >= 0).nonzero().squeeze(1).tolist()
     expected = batch.vectors[0, tokens] / batch.vectors[0, tokens].norm(dim=1, keepdim=True)
     torch.testing.assert_close(result.vectors[0], expected)
     return tokens
@@ -112,7 +112,7 @@ def test_keeps_first_of_equal_scores():
     batch = TokenBatch(vectors, torch.ones(1, 5, dtype=torch.bool), True, taps=taps)
     spec = Eos.Spec(num_vectors=2, layers=[-1])
     taps["eos_row/mean/-1"] = taps["eos_row/mean/last"]
-    assert Eos(spec).compress(batch).support.tolist() == [[-1, 0, -1, 1, -1]]
+    assert Eos(spec).compress(batch).assignment.tolist() == [[-1, 0, -1, 1, -1]]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def grid_batch(*shape, seed=0):
 
 def selected_positions(batch, **options):
     """Returns the positions of the first item that `spatial` keeps."""
-    outputs = Spatial(Spatial.Spec(**options)).compress(batch).support[0]
+    outputs = Spatial(Spatial.Spec(**options)).compress(batch).assignment[0]
     return (outputs >= 0).nonzero().flatten().tolist()
 
 
@@ -105,7 +105,7 @@ def test_lattice_equals_reference(ragged, num, gaps):
         batch.extents[5, :, 4:] = torch.nan
     result = Spatial(Spatial.Spec(num_vectors=num, seeds="lattice")).compress(batch)
     found = reference_coordinates(batch, ("t", "y", "x"))
-    for outputs, mask, p in zip(result.support, batch.mask, found, strict=True):
+    for outputs, mask, p in zip(result.assignment, batch.mask, found, strict=True):
         positions = (outputs[mask] >= 0).nonzero().flatten().tolist()
         assert positions == reference_lattice(p, min(num, len(p)))
 
@@ -127,7 +127,7 @@ def test_samer_starts_from_seeds(ragged, unit_items, seeds, axes):
             positions = reference_farthest(distances(v, p, spec.gamma), len(v), 6)
         expected, nearest = reference(v, p, 6, seeds=positions)
         np.testing.assert_allclose(result.vectors[i, result.mask[i]], expected, atol=2e-6)
-        assert result.support[i, batch.mask[i]].tolist() == nearest
+        assert result.assignment[i, batch.mask[i]].tolist() == nearest
 
 
 @pytest.mark.parametrize("boxes", [False, True])
@@ -135,7 +135,7 @@ def test_farthest_uses_positions_or_token_order(ragged, boxes):
     batch = ragged(LENGTHS, boxes=boxes, seed=4)
     result = Spatial(Spatial.Spec(num_vectors=6, seeds="farthest")).compress(batch)
     found = reference_coordinates(batch, ("t", "y", "x"))
-    for outputs, mask, p in zip(result.support, batch.mask, found, strict=True):
+    for outputs, mask, p in zip(result.assignment, batch.mask, found, strict=True):
         positions = (outputs[mask] >= 0).nonzero().flatten().tolist()
         if not boxes:
             p = np.arange(len(p))[:, None] / max(1, len(p))
@@ -161,7 +161,7 @@ def test_lattice_without_positions_equals_uniform(ragged):
     for extents in (None, torch.full((*batch.mask.shape, 6), torch.nan)):
         text = dataclasses.replace(batch, extents=extents)
         lattice = Spatial(Spatial.Spec(num_vectors=5, seeds="lattice")).compress(text)
-        assert torch.equal(lattice.support, uniform.support)
+        assert torch.equal(lattice.assignment, uniform.assignment)
 
 
 def test_equal_tokens_yield_distinct_seeds():

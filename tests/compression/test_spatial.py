@@ -38,11 +38,11 @@ def test_keeps_tokens_at_uniform_positions(ragged, unit_items):
     for i, item in enumerate(unit_items(batch)):
         positions = linspace_rounded(len(item), min(5, len(item))) if len(item) else []
         np.testing.assert_allclose(result.vectors[i, result.mask[i]], item[positions], atol=1e-6)
-        assignment = result.support[i, batch.mask[i]].tolist()
+        assignment = result.assignment[i, batch.mask[i]].tolist()
         assert [assignment.index(k) for k in range(len(positions))] == positions
 
 
 def test_grid_in_raster_order(ragged):
     """On a 4 x 4 grid with K = 4, every fifth token is on the diagonal."""
     result = Spatial(Spatial.Spec(num_vectors=4)).compress(ragged([16], num_padding=0))
-    assert (result.support[0] >= 0).nonzero().flatten().tolist() == [0, 5, 10, 15]
+    assert (result.assignment[0] >= 0).nonzero().flatten().tolist() == [0, 5, 10, 15]

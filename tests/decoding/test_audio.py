@@ -109,8 +109,8 @@ def test_header_with_too_long_duration(tmp_path):
     [
         (b"", "empty file"),
         (b"Dear Ada, this is text.", "not audio"),
-        (b"RIFF\x00\x00\x00\x00WAVEnothing", "damaged audio"),
-        (b"\x00\x00\x00\x20ftypM4A nothing that can be played", "damaged audio"),
+        (b"RIFF\x00\x00\x00\x00WAVEnothing", "corrupted audio"),
+        (b"\x00\x00\x00\x20ftypM4A nothing that can be played", "corrupted audio"),
     ],
 )
 def test_invalid_audio(tmp_path, content, reason):

@@ -217,7 +217,7 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), n
 @pytest.mark.parametrize("part", [0.02, 0.5, 0.9])
 def test_truncated_image_is_rejected(kind, part):
     data = encode_image(NOISE, kind)
-    assert decoding_error(data[: max(12, int(len(data) * part))]).reason == "damaged image"
+    assert decoding_error(data[: max(12, int(len(data) * part))]).reason == "corrupted image"
 
 
 @pytest.mark.parametrize(

@@ -164,11 +164,11 @@ def test_manifest_limits(tmp_path, monkeypatch):
     results = reasons(source(Images, tmp_path / "a.jsonl"))
     assert list(results.values())[:2] == ["too long", "not JSON"]
     (tmp_path / "b.json").write_text("[" + nested(500) + "]")
-    assert reasons(source(Images, tmp_path / "b.json")) == {"b.json": "damaged manifest"}
+    assert reasons(source(Images, tmp_path / "b.json")) == {"b.json": "corrupted manifest"}
     (tmp_path / "c.json").write_text(" " * 5_000 + "[]")
     assert reasons(source(Images, tmp_path / "c.json")) == {"c.json": "too long"}
     pq.write_table(pa.table({"image": ["a.png"] * 101}), tmp_path / "d.parquet")
-    assert reasons(source(Images, tmp_path / "d.parquet")) == {"d.parquet": "damaged manifest"}
+    assert reasons(source(Images, tmp_path / "d.parquet")) == {"d.parquet": "corrupted manifest"}
 
 
 BOMBS = """
@@ -362,7 +362,7 @@ def reply(value: Any) -> bytes:
 )
 def test_malformed_replies(sent):
     """Sends replies that a compromised decoding process could send."""
-    process = DecodingProcess("image", Limits(seconds=5))
+    process = DecodingProcess("image", Limits(max_seconds=5))
     code = f"import sys; sys.stdout.buffer.write({sent!r}); sys.stdout.flush(); sys.stdin.read()"
     process._process = PipedProcess("-S", "-c", code, bufsize=0)
     with pytest.raises(Unreadable, match=r"^crashed: a malformed reply"):

@@ -43,7 +43,7 @@ SETTINGS = {
     "sampling": "fps",
     "fps": 1.0,
     "num_frames": 16,
-    "look_fps": 5.0,
+    "scene_detection_fps": 5.0,
     "scene_threshold": 0.1,
     "max_pixels": 1_000_000,
     "sample_rate": 16_000,
@@ -120,12 +120,12 @@ def test_scenes(tmp_path):
     brightness = [20] * 15 + [120] * 5 + [220] * 20 + [60] * 10  # 10 frames per second
     still = [np.full((108, 192, 3), value, np.uint8) for value in brightness]
     path = write_video(tmp_path / "a.mp4", frame_times(5, 10), frames=still)
-    window = read_window(path, sampling="scenes", look_fps=10.0)
+    window = read_window(path, sampling="scenes", scene_detection_fps=10.0)
     assert window["indices"].tolist() == [7, 17, 30, 45]
     assert [round(float(p.mean()) / 20) for p in window["pixels"]] == [1, 6, 11, 3]
-    longest = read_window(path, sampling="scenes", look_fps=10.0, num_frames=2)
+    longest = read_window(path, sampling="scenes", scene_detection_fps=10.0, num_frames=2)
     assert longest["indices"].tolist() == [7, 30]
-    same = read_window(path, sampling="scenes", look_fps=10.0, scene_threshold=0.9)
+    same = read_window(path, sampling="scenes", scene_detection_fps=10.0, scene_threshold=0.9)
     assert same["indices"].tolist() == [25]
 
 
@@ -298,7 +298,7 @@ def test_undecodable_frames(tmp_path):
     corrupt_frames(silent)
     assert len(read_window(path)["samples"]) and not len(read_window(path)["indices"])
     result = read_window(silent)
-    assert isinstance(result, Unreadable) and result.reason == "damaged video"
+    assert isinstance(result, Unreadable) and result.reason == "corrupted video"
 
 
 @pytest.mark.parametrize(
@@ -306,8 +306,8 @@ def test_undecodable_frames(tmp_path):
     [
         (b"", "empty file"),
         (b"Dear Ada, this is no film.", "not a video"),
-        (b"\x00\x00\x00\x20ftypisom nothing that can be played", "damaged video"),
-        (b"\x1aE\xdf\xa3 nothing", "damaged video"),
+        (b"\x00\x00\x00\x20ftypisom nothing that can be played", "corrupted video"),
+        (b"\x1aE\xdf\xa3 nothing", "corrupted video"),
     ],
 )
 def test_invalid_videos(tmp_path, content, reason):

@@ -214,7 +214,7 @@ def test_adapter_folder_and_older_names(build, checkpoint, encoder, tmp_path):
 def test_keep(build, encoder):
     _, items = make_images((16, 16))
     found = encode_items(encoder, items)[0]
-    visual = encode_items(build(keep="visual"), items)[0]
+    visual = encode_items(build(output_tokens="visual"), items)[0]
     kind = found.kind[0].tolist()
     start = kind.index(VISUAL)
     assert kind[start - 1 : start + 5] == [SPECIAL, *[VISUAL] * 4, SPECIAL]
@@ -275,7 +275,7 @@ def test_invalid_specs(build, checkpoint, encoder, tmp_path):
 def test_fingerprints(build, encoder, checkpoint, tmp_path):
     for change in ({"max_batch_tokens": 64}, {"documents": "text"}):
         assert build(**change).fingerprint == encoder.fingerprint
-    for change in ({"task": "code"}, {"keep": "visual"}, {"truncate_dim": 8}):
+    for change in ({"task": "code"}, {"output_tokens": "visual"}, {"truncate_dim": 8}):
         assert build(**change).fingerprint != encoder.fingerprint
     folder = tmp_path / "changed"
     shutil.copytree(checkpoint("jina_v4"), folder)

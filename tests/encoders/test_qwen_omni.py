@@ -218,7 +218,7 @@ def media_kinds(reference, ids):
 
 def test_states_match_transformers(encoder, build, cases):
     for layer in (-1, 0, 2):
-        current = encoder if layer == -1 else build(layer=layer, keep="paper")
+        current = encoder if layer == -1 else build(layer=layer, output_tokens="paper")
         for item, (ids, output) in zip(*cases, strict=True):
             found = encode_items(current, item)[0]
             states = unit(output.hidden_states[layer][0])
@@ -274,7 +274,7 @@ def test_chunks_of_sparse_and_dense_frames(build, reference, interval):
     """Chunk boundaries follow the model if a grid spans several chunks."""
     samples = noise_audio(5.0)
     seconds = 30 + interval * np.arange(6)
-    encoder = build(keep="paper")
+    encoder = build(output_tokens="paper")
     (inputs,) = encoder._reader.read_item(clip(FRAMES[:6], seconds, samples).to_pylist()[0])
     pads, video_media = reference.video_inputs(FRAMES[:6])
     ids = inputs.sequence["input_ids"]
@@ -324,7 +324,7 @@ def test_audio_after_the_frames(build, reference):
 
 
 def test_extents(build):
-    encoder = build(keep="media")
+    encoder = build(output_tokens="media")
     samples = noise_audio(1.235)  # 124 frames: 31 tokens; the last one ends with the audio
     found = encode_items(encoder, clip(samples=samples, start=12.5))[0]
     extents = found.extents[0]
@@ -381,7 +381,7 @@ def audio_row(samples, rate=RATE):
 
 
 def test_sample_rates_and_lengths(build, reference):
-    encoder = build(keep="media")
+    encoder = build(output_tokens="media")
     high = noise_audio(1.0, 44_100)
     found = encode_items(encoder, clip(samples=high, rate=44_100))[0]
     same = encode_items(encoder, clip(samples=soxr.resample(high, 44_100, RATE).clip(-1, 1)))[0]
@@ -392,7 +392,9 @@ def test_sample_rates_and_lengths(build, reference):
     rows = media_kinds(reference, ids) == AUDIO
     assert_close(found.vectors[0], unit(output.hidden_states[-1][0, rows]))
     assert found.extents[0, -1, 5] == pytest.approx(6.0)
-    truncated = encode_items(build(keep="media", max_audio_seconds=2), clip(samples=long))[0]
+    truncated = encode_items(build(output_tokens="media", max_audio_seconds=2), clip(samples=long))[
+        0
+    ]
     assert truncated.lengths.tolist() == [50]
     for short in (noise_audio(0.0), noise_audio(0.01)):
         assert encode_items(encoder, clip(samples=short))[0].lengths.tolist() == [0]
@@ -418,7 +420,7 @@ def test_keep(build):
     item = clip(FRAMES[:2], [0.0, 1.0], noise_audio(0.1))
     kinds = {}
     for keep in ("paper", "code", "media"):
-        encoder = build(keep=keep, document_prompt=SHORT, query_prompt=SHORT)
+        encoder = build(output_tokens=keep, document_prompt=SHORT, query_prompt=SHORT)
         kinds[keep] = encode_items(encoder, item)[0].kind[0].tolist()
         text = encoder.encode_queries(["lift"])
         assert TEXT in text.tokens.kind[0] and PROMPT in text.tokens.kind[0]
@@ -496,10 +498,12 @@ def test_subsamples_long_videos(build):
     items = clip(
         [noise(24, 16, seed) for seed in range(9)], np.arange(9.0), noise_audio(2.0), span=(0, 9)
     )
-    whole = encode_items(build(keep="media", document_prompt=prompt), items)[0]
+    whole = encode_items(build(output_tokens="media", document_prompt=prompt), items)[0]
     assert whole.lengths.tolist() == [6 * 5 + 50]
     for given in ({"max_item_tokens": 6 * 3 + 50 + 5}, {"max_frames": 6}):
-        found = encode_items(build(keep="media", document_prompt=prompt, **given), items)[0]
+        found = encode_items(build(output_tokens="media", document_prompt=prompt, **given), items)[
+            0
+        ]
         visual = found.extents[0][found.kind[0] == VISUAL]
         # The six frames nearest to 0, 1.6, 3.2, 4.8, 6.4 and 8 s, and the whole audio.
         assert visual[::6, 4:].tolist() == [[0, 3], [3, 6], [6, 9]]
@@ -588,5 +592,5 @@ def test_fingerprint(build):
         {"max_frames": 3},
     ):
         assert build(**change).fingerprint == encoder.fingerprint
-    for change in ({"layer": 2}, {"keep": "paper"}, {"query_prompt": "{content}"}):
+    for change in ({"layer": 2}, {"output_tokens": "paper"}, {"query_prompt": "{content}"}):
         assert build(**change).fingerprint != encoder.fingerprint

@@ -150,7 +150,7 @@ def mixed():
 def test_states_match_transformers(encoder, build, family, reference, mixed):
     images, items = mixed
     for layer in (-1, 0, 2):
-        current = encoder if layer == -1 else build(family, layer=layer, keep="paper")
+        current = encoder if layer == -1 else build(family, layer=layer, output_tokens="paper")
         found = encode_items(current, items)
         for row, image in enumerate([*images, *TEXTS]):
             if isinstance(image, str):
@@ -218,7 +218,7 @@ def test_videos_match_transformers(encoder, reference, number):
 
 def test_video_frames_as_images(build, family, reference):
     frames = [noise(24, 16, seed) for seed in range(3)]
-    encoder = build(family, frames="images", keep="visual")
+    encoder = build(family, frames="images", output_tokens="visual")
     found = encode_items(encoder, clip(frames, [0.0, 1.0, 2.0], 4.0))[0]
     ids, expected = reference.image(*frames)
     keep = ids == reference.model.config.image_token_id
@@ -241,16 +241,17 @@ def test_mixed_batches(encoder, mixed):
 def test_subsamples_long_videos(build):
     frames = [noise(24, 16, seed) for seed in range(9)]
     items = clip(frames, [float(i) for i in range(9)], 9.0)
-    whole = build("qwen2_vl", document_prompt="{content}<|im_end|>", keep="visual")
+    prompt = "{content}<|im_end|>"
+    whole = build("qwen2_vl", document_prompt=prompt, output_tokens="visual")
     assert encode_items(whole, items)[0].lengths.tolist() == [6 * 5]
     for given in ({"max_item_tokens": 6 * 3 + 3}, {"max_frames": 6}):
-        encoder = build("qwen2_vl", document_prompt="{content}<|im_end|>", keep="visual", **given)
+        encoder = build("qwen2_vl", document_prompt=prompt, output_tokens="visual", **given)
         found = encode_items(encoder, items)[0]
         # The six frames nearest to 0, 1.6, 3.2, 4.8, 6.4 and 8 s.
         assert found.extents[0, ::6, 4:].tolist() == [[0, 3], [3, 6], [6, 9]]
-    single = build("qwen2_vl", document_prompt="{content}<|im_end|>", keep="visual", max_frames=2)
+    single = build("qwen2_vl", document_prompt=prompt, output_tokens="visual", max_frames=2)
     assert encode_items(single, items)[0].extents[0, ::6, 4:].tolist() == [[0, 9]]
-    separate = build("qwen2_vl", keep="visual", max_frames=2, frames="images")
+    separate = build("qwen2_vl", output_tokens="visual", max_frames=2, frames="images")
     assert encode_items(separate, items)[0].extents[0, ::6, 4:].tolist() == [[0, 8], [8, 9]]
     few = build("qwen2_vl", max_item_tokens=40, document_prompt="{content}", max_frames=1)
     assert (encode_items(few, items)[0].kind == VISUAL).sum() == 6
@@ -291,7 +292,7 @@ def test_keep(build):
     prompt = "<|im_start|>a{content}b<|im_end|>"
     kinds = {}
     for keep in ("paper", "code", "visual"):
-        encoder = build(keep=keep, document_prompt=prompt, query_prompt=prompt)
+        encoder = build(output_tokens=keep, document_prompt=prompt, query_prompt=prompt)
         batch = encode_items(encoder, items)[0]
         kinds[keep] = batch.kind[0].tolist()
         text = encoder.encode_queries(["<|im_end|>"])
@@ -307,7 +308,7 @@ def test_keep(build):
 
 
 def test_pooled_vector_is_the_only_token_if_none_is_kept(build, reference):
-    encoder = build(reference.family, keep="paper", query_prompt="{content}", layer=1)
+    encoder = build(reference.family, output_tokens="paper", query_prompt="{content}", layer=1)
     found = encoder.encode_queries(["a", "lift"]).tokens
     assert found.kind[0, 0] == SPECIAL and found.lengths.tolist()[0] == 1
     assert_close(found.vectors[0, 0], found.pooled[0])
@@ -325,7 +326,7 @@ def test_documents(build):
         }
     )
     lengths = {}
-    for documents in ("pictures", "text", "both"):
+    for documents in ("images", "text", "both"):
         encoder = build(documents=documents, document_prompt="{content}<|im_end|>")
         assert encoder.supported_inputs(encoder.spec)[0] == "text"
         found = encode_items(encoder, items)
@@ -338,7 +339,7 @@ def test_documents(build):
             assert found[0].extents[0, 1, :4].tolist() == [0.5, 0, 1, 0.5]
             assert found[0].extents[0, 4:].isnan().all()
     text, lift = lengths["text"][:2]
-    assert lengths["pictures"] == [4, lift, 0, 0] and lengths["text"] == [text, lift, 0, 0]
+    assert lengths["images"] == [4, lift, 0, 0] and lengths["text"] == [text, lift, 0, 0]
     assert lengths["both"] == [4 + text, lift, 0, 0]
 
 
@@ -355,7 +356,7 @@ def test_composed_queries(build, reference):
         assert_close(found.tokens.vectors[0][found.tokens.mask[0]], states[keep])
         assert_close(found.tokens.pooled[0], states[-1])
         assert len(found.token_texts[0]) == keep.sum()
-    visual = build(reference.family, keep="visual").encode_composed([text], [png(image)])
+    visual = build(reference.family, output_tokens="visual").encode_composed([text], [png(image)])
     assert_close(visual.tokens.vectors[0], states[masked])
     for texts, data in (([], []), ([" "], [png(image)]), (["a"], [])):
         with pytest.raises(SpecError, match="query"):
@@ -363,7 +364,7 @@ def test_composed_queries(build, reference):
 
 
 def test_bidirectional(build, reference):
-    encoder = build(reference.family, bidirectional=True, keep="paper")
+    encoder = build(reference.family, bidirectional=True, output_tokens="paper")
     image = noise(16, 16)
     ids, _ = reference.image(image, prompt=QUERY_PROMPT)
     # An explicit mask that allows attention between all positions.
@@ -384,7 +385,7 @@ def test_bidirectional(build, reference):
     assert_close(found.vectors[0], unit(expected[:-1]))
     first, second = (encoder.encode_queries([text]).tokens.vectors[0, 0] for text in TEXTS[:2])
     assert not torch.allclose(first, second)  # the first token attends to later ones
-    causal = build(reference.family, keep="paper")
+    causal = build(reference.family, output_tokens="paper")
     first, second = (causal.encode_queries([text]).tokens.vectors[0, 0] for text in TEXTS[:2])
     assert_close(first, second)
 
@@ -446,10 +447,10 @@ def test_tokens_appended_by_the_tokenizer(build, checkpoint, tmp_path):
 
 def test_pixel_limits(build):
     images, items = make_images((64, 64))
-    whole, small = build(keep="visual"), build(keep="visual", max_pixels=16 * 16)
+    whole, small = build(output_tokens="visual"), build(output_tokens="visual", max_pixels=16 * 16)
     assert encode_items(whole, items)[0].lengths.tolist() == [16]
     assert encode_items(small, items)[0].lengths.tolist() == [4]
-    large = build(keep="visual", min_pixels=48 * 48, max_pixels=64 * 64)
+    large = build(output_tokens="visual", min_pixels=48 * 48, max_pixels=64 * 64)
     assert large.encode_images([png(images[0])]).tokens.lengths.tolist() == [64]
 
 
@@ -502,5 +503,5 @@ def test_fingerprint(build):
     encoder = build()
     for change in ({"max_batch_tokens": 64}, {"documents": "both"}, {"max_frames": 3}):
         assert build(**change).fingerprint == encoder.fingerprint
-    for change in ({"layer": 2}, {"keep": "paper"}, {"query_prompt": "{content}"}):
+    for change in ({"layer": 2}, {"output_tokens": "paper"}, {"query_prompt": "{content}"}):
         assert build(**change).fingerprint != encoder.fingerprint

@@ -198,7 +198,7 @@ def test_check_rejects_tokenizer_without_query_tokens(checkpoint, tmp_path, name
 
 def test_keep_visual(encoder, build):
     _, items = make_images(*SIZES)
-    visual = build(encoder.spec.name, keep="visual")
+    visual = build(encoder.spec.name, output_tokens="visual")
     for (rows, batch), (_, visual_batch) in zip(
         encoder.encode(items), visual.encode(items), strict=True
     ):
@@ -345,14 +345,14 @@ def test_colpali_causal_queries(build):
 
 
 def test_colqwen2_grid_preserves_the_aspect_ratio(build):
-    encoder = build("colqwen2", keep="visual")
+    encoder = build("colqwen2", output_tokens="visual")
     _, items = make_images((64, 32))
     ((_, batch),) = encoder.encode(items)
     columns, rows = 4, 2  # 16 pixels per merged patch
     assert batch.lengths.tolist() == [rows * columns]
     assert batch.extents[0, 1, :4].tolist() == [0.25, 0, 0.5, 0.5]
     assert batch.extents[0, columns, :4].tolist() == [0, 0.5, 0.25, 1]
-    ((_, fewer),) = build("colqwen2", keep="visual", max_pixels=4 * 256).encode(items)
+    ((_, fewer),) = build("colqwen2", output_tokens="visual", max_pixels=4 * 256).encode(items)
     assert fewer.lengths[0] <= 4
 
 
@@ -378,7 +378,7 @@ def test_colqwen2_bidirectional(build):
 
 def test_colmodernvbert_tiles(build):
     _, items = make_images((96, 64))
-    ((_, batch),) = build("colmodernvbert", keep="visual").encode(items)
+    ((_, batch),) = build("colmodernvbert", output_tokens="visual").encode(items)
     extents = batch.extents[0][batch.mask[0], :4]
     assert len(extents) == 6 * 4 + 4  # 2 x 3 tiles of 2 x 2 tokens, and the downscaled image
     sixth = 1 / 6
@@ -386,6 +386,6 @@ def test_colmodernvbert_tiles(build):
     assert extents[4].tolist() == pytest.approx([2 * sixth, 0, 3 * sixth, 0.25])  # second tile
     assert extents[12].tolist() == pytest.approx([0, 0.5, sixth, 0.75])  # second row
     assert extents[-4].tolist() == [0, 0, 0.5, 0.5]
-    ((_, tiles),) = build("colmodernvbert", keep="tiles").encode(items)
+    ((_, tiles),) = build("colmodernvbert", output_tokens="tiles").encode(items)
     assert tiles.lengths.tolist() == [24]
     torch.testing.assert_close(tiles.extents[0][tiles.mask[0], :4], extents[:24])

@@ -213,8 +213,8 @@ def test_recognition_is_deterministic(encoder):
 def test_errors_name_the_field(tmp_path):
     with pytest.raises(SpecError, match="^ocr.name must be one of .*, got 'tesseract'"):
         parse(Transcript.Spec, {"ocr": "tesseract"})
-    with pytest.raises(SpecError, match="^speech.pause must be "):
-        parse(Transcript.Spec, {"speech": {"name": "pocketsphinx", "pause": 0}})
+    with pytest.raises(SpecError, match="^speech.min_pause_seconds must be "):
+        parse(Transcript.Spec, {"speech": {"name": "pocketsphinx", "min_pause_seconds": 0}})
     with pytest.raises(SpecError, match="^text.window must be "):
         parse(Transcript.Spec, {"text": {"window": 1}})
     spec = parse(Transcript.Spec, {"text": {"layer": 99}})

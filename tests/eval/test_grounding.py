@@ -132,7 +132,7 @@ def uri(cluster, tmp_path_factory) -> str:
                 {"compressor": "none"},
                 {"compressor": {"name": "hpool", "num_vectors": 4}},
                 {"compressor": {"name": "random", "num_vectors": 4}},
-                {"compressor": {"name": "samer", "num_vectors": 4}, "keep_support": False},
+                {"compressor": {"name": "samer", "num_vectors": 4}, "keep_assignment": False},
             ],
         }
         spec = config.parse(IndexSpec, values)
@@ -168,8 +168,8 @@ def test_metrics_follow_from_stored_columns(uri, name):
     phrase = Phrase("a.pdf#page=1", "fresh fish", [[0.25, 0.4, 0.6, 0.6]])
     numbers = Grounder(searcher, [phrase]).measure(name)
     info = searcher.index.representation(name)
-    extents, support = info.positions["extents"], info.support_column
-    columns = [name, extents, *([support] if support else [])]
+    extents, assignment = info.positions["extents"], info.assignment_column
+    columns = [name, extents, *([assignment] if assignment else [])]
     (row,) = searcher.index.items([phrase.item_id], columns).to_pylist()
     (query,) = searcher.queries([phrase.text], name).tokens
     values = []
@@ -177,9 +177,9 @@ def test_metrics_follow_from_stored_columns(uri, name):
         if name == "full":
             output = token
         elif name == "hpool_4":
-            output = row[support][token]
+            output = row[assignment][token]
         else:  # assigns each vector to one input token
-            output = row[support].index(token) if token in row[support] else None
+            output = row[assignment].index(token) if token in row[assignment] else None
         vector = None if output is None else np.array(row[name][output], float)
         values.append(None if vector is None else np.mean([q.numpy() @ vector for q in query]))
     known = [value for value in values if value is not None]

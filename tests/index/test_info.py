@@ -59,7 +59,13 @@ def test_stored_json_round_trip(schema):
     assert len(infos) == 8 and list(infos)[:2] == ["full", "caption_full"]
     for name, info in infos.items():
         assert info.name == name
-        assert json.dumps(info.to_metadata()) == json.dumps(column_metadata(schema.field(name)))
+        stored = column_metadata(schema.field(name))
+        former_names = {"field": "of", "assignment": "support"}
+        metadata = {former_names.get(key, key): value for key, value in info.to_metadata().items()}
+        assert json.dumps(metadata) == json.dumps(stored)
+        present = with_metadata(schema.field(name), info.to_metadata())
+        columns = [present, *(column for column in schema if column.name != name)]
+        assert RepresentationInfo.from_schema(pa.schema(columns), name) == info
 
 
 def test_representation_infos(schema):
@@ -79,12 +85,12 @@ def test_representation_infos(schema):
         has_confidence=True,
     )
     assert full.encoder.name == "transcript" and full.is_uncompressed and not full.is_fitted
-    assert (full.field, full.text_column, full.support_column) == ("content", "text", None)
+    assert (full.field, full.text_column, full.assignment_column) == ("content", "text", None)
     assert (caption.field, caption.text_column) == ("caption", "caption")
     assert caption.pooled_column == "minilm_caption_pooled"
     assert not caption.encoder.has_extents and caption.encoder.prefix == "minilm"
     assert hpc.is_fitted and hpc.artefact == "b84971aa32746cb5"
-    assert (hpc.support_column, hpc.support_form) == (f"{hpc.name}_support", "assignment")
+    assert (hpc.assignment_column, hpc.assignment_form) == (f"{hpc.name}_support", "assignment")
     assert infos["full_residual_2_num_centroids8"].codec_artefact == "a3b71ce7b7d50494"
 
 
@@ -138,7 +144,7 @@ def test_dropped_columns_remain_in_the_metadata():
     info = RepresentationInfo.from_schema(lost, "r")
     assert info.positions == positions and not info.encoder.has_spans
     assert info.pooled_column == "minilm_pooled" and info.encoder.pooled_dim is None
-    assert info.support_column == "r_support" and info.support_form is None
+    assert info.assignment_column == "r_support" and info.assignment_form is None
 
 
 def test_unknown_keys_are_ignored():

@@ -106,13 +106,13 @@ def test_columns_equal_those_of_the_index_job(tmp_path, collection, uri):
             vectors = np.array(actual[item_id][name], dtype=np.float64)
             # Both the source and the result are rounded to float16.
             np.testing.assert_allclose(vectors, np.array(row[name], dtype=np.float64), atol=2e-3)
-            assert actual[item_id][f"{name}_support"] == row[f"{name}_support"]
+            assert actual[item_id][f"{name}_assignment"] == row[f"{name}_assignment"]
         unchanged = [n for n in row if not n.startswith(("hpool", "samer"))]
         assert all(actual[item_id][name] == row[name] for name in unchanged)
 
     # Search requires only the metadata of the column.
     schema, schema_at_once = (Index(str(u)).dataset.schema for u in (uri, tmp_path / "at_once"))
-    for name in ("hpool_4", "hpool_4_support", "samer_4", "samer_4_support"):
+    for name in ("hpool_4", "hpool_4_assignment", "samer_4", "samer_4_assignment"):
         assert column_metadata(schema.field(name)) == column_metadata(schema_at_once.field(name))
     found, best = (
         open_index(str(u)).search("how do shells buckle", "hpool_4", k=3, score="hybrid")
@@ -196,7 +196,7 @@ def test_committed_fragments_survive_a_failure(uri, monkeypatch):
 def test_adding_a_representation_keeps_the_others(uri):
     run(spec(uri, HPOOL))
     files = [data_files(uri, number) for number in range(3)]
-    random = {"compressor": {"name": "random", "num_vectors": 2}, "keep_support": False}
+    random = {"compressor": {"name": "random", "num_vectors": 2}, "keep_assignment": False}
     progress = run(spec(uri, HPOOL, SAMER, random))
     assert (progress.done, progress.rows) == (3, 6)
     assert all(row["samer_4"] and row["random_2"] for row in rows(uri).values())
@@ -275,7 +275,7 @@ def test_rejects_invalid_specs_before_writing(uri):
     ):
         run(spec(uri.parent / "none", HPOOL))
     assert not (uri.parent / "none").exists()
-    assert Index(str(uri)).dataset.schema.names[-1] == "hpool_4_support"
+    assert Index(str(uri)).dataset.schema.names[-1] == "hpool_4_assignment"
     assert Index(str(uri)).dataset.version <= version + 3  # one of the runs took the lease
 
 

@@ -302,9 +302,9 @@ def test_rejects_invalid_specs_before_adding_a_column(tmp_path, uri, photos, dua
         empty = spec(tmp_path / "empty", tmp_path / "corrupted", dual)
         index(empty)
         fill(empty.model_copy(update={"rerank": model}))
-    captions = [{"compressor": "none", "of": "caption"}]
+    captions = [{"compressor": "none", "field": "caption"}]
     with pytest.raises(
-        SpecError, match="rerank must be null unless a representation has `of: content`, got"
+        SpecError, match="rerank must be null unless a representation has `field: content`, got"
     ):
         index(spec(uri, photos, dual, rerank=model, representations=captions))
     assert version < Index(str(uri)).version

@@ -77,7 +77,7 @@ def test_parquet_columns_and_metadata(index_uri, tmp_path):
     assert str(table.schema.field("vectors").type.value_type.value_type) == "halffloat"
     metadata = json.loads(table.schema.metadata[METADATA_KEY])
     assert metadata.items() >= Index(index_uri).representation("hpool_4").to_metadata().items()
-    assert (metadata["representation"], metadata["items"], metadata["where"]) == (
+    assert (metadata["representation"], metadata["items"], metadata["filter"]) == (
         "hpool_4",
         8,
         None,

@@ -195,10 +195,10 @@ def test_matches(searcher, index_uri, encoder, representation):
         if representation == "full":
             spans = [row["minilm_spans"][match.document_token]]
         elif representation == "random_4":
-            token = row["random_4_support"][match.document_token]
+            token = row["random_4_assignment"][match.document_token]
             spans = [row["minilm_spans"][token]]
         else:
-            support = row["hpool_4_support"]
+            support = row["hpool_4_assignment"]
             spans = [
                 span
                 for span, output in zip(row["minilm_spans"], support, strict=True)
@@ -218,7 +218,7 @@ def test_words_match_themselves(searcher):
 def test_without_stored_positions_matches_have_no_spans(index_uri, tmp_path, texts):
     shutil.copytree(index_uri, tmp_path / "index")
     uri = str(tmp_path / "index")
-    lance.dataset(f"{uri}/{ITEMS}").drop_columns(["minilm_spans", "hpool_4_support"])
+    lance.dataset(f"{uri}/{ITEMS}").drop_columns(["minilm_spans", "hpool_4_assignment"])
     searcher = open_index(uri)
     for representation in ("full", "hpool_4", "random_4"):
         hits = searcher.search("lift of a wing", representation, k=len(texts))

@@ -149,7 +149,7 @@ def test_revision_depends_on_decoding_options(tmp_path):
         return read(source(tmp_path, **options))["a.wav#t=0,1"].revision
 
     before = revision()
-    assert revision(collection="other", limits={"seconds": 9}) == before
+    assert revision(collection="other", limits={"max_seconds": 9}) == before
     assert revision(sample_rate=8000) != before != revision(border_shift=1)
     write_audio(path, 0.5 * tones(1))
     assert revision() != before

@@ -150,7 +150,7 @@ def test_invalid_images_are_rejected(tmp_path):
         "broken.jpg": "unreadable",
         "empty.jpg": "empty file",
         "text.png": "not an image",
-        "truncated.jpg": "damaged image",
+        "truncated.jpg": "corrupted image",
     }
     assert results["broken.jpg"].retryable and not results["bomb.png"].retryable
     for name in good:
@@ -164,7 +164,7 @@ def test_invalid_images_are_rejected(tmp_path):
 def test_image_beyond_memory_limit_is_rejected(tmp_path):
     (tmp_path / "large.png").write_bytes(encode_image(Image.new("RGB", (12_000, 9_000)), "PNG"))
     (tmp_path / "small.png").write_bytes(PNG)
-    results = read(source(tmp_path, limits={"memory_bytes": 512 << 20}))
+    results = read(source(tmp_path, limits={"max_memory_bytes": 512 << 20}))
     assert reasons(results) == {"large.png": "out of memory"} and results["large.png"].retryable
 
 
@@ -215,7 +215,7 @@ def test_archive_samples(tmp_path):
         "c": "A bowl.",
         "d": None,
     }
-    assert reasons(results) == {"e": "damaged sidecar"}
+    assert reasons(results) == {"e": "corrupted sidecar"}
     assert results["b"].title == "Cats"
     metadata = {"licence": 4, "own_file": "x", "text": "more", "num_captions": 1}
     location = {"file": "0.tar", "bytes": [results["b"].handle["offset"], len(PNG)]}
@@ -231,11 +231,11 @@ def test_corrupted_member_is_rejected(tmp_path):
     path.write_bytes(data[: data.index(b"d.jpg") + 700])
     results = read(source(tmp_path))
     assert list(captions(results)) == ["a"]
-    assert results["b"].reason == "damaged image"
+    assert results["b"].reason == "corrupted image"
     assert sorted(reasons(results).values()) == [
-        "damaged archive",
-        "damaged archive",
-        "damaged image",
+        "corrupted archive",
+        "corrupted archive",
+        "corrupted image",
     ]
     (tmp_path / "0.tar").write_bytes(b"no archive" * 100)
     assert reasons(read(source(tmp_path))) == {"0.tar": "not a tar archive"}
@@ -356,7 +356,7 @@ def test_parquet_manifest(tmp_path):
         "t.parquet#row=2": "Three.",
         "4": "Four.",
     }
-    assert reasons(results) == {"5": "no image", "6": "empty file", "7": "damaged image"}
+    assert reasons(results) == {"5": "no image", "6": "empty file", "7": "corrupted image"}
     assert results["x/two.png"].payload["image"] == PNG
     metadata = {"num_captions": 1, "width": 80, "height": 40}
     assert results["1"].metadata == {**metadata, "file": "t.parquet", "row": 0}
@@ -459,7 +459,7 @@ def test_unreadable_manifest_is_one_reject(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     images = source(tmp_path / name)
     images.check()
-    assert reasons(read(images)) == {name: "damaged manifest"}
+    assert reasons(read(images)) == {name: "corrupted manifest"}
 
 
 def test_corrupted_row_group_is_rejected(tmp_path):
@@ -470,7 +470,7 @@ def test_corrupted_row_group_is_rejected(tmp_path):
     path.write_bytes(data)
     results = read(source(path, ("caption",)))
     assert reasons(results) == dict.fromkeys(
-        ["t.parquet#row=0", "t.parquet#row=1"], "damaged manifest"
+        ["t.parquet#row=0", "t.parquet#row=1"], "corrupted manifest"
     )
     assert list(captions(results)) == ["p2", "p3"]
 

@@ -153,7 +153,7 @@ def test_corrupted_header_rejects_its_member(tmp_path):
     data[second : second + 512] = os.urandom(512)
     (tmp_path / "x.tar").write_bytes(data)
     results = read(source(tmp_path))
-    assert list(reasons(results).values()) == ["damaged archive"]
+    assert list(reasons(results).values()) == ["corrupted archive"]
     good = {name: tone(item) for name, item in results.items() if isinstance(item, Item)}
     assert good == {"0": 500, "2": 700, "3": 800}
 
@@ -165,7 +165,7 @@ def test_truncated_archive(tmp_path):
     (tmp_path / "x.tar").write_bytes(data[: 2 * (512 + -(-size // 512) * 512) + 512 + size // 2])
     results = read(source(tmp_path))
     assert [name for name, item in results.items() if isinstance(item, Item)] == ["0", "1"]
-    assert reasons(results) == {"x.tar/2.wav": "damaged archive"}
+    assert reasons(results) == {"x.tar/2.wav": "corrupted archive"}
 
 
 @pytest.mark.parametrize("content", [b"This is no archive. " * 500, b"short"])

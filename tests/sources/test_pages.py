@@ -169,8 +169,8 @@ def test_max_pixels(tmp_path):
     [
         (b"", "empty file"),
         (b"Dear Ada, this is no PDF.", "not a PDF"),
-        (b"%PDF-1.7\nnothing that makes a document", "damaged PDF"),
-        (pdf(Page([(10, 50, "x")]))[:200], "damaged PDF"),
+        (b"%PDF-1.7\nnothing that makes a document", "corrupted PDF"),
+        (pdf(Page([(10, 50, "x")]))[:200], "corrupted PDF"),
         (pdf(), "no pages"),
         (ENCRYPTED.read_bytes(), "encrypted"),
     ],
@@ -202,7 +202,7 @@ def test_timeout_rejects_document(tmp_path):
     (tmp_path / "a.pdf").write_bytes(bomb())
     (tmp_path / "b.pdf").write_bytes(pdf(Page([(10, 50, "fine")])))
     start = time.monotonic()
-    results = read(source(tmp_path, limits={"seconds": 2}))
+    results = read(source(tmp_path, limits={"max_seconds": 2}))
     assert time.monotonic() - start < 10
     assert [results[f"a.pdf#page={n}"].reason for n in (1, 2)] == ["timed out"] * 2
     assert results["a.pdf#page=1"].retryable
@@ -226,11 +226,11 @@ def test_crash_rejects_document(tmp_path):
 def test_page_beyond_memory_limit_is_rejected(tmp_path):
     page = Page([(10, 50, "x")], size=(14_000, 14_000))
     (tmp_path / "a.pdf").write_bytes(pdf(page))
-    limits = {"memory_bytes": 400 << 20}
+    limits = {"max_memory_bytes": 400 << 20}
     options = {"max_pixels": 100_000_000, "dpi": 144, "limits": limits}
     reject = read(source(tmp_path, ("image",), **options))["a.pdf#page=1"]
     assert isinstance(reject, Reject)
-    assert reject.reason in ("out of memory", "damaged page", "crashed")
+    assert reject.reason in ("out of memory", "corrupted page", "crashed")
 
 
 def test_unread_results_are_discarded(tmp_path):
@@ -286,7 +286,12 @@ def test_pipe_is_rejected(tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("dpi", float("inf")), ("dpi", 0), ("max_pixels", 1), ("limits", {"seconds": float("inf")})],
+    [
+        ("dpi", float("inf")),
+        ("dpi", 0),
+        ("max_pixels", 1),
+        ("limits", {"max_seconds": float("inf")}),
+    ],
 )
 def test_invalid_options(option, value):
     with pytest.raises(SpecError, match=f"{option}.* must be .*, got "):

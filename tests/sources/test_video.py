@@ -99,7 +99,7 @@ def test_unreadable_files_are_rejected(tmp_path):
     whole.write_bytes(whole.read_bytes()[:-500])  # the index of frames is at the end
     write_audio(tmp_path / "blind.wav", tones(2)).rename(tmp_path / "blind.mp4")
     write_video(tmp_path / "good.mp4", [0])
-    expected = {"empty.mp4": "empty file", "text.mkv": "not a video", "cut.mp4": "damaged video"}
+    expected = {"empty.mp4": "empty file", "text.mkv": "not a video", "cut.mp4": "corrupted video"}
     results = read(source(tmp_path))
     reasons = {name: r.reason for name, r in results.items() if isinstance(r, Reject)}
     assert reasons == expected
@@ -163,10 +163,10 @@ def test_revision_depends_on_content_and_options(tmp_path):
         )
         return item.revision
 
-    assert revision() == revision(look_fps=9)  # has no effect without scene detection
+    assert revision() == revision(scene_detection_fps=9)  # has no effect without scene detection
     assert revision(fps=2) != revision() != revision(sample_rate=8000)
     assert revision("audio") == revision("audio", fps=2) != revision("frames")
-    assert revision(sampling="scenes") != revision(sampling="scenes", look_fps=9)
+    assert revision(sampling="scenes") != revision(sampling="scenes", scene_detection_fps=9)
 
 
 @pytest.mark.parametrize(

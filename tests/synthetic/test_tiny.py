@@ -31,7 +31,7 @@ COLPALI = {
     "name": "colpali",
     "model": str(SHIPPED / "shapes_colpali"),
     "dtype": "float32",
-    "keep": "visual",
+    "output_tokens": "visual",
     "query_prefix": "",
     "num_augmentation": 0,
 }

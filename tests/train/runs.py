@@ -25,7 +25,12 @@ def spec_of(folder: Path, model: str, learner: dict[str, Any] | None = None, **m
         "output": str(folder),
         "learner": {
             "name": "contrastive",
-            "encoder": {"name": "colpali", "model": model, "dtype": "float32", "keep": "visual"},
+            "encoder": {
+                "name": "colpali",
+                "model": model,
+                "dtype": "float32",
+                "output_tokens": "visual",
+            },
             "temperature": 0.1,
             **(learner or {}),
         },

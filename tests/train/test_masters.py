@@ -23,7 +23,11 @@ from tests.train.runs import spec_of, weights_of
 )
 def test_trained_weights_are_float32(model, tmp_path, learner):
     """Updates that bfloat16 would round away; what is saved has the dtype of the spec."""
-    encoder = {"name": "colpali", "model": model, "keep": "visual"}  # bfloat16, the default
+    encoder = {
+        "name": "colpali",
+        "model": model,
+        "output_tokens": "visual",
+    }  # bfloat16, the default
     rate = {"learning_rate": 1e-5, "warmup_ratio": 0, "weight_decay": 0}
     spec = spec_of(
         tmp_path,

@@ -40,11 +40,12 @@ def test_run_of_an_earlier_version_resumes(model, tmp_path):
     stored = with_former_names(spec)
     assert stored["learner"]["trains"] == "projection" and stored["data"]["held_out"] == 12
     assert stored["accumulate"] == 1 and stored["optimiser"]["clip"] == 1
-    path = tmp_path / "checkpoints" / "step-00000004" / "about.json"
+    path = tmp_path / "checkpoints" / "step-00000004" / "metadata.json"
     lasting = json.loads(path.read_text("utf-8"))["spec"]
     assert migrated_spec(stored) == config.dump(spec)
     assert lasting == {name: migrated_spec(stored)[name] for name in lasting}
-    path.write_text(json.dumps({"step": 4, "spec": stored}), "utf-8")
+    path.with_name("about.json").write_text(json.dumps({"step": 4, "spec": stored}), "utf-8")
+    path.unlink()
     validation.rename(tmp_path / "held_out")
 
     assert_same(trained(spec), weights, atol=0)

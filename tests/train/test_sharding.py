@@ -33,7 +33,11 @@ from tests.train.runs import assert_same, logged, run_workers, spec_of, trained,
             {
                 "trainable": "lora",
                 "lora": {"rank": 4, "alpha": 8, "targets": r".*(q_proj|embedding_proj_layer)"},
-                "encoder": {"name": "colpali", "model": "{}", "keep": "visual"},  # in bfloat16
+                "encoder": {
+                    "name": "colpali",
+                    "model": "{}",
+                    "output_tokens": "visual",
+                },  # in bfloat16
             },
             {"fsdp": True, "eval_every": 3},
             marks=pytest.mark.heavy,

@@ -54,7 +54,7 @@ def indexed(name, path, wants, **options):
     ],
 )
 def test_decodes_as_in_indexing(wants, options, number):
-    found = decode_media(Decoding(wants=wants, **options), str(TALK), None)
+    found = decode_media(Decoding(inputs=wants, **options), str(TALK), None)
     assert found == indexed("video", TALK, wants, **options)
     assert found["span"] == {"unit": "seconds", "start": 0.0, "end": pytest.approx(20, abs=0.1)}
     assert len(found.get("frames", [])) == number
@@ -62,7 +62,7 @@ def test_decodes_as_in_indexing(wants, options, number):
 
 def test_audio_file_replaces_audio_of_video(tmp_path):
     audio = write_audio(tmp_path / "s.flac", 1.5)
-    found = decode_media(Decoding(wants=("audio",)), None, str(audio))
+    found = decode_media(Decoding(inputs=("audio",)), None, str(audio))
     assert found == indexed("audio", audio, ("audio",))
     video = write_clip(tmp_path / "v.mp4")
     both = decode_media(Decoding(sampling="uniform", num_frames=2), str(video), str(audio))
@@ -127,7 +127,7 @@ def test_video_negatives(tmp_path):
     rows = [{"query": "q", "video": "a.mp4", "negatives": ["b.mp4"]}] * 2
     path = write_lines(tmp_path / "pairs.jsonl", rows)
     data = build_data(
-        2, name="pairs", path=path, negatives_are="videos", media={"wants": ["frames"]}
+        2, name="pairs", path=path, negatives_are="videos", media={"inputs": ["frames"]}
     )
     (batch,) = epoch_batches(data)
     assert [sorted(d) for d in batch["documents"]] == [["frames", "span", "text"]] * 2
@@ -144,19 +144,19 @@ def test_keys_depend_on_decoding_options(tmp_path):
 
     one, other = keys(), keys(num_frames=1)
     assert one["t"] == other["t"] and one["a"] != other["a"]
-    assert one == keys(look_fps=1.0)  # an option of another sampling
+    assert one == keys(scene_detection_fps=1.0)  # an option of another sampling
 
 
 def test_audio_documents_need_audio(tmp_path):
     write_audio(tmp_path / "c.wav")
     path = write_lines(tmp_path / "pairs.jsonl", [{"query": "c", "audio": "c.wav"}])
     with pytest.raises(SpecError) as error:
-        build_data(1, name="pairs", path=path, media={"wants": ["frames"]})
+        build_data(1, name="pairs", path=path, media={"inputs": ["frames"]})
     assert str(error.value) == (
-        "data.media.wants must be a list with audio if documents have only audio, got ['frames']"
+        "data.media.inputs must be a list with audio if documents have only audio, got ['frames']"
     )
-    with pytest.raises((SpecError, ValidationError), match="media.wants"):
-        build_data(1, name="pairs", path=path, media={"wants": []})
+    with pytest.raises((SpecError, ValidationError), match="media.inputs"):
+        build_data(1, name="pairs", path=path, media={"inputs": []})
 
 
 def test_missing_and_corrupted_videos(tmp_path, caplog):
@@ -205,7 +205,7 @@ def test_msrvtt_format(tmp_path):
     (folder / "videos/all").mkdir()  # any folder below
     (folder / "videos/video1.mp4").rename(folder / "videos/all/video1.mp4")
     data = build_msrvtt(
-        folder, 4, validation={"path": str(folder / TESTS)}, media={"wants": ["frames"]}
+        folder, 4, validation={"path": str(folder / TESTS)}, media={"inputs": ["frames"]}
     )
     asked = {(row.query, data.training.documents[row.document].id) for row in data.training.rows}
     assert asked == {
@@ -470,7 +470,7 @@ def test_adapter_caches_states_of_images_and_videos(checkpoint, tmp_path):
         "hidden_states_cache": str(states),
         "adapter_dim": 8,
     }
-    data = {"name": "pairs", "path": str(path), "media": {"wants": ["frames"]}}
+    data = {"name": "pairs", "path": str(path), "media": {"inputs": ["frames"]}}
     spec = spec_of(tmp_path / "out", "", learner, data=data, batch_size=2, max_steps=1)
     trained(spec)
     (cache,) = states.glob("*.lance")

@@ -18,7 +18,7 @@ class FirstLast(Budgeted):
 
         name: Literal["first_last"] = "first_last"
 
-    support_form = "indices"
+    assignment_form = "indices"
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget.

@@ -93,7 +93,7 @@ def test_column_names_distinguish_codecs():
         "full_binary_query_binary",
     ]
     assert names[8:] == ["hpool_32" + name.removeprefix("full") for name in names[:8]]
-    caption = config.parse(Representation, {**FULL, "codec": "int8", "of": "caption"})
+    caption = config.parse(Representation, {**FULL, "codec": "int8", "field": "caption"})
     assert caption.id == "caption_full_int8"
 
 
@@ -217,12 +217,12 @@ def test_recompress_fits_on_a_separate_sample(uri, original):
     filter = "item_id > 'd4'"
     run_recompress(uri, {**RESIDUAL, "id": "filtered"}, fit_filter=filter)
     filtered = load_sample(uri, "filtered")
-    assert filtered.origin == {"where": filter}
+    assert filtered.origin == {"filter": filter}
     assert set(filtered.items_N.tolist()) == hashes(uri, filter)
     fields = {"fit_index": str(original), "fit_filter": filter}
     run_recompress(uri, {**RESIDUAL, "id": "elsewhere"}, **fields)
     sample = load_sample(uri, "elsewhere")
-    assert sample.origin == {"index": str(original), "where": filter}
+    assert sample.origin == {"index": str(original), "filter": filter}
     assert np.array_equal(sample.items_N, filtered.items_N)
     assert len(artefacts(uri) - before) == 2  # equal samples with different origins
     learned, expected = (Index(str(uri)).codec(name).artefact for name in ("elsewhere", "filtered"))

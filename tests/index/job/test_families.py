@@ -87,7 +87,7 @@ def index(request, cluster, checkpoint, folder) -> tuple[str, Path]:
     if name in FRAME_LIMITED:
         encoder["max_frames"] = 2
     if name != "dual":  # prompt tokens have no position
-        encoder["keep"] = "media" if name == "qwen_omni" else "visual"
+        encoder["output_tokens"] = "media" if name == "qwen_omni" else "visual"
     uri = folder / f"index-{request.param}"
     methods = [{"name": "none"}, *(m for m in METHODS if m["name"] not in unsupported)]
     given = {

@@ -28,7 +28,7 @@ from tests.conftest import ROOT
 from tests.media import frame_times, make_tar, tones, write_video
 
 FULL = {"compressor": "none"}
-CAPTION = {"compressor": "none", "of": "caption"}
+CAPTION = {"compressor": "none", "field": "caption"}
 NOTHING = "nothing to index: no text, no speech"
 
 
@@ -109,9 +109,9 @@ def first(uri: Path, query: str, representation: str = "full", **options: Any) -
 def test_reject_reasons(uri):
     assert rejects(uri) == {
         "gone.jpg": "missing file",
-        "torn.jpg": "damaged image",
+        "torn.jpg": "corrupted image",
         "wall.jpg": NOTHING,
-        "cut.mp4": "damaged video",
+        "cut.mp4": "corrupted video",
         "silence.wav#t=0,1": NOTHING,
         "empty.wav": "empty file",
         "quiet#t=0,1": NOTHING,
@@ -320,8 +320,8 @@ def test_truncated_video_is_indexed_and_reported(cluster, tmp_path):
         ),
         (
             "minilm",
-            {"compressor": "none", "of": "title"},
-            "representations.0.of must be one of content, caption, got 'title'",
+            {"compressor": "none", "field": "title"},
+            "representations.0.field must be one of content, caption, got 'title'",
         ),
     ],
 )
@@ -337,7 +337,7 @@ def test_rejects_captions_of_a_source_without_captions(folder, uri, tmp_path):
     source = {"name": "audio", "path": str(folder / "sound")}
     with pytest.raises(
         SpecError,
-        match="representations.of must be content, got 'caption', which is not provided by the"
+        match="representations.field must be content, got 'caption', which is not provided by the"
         " source audio",
     ):
         run(tmp_path / "index", source, "minilm", CAPTION)

@@ -24,7 +24,7 @@ WORDS = [(10, 80, "wings and tails"), (10, 60, "bread"), (100, 20, "yeast and fl
 def index(folder: Path, uri: Path, *representations: dict, **resources: Any) -> Progress:
     given = {
         "index": str(uri),
-        "source": {"name": "pages", "path": str(folder), "limits": {"seconds": 3}},
+        "source": {"name": "pages", "path": str(folder), "limits": {"max_seconds": 3}},
         "representations": list(representations),
     }
     spec = config.parse(IndexSpec, given)
@@ -80,10 +80,10 @@ def test_samer_uses_positions_on_pages(cluster, tmp_path, folder):
     far = {"compressor": {**SAMER["compressor"], "gamma": 9.0}, "id": "far"}
     index(folder, tmp_path / "index", SAMER, far)
     row = rows(tmp_path / "index")["a.pdf#page=1"]
-    assert row["far_support"] != row["samer_3_support"]
+    assert row["far_assignment"] != row["samer_3_assignment"]
     # With that weight, vectors represent words of one line, which share their upper edge.
     tops = {}
-    for vector, box in zip(row["far_support"], row["minilm_extents"], strict=True):
+    for vector, box in zip(row["far_assignment"], row["minilm_extents"], strict=True):
         tops.setdefault(vector, set()).add(round(box[1], 3))
     assert sum(len(edges) == 1 for edges in tops.values()) >= 2
 
@@ -102,7 +102,7 @@ def test_separate_actors_and_recompression_use_the_same_boxes(cluster, tmp_path,
         for name in ("full", "samer_3", "minilm_extents"):
             np.testing.assert_array_equal(two[item_id][name], row[name])
         np.testing.assert_allclose(later[item_id]["samer_3"], row["samer_3"], atol=2e-3)
-        assert later[item_id]["samer_3_support"] == row["samer_3_support"]
+        assert later[item_id]["samer_3_assignment"] == row["samer_3_assignment"]
 
 
 @pytest.mark.heavy

@@ -104,7 +104,7 @@ def test_all_methods_have_a_column(at_once):
             assert len(row[name]) == min(4, num_tokens), item_id
         assert len(row["eos_20pct"]) == max(1, num_tokens // 5)
         tokens = np.array(row["full"], dtype=np.float64)
-        expected = tokens[row["sap_4_support"]]
+        expected = tokens[row["sap_4_assignment"]]
         np.testing.assert_allclose(np.array(row["sap_4"], np.float64), expected, atol=1e-3)
     assert column_metadata(schema.field("adaptive_eos_20pct"))["artefact"]
 
@@ -160,7 +160,7 @@ def test_recompression_from_stored_attention_statistics(tmp_path, collection, at
             if name.startswith(("adaptive", "hpc")):  # fitted on another sample
                 continue
             np.testing.assert_allclose(vectors, np.array(row[name], dtype=np.float64), atol=2e-3)
-            assert actual[item_id][f"{name}_support"] == row[f"{name}_support"]
+            assert actual[item_id][f"{name}_assignment"] == row[f"{name}_assignment"]
 
     index(
         uri, collection, *REPRESENTATIONS, keep_taps=STORED_TAPS[:2]

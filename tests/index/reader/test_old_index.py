@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
 
@@ -17,6 +18,7 @@ from pipeline.index.columns import Representation, encoder_fields, representatio
 from pipeline.index.info import representation_infos
 from pipeline.index.reader import Index
 from pipeline.index.status import status
+from pipeline.schema import FORMAT_VERSION, column_metadata, with_metadata
 from pipeline.taps import Tap
 from tests.conftest import ROOT
 
@@ -30,7 +32,21 @@ def copy_index(name: str, folder: Path) -> tuple[str, job.IndexSpec]:
     spec = (OLD / f"{name}.yaml").read_text("utf-8")
     spec = spec.replace("/tmp/old_index/shapes_colpali", f"{ROOT}/jobs/data/models/shapes_colpali")
     spec = spec.replace("/tmp/old_index", str(OLD / "data"))
-    return str(uri), config.parse(job.IndexSpec, {**yaml.safe_load(spec), "index": str(uri)})
+    fields = {**yaml.safe_load(spec), "index": str(uri)}
+    return str(uri), config.parse(job.IndexSpec, fields, stored=True)
+
+
+def in_this_version(column: pa.Field) -> pa.Field:
+    """Returns a column of the old index with the name and metadata that this version writes."""
+    metadata = column_metadata(column)
+    role = metadata["role"]
+    present_names = {"of": "field"} if role == "search" else {"of": "representation"}
+    present_names["support"] = "assignment"
+    metadata = {present_names.get(name, name): value for name, value in metadata.items()}
+    metadata |= {"format_version": FORMAT_VERSION, "role": present_names.get(role, role)}
+    if "assignment" in metadata:
+        metadata["assignment"] = metadata["assignment"].replace("_support", "_assignment")
+    return with_metadata(column.with_name(column.name.replace("_support", "_assignment")), metadata)
 
 
 def silent(line: str) -> None:
@@ -64,8 +80,9 @@ def test_status_is_the_same(name):
 
 
 def test_columns_of_the_same_spec_have_the_stored_metadata():
-    """The metadata is byte-identical, so that older versions open indexes of this version."""
+    """The metadata is byte-identical, except for the keys renamed in format version 3."""
     schema = Index(str(OLD / "texts")).schema
+    present = pa.schema([in_this_version(c) for c in schema if column_metadata(c)])
     infos = representation_infos(schema)
     encoder_info = infos["full"].encoder
     fields = []
@@ -75,12 +92,12 @@ def test_columns_of_the_same_spec_have_the_stored_metadata():
         )
     for info in infos.values():
         given = {"id": info.name, "compressor": info.compressor, "codec": info.codec}
-        given |= {"of": info.field, "keep_support": info.support_column is not None}
+        given |= {"field": info.field, "keep_assignment": info.assignment_column is not None}
         wanted = config.parse(Representation, given)
         fields += representation_fields(wanted, encoder_info, info.artefact, info.codec_artefact)
     assert len(fields) == 20
     for field in fields:
-        assert field.equals(schema.field(field.name), check_metadata=True)
+        assert field.equals(present.field(field.name), check_metadata=True)
 
 
 def test_index_job_finds_nothing_to_do(cluster, tmp_path):
@@ -89,6 +106,26 @@ def test_index_job_finds_nothing_to_do(cluster, tmp_path):
     progress = job.run(spec, job.IndexResources(), job="2", report=silent)
     assert (progress.listed, progress.unchanged, progress.to_do) == (7, 7, 0)
     assert Index(uri).schema.equals(schema, check_metadata=True)
+
+
+def test_index_job_fills_the_stored_columns(cluster, tmp_path):
+    uri, spec = copy_index("texts", tmp_path)
+    texts = tmp_path / "texts.jsonl"
+    row = json.dumps(
+        {"_id": "new", "title": "Heron", "text": "A heron waits at the edge of the lake."}
+    )
+    texts.write_text((OLD / "data/texts.jsonl").read_text("utf-8") + row + "\n", "utf-8")
+    first, *others = spec.source.sources
+    sources = [first.model_copy(update={"path": str(texts)}), *others]
+    spec = spec.model_copy(update={"source": spec.source.model_copy(update={"sources": sources})})
+    schema = Index(uri).schema
+    progress = job.run(spec, job.IndexResources(), job="2", report=silent)
+    assert (progress.listed, progress.unchanged, progress.new) == (8, 7, 1)
+    index = Index(uri)
+    assert index.schema.equals(schema, check_metadata=True)
+    table = index.dataset.to_table(["hpool_4", "hpool_4_support"], filter="item_id = 'new'")
+    (added,) = table.to_pylist()
+    assert len(set(added["hpool_4_support"])) == len(added["hpool_4"]) == 4
 
 
 def test_recompression_reproduces_the_stored_columns(cluster, tmp_path):

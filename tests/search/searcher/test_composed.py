@@ -26,7 +26,7 @@ def photos(cluster, checkpoint, tmp_path_factory):
     """Returns the folder of an index built with a tiny Qwen2-VL, and its images."""
     folder = tmp_path_factory.mktemp("composed")
     model = checkpoint("qwen2_vl")
-    return folder, index_photos(folder, "qwen_vl", model, keep="visual")
+    return folder, index_photos(folder, "qwen_vl", model, output_tokens="visual")
 
 
 def test_equals_encoded_query(photos):

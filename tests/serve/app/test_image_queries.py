@@ -45,7 +45,7 @@ def test_image_queries(serving_once, checkpoint, tmp_path):
 
 
 def test_composed_queries(serving_once, checkpoint, tmp_path):
-    photos = index_photos(tmp_path, "qwen_vl", checkpoint("qwen2_vl"), keep="visual")
+    photos = index_photos(tmp_path, "qwen_vl", checkpoint("qwen2_vl"), output_tokens="visual")
     uri, photo = str(tmp_path / "index"), photos["3.png"]
     url = serving_once({"indexes": {"i": {"uri": uri, "num_shards": 2}}}, "composed")
     query = Composed("but in red", photo)

@@ -63,7 +63,7 @@ def http(serving, folder) -> httpx2.Client:
         "index": str(folder / "index"),
         "source": write_corpus(folder),
         "encoder": {"name": "transcript", "ocr": precomputed, "speech": precomputed},
-        "representations": [{"compressor": "none"}, {"compressor": "none", "of": "caption"}],
+        "representations": [{"compressor": "none"}, {"compressor": "none", "field": "caption"}],
     }
     spec = config.parse(IndexSpec, data)
     progress = job.run(spec, IndexResources(), job="1", report=lambda line: None)

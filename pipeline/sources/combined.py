@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
 from pydantic import Field, field_validator
@@ -16,7 +16,7 @@ from pipeline.schema import Item, Reject
 from pipeline.sources import Source
 
 
-class Several(Source["Several.Spec"]):
+class Combined(Source["Combined.Spec"]):
     """The items of several sources, in the order of the sources.
 
     The spec is `source: [{name: text, ...}, {name: pages, ...}]`. Each source has its own
@@ -26,7 +26,11 @@ class Several(Source["Several.Spec"]):
     class Spec(config.ComponentSpec):
         """Options of the combined source."""
 
-        name: Literal["several"] = "several"
+        renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {
+            "name": {"several": "combined"}
+        }
+
+        name: Literal["combined"] = "combined"
         sources: list[SourceSpec] = Field(min_length=1)
         """The sources, in the order in which they are listed."""
 

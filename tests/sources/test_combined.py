@@ -1,4 +1,4 @@
-"""Several sources combined in one spec."""
+"""Sources combined in one spec."""
 
 from __future__ import annotations
 

@@ -1,0 +1,169 @@
+"""Renamed fields and values: unchanged hashes, stored specs of earlier versions, and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.config import SpecError, digest, dump, dump_stored, parse
+from pipeline.index.columns import Representation
+from pipeline.index.spec import IndexSpec
+from pipeline.registry import ENCODERS, SOURCES, SPEECH
+from pipeline.sources.video import Video
+from pipeline.training_data.media import Decoding, decoding_settings
+from tests.conftest import ROOT
+
+COLPALI = {
+    "name": "colpali",
+    "model": f"{ROOT}/jobs/data/models/shapes_colpali",
+    "dtype": "float32",
+    "output_tokens": "visual",
+    "query_prefix": "",
+    "num_augmentation": 0,
+}
+#: Spec with the field names of earlier versions, as in their `spec.yaml`.
+FORMER = {
+    "index": "/data/index",
+    "source": {
+        "name": "several",
+        "sources": [
+            {
+                "name": "video",
+                "path": "/data/videos",
+                "sampling": "scenes",
+                "look_fps": 4,
+                "collection": "a",
+                "limits": {"seconds": 60},
+            },
+            {"name": "text", "path": "/data/t.jsonl", "collection": "b"},
+        ],
+    },
+    "encoder": {
+        "name": "transcript",
+        "ocr": None,
+        "speech": {"name": "pocketsphinx", "longest": 10, "pause": 1},
+    },
+    "representations": [
+        {"compressor": {"name": "samer", "num_vectors": 8}, "of": "caption", "codec": "int8"}
+    ],
+}
+#: The same spec with the present names.
+PRESENT = {
+    "index": "/data/index",
+    "source": [
+        {
+            "name": "video",
+            "path": "/data/videos",
+            "sampling": "scenes",
+            "scene_detection_fps": 4,
+            "collection": "a",
+            "limits": {"max_seconds": 60},
+        },
+        {"name": "text", "path": "/data/t.jsonl", "collection": "b"},
+    ],
+    "encoder": {
+        "name": "transcript",
+        "ocr": None,
+        "speech": {"name": "pocketsphinx", "max_utterance_seconds": 10, "min_pause_seconds": 1},
+    },
+    "representations": [
+        {"compressor": {"name": "samer", "num_vectors": 8}, "field": "caption", "codec": "int8"}
+    ],
+}
+
+
+def test_fingerprint_is_that_of_the_former_names():
+    """The expected hashes were computed before the fields were renamed."""
+    assert ENCODERS.build(ENCODERS.resolve(COLPALI)).fingerprint == "71286cdc61dea289"
+
+
+def test_hashes_are_those_of_the_former_names():
+    """The expected hashes were computed before the fields were renamed."""
+    spec = parse(IndexSpec, PRESENT)
+    assert spec.listing_job("/job").spec_digest == "df203a46a6b70269"
+    (representation,) = spec.representations
+    assert representation.id == "caption_samer_8_int8"
+    source = SOURCES.build(spec.source.sources[0], ("frames",))
+    assert isinstance(source, Video)
+    settings = source.spec.with_first_names(source.settings())
+    assert settings["look_fps"] == 4 and "scene_detection_fps" not in settings
+    media = Decoding(sampling="scenes", scene_detection_fps=4, inputs=("frames",))
+    assert digest(decoding_settings(media)) == "6a8e4e90e6b89635"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen_vl", "5c3c4843c97339a5"),
+        ("jina_v4", "0235f9ad6372d1b5"),
+        ("qwen_omni", "29de3028b0df5287"),
+        ("colqwen2", "b819d89d56efc3d7"),
+        ("colmodernvbert", "f5aa4e5057a0fb5c"),
+    ],
+)
+def test_encoder_specs_hash_as_before(name, expected):
+    assert digest(ENCODERS.resolve({"name": name, "model": "/m"})) == expected
+
+
+def test_stored_specs_with_former_names():
+    spec = parse(IndexSpec, FORMER, stored=True)
+    assert spec == parse(IndexSpec, PRESENT)
+    assert dump(spec)["source"]["name"] == "combined"
+    assert dump_stored(spec)["source"]["name"] == "several"
+    assert parse(IndexSpec, dump_stored(spec), stored=True) == spec
+    assert parse(IndexSpec, dump(spec)) == spec
+    encoder = ENCODERS.resolve(COLPALI)
+    stored = dump_stored(encoder)
+    assert stored["keep"] == "visual" and "output_tokens" not in stored
+    assert ENCODERS.resolve(stored, stored=True) == encoder
+
+
+@pytest.mark.parametrize(
+    ("spec_class", "fields", "name", "present"),
+    [
+        (Representation, {"compressor": "none", "of": "caption"}, "of", "field"),
+        (
+            Representation,
+            {"compressor": "none", "keep_support": True},
+            "keep_support",
+            "keep_assignment",
+        ),
+        *(
+            (ENCODERS.spec_class(name), {"model": "/m", "keep": "all"}, "keep", "output_tokens")
+            for name in (
+                "colpali",
+                "colqwen2",
+                "colmodernvbert",
+                "jina_v4",
+                "qwen_vl",
+                "qwen_omni",
+            )
+        ),
+        (Video.Spec, {"path": "/v", "look_fps": 4}, "look_fps", "scene_detection_fps"),
+        (Decoding, {"look_fps": 4}, "look_fps", "scene_detection_fps"),
+        (Decoding, {"wants": ["frames"]}, "wants", "inputs"),
+        (Decoding, {"limits": {"seconds": 9}}, "limits.seconds", "max_seconds"),
+        (Decoding, {"limits": {"memory_bytes": 9}}, "limits.memory_bytes", "max_memory_bytes"),
+        (SPEECH.spec_class("pocketsphinx"), {"longest": 10}, "longest", "max_utterance_seconds"),
+        (SPEECH.spec_class("pocketsphinx"), {"pause": 1}, "pause", "min_pause_seconds"),
+    ],
+)
+def test_error_names_the_present_field(
+    spec_class: Any, fields: dict[str, Any], name: str, present: str
+):
+    with pytest.raises(SpecError) as raised:
+        parse(spec_class, fields)
+    assert raised.value.field == name
+    assert f"was renamed to {present!r}" in str(raised.value)
+
+
+def test_errors_name_the_present_value():
+    rule = "^documents: 'pictures' was renamed to 'images'$"
+    with pytest.raises(SpecError, match=rule):
+        ENCODERS.resolve({"name": "qwen_vl", "model": "/m", "documents": "pictures"})
+    with pytest.raises(SpecError, match="^name: 'several' was renamed to 'combined'$"):
+        SOURCES.resolve({"name": "several", "sources": [{"name": "text", "path": "/t"}]})
+    stored = {"name": "jina_v4", "model": "/m", "documents": "pictures"}
+    spec = ENCODERS.resolve(stored, stored=True)
+    assert dump(spec)["documents"] == "images" and dump_stored(spec)["documents"] == "pictures"

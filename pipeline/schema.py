@@ -202,7 +202,7 @@ def column_metadata(column: pa.Field) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Location of words or of a region in an image, an audio interval or a video frame.
 
     Attributes:
@@ -229,7 +229,7 @@ class Match:
             the MaxSim score.
         document_token: Index of the vector in the searched representation of the item.
         spans: Character ranges in the item's text; may be empty.
-        places: Locations of the words, where known, in the order of the text.
+        locations: Locations of the words, where known, in the order of the text.
         contribution: `similarity` minus the mean similarity of the query token with all vectors of
             the hit. It is small for tokens that are similar to all vectors, such as stop words.
     """
@@ -238,12 +238,12 @@ class Match:
     similarity: float
     document_token: int
     spans: tuple[tuple[int, int], ...]
-    places: tuple[Place, ...] = ()
+    locations: tuple[Location, ...] = ()
     contribution: float = 0.0
 
 
 @dataclass(frozen=True)
-class Mark:
+class Highlight:
     """Word of a passage that matches a query token best.
 
     Attributes:
@@ -258,17 +258,17 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Passage(Place):
+class Passage(Location):
     """Contiguous part of a hit that matches the query: consecutive words, or an image region.
 
     Attributes:
         contribution: Sum over query tokens of the increase in contribution over the preceding
             passages.
-        marks: At most one mark per query token, in query order; empty for an image region.
+        highlights: At most one word per query token, in query order; empty for an image region.
     """
 
     contribution: float
-    marks: tuple[Mark, ...] = ()
+    highlights: tuple[Highlight, ...] = ()
 
 
 @dataclass(frozen=True)

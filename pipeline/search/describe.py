@@ -13,7 +13,7 @@ import torch
 
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
-from pipeline.schema import Hit, Match, Parts, Passage, Place
+from pipeline.schema import Hit, Location, Match, Parts, Passage
 from pipeline.search.explain import (
     NO_SPAN,
     assigned_vectors,
@@ -171,7 +171,7 @@ class _InputTokens:
             return [vector]
         return [] if self.assignment is None else input_tokens(vector, self.assignment, self.form)
 
-    def _locations(self, inputs: Sequence[int]) -> tuple[Place, ...]:
+    def _locations(self, inputs: Sequence[int]) -> tuple[Location, ...]:
         """Returns the regions and times of input tokens, in text order."""
         if not self.extents:
             return ()

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.schema import Hit, Parts, Passage, Place, Reranked
-from pipeline.search.explain import highlights, printable, snippet
+from pipeline.schema import Hit, Location, Parts, Passage, Reranked
+from pipeline.search.explain import highlighted_spans, printable, snippet
 
 
-def format_hits(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
+def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
     """Returns one line per hit with rank, score, id, span and title, followed by a snippet.
 
     Args:
         hits: Hits, best first.
-        marks: Text before and after each highlighted word.
+        delimiters: Text before and after each highlighted word.
     """
     if not hits:
         return "no hits"
@@ -25,8 +25,8 @@ def format_hits(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
         lines.append("  ".join(printable(part) for part in head if part))
         if parts := format_parts(hit.parts):
             lines.append(f"     {parts}")
-        spans = highlights(hit.passages[0]) if hit.passages else []
-        if hit.text and (shown := snippet(hit.text, spans, marks=marks)):
+        spans = highlighted_spans(hit.passages[0]) if hit.passages else []
+        if hit.text and (shown := snippet(hit.text, spans, delimiters=delimiters)):
             lines.append(f"     {shown}")
         if locations := "; ".join(filter(None, map(format_location, hit.passages))):
             lines.append(f"     {locations}")
@@ -71,14 +71,14 @@ def format_span(span: dict[str, Any] | None) -> str:
     return f"({span['unit']} {start})" if start == end else f"({span['unit']} {start}-{end})"
 
 
-def format_location(location: Place | Passage) -> str:
+def format_location(location: Location | Passage) -> str:
     """Returns the times, the region and the confidence of a match.
 
-    >>> format_location(Place((0, 4), (0.1, 0.25, 0.5, 0.3), (4.0, 6.0)))
+    >>> format_location(Location((0, 4), (0.1, 0.25, 0.5, 0.3), (4.0, 6.0)))
     'video 4.0-6.0 s, box 0.10 0.25 0.50 0.30'
-    >>> format_location(Place((0, 4), None, (5.31, 7.0)))
+    >>> format_location(Location((0, 4), None, (5.31, 7.0)))
     'audio 5.3-7.0 s'
-    >>> format_location(Place((0, 4), None, (5.31, 7.0), confidence=0.825))
+    >>> format_location(Location((0, 4), None, (5.31, 7.0), confidence=0.825))
     'audio 5.3-7.0 s, confidence 0.82'
     """
     parts = []

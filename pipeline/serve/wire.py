@@ -241,7 +241,7 @@ class Match(Response):
     """Position of the vector among the vectors of the hit."""
     spans: list[tuple[int, int]]
     """Character ranges of the words that the vector represents, in the text of the hit."""
-    places: list[Location]
+    locations: list[Location]
     """Locations of these words."""
 
 
@@ -262,7 +262,7 @@ class Passage(Location):
     contribution: float
     """Sum of the contributions of the query tokens inside the passage, each reduced by its
     contribution inside the preceding passages."""
-    marks: list[Highlight]
+    highlights: list[Highlight]
     """Best-matching words, at most one per query token; empty for an image region."""
 
 

@@ -195,7 +195,7 @@ def test_hits_as_json(index_uri, query_file, capsys):
         assert sum(m["similarity"] for m in row["matches"]) == pytest.approx(
             parts["late"], abs=1e-4
         )
-        assert row["matches"][0]["spans"] and row["passages"][0]["marks"]
+        assert row["matches"][0]["spans"] and row["passages"][0]["highlights"]
 
 
 def test_prints_components_of_hybrid_score(index_uri, capsys):

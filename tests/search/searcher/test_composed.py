@@ -57,7 +57,7 @@ def test_explanations_and_maps(photos):
         tokens = [match.query_token for match in hit.matches]
         # The query consists of the tokens of the text and the prompt, without image tokens.
         assert TEXT in "".join(tokens) and not any(token.startswith("[") for token in tokens)
-        assert all(place.box for match in hit.matches for place in match.places)
+        assert all(location.box for match in hit.matches for location in match.locations)
         map = similarity_map(searcher, query, hit.item_id, name)
         assert map.query_tokens == tokens and np.isfinite(map.values()).all()
         assert map.score == pytest.approx(hit.score, abs=1e-3)

@@ -112,7 +112,8 @@ def test_explanations(client, searcher, index):
         for passage, other in zip(hit.passages, expected.passages, strict=True):
             assert (passage.span, passage.box, passage.times) == (other.span, None, None)
             assert passage.contribution == pytest.approx(other.contribution, abs=1e-4)
-            assert [mark.span for mark in passage.marks] == [mark.span for mark in other.marks]
+            spans = [word.span for word in passage.highlights]
+            assert spans == [word.span for word in other.highlights]
     hit = client.search(query, index=index, explain="map", **options).hits[0]
     expected_map = wire.Map.model_validate_json(
         similarity_map(searcher, query, hit.item_id, "hpool_4").to_json()

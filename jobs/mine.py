@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     check_writable(args.output, "output", as_file=True)
     if is_spec:
-        spec = config.load(TrainSpec, args.queries, what="queries").data
+        spec = config.load(TrainSpec, args.queries, role="queries").data
     else:
         spec = TRAINING_DATA.resolve({"name": "pairs", "path": args.queries})
     data_class = TRAINING_DATA.load(spec.name)

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar=("FIRST", "LAST"),
         help="range of ranks of the negatives (default: 10 50)",
     )
-    parser.add_argument("--score", choices=["late", "single", "hybrid"], default="late")
+    parser.add_argument("--score", choices=["maxsim", "single_vector", "hybrid"], default="maxsim")
     parser.add_argument("--version", type=int, help="version of the index (default: the latest)")
     parser.add_argument(
         "--device",

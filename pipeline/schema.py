@@ -276,14 +276,14 @@ class Parts:
     """Components of the score of a hit; None for components that were not requested.
 
     Attributes:
-        late: MaxSim score, the sum over query tokens.
-        late_mean: MaxSim score divided by the number of query tokens, as in the hybrid score.
-        single: Single-vector score, the similarity of the pooled vectors.
+        maxsim: MaxSim score, the sum over query tokens.
+        maxsim_mean: MaxSim score divided by the number of query tokens, as in the hybrid score.
+        single_vector: Single-vector score, the similarity of the pooled vectors.
     """
 
-    late: float | None = None
-    late_mean: float | None = None
-    single: float | None = None
+    maxsim: float | None = None
+    maxsim_mean: float | None = None
+    single_vector: float | None = None
 
 
 #: Precision of EDJE's joint encoder; int8 only on CPUs.

@@ -38,7 +38,7 @@ from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
     BM25,
     EDJE,
-    SINGLE,
+    SINGLE_VECTOR,
     Evaluation,
     Result,
     merge_seeds,
@@ -118,12 +118,12 @@ def run(
         result = replace(_result(searcher, row, entry), weights=ranker.weights(row.score))
         if row.rerank is not None:
             result = _reranked(result, row.rerank)
-        if spec.diagnostics and result.score == "late":
+        if spec.diagnostics and result.score == "maxsim":
             result = replace(result, diagnosis=_diagnosis(ranker, row.representation, cache))
-        if phrases and result.score == "late":
+        if phrases and result.score == "maxsim":
             metrics = _grounding(searcher.index, grounder, phrases, row.representation, cache)
             result = replace(result, grounding=metrics)
-        if row.score in ("late", "hybrid"):
+        if row.score in ("maxsim", "hybrid"):
             result = replace(result, fitted=samples.fitted(row.representation))
         results.append(result)
         keys[result.name] = key
@@ -198,7 +198,7 @@ def _phrases(spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row]) -> lis
     """
     if spec.grounding is None:
         return []
-    names = [row.representation for row in plan if row.score == "late"]
+    names = [row.representation for row in plan if row.score == "maxsim"]
     if isinstance(spec.grounding, GeneratedPhrases):
         return generate_phrases(spec.grounding, searcher.index, names, spec.filter)
     phrases = read_phrases(spec.grounding)
@@ -228,9 +228,9 @@ def _grounding(
 
 def _result_notes(results: Sequence[Result]) -> Iterator[str]:
     """Yields notes on missing diagnostics, and on rows with few seeds."""
-    late = [result for result in results if result.score == "late"]
-    ungrounded = [result.representation for result in late if not result.grounding]
-    if len(ungrounded) < len(late) and ungrounded:
+    maxsim = [result for result in results if result.score == "maxsim"]
+    ungrounded = [result.representation for result in maxsim if not result.grounding]
+    if len(ungrounded) < len(maxsim) and ungrounded:
         yield f"no grounding for {', '.join(ungrounded)}: no stored assignments or regions"
     diagnosed = [(result, result.diagnosis) for result in results if result.diagnosis]
     if without := [result.representation for result, diagnosis in diagnosed if not diagnosis.full]:
@@ -245,7 +245,7 @@ def _result_notes(results: Sequence[Result]) -> Iterator[str]:
         )
     if missing := max((diagnosis.num_missing for _, diagnosis in diagnosed), default=0):
         yield f"up to {missing} relevant pairs are left out of diagnostics: the item has no vectors"
-    random = [result for result in results if result.is_random and result.score == "late"]
+    random = [result for result in results if result.is_random and result.score == "maxsim"]
     few = {r.representation: len(r.seeds) for r in random if len(r.seeds) < NUM_SEEDS}
     if few:
         counts = ", ".join(f"{name}: {number}" for name, number in few.items())
@@ -299,8 +299,8 @@ def _result(searcher: Searcher, row: Row, entry: CachedResult) -> Result:
         return Result(BM25, BM25, None, BM25, "", **measured)
     info = searcher.index.representation(row.representation)
     encoder = info.encoder.fingerprint
-    if row.score == SINGLE and info.pooled_column is not None:
-        return Result(info.pooled_column, SINGLE, 1, SINGLE, encoder, **measured)
+    if row.score == SINGLE_VECTOR and info.pooled_column is not None:
+        return Result(info.pooled_column, SINGLE_VECTOR, 1, SINGLE_VECTOR, encoder, **measured)
     compressor = info.compressor
     with contextlib.suppress(SpecError):  # fills in settings that are newer than the index
         compressor = dump(COMPRESSORS.resolve(compressor))

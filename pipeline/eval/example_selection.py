@@ -37,7 +37,7 @@ def compared_rows(evaluation: Evaluation) -> list[Result]:
     The compressed row is the cheapest that retains the quality of the uncompressed rows, or else
     the best. Without compressed rows, it is the best multi-vector row alone.
     """
-    tokens = [result for result in evaluation.results if result.score in ("late", "hybrid")]
+    tokens = [result for result in evaluation.results if result.score in ("maxsim", "hybrid")]
     compressed = [result for result in tokens if result.is_compressed]
     shown = evaluation.cheapest(compressed) or evaluation.best(compressed)
     if shown is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import posixpath
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, NamedTuple
@@ -19,9 +20,10 @@ from pipeline.eval.metrics import means
 from pipeline.eval.significance import holm, randomisation_p
 from pipeline.index.columns import codec_name
 from pipeline.registry import COMPRESSORS
+from pipeline.scores import RENAMED
 
 BM25: Final = "bm25"
-SINGLE: Final = "single"
+SINGLE_VECTOR: Final = "single_vector"
 FULL: Final = "full"
 EDJE: Final = "edje"
 RESULTS = "results.json"
@@ -64,9 +66,10 @@ class Result:
 
     Attributes:
         representation: Column that is searched.
-        method: Compressor with its settings except the budget; or full, single, bm25 or edje.
+        method: Compressor with its settings except the budget; or full, single_vector, bm25 or
+            edje.
         num_vectors: Budget K; None for uncompressed rows, BM25, and budgets that are a ratio.
-        score: late, single, hybrid, bm25 or edje.
+        score: maxsim, single_vector, hybrid, bm25 or edje.
         encoder: Fingerprint of the query encoder; empty for BM25.
         values: Metrics by name, by query id.
         vectors_per_item: Mean number of stored vectors per item; 0 for BM25, as all sizes are.
@@ -128,8 +131,8 @@ class Result:
 
     @property
     def name(self) -> str:
-        """Name of the run and its file, such as full.late or full.hybrid-1-0.25."""
-        has_one_score = self.score in (SINGLE, BM25, EDJE)
+        """Name of the run and its file, such as full.maxsim or full.hybrid-1-0.25."""
+        has_one_score = self.score in (SINGLE_VECTOR, BM25, EDJE)
         score = self.label.translate(str.maketrans(" :", "--"))
         return self.representation if has_one_score else f"{self.representation}.{score}"
 
@@ -141,7 +144,7 @@ class Result:
     @property
     def is_compressed(self) -> bool:
         """True for rows with a budget, False for the references that they are compared with."""
-        return self.method not in (BM25, SINGLE, FULL, EDJE)
+        return self.method not in (BM25, SINGLE_VECTOR, FULL, EDJE)
 
     @property
     def budget(self) -> Budget:
@@ -417,13 +420,20 @@ def read_results(output: str, field: str) -> Evaluation:
 
 
 def _result(row: dict[str, Any]) -> Result:
+    """Creates a row from JSON, in which earlier versions used the former names of scores."""
     diagnosis = row.pop("diagnosis", None)
-    return Result(**row, diagnosis=diagnosis and Diagnosis(**diagnosis))
+    result = Result(**row, diagnosis=diagnosis and Diagnosis(**diagnosis))
+    return replace(
+        result,
+        method=RENAMED.get(result.method, result.method),
+        score=RENAMED.get(result.score, result.score),
+        first_stage=re.sub(r"\.late$", ".maxsim", result.first_stage),
+    )
 
 
 def sort_results(results: Sequence[Result]) -> list[Result]:
     """Sorts rows: BM25, single vectors, uncompressed, methods by descending budget, rerankers."""
-    order = {BM25: 0, SINGLE: 1, FULL: 2, EDJE: 4}
+    order = {BM25: 0, SINGLE_VECTOR: 1, FULL: 2, EDJE: 4}
     return sorted(
         results,
         key=lambda r: (
@@ -432,7 +442,7 @@ def sort_results(results: Sequence[Result]) -> list[Result]:
             -(r.num_vectors or float("inf")),
             -(r.budget.ratio or float("inf")),
             r.representation,
-            r.score != "late",
+            r.score != "maxsim",
         ),
     )
 
@@ -491,7 +501,7 @@ def _reference(result: Result, results: Sequence[Result]) -> Result:
     peers = [r for r in peers if result.encoder in ("", r.encoder)] or [result]
     wanted = [
         [r for r in peers if r.method == FULL and r.score == result.score],
-        [r for r in peers if r.method == FULL and r.score == "late"],
+        [r for r in peers if r.method == FULL and r.score == "maxsim"],
         [r for r in peers if r.method == FULL],
         [r for r in peers if r.score == result.score],
         peers,

@@ -203,7 +203,7 @@ def kinds_csv(evaluation: Evaluation) -> str:
             *document_category_metrics(evaluation, result, category),
         ]
         for result in evaluation.results
-        if result.score == "late"
+        if result.score == "maxsim"
         for category, query_ids in evaluation.kinds.items()
     ]
     return as_csv([["row", "kind", "num_queries", evaluation.headline, OSR], *rows])

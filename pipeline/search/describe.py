@@ -101,9 +101,9 @@ def _stored_rows(
 
 def _parts(ranking: Ranking, i: int, num_tokens: int) -> Parts:
     """Returns the scores that item `i` of a ranking is composed of."""
-    late = None if ranking.late is None else float(ranking.late[i])
-    single = None if ranking.single is None else float(ranking.single[i])
-    return Parts(late, None if late is None else late / max(num_tokens, 1), single)
+    maxsim = None if ranking.maxsim is None else float(ranking.maxsim[i])
+    single_vector = None if ranking.single_vector is None else float(ranking.single_vector[i])
+    return Parts(maxsim, None if maxsim is None else maxsim / max(num_tokens, 1), single_vector)
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,15 @@ def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
 def format_parts(parts: Parts) -> str:
     """Returns the components of a hybrid score; empty for other scores.
 
-    >>> format_parts(Parts(late=4.5, late_mean=0.75, single=0.5))
-    'single 0.5000, late 4.5000 (mean 0.7500)'
-    >>> format_parts(Parts(late=4.5, late_mean=0.75))
+    >>> format_parts(Parts(maxsim=4.5, maxsim_mean=0.75, single_vector=0.5))
+    'single-vector 0.5000, MaxSim 4.5000 (mean 0.7500)'
+    >>> format_parts(Parts(maxsim=4.5, maxsim_mean=0.75))
     ''
     """
-    if parts.late is None or parts.single is None:
+    if parts.maxsim is None or parts.single_vector is None:
         return ""
-    return f"single {parts.single:.4f}, late {parts.late:.4f} (mean {parts.late_mean:.4f})"
+    maxsim = f"MaxSim {parts.maxsim:.4f} (mean {parts.maxsim_mean:.4f})"
+    return f"single-vector {parts.single_vector:.4f}, {maxsim}"
 
 
 def format_first_rank(reranked: Reranked | None) -> str:

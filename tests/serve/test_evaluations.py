@@ -55,8 +55,8 @@ def test_results_equal_those_of_the_job(client, index_uri, tmp_path):
         assert row.measures == pytest.approx(result.means, abs=1e-9)
         assert row.bytes_per_item == pytest.approx(result.all_bytes)
     assert any("nDCG@10" in line for line in done.progress)
-    run = client.evaluation_file(done.id, "runs/full.late.trec").decode()
-    assert run == (tmp_path / "out/runs/full.late.trec").read_text()
+    run = client.evaluation_file(done.id, "runs/full.maxsim.trec").decode()
+    assert run == (tmp_path / "out/runs/full.maxsim.trec").read_text()
     for name in done.files:
         data = client.evaluation_file(done.id, name)
         assert data and index_uri.encode() not in data

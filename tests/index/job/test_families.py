@@ -129,7 +129,7 @@ def test_indexed_and_rejected_items(index, folder):
 def test_image_query_finds_the_same_image(index, folder):
     family, uri = index
     searcher = open_index(str(uri))
-    score = "single" if family == "siglip2" else "late"
+    score = "single_vector" if family == "siglip2" else "maxsim"
     for photo in sorted((folder / "photos").glob("*.jpg"))[:2]:
         hits = searcher.search(photo.read_bytes(), "full", k=3, score=score)
         assert hits[0].item_id == photo.name, [hit.item_id for hit in hits]
@@ -142,7 +142,7 @@ def test_text_queries_and_similarity_maps(index, folder):
     family, uri = index
     searcher = open_index(str(uri))
     if family == "siglip2":
-        assert searcher.search("a bird", "full", k=2, score="single")
+        assert searcher.search("a bird", "full", k=2, score="single_vector")
         return
     photo = sorted((folder / "photos").glob("*.jpg"))[0].read_bytes()
     for representation in ("full", "hpool_8", "sap_8"):

@@ -54,7 +54,7 @@ def test_composed_queries(serving_once, checkpoint, tmp_path):
         assert client.indexes()[0].representations[0].queries == kinds
         searcher = open_index(uri)
         for name in ("full", "hpool_8"):
-            for score in ("late", "hybrid"):
+            for score in ("maxsim", "hybrid"):
                 options = {"k": 5, "score": score}
                 server_hits = client.search(
                     query, representation=name, explain="map", **options

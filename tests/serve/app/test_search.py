@@ -34,7 +34,7 @@ def assert_same(hits: list[wire.Hit], expected) -> None:
 
 
 @pytest.mark.parametrize("index", INDEXES)
-@pytest.mark.parametrize("score", ["late", "single", "hybrid"])
+@pytest.mark.parametrize("score", ["maxsim", "single_vector", "hybrid"])
 def test_equals_in_process_search(client, searcher, index, score):
     for query, representation in itertools.product(QUERIES, ["full", "hpool_2", "random_4"]):
         options = {"representation": representation, "score": score, "k": 5}
@@ -43,7 +43,7 @@ def test_equals_in_process_search(client, searcher, index, score):
         assert response.version == searcher.index.version and not response.reranked
         assert_same(response.hits, searcher.search(query, **options))
         for hit, expected in zip(response.hits, searcher.search(query, **options), strict=True):
-            for part in ("late", "late_mean", "single"):
+            for part in ("maxsim", "maxsim_mean", "single_vector"):
                 ours, theirs = getattr(hit.parts, part), getattr(expected.parts, part)
                 assert ours == (None if theirs is None else pytest.approx(theirs, rel=1e-5))
 

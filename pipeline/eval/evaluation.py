@@ -93,9 +93,9 @@ def run(
         report(line)
 
     document_categories = {}
-    if spec.kinds is not None:
+    if spec.document_categories is not None:
         document_categories = queries_by_document_category(
-            searcher.index, judged, spec.kinds, spec.judged, spec.filter
+            searcher.index, judged, spec.document_categories, spec.judged, spec.filter
         )
     phrases = _phrases(spec, searcher, plan)
     if isinstance(spec.grounding, GeneratedPhrases) and len(phrases) < spec.grounding.num_phrases:
@@ -124,7 +124,7 @@ def run(
             metrics = _grounding(searcher.index, grounder, phrases, row.representation, cache)
             result = replace(result, grounding=metrics)
         if row.score in ("maxsim", "hybrid"):
-            result = replace(result, fitted=samples.fitted(row.representation))
+            result = replace(result, fit_sample=samples.fit_sample(row.representation))
         results.append(result)
         keys[result.name] = key
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
@@ -142,11 +142,11 @@ def run(
         judgments=ranker.judgments,
         num_items=num_items,
         notes=notes,
-        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        created=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         versions=versions(),
         results=results,
-        kinds=document_categories,
-        categories=judged.categories,
+        document_categories=document_categories,
+        query_categories=judged.categories,
     )
     examples = _examples(evaluation, judged, searcher, ranker, cache, keys, draw_hit)
     return replace(evaluation, examples=examples.examples)
@@ -158,18 +158,18 @@ class _Samples:
     def __init__(self, index: Index, filter: str | None):
         self._index, self._filter = index, filter
 
-    def fitted(self, representation: str) -> dict[str, Any]:
-        """Describes the sample that a representation was fitted on; see `Result.fitted`."""
+    def fit_sample(self, representation: str) -> dict[str, Any]:
+        """Describes the sample that a representation was fitted on; see `Result.fit_sample`."""
         info = self._index.representation(representation)
         if not info.is_fitted:
             return {}
         sample = load_fit_sample(self._index.uri, info)
         if sample is None:
-            return {"num_items": None, "evaluated": None, "origin": {}}
+            return {"num_items": None, "num_evaluated": None, "origin": {}}
         num_evaluated = int(np.isin(sample.items_N, self._evaluated_N).sum())
         return {
             "num_items": len(sample.items_N),
-            "evaluated": num_evaluated,
+            "num_evaluated": num_evaluated,
             "origin": sample.origin,
         }
 
@@ -322,7 +322,7 @@ def _reranked(result: Result, spec: RerankSpec) -> Result:
     """Returns the row of a reranker, given the measurements under its first stage's name."""
     settings = {
         "model": spec.model,
-        "pool": spec.rerank_depth,
+        "rerank_depth": spec.rerank_depth,
         "add_first_stage": spec.add_first_stage,
         "precision": spec.precision,
     }

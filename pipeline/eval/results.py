@@ -28,6 +28,13 @@ FULL: Final = "full"
 EDJE: Final = "edje"
 RESULTS = "results.json"
 
+#: Present names of fields of the results file by former name.
+RENAMED_FIELDS = {
+    "kinds": "document_categories",
+    "categories": "query_categories",
+    "made": "created",
+}
+
 #: A difference whose corrected p value is below this is called significant.
 ALPHA = 0.05
 #: Minimum fraction of the uncompressed quality at which a row counts as retaining it.
@@ -89,11 +96,11 @@ class Result:
         weights: Weights of the single-vector and the MaxSim score in the hybrid score; None if
             equal.
         first_stage: Row of a reranker's first stage, which it is compared with.
-        rerank: Settings of a reranker: `model`, `pool` (the rerank depth), `precision` and
+        rerank: Settings of a reranker: `model`, `rerank_depth`, `precision` and
             `add_first_stage`.
-        fitted: Sample that the compressor or codec was fitted on: `num_items`, the number of them
-            that are `evaluated`, and the `origin` of a separate sample; the numbers are None if an
-            older version did not record them. Empty if nothing was fitted.
+        fit_sample: Sample that the compressor or codec was fitted on: `num_items`, `num_evaluated`
+            (the number of them that are evaluated), and the `origin` of a separate sample; the
+            numbers are None if an older version did not record them. Empty if nothing was fitted.
         seeds: Mean metrics and score retention by representation, for a row that is the mean over
             seeds; empty for methods without a seed.
     """
@@ -120,7 +127,7 @@ class Result:
     rerank: dict[str, Any] = field(default_factory=dict)
     assignment_bytes: float = 0.0
     position_bytes: float = 0.0
-    fitted: dict[str, Any] = field(default_factory=dict)
+    fit_sample: dict[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -314,12 +321,12 @@ class Evaluation:
         judgments: Hash of the judged queries, equal for evaluations that can be compared.
         num_items: Number of evaluated items.
         notes: Notes on what is left out or missing.
-        made: Time of the evaluation, in UTC.
+        created: Time of the evaluation, in UTC.
         versions: Versions of Maxray, its main dependencies and the platform.
         results: Rows, in the order of the table.
-        kinds: Query ids by category of the relevant documents; empty if the spec does not ask for
-            it.
-        categories: Query ids of each category, by field of the queries.
+        document_categories: Query ids by category of the relevant documents; empty if the spec does
+            not ask for it.
+        query_categories: Query ids of each category, by field of the queries.
         examples: Queries with the hits of two rows; not part of `to_json`.
     """
 
@@ -328,11 +335,11 @@ class Evaluation:
     judgments: str
     num_items: int
     notes: list[str]
-    made: str
+    created: str
     versions: dict[str, str]
     results: list[Result]
-    kinds: dict[str, list[str]] = field(default_factory=dict)
-    categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    document_categories: dict[str, list[str]] = field(default_factory=dict)
+    query_categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     examples: list[Example] = field(default_factory=list)
 
     @property
@@ -410,7 +417,7 @@ def read_results(output: str, field: str) -> Evaluation:
     rule = "the output folder of jobs.evaluate"
     try:
         with fsspec.open(posixpath.join(absolute(output), RESULTS), "r", encoding="utf-8") as file:
-            data = json.load(file)
+            data = _rename(json.load(file), RENAMED_FIELDS)
         results = [_result(row) for row in data.pop("results")]
         return Evaluation(**data, results=results)
     except FileNotFoundError:
@@ -420,7 +427,8 @@ def read_results(output: str, field: str) -> Evaluation:
 
 
 def _result(row: dict[str, Any]) -> Result:
-    """Creates a row from JSON, in which earlier versions used the former names of scores."""
+    """Creates a row from JSON, which has former names if an earlier version wrote it."""
+    row = _rename(row, {"fitted": "fit_sample"})
     diagnosis = row.pop("diagnosis", None)
     result = Result(**row, diagnosis=diagnosis and Diagnosis(**diagnosis))
     return replace(
@@ -428,7 +436,13 @@ def _result(row: dict[str, Any]) -> Result:
         method=RENAMED.get(result.method, result.method),
         score=RENAMED.get(result.score, result.score),
         first_stage=re.sub(r"\.late$", ".maxsim", result.first_stage),
+        rerank=_rename(result.rerank, {"pool": "rerank_depth"}),
+        fit_sample=_rename(result.fit_sample, {"evaluated": "num_evaluated"}),
     )
+
+
+def _rename(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in fields.items()}
 
 
 def sort_results(results: Sequence[Result]) -> list[Result]:

@@ -54,7 +54,7 @@ class RerankSpec(Spec):
 class EvaluateSpec(Spec):
     """Spec of `jobs.evaluate`."""
 
-    renamed: ClassVar[Mapping[str, str]] = {"where": "filter"}
+    renamed: ClassVar[Mapping[str, str]] = {"where": "filter", "kinds": "document_categories"}
 
     index: str
     """URI of the index."""
@@ -92,7 +92,7 @@ class EvaluateSpec(Spec):
     grounding: GeneratedPhrases | str | None = None
     """Phrases with boxes to measure the grounding of MaxSim rows: a JSONL file, or a mapping to
     generate phrases from the texts of the items; null for none."""
-    kinds: str | None = None
+    document_categories: str | None = None
     """Item column such as modality, or metadata.KEY: adds a table by category of the relevant
     documents; null for none."""
     rerank: list[RerankSpec] = Field(default_factory=list)

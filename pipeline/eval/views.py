@@ -102,7 +102,7 @@ def depth_scans(evaluation: Evaluation) -> list[DepthScan]:
         if settings := row.rerank:
             precision = settings["precision"] or ""
             key = (row.first_stage, settings["model"], precision, settings["add_first_stage"])
-            found.setdefault(key, {})[settings["pool"]] = row
+            found.setdefault(key, {})[settings["rerank_depth"]] = row
     rows = {row.name: row for row in evaluation.results}
     has_several_models = len({model for _, model, _, _ in found}) > 1
     scans = []

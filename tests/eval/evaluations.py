@@ -51,7 +51,7 @@ def evaluation_of(results, **fields):
         "judgments": "j1",
         "num_items": 1400,
         "notes": ["2 judged queries"],
-        "made": "2026-01-02 03:04 UTC",
+        "created": "2026-01-02 03:04 UTC",
         "versions": {"maxray": "0.1.0"},
     }
     return Evaluation(**{**defaults, **fields}, results=results)
@@ -116,6 +116,6 @@ def diagnosed_rows():
 
 def reranked(depth: int, first: str, added: bool, quality: float):
     """Returns the row of a reranker behind the row `first`."""
-    settings = {"model": "m", "pool": depth, "add_first_stage": added, "precision": None}
+    settings = {"model": "m", "rerank_depth": depth, "add_first_stage": added, "precision": None}
     row = result(f"edje_{first}_{depth}_{added}", "edje", None, quality=[quality] * 2, score="edje")
     return replace(row, first_stage=first, rerank=settings, compressor={})

@@ -190,9 +190,9 @@ def test_cached_results_are_not_recomputed(spec_file, own_index, tmp_path, capsy
     more = progress(spec_file, capsys, given)
     assert more == {**again, "hpool_4_copy.maxsim": True}
 
-    cells = sorted((tmp_path / "out/cells").iterdir(), key=lambda path: path.stat().st_mtime)
-    cells[0].write_text(cells[0].read_text()[:-20])
-    cells[1].write_text("{}")
+    entries = sorted((tmp_path / "out/entries").iterdir(), key=lambda path: path.stat().st_mtime)
+    entries[0].write_text(entries[0].read_text()[:-20])
+    entries[1].write_text("{}")
     assert sum(progress(spec_file, capsys, given).values()) == 2
 
     qrels = tmp_path / "benchmark/qrels/test.tsv"
@@ -455,11 +455,13 @@ def test_table_by_category_of_document(spec_file, own_index, tmp_path):
     metadata = """'{"topic": "' || parent_id || '"}'"""
     lance.dataset(f"{own_index}/{ITEMS}").update({"metadata": metadata})
     spec = config.load(EvaluateSpec, spec_file, [f"index={own_index}", "scores=[maxsim]"])
-    evaluation = run(spec.model_copy(update={"kinds": "metadata.topic"}), lambda line: None)
+    evaluation = run(
+        spec.model_copy(update={"document_categories": "metadata.topic"}), lambda line: None
+    )
     write(evaluation, spec.output)
-    assert evaluation.kinds == {"bread": ["b"], "wing": ["1"]}
-    with (tmp_path / "out/kinds.csv").open() as file:
-        rows = {(row["row"], row["kind"]): row for row in csv.DictReader(file)}
+    assert evaluation.document_categories == {"bread": ["b"], "wing": ["1"]}
+    with (tmp_path / "out/document_categories.csv").open() as file:
+        rows = {(row["row"], row["category"]): row for row in csv.DictReader(file)}
     assert len(rows) == 4 * 2
     for (name, kind), row in rows.items():
         query_id = {"bread": "b", "wing": "1"}[kind]
@@ -469,16 +471,17 @@ def test_table_by_category_of_document(spec_file, own_index, tmp_path):
     page = (tmp_path / "out/report.html").read_text()
     assert "By category of document" in page and "nDCG@10, 1 query" in page
 
-    given = [spec_file, f"index={own_index}", "kinds=metadata.colour"]
+    given = [spec_file, f"index={own_index}", "document_categories=metadata.colour"]
     with pytest.raises(
         SpecError,
-        match="kinds must be .*metadata.topic.*, got"
+        match="document_categories must be .*metadata.topic.*, got"
         " 'metadata.colour', which is not in the metadata",
     ):
         evaluate.main(given)
     with pytest.raises(
-        SpecError, match="kinds must be one of item_id, .*, got 'span', which is not a text column"
+        SpecError,
+        match="document_categories must be one of item_id, .*, got 'span', which is not a text",
     ):
-        evaluate.main([spec_file, "kinds=span"])
-    spec = config.load(EvaluateSpec, spec_file, ["scores=[maxsim]", "kinds=modality"])
-    assert run(spec, lambda line: None).kinds == {"text": ["1", "b"]}
+        evaluate.main([spec_file, "document_categories=span"])
+    spec = config.load(EvaluateSpec, spec_file, ["scores=[maxsim]", "document_categories=modality"])
+    assert run(spec, lambda line: None).document_categories == {"text": ["1", "b"]}

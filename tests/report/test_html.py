@@ -85,7 +85,7 @@ def test_several_benchmarks(evaluation, with_examples):
 
 def test_query_categories(evaluation):
     categories = {"kind": {"plain": ["q0"], "other": ["q1"]}}
-    page = html.report([replace(evaluation, categories=categories)])
+    page = html.report([replace(evaluation, query_categories=categories)])
     table = page[page.index("By category of query: kind") :]
     table = table[: table.index("</table>")]
     assert "plain<small>1 query</small>" in table

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     spec = config.load(IndexSpec, args.spec, args.overrides)
     resources = IndexResources()
     if args.resources:
-        resources = config.load(IndexResources, args.resources, what="resources")
+        resources = config.load(IndexResources, args.resources, role="resources")
     with jobs.cluster(resources.object_store_bytes):
         backfill.run(spec, resources, job_id=jobs.job_id(), report=jobs.say)
 

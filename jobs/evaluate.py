@@ -18,15 +18,15 @@ Optional analyses:
                                      from the text of the items, or of a file: grounding=FILE.jsonl
                                      with lines {"item_id": ..., "phrase": ..., "boxes": [[x0, y0,
                                      x1, y1]]}
-    kinds=modality                   results by category of the relevant documents: an item column,
+    document_categories=modality     results by category of the relevant documents: an item column,
                                      or metadata.KEY
     rerank=[{model: FOLDER}]         rows with candidates of a first stage reranked by EDJE
 
 The output folder receives report.html (all results on one page), metrics.csv, per_query.csv,
 table.md, runs/*.trec, the resolved spec.yaml, plots, and results.json, which jobs.compare reads.
-Finished computations are cached in cells/, so that a rerun computes only new or changed rows. Bytes
-per item are reported for the vectors, and for all stored columns including token positions and
-assignments.
+Finished computations are cached in entries/, so that a rerun computes only new or changed rows.
+Bytes per item are reported for the vectors, and for all stored columns including token positions
+and assignments.
 """
 
 from __future__ import annotations

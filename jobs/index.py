@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     spec = config.load(IndexSpec, args.spec, args.overrides)
     resources = IndexResources()
     if args.resources:
-        resources = config.load(IndexResources, args.resources, what="resources")
+        resources = config.load(IndexResources, args.resources, role="resources")
     check(spec)
     with jobs.cluster(resources.object_store_bytes):
         if args.dry_run:

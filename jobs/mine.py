@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar=("FIRST", "LAST"),
         help="range of ranks of the negatives (default: 10 50)",
     )
-    parser.add_argument("--score", choices=["late", "single", "hybrid"], default="late")
+    parser.add_argument("--score", choices=["maxsim", "single_vector", "hybrid"], default="maxsim")
     parser.add_argument("--version", type=int, help="version of the index (default: the latest)")
     parser.add_argument(
         "--device",
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     check_writable(args.output, "output", as_file=True)
     if is_spec:
-        spec = config.load(TrainSpec, args.queries, what="queries").data
+        spec = config.load(TrainSpec, args.queries, role="queries").data
     else:
         spec = TRAINING_DATA.resolve({"name": "pairs", "path": args.queries})
     data_class = TRAINING_DATA.load(spec.name)

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     spec = config.load(recompress.RecompressSpec, args.spec, args.overrides)
     resources = recompress.RecompressResources()
     if args.resources:
-        resources = config.load(recompress.RecompressResources, args.resources, what="resources")
+        resources = config.load(recompress.RecompressResources, args.resources, role="resources")
     with jobs.cluster():
         recompress.run(spec, resources, job=jobs.job_id(), report=jobs.say)
 

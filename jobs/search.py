@@ -235,16 +235,16 @@ def _parser() -> jobs.Parser:
     )
     parser.add_argument(
         "--score",
-        choices=["late", "single", "hybrid"],
-        default="late",
-        help="MaxSim score, single-vector score or both (default: late, the MaxSim score)",
+        choices=["maxsim", "single_vector", "hybrid"],
+        default="maxsim",
+        help="MaxSim score, single-vector score or both (default: maxsim)",
     )
     parser.add_argument(
         "--weights",
         nargs=2,
         type=float,
         default=(1.0, 1.0),
-        metavar=("SINGLE", "LATE"),
+        metavar=("SINGLE_VECTOR", "MAXSIM"),
         help="weights of the two scores in the hybrid score (default: 1 1)",
     )
     parser.add_argument(

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     spec = config.load(study.StudySpec, args.spec, args.overrides)
     workers = None
     if args.resources:
-        workers = config.load(Workers, args.resources, what="profile")
+        workers = config.load(Workers, args.resources, role="profile")
     if spec.sweep:
         extras.require("matplotlib")  # fail now rather than at the final plot
     check_writable(spec.output, "output")

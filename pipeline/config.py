@@ -392,7 +392,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def load(
-    spec_class: type[SpecT], path: str, overrides: Iterable[str] = (), *, what: str = "spec"
+    spec_class: type[SpecT], path: str, overrides: Iterable[str] = (), *, role: str = "spec"
 ) -> SpecT:
     """Reads a YAML spec and applies dotted overrides such as `encoder.layer=-2`.
 
@@ -400,32 +400,32 @@ def load(
         spec_class: Class of the spec.
         path: Path or URI of a YAML file.
         overrides: Assignments of the form `dotted.field=value`.
-        what: Name of the file's role, for error messages.
+        role: Name of the file in error messages, such as `resources`.
 
     Raises:
         SpecError: The file is missing or not a YAML mapping, or a field is invalid.
     """
-    return parse(spec_class, override(read(path, what), overrides))
+    return parse(spec_class, override(read(path, role), overrides))
 
 
-def read(path: str, what: str) -> dict[str, Any]:
+def read(path: str, role: str) -> dict[str, Any]:
     """Reads a YAML file with a mapping.
 
     Raises:
         MissingExtra: The storage needs a package that is not installed.
-        SpecError: The file is missing or not a YAML mapping; the error names `what`.
+        SpecError: The file is missing or not a YAML mapping; the error names `role`.
     """
     require_storage(path)
     try:
         with fsspec.open(path, "r", encoding="utf-8") as file:
             data = yaml.load(file, _UniqueKeyLoader)
     except FileNotFoundError:
-        raise SpecError(what, path, "the path of an existing YAML file", "does not exist") from None
+        raise SpecError(role, path, "the path of an existing YAML file", "does not exist") from None
     except (OSError, ValueError, ImportError, yaml.YAMLError) as error:
         problem = f"cannot be read ({_one_line(error)})"
-        raise SpecError(what, path, "a YAML file", problem) from None
+        raise SpecError(role, path, "a YAML file", problem) from None
     if not isinstance(data, dict):
-        raise SpecError(what, path, "a YAML file with a mapping of fields to values", "has none")
+        raise SpecError(role, path, "a YAML file with a mapping of fields to values", "has none")
     return data
 
 

@@ -212,7 +212,7 @@ def column_metadata(column: pa.Field) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Location of words or of a region in an image, an audio interval or a video frame.
 
     Attributes:
@@ -239,7 +239,7 @@ class Match:
             the MaxSim score.
         document_token: Index of the vector in the searched representation of the item.
         spans: Character ranges in the item's text; may be empty.
-        places: Locations of the words, where known, in the order of the text.
+        locations: Locations of the words, where known, in the order of the text.
         contribution: `similarity` minus the mean similarity of the query token with all vectors of
             the hit. It is small for tokens that are similar to all vectors, such as stop words.
     """
@@ -248,12 +248,12 @@ class Match:
     similarity: float
     document_token: int
     spans: tuple[tuple[int, int], ...]
-    places: tuple[Place, ...] = ()
+    locations: tuple[Location, ...] = ()
     contribution: float = 0.0
 
 
 @dataclass(frozen=True)
-class Mark:
+class Highlight:
     """Word of a passage that matches a query token best.
 
     Attributes:
@@ -268,17 +268,17 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Passage(Place):
+class Passage(Location):
     """Contiguous part of a hit that matches the query: consecutive words, or an image region.
 
     Attributes:
         contribution: Sum over query tokens of the increase in contribution over the preceding
             passages.
-        marks: At most one mark per query token, in query order; empty for an image region.
+        highlights: At most one word per query token, in query order; empty for an image region.
     """
 
     contribution: float
-    marks: tuple[Mark, ...] = ()
+    highlights: tuple[Highlight, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -286,14 +286,14 @@ class Parts:
     """Components of the score of a hit; None for components that were not requested.
 
     Attributes:
-        late: MaxSim score, the sum over query tokens.
-        late_mean: MaxSim score divided by the number of query tokens, as in the hybrid score.
-        single: Single-vector score, the similarity of the pooled vectors.
+        maxsim: MaxSim score, the sum over query tokens.
+        maxsim_mean: MaxSim score divided by the number of query tokens, as in the hybrid score.
+        single_vector: Single-vector score, the similarity of the pooled vectors.
     """
 
-    late: float | None = None
-    late_mean: float | None = None
-    single: float | None = None
+    maxsim: float | None = None
+    maxsim_mean: float | None = None
+    single_vector: float | None = None
 
 
 #: Precision of EDJE's joint encoder; int8 only on CPUs.

@@ -30,7 +30,7 @@ def study(bench: Bench, args: Any) -> None:
     Latency is measured alternately with the joint encoder of each row's first seed, on random
     tokens.
     """
-    spec = config.load(StudySpec, args.study, what="study")
+    spec = config.load(StudySpec, args.study, role="study")
     runs = [run for run in runs_of(spec) if (_model(run) / METADATA).is_file()]  # finished runs
     if not runs:
         rule = "the spec of a study of EDJEs that jobs.train has run"

@@ -63,10 +63,16 @@ def cache_key(**dependencies: Any) -> str:
 
 
 class Cache:
-    """Cache in the folder `cells` of an evaluation's output."""
+    """Cache in the folder `entries` of an evaluation's output.
+
+    A folder of an earlier version, named `cells`, is renamed.
+    """
 
     def __init__(self, output: str):
-        self._folder = posixpath.join(absolute(output), "cells")
+        self._folder = posixpath.join(absolute(output), "entries")
+        files, former = fsspec.url_to_fs(posixpath.join(absolute(output), "cells"))
+        if files.exists(former) and not files.exists(self._folder):
+            files.mv(former, self._folder, recursive=True)
 
     def read(self, key: str, entry_type: type[EntryT]) -> EntryT | None:
         """Returns the entry of a key, or None if it is missing or corrupted."""

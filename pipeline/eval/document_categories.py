@@ -16,7 +16,7 @@ METADATA = "metadata."
 
 
 def queries_by_document_category(
-    index: Index, judged: JudgedQueries, kinds: str, by: str, filter: str | None
+    index: Index, judged: JudgedQueries, field: str, by: str, filter: str | None
 ) -> dict[str, list[str]]:
     """Groups query ids by the categories of their relevant documents, in sorted order.
 
@@ -25,7 +25,7 @@ def queries_by_document_category(
     Args:
         index: Index of the documents.
         judged: Queries and their relevance judgments.
-        kinds: Text column of the items such as "modality", or "metadata.KEY".
+        field: Text column of the items such as "modality", or "metadata.KEY".
         by: Level of the judgments, "item" or "parent"; a parent has the categories of its items.
         filter: SQL condition on the items; None for all of them.
 
@@ -33,12 +33,12 @@ def queries_by_document_category(
         SpecError: The column does not exist, or no item has the key.
     """
     columns = [c.name for c in ITEM if pa.types.is_string(c.type) and c.name != "metadata"]
-    is_key = kinds.startswith(METADATA)
-    column = "metadata" if is_key else kinds
-    if not is_key and kinds not in columns:
+    is_key = field.startswith(METADATA)
+    column = "metadata" if is_key else field
+    if not is_key and field not in columns:
         rule = f"one of {', '.join(columns)}, or {METADATA}KEY"
-        raise SpecError("kinds", kinds, rule, "is not a text column")
-    key, keys = kinds.removeprefix(METADATA), set()
+        raise SpecError("document_categories", field, rule, "is not a text column")
+    key, keys = field.removeprefix(METADATA), set()
     document_categories: dict[str, set[str]] = {}
     for batch in index.batches(list(dict.fromkeys([f"{by}_id", column])), filter=filter):
         values = batch[column].to_pylist()
@@ -50,7 +50,9 @@ def queries_by_document_category(
             document_categories.setdefault(document, set()).update(categories(value))
     if is_key and key not in keys:
         names = [f"{METADATA}{name}" for name in sorted(keys)]
-        raise SpecError.unknown_name("kinds", kinds, names, "is not in the metadata of any item")
+        raise SpecError.unknown_name(
+            "document_categories", field, names, "is not in the metadata of any item"
+        )
     groups: dict[str, list[str]] = {}
     for query_id in judged.queries:
         relevant = [document for document, grade in judged.qrels[query_id].items() if grade > 0]

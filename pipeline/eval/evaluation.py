@@ -38,7 +38,7 @@ from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
     BM25,
     EDJE,
-    SINGLE,
+    SINGLE_VECTOR,
     Evaluation,
     Result,
     merge_seeds,
@@ -93,9 +93,9 @@ def run(
         report(line)
 
     document_categories = {}
-    if spec.kinds is not None:
+    if spec.document_categories is not None:
         document_categories = queries_by_document_category(
-            searcher.index, judged, spec.kinds, spec.judged, spec.filter
+            searcher.index, judged, spec.document_categories, spec.judged, spec.filter
         )
     phrases = _phrases(spec, searcher, plan)
     if isinstance(spec.grounding, GeneratedPhrases) and len(phrases) < spec.grounding.num_phrases:
@@ -118,13 +118,13 @@ def run(
         result = replace(_result(searcher, row, entry), weights=ranker.weights(row.score))
         if row.rerank is not None:
             result = _reranked(result, row.rerank)
-        if spec.diagnostics and result.score == "late":
+        if spec.diagnostics and result.score == "maxsim":
             result = replace(result, diagnosis=_diagnosis(ranker, row.representation, cache))
-        if phrases and result.score == "late":
+        if phrases and result.score == "maxsim":
             metrics = _grounding(searcher.index, grounder, phrases, row.representation, cache)
             result = replace(result, grounding=metrics)
-        if row.score in ("late", "hybrid"):
-            result = replace(result, fitted=samples.fitted(row.representation))
+        if row.score in ("maxsim", "hybrid"):
+            result = replace(result, fit_sample=samples.fit_sample(row.representation))
         results.append(result)
         keys[result.name] = key
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
@@ -142,11 +142,11 @@ def run(
         judgments=ranker.judgments,
         num_items=num_items,
         notes=notes,
-        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        created=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         versions=versions(),
         results=results,
-        kinds=document_categories,
-        categories=judged.categories,
+        document_categories=document_categories,
+        query_categories=judged.categories,
     )
     examples = _examples(evaluation, judged, searcher, ranker, cache, keys, draw_hit)
     return replace(evaluation, examples=examples.examples)
@@ -158,18 +158,18 @@ class _Samples:
     def __init__(self, index: Index, filter: str | None):
         self._index, self._filter = index, filter
 
-    def fitted(self, representation: str) -> dict[str, Any]:
-        """Describes the sample that a representation was fitted on; see `Result.fitted`."""
+    def fit_sample(self, representation: str) -> dict[str, Any]:
+        """Describes the sample that a representation was fitted on; see `Result.fit_sample`."""
         info = self._index.representation(representation)
         if not info.is_fitted:
             return {}
         sample = load_fit_sample(self._index.uri, info)
         if sample is None:
-            return {"num_items": None, "evaluated": None, "origin": {}}
+            return {"num_items": None, "num_evaluated": None, "origin": {}}
         num_evaluated = int(np.isin(sample.items_N, self._evaluated_N).sum())
         return {
             "num_items": len(sample.items_N),
-            "evaluated": num_evaluated,
+            "num_evaluated": num_evaluated,
             "origin": sample.origin,
         }
 
@@ -198,7 +198,7 @@ def _phrases(spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row]) -> lis
     """
     if spec.grounding is None:
         return []
-    names = [row.representation for row in plan if row.score == "late"]
+    names = [row.representation for row in plan if row.score == "maxsim"]
     if isinstance(spec.grounding, GeneratedPhrases):
         return generate_phrases(spec.grounding, searcher.index, names, spec.filter)
     phrases = read_phrases(spec.grounding)
@@ -228,9 +228,9 @@ def _grounding(
 
 def _result_notes(results: Sequence[Result]) -> Iterator[str]:
     """Yields notes on missing diagnostics, and on rows with few seeds."""
-    late = [result for result in results if result.score == "late"]
-    ungrounded = [result.representation for result in late if not result.grounding]
-    if len(ungrounded) < len(late) and ungrounded:
+    maxsim = [result for result in results if result.score == "maxsim"]
+    ungrounded = [result.representation for result in maxsim if not result.grounding]
+    if len(ungrounded) < len(maxsim) and ungrounded:
         yield f"no grounding for {', '.join(ungrounded)}: no stored assignments or regions"
     diagnosed = [(result, result.diagnosis) for result in results if result.diagnosis]
     if without := [result.representation for result, diagnosis in diagnosed if not diagnosis.full]:
@@ -245,7 +245,7 @@ def _result_notes(results: Sequence[Result]) -> Iterator[str]:
         )
     if missing := max((diagnosis.num_missing for _, diagnosis in diagnosed), default=0):
         yield f"up to {missing} relevant pairs are left out of diagnostics: the item has no vectors"
-    random = [result for result in results if result.is_random and result.score == "late"]
+    random = [result for result in results if result.is_random and result.score == "maxsim"]
     few = {r.representation: len(r.seeds) for r in random if len(r.seeds) < NUM_SEEDS}
     if few:
         counts = ", ".join(f"{name}: {number}" for name, number in few.items())
@@ -299,8 +299,8 @@ def _result(searcher: Searcher, row: Row, entry: CachedResult) -> Result:
         return Result(BM25, BM25, None, BM25, "", **measured)
     info = searcher.index.representation(row.representation)
     encoder = info.encoder.fingerprint
-    if row.score == SINGLE and info.pooled_column is not None:
-        return Result(info.pooled_column, SINGLE, 1, SINGLE, encoder, **measured)
+    if row.score == SINGLE_VECTOR and info.pooled_column is not None:
+        return Result(info.pooled_column, SINGLE_VECTOR, 1, SINGLE_VECTOR, encoder, **measured)
     compressor = info.compressor
     with contextlib.suppress(SpecError):  # fills in settings that are newer than the index
         compressor = dump_stored(COMPRESSORS.resolve(compressor, stored=True))
@@ -322,7 +322,7 @@ def _reranked(result: Result, spec: RerankSpec) -> Result:
     """Returns the row of a reranker, given the measurements under its first stage's name."""
     settings = {
         "model": spec.model,
-        "pool": spec.rerank_depth,
+        "rerank_depth": spec.rerank_depth,
         "add_first_stage": spec.add_first_stage,
         "precision": spec.precision,
     }

@@ -17,7 +17,7 @@ from pipeline.eval.examples import (
 from pipeline.eval.results import Evaluation, Result, query_differences
 from pipeline.index.reader import Index, quote
 from pipeline.schema import Hit
-from pipeline.search.explain import highlights, snippet
+from pipeline.search.explain import highlighted_spans, snippet
 from pipeline.search.searcher import Searcher
 
 #: Function that draws a hit: (searcher, query text, hit, representation) -> captions and PNG files.
@@ -37,7 +37,7 @@ def compared_rows(evaluation: Evaluation) -> list[Result]:
     The compressed row is the cheapest that retains the quality of the uncompressed rows, or else
     the best. Without compressed rows, it is the best multi-vector row alone.
     """
-    tokens = [result for result in evaluation.results if result.score in ("late", "hybrid")]
+    tokens = [result for result in evaluation.results if result.score in ("maxsim", "hybrid")]
     compressed = [result for result in tokens if result.is_compressed]
     shown = evaluation.cheapest(compressed) or evaluation.best(compressed)
     if shown is None:
@@ -172,5 +172,5 @@ def _texts(index: Index, id_column: str, ids: set[str]) -> dict[str, tuple[str, 
 
 def _best_passage(hit: Hit) -> str:
     """Returns the best passage of a hit's text, with delimiters around the matched words."""
-    spans = highlights(hit.passages[0]) if hit.passages else []
-    return snippet(hit.text or "", spans, marks=HIGHLIGHT_DELIMITERS)
+    spans = highlighted_spans(hit.passages[0]) if hit.passages else []
+    return snippet(hit.text or "", spans, delimiters=HIGHLIGHT_DELIMITERS)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from pipeline.config import SpecError
-from pipeline.eval.results import SINGLE
+from pipeline.eval.results import SINGLE_VECTOR
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.index.reader import Index, combine_filters
-from pipeline.search.options import SCORES, Score
+from pipeline.scores import SCORES, Score
 from pipeline.search.searcher import Searcher
 
 
@@ -35,17 +35,17 @@ def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
         raise SpecError("index", spec.index, "an index with a representation", "has none")
     infos = [searcher.representation(name) for name in names]
     for info in infos:
-        single_scores = [score for score in spec.scores if score != "late"]
+        single_scores = [score for score in spec.scores if score != "maxsim"]
         if single_scores and info.pooled_column is None:
             problem = f"needs the single vectors that {info.name} lacks"
-            raise SpecError("scores", single_scores[0], "late", problem)
+            raise SpecError("scores", single_scores[0], "maxsim", problem)
     scores = spec.scores or SCORES
-    if SINGLE in scores:
+    if SINGLE_VECTOR in scores:
         by_column = {info.pooled_column: info.name for info in infos if info.pooled_column}
-        yield from (Row(name, SINGLE) for name in by_column.values())
+        yield from (Row(name, SINGLE_VECTOR) for name in by_column.values())
     for info in infos:
         for score in scores:
-            if score != SINGLE and (score == "late" or info.pooled_column):
+            if score != SINGLE_VECTOR and (score == "maxsim" or info.pooled_column):
                 yield Row(info.name, score)
     for reranker in spec.rerank:
         yield _reranked_row(reranker, searcher, names)
@@ -59,10 +59,10 @@ def _reranked_row(reranker: RerankSpec, searcher: Searcher, names: Sequence[str]
     """
     name = reranker.representation or ("full" if "full" in names else names[0])
     info = searcher.representation(name)
-    score: Score = reranker.score or (SINGLE if info.pooled_column else "late")
-    if score != "late" and info.pooled_column is None:
+    score: Score = reranker.score or (SINGLE_VECTOR if info.pooled_column else "maxsim")
+    if score != "maxsim" and info.pooled_column is None:
         problem = f"needs the single vectors that {name} lacks"
-        raise SpecError("rerank.score", score, "late", problem)
+        raise SpecError("rerank.score", score, "maxsim", problem)
     return Row(name, score, reranker)
 
 

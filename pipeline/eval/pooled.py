@@ -44,8 +44,8 @@ def pool(outputs: Sequence[str]) -> Evaluation:
         results=sort_results(
             [_pooled([by_name[name] for by_name in rows], measures) for name in names]
         ),
-        kinds={},
-        categories={},
+        document_categories={},
+        query_categories={},
     )
 
 

@@ -19,7 +19,7 @@ from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.example_selection import NUM_HITS
 from pipeline.eval.metrics import per_query
 from pipeline.eval.plan import Row
-from pipeline.eval.results import BM25, SINGLE, SIZES, Result
+from pipeline.eval.results import BM25, SINGLE_VECTOR, SIZES, Result
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.eval.topics import read_query_vectors
 from pipeline.index.columns import RERANK_TOKENS
@@ -27,6 +27,7 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.index.status import representation_stats, rerank_token_stats
 from pipeline.schema import ITEM, Hit
+from pipeline.scores import RENAMED
 from pipeline.search.options import EQUAL, SearchOptions
 from pipeline.search.searcher import Searcher
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 AnyQueries = EncodedQueries | list[np.ndarray]
 #: Number of queries that are scored one at a time to measure latency.
 NUM_TIMED = 50
+#: Former names of scores, which cache keys contain, so that earlier entries stay valid.
+_CACHED_SCORES: dict[str, str] = {new: former for former, new in RENAMED.items()}
 
 
 class Ranker:
@@ -67,12 +70,12 @@ class Ranker:
             dependencies = {
                 "content": index.content_key(columns),
                 "encoder": info.encoder.fingerprint,
-                "codec": None if row.score == SINGLE else info.codec,
+                "codec": None if row.score == SINGLE_VECTOR else info.codec,
                 "vectors": self._vectors_hash,
             }
         return cache_key(
             **dependencies,
-            score=row.score,
+            score=_CACHED_SCORES.get(row.score, row.score),
             judgments=self.judgments,
             measures=self._spec.measures,
             k=self._spec.k,
@@ -271,8 +274,8 @@ def fitting_key(info: RepresentationInfo) -> list[Any]:
 
 def _columns(row: Row, info: RepresentationInfo) -> list[str]:
     """Returns the columns of a row's vectors, assignments and positions."""
-    pooled = [] if row.score == "late" or not info.pooled_column else [info.pooled_column]
-    if row.score == SINGLE:
+    pooled = [] if row.score == "maxsim" or not info.pooled_column else [info.pooled_column]
+    if row.score == SINGLE_VECTOR:
         return pooled
     return [row.representation, *info.token_columns, *pooled]
 
@@ -280,11 +283,11 @@ def _columns(row: Row, info: RepresentationInfo) -> list[str]:
 def _sizes(index: Index, row: Row, filter: str | None) -> dict[str, float]:
     """Returns the number of vectors and bytes per item that a row's score reads."""
     sizes = dict.fromkeys(SIZES, 0.0)
-    if row.score in ("late", "hybrid"):
+    if row.score in ("maxsim", "hybrid"):
         stored_sizes = representation_stats(index, row.representation, filter)
         parts = ("vectors", "bytes_vectors", "bytes_assignment", "bytes_positions", "bytes_all")
         sizes = {name: float(stored_sizes[part]) for name, part in zip(SIZES, parts, strict=True)}
-    if row.score in (SINGLE, "hybrid"):
+    if row.score in (SINGLE_VECTOR, "hybrid"):
         pooled = index.representation(row.representation).pooled_column
         type = index.schema.field(pooled).type
         sizes["vectors_per_item"] += 1

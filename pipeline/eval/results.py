@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import posixpath
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, NamedTuple
@@ -19,12 +20,20 @@ from pipeline.eval.metrics import means
 from pipeline.eval.significance import holm, randomisation_p
 from pipeline.index.columns import codec_name
 from pipeline.registry import COMPRESSORS
+from pipeline.scores import RENAMED
 
 BM25: Final = "bm25"
-SINGLE: Final = "single"
+SINGLE_VECTOR: Final = "single_vector"
 FULL: Final = "full"
 EDJE: Final = "edje"
 RESULTS = "results.json"
+
+#: Present names of fields of the results file by former name.
+RENAMED_FIELDS = {
+    "kinds": "document_categories",
+    "categories": "query_categories",
+    "made": "created",
+}
 
 #: A difference whose corrected p value is below this is called significant.
 ALPHA = 0.05
@@ -64,9 +73,10 @@ class Result:
 
     Attributes:
         representation: Column that is searched.
-        method: Compressor with its settings except the budget; or full, single, bm25 or edje.
+        method: Compressor with its settings except the budget; or full, single_vector, bm25 or
+            edje.
         num_vectors: Budget K; None for uncompressed rows, BM25, and budgets that are a ratio.
-        score: late, single, hybrid, bm25 or edje.
+        score: maxsim, single_vector, hybrid, bm25 or edje.
         encoder: Fingerprint of the query encoder; empty for BM25.
         values: Metrics by name, by query id.
         vectors_per_item: Mean number of stored vectors per item; 0 for BM25, as all sizes are.
@@ -86,11 +96,11 @@ class Result:
         weights: Weights of the single-vector and the MaxSim score in the hybrid score; None if
             equal.
         first_stage: Row of a reranker's first stage, which it is compared with.
-        rerank: Settings of a reranker: `model`, `pool` (the rerank depth), `precision` and
+        rerank: Settings of a reranker: `model`, `rerank_depth`, `precision` and
             `add_first_stage`.
-        fitted: Sample that the compressor or codec was fitted on: `num_items`, the number of them
-            that are `evaluated`, and the `origin` of a separate sample; the numbers are None if an
-            older version did not record them. Empty if nothing was fitted.
+        fit_sample: Sample that the compressor or codec was fitted on: `num_items`, `num_evaluated`
+            (the number of them that are evaluated), and the `origin` of a separate sample; the
+            numbers are None if an older version did not record them. Empty if nothing was fitted.
         seeds: Mean metrics and score retention by representation, for a row that is the mean over
             seeds; empty for methods without a seed.
     """
@@ -117,7 +127,7 @@ class Result:
     rerank: dict[str, Any] = field(default_factory=dict)
     assignment_bytes: float = 0.0
     position_bytes: float = 0.0
-    fitted: dict[str, Any] = field(default_factory=dict)
+    fit_sample: dict[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -128,8 +138,8 @@ class Result:
 
     @property
     def name(self) -> str:
-        """Name of the run and its file, such as full.late or full.hybrid-1-0.25."""
-        has_one_score = self.score in (SINGLE, BM25, EDJE)
+        """Name of the run and its file, such as full.maxsim or full.hybrid-1-0.25."""
+        has_one_score = self.score in (SINGLE_VECTOR, BM25, EDJE)
         score = self.label.translate(str.maketrans(" :", "--"))
         return self.representation if has_one_score else f"{self.representation}.{score}"
 
@@ -141,7 +151,7 @@ class Result:
     @property
     def is_compressed(self) -> bool:
         """True for rows with a budget, False for the references that they are compared with."""
-        return self.method not in (BM25, SINGLE, FULL, EDJE)
+        return self.method not in (BM25, SINGLE_VECTOR, FULL, EDJE)
 
     @property
     def budget(self) -> Budget:
@@ -311,12 +321,12 @@ class Evaluation:
         judgments: Hash of the judged queries, equal for evaluations that can be compared.
         num_items: Number of evaluated items.
         notes: Notes on what is left out or missing.
-        made: Time of the evaluation, in UTC.
+        created: Time of the evaluation, in UTC.
         versions: Versions of Maxray, its main dependencies and the platform.
         results: Rows, in the order of the table.
-        kinds: Query ids by category of the relevant documents; empty if the spec does not ask for
-            it.
-        categories: Query ids of each category, by field of the queries.
+        document_categories: Query ids by category of the relevant documents; empty if the spec does
+            not ask for it.
+        query_categories: Query ids of each category, by field of the queries.
         examples: Queries with the hits of two rows; not part of `to_json`.
     """
 
@@ -325,11 +335,11 @@ class Evaluation:
     judgments: str
     num_items: int
     notes: list[str]
-    made: str
+    created: str
     versions: dict[str, str]
     results: list[Result]
-    kinds: dict[str, list[str]] = field(default_factory=dict)
-    categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    document_categories: dict[str, list[str]] = field(default_factory=dict)
+    query_categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     examples: list[Example] = field(default_factory=list)
 
     @property
@@ -407,7 +417,7 @@ def read_results(output: str, field: str) -> Evaluation:
     rule = "the output folder of jobs.evaluate"
     try:
         with fsspec.open(posixpath.join(absolute(output), RESULTS), "r", encoding="utf-8") as file:
-            data = json.load(file)
+            data = _rename(json.load(file), RENAMED_FIELDS)
         results = [_result(row) for row in data.pop("results")]
         return Evaluation(**data, results=results)
     except FileNotFoundError:
@@ -417,13 +427,27 @@ def read_results(output: str, field: str) -> Evaluation:
 
 
 def _result(row: dict[str, Any]) -> Result:
+    """Creates a row from JSON, which has former names if an earlier version wrote it."""
+    row = _rename(row, {"fitted": "fit_sample"})
     diagnosis = row.pop("diagnosis", None)
-    return Result(**row, diagnosis=diagnosis and Diagnosis(**diagnosis))
+    result = Result(**row, diagnosis=diagnosis and Diagnosis(**diagnosis))
+    return replace(
+        result,
+        method=RENAMED.get(result.method, result.method),
+        score=RENAMED.get(result.score, result.score),
+        first_stage=re.sub(r"\.late$", ".maxsim", result.first_stage),
+        rerank=_rename(result.rerank, {"pool": "rerank_depth"}),
+        fit_sample=_rename(result.fit_sample, {"evaluated": "num_evaluated"}),
+    )
+
+
+def _rename(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in fields.items()}
 
 
 def sort_results(results: Sequence[Result]) -> list[Result]:
     """Sorts rows: BM25, single vectors, uncompressed, methods by descending budget, rerankers."""
-    order = {BM25: 0, SINGLE: 1, FULL: 2, EDJE: 4}
+    order = {BM25: 0, SINGLE_VECTOR: 1, FULL: 2, EDJE: 4}
     return sorted(
         results,
         key=lambda r: (
@@ -432,7 +456,7 @@ def sort_results(results: Sequence[Result]) -> list[Result]:
             -(r.num_vectors or float("inf")),
             -(r.budget.ratio or float("inf")),
             r.representation,
-            r.score != "late",
+            r.score != "maxsim",
         ),
     )
 
@@ -491,7 +515,7 @@ def _reference(result: Result, results: Sequence[Result]) -> Result:
     peers = [r for r in peers if result.encoder in ("", r.encoder)] or [result]
     wanted = [
         [r for r in peers if r.method == FULL and r.score == result.score],
-        [r for r in peers if r.method == FULL and r.score == "late"],
+        [r for r in peers if r.method == FULL and r.score == "maxsim"],
         [r for r in peers if r.method == FULL],
         [r for r in peers if r.score == result.score],
         peers,

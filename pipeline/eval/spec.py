@@ -13,7 +13,8 @@ from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure
 from pipeline.eval.results import EDJE
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
-from pipeline.search.options import EQUAL, WEIGHTS_RULE, Score, Weights, are_weights
+from pipeline.scores import Score
+from pipeline.search.options import EQUAL, WEIGHTS_RULE, Weights, are_weights
 
 
 class RerankSpec(Spec):
@@ -34,8 +35,8 @@ class RerankSpec(Spec):
     representation: str | None = None
     """Representation of the first stage; null for `full` if it is evaluated, else the first one."""
     score: Score | None = None
-    """Score of the first stage; null for `single` if the representation has single vectors, else
-    `late`."""
+    """Score of the first stage; null for `single_vector` if the representation has single vectors,
+    else `maxsim`."""
     label: str = Field("", pattern=r"^[\w.-]*$")
     """Name of the row; empty for a generated one such as edje_10 or edje_10_int8."""
 
@@ -53,7 +54,7 @@ class RerankSpec(Spec):
 class EvaluateSpec(Spec):
     """Spec of `jobs.evaluate`."""
 
-    renamed: ClassVar[Mapping[str, str]] = {"where": "filter"}
+    renamed: ClassVar[Mapping[str, str]] = {"where": "filter", "kinds": "document_categories"}
 
     index: str
     """URI of the index."""
@@ -67,7 +68,8 @@ class EvaluateSpec(Spec):
     representations: list[str] = Field(default_factory=list)
     """Representations to evaluate; empty for all."""
     scores: list[Score] = Field(default_factory=list)
-    """Scores to evaluate: late, hybrid, single; empty for all that the index has vectors for."""
+    """Scores to evaluate: maxsim, hybrid, single_vector; empty for all that the index has vectors
+    for."""
     weights: Weights = EQUAL
     """Weights of the single-vector and the MaxSim score in the hybrid score, such as [1, 0.25]."""
     measures: list[str] = Field(default_factory=lambda: list(DEFAULT_MEASURES))
@@ -90,7 +92,7 @@ class EvaluateSpec(Spec):
     grounding: GeneratedPhrases | str | None = None
     """Phrases with boxes to measure the grounding of MaxSim rows: a JSONL file, or a mapping to
     generate phrases from the texts of the items; null for none."""
-    kinds: str | None = None
+    document_categories: str | None = None
     """Item column such as modality, or metadata.KEY: adds a table by category of the relevant
     documents; null for none."""
     rerank: list[RerankSpec] = Field(default_factory=list)

@@ -30,12 +30,12 @@ def line_name(evaluation: Evaluation, result: Result) -> str:
 
 def late_rows(evaluation: Evaluation) -> list[Result]:
     """Returns the compressed rows under the MaxSim score."""
-    return [r for r in evaluation.results if r.is_compressed and r.score == "late"]
+    return [r for r in evaluation.results if r.is_compressed and r.score == "maxsim"]
 
 
 def full_row(evaluation: Evaluation, result: Result) -> Result | None:
     """Returns the uncompressed row of a row's encoder under the MaxSim score."""
-    candidates = [r for r in evaluation.results if r.method == FULL and r.score == "late"]
+    candidates = [r for r in evaluation.results if r.method == FULL and r.score == "maxsim"]
     candidates = [r for r in candidates if r.encoder == result.encoder]
     return max(candidates, key=lambda r: r.vector_bytes, default=None)
 
@@ -57,7 +57,7 @@ class Scan:
     rows: dict[int, Result]
 
 
-def layer_scans(evaluation: Evaluation, score: str = "late") -> list[Scan]:
+def layer_scans(evaluation: Evaluation, score: str = "maxsim") -> list[Scan]:
     """Returns a scan per method and budget that was measured at two or more single layers.
 
     Layers counted from the end are ignored: the results do not contain the number of layers.
@@ -102,7 +102,7 @@ def depth_scans(evaluation: Evaluation) -> list[DepthScan]:
         if settings := row.rerank:
             precision = settings["precision"] or ""
             key = (row.first_stage, settings["model"], precision, settings["add_first_stage"])
-            found.setdefault(key, {})[settings["pool"]] = row
+            found.setdefault(key, {})[settings["rerank_depth"]] = row
     rows = {row.name: row for row in evaluation.results}
     has_several_models = len({model for _, model, _, _ in found}) > 1
     scans = []

@@ -14,7 +14,13 @@ from pipeline.report import html
 from pipeline.report.compare import csv_rows
 from pipeline.report.figures import figures
 from pipeline.report.quality_bytes import quality_bytes_png
-from pipeline.report.tables import categories_csv, kinds_csv, metrics_csv, per_query_csv, table
+from pipeline.report.tables import (
+    document_categories_csv,
+    metrics_csv,
+    per_query_csv,
+    query_categories_csv,
+    table,
+)
 from pipeline.report.text import as_csv, markdown
 
 
@@ -24,8 +30,7 @@ def write(evaluation: Evaluation, folder: str) -> list[str]:
         "report.html": html.report([evaluation]),
         "metrics.csv": metrics_csv(evaluation),
         "per_query.csv": per_query_csv(evaluation),
-        **({"kinds.csv": kinds_csv(evaluation)} if evaluation.kinds else {}),
-        **({"categories.csv": categories_csv(evaluation)} if evaluation.categories else {}),
+        **_category_tables(evaluation),
         "table.md": markdown(table(evaluation)),
         "quality_bytes.png": quality_bytes_png(evaluation),
         **_figures(evaluation),
@@ -54,6 +59,15 @@ def write_pooled(pooled: Evaluation, cells: Sequence[Sequence[str]], folder: str
     """
     tables = {"table.md": markdown(cells), "pooled.csv": as_csv(cells)}
     return _write({**tables, **_figures(pooled)}, folder)
+
+
+def _category_tables(evaluation: Evaluation) -> dict[str, str]:
+    tables = {}
+    if evaluation.document_categories:
+        tables["document_categories.csv"] = document_categories_csv(evaluation)
+    if evaluation.query_categories:
+        tables["query_categories.csv"] = query_categories_csv(evaluation)
+    return tables
 
 
 def _figures(evaluation: Evaluation) -> dict[str, bytes]:

@@ -11,7 +11,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from pipeline.eval.results import BM25, FULL, SINGLE, Budget, Evaluation, Result, pareto_front
+from pipeline.eval.results import (
+    BM25,
+    FULL,
+    SINGLE_VECTOR,
+    Budget,
+    Evaluation,
+    Result,
+    pareto_front,
+)
 from pipeline.eval.views import codec_names, line_name, scanned_rows
 from pipeline.report.plot import REFERENCE, Style, apply_style, legend_below, styles, to_png, to_svg
 
@@ -31,10 +39,10 @@ class Panel(NamedTuple):
     def title(self) -> str:
         """Title of the plot.
 
-        >>> Panel("late", "all_bytes").title
+        >>> Panel("maxsim", "all_bytes").title
         'MaxSim score, all stored bytes'
         """
-        score = "MaxSim" if self.score == "late" else self.score
+        score = "MaxSim" if self.score == "maxsim" else self.score
         return f"{score} score, {'vectors' if self.size == SIZES[0] else 'all stored bytes'}"
 
 
@@ -60,7 +68,9 @@ def panels(evaluation: Evaluation) -> list[Panel]:
     Without assignments and positions both sizes are equal, and only one is plotted.
     """
     measured = {result.score for result in evaluation.results}
-    scores: list[str] = [score for score in ("late", "hybrid") if score in measured] or [SINGLE]
+    scores: list[str] = [score for score in ("maxsim", "hybrid") if score in measured] or [
+        SINGLE_VECTOR
+    ]
     differ = any(result.vector_bytes != result.all_bytes for result in evaluation.results)
     return [Panel(score, size) for size in SIZES[: 1 + differ] for score in scores]
 
@@ -113,7 +123,7 @@ def _draw(axis: Axes, evaluation: Evaluation, panel: Panel) -> None:
     measure, scanned = evaluation.headline, scanned_rows(evaluation)
     size_of = operator.attrgetter(panel.size)
     num_codecs = len(codec_names(evaluation))
-    results = [r for r in evaluation.results if r.score in (panel.score, SINGLE, BM25)]
+    results = [r for r in evaluation.results if r.score in (panel.score, SINGLE_VECTOR, BM25)]
     sizes: dict[Budget, float] = {}  # of the largest method
     for method, style in styles(evaluation).items():
         rows = sorted(
@@ -148,7 +158,7 @@ def _draw(axis: Axes, evaluation: Evaluation, panel: Panel) -> None:
     )
     for result in (r for r in results if r.method == BM25):
         _draw_bm25(axis, result.means[measure])
-    for name, marker, dashes in ((FULL, "*", (6, 3)), (SINGLE, "o", (1, 2))):
+    for name, marker, dashes in ((FULL, "*", (6, 3)), (SINGLE_VECTOR, "o", (1, 2))):
         for result in (r for r in results if r.method == name):
             quality = result.means[measure]
             axis.axhline(quality, color=REFERENCE, linewidth=1, dashes=dashes, zorder=0)
@@ -159,7 +169,9 @@ def _draw(axis: Axes, evaluation: Evaluation, panel: Panel) -> None:
                 markersize=12 if marker == "*" else 7,
                 color=REFERENCE,
                 linestyle="none",
-                label=f"{name} ({result.representation})" if name == SINGLE else "uncompressed",
+                label=f"{name} ({result.representation})"
+                if name == SINGLE_VECTOR
+                else "uncompressed",
             )
     axis.set_title(panel.title, fontsize=11, color=REFERENCE)
     axis.set_xlabel("vector bytes per item" if panel.size == SIZES[0] else "stored bytes per item")

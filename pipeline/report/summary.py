@@ -33,7 +33,7 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
         )
     yield from _bm25_sentence(evaluation)
     for sample, names in fitting_samples(
-        [r for r in results if r.fitted.get("evaluated", 0) != 0]
+        [r for r in results if r.fit_sample.get("num_evaluated", 0) != 0]
     ).items():
         yield f"Fitted on {sample}: {', '.join(names)}."
 
@@ -72,15 +72,15 @@ def against_bm25(comparison: RowComparison) -> str:
 
 def fitting(result: Result) -> str:
     """Describes the sample that a row was fitted on; empty if nothing was fitted."""
-    fitted = result.fitted
-    if not fitted:
+    fit_sample = result.fit_sample
+    if not fit_sample:
         return ""
-    if fitted["num_items"] is None:
+    if fit_sample["num_items"] is None:
         return "an unrecorded sample of the index"
-    number, evaluated = fitted["num_items"], fitted["evaluated"]
+    number, evaluated = fit_sample["num_items"], fit_sample["num_evaluated"]
     items = f"{number:,} item{'s' * (number != 1)}"
     overlap = "all" if evaluated == number else f"{evaluated:,}" if evaluated else "none"
-    origin = fitted["origin"]
+    origin = fit_sample["origin"]
     if not origin:
         return f"{items} of the index, {overlap} of them evaluated"
     source = origin.get("source", origin)

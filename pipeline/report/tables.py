@@ -160,7 +160,7 @@ def metrics_csv(evaluation: Evaluation) -> str:
             *(getattr(result, name) for name in COSTS),
             result.budget.ratio,
             *diagnostics(result).values(),
-            *(result.fitted.get(name) for name in ("num_items", "evaluated")),
+            *(result.fit_sample.get(name) for name in ("num_items", "num_evaluated")),
             len(result.seeds) or None,
             *(result.spread(name) for name in (*evaluation.measures, OSR)),
         ]
@@ -187,13 +187,13 @@ def document_category_metrics(
     evaluation: Evaluation, result: Result, category: str
 ) -> tuple[float, float | None]:
     """Returns the headline metric and OSR of a row on the queries of one document category."""
-    query_ids = evaluation.kinds[category]
+    query_ids = evaluation.document_categories[category]
     quality = sum(evaluation.value(result.name, q) for q in query_ids) / len(query_ids)
     retention = None if result.diagnosis is None else result.diagnosis.retention(query_ids)
     return quality, retention and retention.mean
 
 
-def kinds_csv(evaluation: Evaluation) -> str:
+def document_categories_csv(evaluation: Evaluation) -> str:
     """Returns MaxSim rows by category of the relevant documents as CSV."""
     rows = [
         [
@@ -203,10 +203,10 @@ def kinds_csv(evaluation: Evaluation) -> str:
             *document_category_metrics(evaluation, result, category),
         ]
         for result in evaluation.results
-        if result.score == "late"
-        for category, query_ids in evaluation.kinds.items()
+        if result.score == "maxsim"
+        for category, query_ids in evaluation.document_categories.items()
     ]
-    return as_csv([["row", "kind", "num_queries", evaluation.headline, OSR], *rows])
+    return as_csv([["row", "category", "num_queries", evaluation.headline, OSR], *rows])
 
 
 def category_quality(evaluation: Evaluation, result: Result, query_ids: Sequence[str]) -> float:
@@ -214,11 +214,11 @@ def category_quality(evaluation: Evaluation, result: Result, query_ids: Sequence
     return sum(result.values[q][evaluation.headline] for q in query_ids) / len(query_ids)
 
 
-def categories_csv(evaluation: Evaluation) -> str:
+def query_categories_csv(evaluation: Evaluation) -> str:
     """Returns all rows by category of the queries as CSV."""
     rows = [
         [result.name, field, name, len(ids), category_quality(evaluation, result, ids)]
-        for field, groups in evaluation.categories.items()
+        for field, groups in evaluation.query_categories.items()
         for result in evaluation.results
         for name, ids in groups.items()
     ]

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
-from pipeline.schema import Hit, Match, Parts, Passage, Place
+from pipeline.schema import Hit, Location, Match, Parts, Passage
 from pipeline.search.explain import (
     NO_SPAN,
     assigned_vectors,
@@ -101,9 +101,9 @@ def _stored_rows(
 
 def _parts(ranking: Ranking, i: int, num_tokens: int) -> Parts:
     """Returns the scores that item `i` of a ranking is composed of."""
-    late = None if ranking.late is None else float(ranking.late[i])
-    single = None if ranking.single is None else float(ranking.single[i])
-    return Parts(late, None if late is None else late / max(num_tokens, 1), single)
+    maxsim = None if ranking.maxsim is None else float(ranking.maxsim[i])
+    single_vector = None if ranking.single_vector is None else float(ranking.single_vector[i])
+    return Parts(maxsim, None if maxsim is None else maxsim / max(num_tokens, 1), single_vector)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class _InputTokens:
             return [vector]
         return [] if self.assignment is None else input_tokens(vector, self.assignment, self.form)
 
-    def _locations(self, inputs: Sequence[int]) -> tuple[Place, ...]:
+    def _locations(self, inputs: Sequence[int]) -> tuple[Location, ...]:
         """Returns the regions and times of input tokens, in text order."""
         if not self.extents:
             return ()

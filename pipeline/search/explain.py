@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from pipeline.schema import Mark, Passage, Place
+from pipeline.schema import Highlight, Location, Passage
 
 #: x0 y0 x1 y1 in [0, 1] of the page, image or frame.
 Box = tuple[float, float, float, float]
@@ -93,7 +93,7 @@ def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
 
 def token_location(
     span: Sequence[int], extent: Sequence[float], confidence: float = math.nan
-) -> Place | None:
+) -> Location | None:
     """Returns the location of a token; None if it has neither a box nor times.
 
     Args:
@@ -103,12 +103,12 @@ def token_location(
 
     >>> nan = float("nan")
     >>> token_location((0, 3), (nan, nan, nan, nan, 2.0, 2.5), 0.75)
-    Place(span=(0, 3), box=None, times=(2.0, 2.5), confidence=0.75)
+    Location(span=(0, 3), box=None, times=(2.0, 2.5), confidence=0.75)
     """
     start, end = span
     box, times = _box_and_times(extent)
     known = None if math.isnan(confidence) else confidence
-    return Place((start, end), box, times, confidence=known) if box or times else None
+    return Location((start, end), box, times, confidence=known) if box or times else None
 
 
 def _box_and_times(extent: Sequence[float]) -> tuple[Box | None, Times | None]:
@@ -198,17 +198,17 @@ def find_passages(
         if passages and gain < MIN_SHARE * best_M.sum():
             break
         inside_M = e_MT[:, tokens].max(axis=1)
-        marks = []
+        highlights = []
         if spans_T2[tokens[0], 0] >= 0:
             at_M = tokens[e_MT[:, tokens].argmax(axis=1)]
-            marks = [
-                Mark(query_tokens[m], tuple(spans_T2[t].tolist()), float(contribution))
+            highlights = [
+                Highlight(query_tokens[m], tuple(spans_T2[t].tolist()), float(contribution))
                 for m, t, contribution in zip(selected, at_M, inside_M, strict=True)
                 if contribution > 0
             ]
         location = _location(tokens, spans_T2, extents_T6, text or "")
         confidence = None if confidence_T is None else mean_or_none(confidence_T[tokens])
-        passages.append(Passage(*location, float(gain), tuple(marks), confidence=confidence))
+        passages.append(Passage(*location, float(gain), tuple(highlights), confidence=confidence))
         floor_M = np.maximum(floor_M, inside_M)
         taken_T[tokens] = True
     return tuple(passages)
@@ -343,15 +343,15 @@ def mean_or_none(values: np.ndarray) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def highlights(passage: Passage) -> list[tuple[int, int]]:
+def highlighted_spans(passage: Passage) -> list[tuple[int, int]]:
     """Returns the spans of a passage to highlight: those with the highest contributions.
 
-    >>> marks = [Mark("the", (0, 3), 0.2), Mark("wing", (4, 8), 0.6)]
-    >>> highlights(Passage((0, 8), None, None, 0.8, tuple(marks)))
+    >>> words = [Highlight("the", (0, 3), 0.2), Highlight("wing", (4, 8), 0.6)]
+    >>> highlighted_spans(Passage((0, 8), None, None, 0.8, tuple(words)))
     [(4, 8)]
     """
-    most = max((mark.contribution for mark in passage.marks), default=0.0)
-    return [mark.span for mark in passage.marks if mark.contribution >= MIN_HIGHLIGHT * most]
+    most = max((word.contribution for word in passage.highlights), default=0.0)
+    return [word.span for word in passage.highlights if word.contribution >= MIN_HIGHLIGHT * most]
 
 
 def printable(text: str) -> str:
@@ -368,17 +368,17 @@ def snippet(
     ranges: Iterable[Sequence[int]],
     *,
     width: int = 240,
-    marks: tuple[str, str] = ("[", "]"),
+    delimiters: tuple[str, str] = ("[", "]"),
 ) -> str:
-    """Returns the part of a text with the most marked characters, with marks around the words.
+    """Returns the part of a text with the most highlighted characters.
 
     The part consists of whole words, so it may be shorter than `width`.
 
     Args:
         text: Text of an item.
-        ranges: Character ranges to mark.
+        ranges: Character ranges to highlight.
         width: Maximum number of characters.
-        marks: Text inserted before and after each marked word.
+        delimiters: Text inserted before and after each highlighted word.
 
     >>> snippet("the wing in a slipstream", [(4, 6), (14, 24)], width=100)
     'the [wing] in a [slipstream]'
@@ -386,11 +386,12 @@ def snippet(
     '... ddd [eee] fff'
     """
     text = printable(text)
-    start, end, marked = _shown(text, ranges, width)
+    start, end, highlighted = _shown(text, ranges, width)
     pieces, done = [], start
-    for word_start, word_end in marked:
+    before, after = delimiters
+    for word_start, word_end in highlighted:
         if start <= word_start and word_end <= end:
-            pieces += [text[done:word_start], marks[0], text[word_start:word_end], marks[1]]
+            pieces += [text[done:word_start], before, text[word_start:word_end], after]
             done = word_end
     shown = "".join([*pieces, text[done:end]]).strip()
     return " ".join(["..."] * (start > 0) + [shown] + ["..."] * (end < len(text)))
@@ -399,28 +400,28 @@ def snippet(
 def _shown(
     text: str, ranges: Iterable[Sequence[int]], width: int
 ) -> tuple[int, int, list[tuple[int, int]]]:
-    """Returns start and end of the part with the most marked characters, and the marked words."""
+    """Returns start and end of the part with the most highlights, and the highlighted words."""
     words = [(w.start(), w.end()) for w in re.finditer(r"\w+", text)]
     ranges = merge(ranges)
-    marked = [w for w in words if any(start < w[1] and w[0] < end for start, end in ranges)]
-    start, end = _densest_window(len(text), marked, width)
+    highlighted = [w for w in words if any(start < w[1] and w[0] < end for start, end in ranges)]
+    start, end = _densest_window(len(text), highlighted, width)
     # Partial words at either end are dropped.
     start = next((w[1] for w in words if w[0] < start < w[1]), start)
     end = next((w[0] for w in words if w[0] < end < w[1]), end)
-    return start, end, marked
+    return start, end, highlighted
 
 
-def _densest_window(length: int, marked: list[tuple[int, int]], width: int) -> tuple[int, int]:
-    """Returns the window of `width` characters with the most marked characters."""
-    if length <= width or not marked:
+def _densest_window(length: int, highlighted: list[tuple[int, int]], width: int) -> tuple[int, int]:
+    """Returns the window of `width` characters with the most highlighted characters."""
+    if length <= width or not highlighted:
         return 0, min(length, width)
     best, run, first, filled = -1, (0, 0), 0, 0
-    for last, (start, end) in enumerate(marked):
+    for last, (start, end) in enumerate(highlighted):
         filled += end - start
-        while end - marked[first][0] > width and first < last:
-            filled -= marked[first][1] - marked[first][0]
+        while end - highlighted[first][0] > width and first < last:
+            filled -= highlighted[first][1] - highlighted[first][0]
             first += 1
         if filled > best:
-            best, run = filled, (marked[first][0], end)
+            best, run = filled, (highlighted[first][0], end)
     start = max(0, min((run[0] + run[1] - width) // 2, length - width))
     return start, start + width

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.schema import Hit, Parts, Passage, Place, Reranked
-from pipeline.search.explain import highlights, printable, snippet
+from pipeline.schema import Hit, Location, Parts, Passage, Reranked
+from pipeline.search.explain import highlighted_spans, printable, snippet
 
 
-def format_hits(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
+def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
     """Returns one line per hit with rank, score, id, span and title, followed by a snippet.
 
     Args:
         hits: Hits, best first.
-        marks: Text before and after each highlighted word.
+        delimiters: Text before and after each highlighted word.
     """
     if not hits:
         return "no hits"
@@ -25,8 +25,8 @@ def format_hits(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
         lines.append("  ".join(printable(part) for part in head if part))
         if parts := format_parts(hit.parts):
             lines.append(f"     {parts}")
-        spans = highlights(hit.passages[0]) if hit.passages else []
-        if hit.text and (shown := snippet(hit.text, spans, marks=marks)):
+        spans = highlighted_spans(hit.passages[0]) if hit.passages else []
+        if hit.text and (shown := snippet(hit.text, spans, delimiters=delimiters)):
             lines.append(f"     {shown}")
         if locations := "; ".join(filter(None, map(format_location, hit.passages))):
             lines.append(f"     {locations}")
@@ -36,14 +36,15 @@ def format_hits(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
 def format_parts(parts: Parts) -> str:
     """Returns the components of a hybrid score; empty for other scores.
 
-    >>> format_parts(Parts(late=4.5, late_mean=0.75, single=0.5))
-    'single 0.5000, late 4.5000 (mean 0.7500)'
-    >>> format_parts(Parts(late=4.5, late_mean=0.75))
+    >>> format_parts(Parts(maxsim=4.5, maxsim_mean=0.75, single_vector=0.5))
+    'single-vector 0.5000, MaxSim 4.5000 (mean 0.7500)'
+    >>> format_parts(Parts(maxsim=4.5, maxsim_mean=0.75))
     ''
     """
-    if parts.late is None or parts.single is None:
+    if parts.maxsim is None or parts.single_vector is None:
         return ""
-    return f"single {parts.single:.4f}, late {parts.late:.4f} (mean {parts.late_mean:.4f})"
+    maxsim = f"MaxSim {parts.maxsim:.4f} (mean {parts.maxsim_mean:.4f})"
+    return f"single-vector {parts.single_vector:.4f}, {maxsim}"
 
 
 def format_first_rank(reranked: Reranked | None) -> str:
@@ -71,14 +72,14 @@ def format_span(span: dict[str, Any] | None) -> str:
     return f"({span['unit']} {start})" if start == end else f"({span['unit']} {start}-{end})"
 
 
-def format_location(location: Place | Passage) -> str:
+def format_location(location: Location | Passage) -> str:
     """Returns the times, the region and the confidence of a match.
 
-    >>> format_location(Place((0, 4), (0.1, 0.25, 0.5, 0.3), (4.0, 6.0)))
+    >>> format_location(Location((0, 4), (0.1, 0.25, 0.5, 0.3), (4.0, 6.0)))
     'video 4.0-6.0 s, box 0.10 0.25 0.50 0.30'
-    >>> format_location(Place((0, 4), None, (5.31, 7.0)))
+    >>> format_location(Location((0, 4), None, (5.31, 7.0)))
     'audio 5.3-7.0 s'
-    >>> format_location(Place((0, 4), None, (5.31, 7.0), confidence=0.825))
+    >>> format_location(Location((0, 4), None, (5.31, 7.0), confidence=0.825))
     'audio 5.3-7.0 s, confidence 0.82'
     """
     parts = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
-from pipeline.schema import Composed, Hit, Place
+from pipeline.schema import Composed, Hit, Location
 from pipeline.search.explain import NO_SPAN, printable
 from pipeline.search.formatting import format_location
 from pipeline.search.map_images import add_header, highlight
@@ -57,7 +57,7 @@ def write_hit_maps(
                 yield f"map {hit.rank}: not written; {error}"
             continue
         best = map.best_word()
-        best_text = printable(best.text) or format_location(Place(NO_SPAN, best.box, best.times))
+        best_text = printable(best.text) or format_location(Location(NO_SPAN, best.box, best.times))
         yield f"map {hit.rank}: {folder}/{hit.rank}.png; best match: {best_text}"
     if errors and len(errors) == len(hits):
         raise errors[0]

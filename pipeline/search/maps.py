@@ -86,9 +86,9 @@ class SimilarityMap:
         many tokens would otherwise dominate the map.
         """
         if query_token is None:
-            marks = [mark for passage in self.passages for mark in passage.marks]
+            highlights = [word for passage in self.passages for word in passage.highlights]
             inside = [
-                sum(m.contribution for m in marks if _overlap(m.span, word.span))
+                sum(m.contribution for m in highlights if _overlap(m.span, word.span))
                 for word in self.words
             ]
             values = np.maximum([word.contribution for word in self.words], inside)
@@ -153,7 +153,7 @@ def visible_time(location: Word | Passage) -> float | None:
     """
     if location.times is None:
         return None
-    is_text = location.text if isinstance(location, Word) else location.marks
+    is_text = location.text if isinstance(location, Word) else location.highlights
     return sum(location.times) / 2 if is_text else location.times[0]
 
 

@@ -1,6 +1,6 @@
 """Exact MaxSim (late-interaction) scoring without padding.
 
-    late(q, d) = sum over the query tokens i of max over the document tokens j of <q_i, d_j>
+    maxsim(q, d) = sum over the query tokens i of max over the document tokens j of <q_i, d_j>
 
 Multi-vector models are trained with this sum; SMART (eq. 4) divides it by the number of query
 tokens. The score of a document without tokens is -inf.

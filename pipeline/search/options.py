@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict, Unpack, get_args
+from typing import Any, Literal, TypedDict, Unpack
 
 from pipeline.config import SpecError
 from pipeline.index.reader import Index
+from pipeline.scores import SCORES, Score, reject_former_name
 from pipeline.search.query import Queries
 from pipeline.search.representations import representation_info
-
-Score = Literal["late", "single", "hybrid"]
-SCORES: tuple[Score, ...] = get_args(Score)
 
 #: Weights of the single-vector and the MaxSim score in the hybrid score.
 Weights = tuple[float, float]
 EQUAL: Weights = (1.0, 1.0)
-WEIGHTS_RULE = "two numbers (single, late), each 0 or from 1e-6 to 1e6, and not both 0"
+WEIGHTS_RULE = "two numbers (single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0"
 
 
 class _CommonKeywords(TypedDict, total=False):
@@ -49,7 +47,7 @@ class SearchOptions:
         representation: Name of the column to search. If None, `full` is used if it exists,
             otherwise the first column.
         k: Maximum number of hits.
-        score: "late" (MaxSim), "single" or "hybrid"; see `pipeline.search.score`.
+        score: "maxsim", "single_vector" or "hybrid"; see `pipeline.search.score`.
         weights: Weights of the single-vector and the MaxSim score in the hybrid score. Items that
             lack either score have no hybrid score, even if its weight is 0.
         group_by: "parent" returns the best item of each of the k best parents.
@@ -71,7 +69,7 @@ class SearchOptions:
 
     representation: str | None = None
     k: int = 10
-    score: Score = "late"
+    score: Score = "maxsim"
     weights: Weights = EQUAL
     group_by: Literal["parent"] | None = None
     filter: str | None = None
@@ -88,6 +86,7 @@ class SearchOptions:
         check_count("k", self.k)
         if self.group_by not in (None, "parent"):
             raise SpecError("group_by", self.group_by, "parent or null")
+        reject_former_name(self.score)
         if self.score not in SCORES:
             raise SpecError.unknown_name("score", self.score, SCORES)
         if not are_weights(self.weights):
@@ -155,17 +154,17 @@ class SearchOptions:
             queries: Queries transformed for the representation.
             pooled_column: Column of the representation's single vectors, or None.
         """
-        if self.score != "single" and not all(map(len, queries.tokens)):
+        if self.score != "single_vector" and not all(map(len, queries.tokens)):
             problem = "needs token vectors (the query has none)"
-            raise SpecError("score", self.score, "single", problem)
-        if self.score == "late":
+            raise SpecError("score", self.score, "single_vector", problem)
+        if self.score == "maxsim":
             return
         if pooled_column is None:
             problem = "needs single vectors (the index has none)"
-            raise SpecError("score", self.score, "late", problem)
+            raise SpecError("score", self.score, "maxsim", problem)
         if queries.pooled is None:
             problem = "needs a pooled query vector (pass the query as text)"
-            raise SpecError("score", self.score, "late", problem)
+            raise SpecError("score", self.score, "maxsim", problem)
 
 
 def check_count(field: str, value: int) -> None:

@@ -1,8 +1,9 @@
 """Exact scoring and ranking of the items of an index.
 
-    late     MaxSim score: sum over the query tokens of the best similarity with an item token
-    single   single-vector score: similarity of the pooled vectors of query and item
-    hybrid   weights[0] * single + weights[1] * late / number of query tokens (SMART, eq. 5 and 4)
+    maxsim         sum over the query tokens of the best similarity with an item token
+    single_vector  similarity of the pooled vectors of query and item
+    hybrid         weights[0] * single_vector + weights[1] * maxsim / number of query tokens
+                   (SMART, eq. 5 and 4)
 
 SMART adds both terms of the hybrid score with equal weights "to keep SMART hyperparameter-free",
 which is the default here.
@@ -24,9 +25,10 @@ import torch
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Reranked
+from pipeline.scores import Score
 from pipeline.search.cache import packed_column
 from pipeline.search.maxsim import maxsim
-from pipeline.search.options import Score, SearchOptions
+from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import Queries
 from pipeline.search.selection import Items
@@ -49,8 +51,8 @@ class Ranking:
         parent_ids: Ids of their parents.
         scores: Scores of the items.
         rows: (k,) int64, indices of the items in the index.
-        late: (k,) float32, MaxSim scores if they are part of the score.
-        single: (k,) float32, single-vector scores if they are part of the score.
+        maxsim: (k,) float32, MaxSim scores if they are part of the score.
+        single_vector: (k,) float32, single-vector scores if they are part of the score.
         reranked: Result of reranking per item; None without reranking.
     """
 
@@ -58,8 +60,8 @@ class Ranking:
     parent_ids: list[str]
     scores: list[float]
     rows: np.ndarray
-    late: np.ndarray | None = None
-    single: np.ndarray | None = None
+    maxsim: np.ndarray | None = None
+    single_vector: np.ndarray | None = None
     reranked: tuple[Reranked, ...] | None = None
 
     def scores_by_item(self) -> dict[str, float]:
@@ -87,8 +89,8 @@ class Ranking:
             [self.parent_ids[i] for i in indices],
             [self.scores[i] for i in indices],
             self.rows[index],
-            None if self.late is None else self.late[index],
-            None if self.single is None else self.single[index],
+            None if self.maxsim is None else self.maxsim[index],
+            None if self.single_vector is None else self.single_vector[index],
             None if self.reranked is None else tuple(self.reranked[i] for i in indices),
         )
 
@@ -115,18 +117,18 @@ class Scorer:
         self._items, self._cache, self._device = items, cache, device
         self._packed: dict[str, PackedVectors] = {}
 
-    def load(self, representation: str, score: Score = "late") -> None:
+    def load(self, representation: str, score: Score = "maxsim") -> None:
         """Opens the vectors that a score needs."""
         for column in self._columns(representation, score):
             self.packed(column)
 
-    def is_loaded(self, representation: str, score: Score = "late") -> bool:
+    def is_loaded(self, representation: str, score: Score = "maxsim") -> bool:
         """Returns whether the vectors that a score needs are open."""
         return all(column in self._packed for column in self._columns(representation, score))
 
     def _columns(self, representation: str, score: Score) -> list[str]:
-        columns = [] if score == "single" else [representation]
-        if score != "late" and (pooled := self._info(representation).pooled_column):
+        columns = [] if score == "single_vector" else [representation]
+        if score != "maxsim" and (pooled := self._info(representation).pooled_column):
             columns.append(pooled)
         return columns
 
@@ -205,24 +207,28 @@ class Scorer:
     ) -> Generator[None, None, _Scores]:
         """Scores a batch of queries; -inf for items without vectors that the score needs."""
         items = None if rows is None else torch.from_numpy(rows)
-        late = None
-        if options.score != "single":
+        maxsim_scores = None
+        if options.score != "single_vector":
             packed = self.packed(options.column)
-            late = yield from _maxsim(queries.tokens, packed, items, slice_pairs)
-            if options.score == "late":
-                return _Scores(late.numpy(), late.numpy(), None)
+            maxsim_scores = yield from _maxsim(queries.tokens, packed, items, slice_pairs)
+            if options.score == "maxsim":
+                return _Scores(maxsim_scores.numpy(), maxsim_scores.numpy(), None)
         # The single-vector score is the MaxSim score of one-token queries and one-token items.
         pooled_column = self._info(options.column).pooled_column
         assert queries.pooled is not None and pooled_column is not None
         packed = self.packed(pooled_column)
-        single = yield from _maxsim(list(queries.pooled[:, None]), packed, items, slice_pairs)
-        if late is None:
-            return _Scores(single.numpy(), None, single.numpy())
-        mean = late / torch.tensor([[max(len(query), 1)] for query in queries.tokens])
-        total = options.weights[0] * single + options.weights[1] * mean
+        pooled_scores = yield from _maxsim(
+            list(queries.pooled[:, None]), packed, items, slice_pairs
+        )
+        if maxsim_scores is None:
+            return _Scores(pooled_scores.numpy(), None, pooled_scores.numpy())
+        mean = maxsim_scores / torch.tensor([[max(len(query), 1)] for query in queries.tokens])
+        total = options.weights[0] * pooled_scores + options.weights[1] * mean
         if 0 in options.weights:
-            total.masked_fill_((single == -torch.inf) | (late == -torch.inf), -torch.inf)
-        return _Scores(total.numpy(), late.numpy(), single.numpy())
+            total.masked_fill_(
+                (pooled_scores == -torch.inf) | (maxsim_scores == -torch.inf), -torch.inf
+            )
+        return _Scores(total.numpy(), maxsim_scores.numpy(), pooled_scores.numpy())
 
     def _ranking(self, best: np.ndarray, scores: _Scores, rows: np.ndarray | None) -> Ranking:
         """Returns the ranking of one query from the indices of its best scores."""
@@ -233,8 +239,8 @@ class Scorer:
             ids["parent_id"].to_pylist(),
             scores.total[best].tolist(),
             best_rows,
-            None if scores.late is None else scores.late[best],
-            None if scores.single is None else scores.single[best],
+            None if scores.maxsim is None else scores.maxsim[best],
+            None if scores.single_vector is None else scores.single_vector[best],
         )
 
 
@@ -242,13 +248,13 @@ class _Scores(NamedTuple):
     """Scores and their components, (Q, R) float32 of a batch or (R,) of one query."""
 
     total: np.ndarray
-    late: np.ndarray | None
-    single: np.ndarray | None
+    maxsim: np.ndarray | None
+    single_vector: np.ndarray | None
 
     def query(self, query: int) -> _Scores:
         """Returns the scores of one query."""
-        late, single = (None if part is None else part[query] for part in self[1:])
-        return _Scores(self.total[query], late, single)
+        maxsim_scores, single_vector = (None if part is None else part[query] for part in self[1:])
+        return _Scores(self.total[query], maxsim_scores, single_vector)
 
 
 def finish(slices: Generator[None, None, T]) -> T:

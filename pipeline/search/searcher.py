@@ -10,9 +10,9 @@ from pipeline.encoders import Encoder
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.schema import Hit
+from pipeline.scores import Score
 from pipeline.search.describe import describe_in_slices
 from pipeline.search.options import (
-    Score,
     SearchKeywords,
     SearchOptions,
     Selection,
@@ -173,7 +173,7 @@ class Searcher:
         """Returns the metadata of a representation; see `representation_info`."""
         return representation_info(self.index, name)
 
-    def load(self, representation: str | None = None, score: Score = "late") -> None:
+    def load(self, representation: str | None = None, score: Score = "maxsim") -> None:
         """Opens the vectors that a search with this score needs."""
         self.scorer.load(self.representation(representation).name, score)
 

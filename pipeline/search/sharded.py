@@ -15,7 +15,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from pipeline.config import JobError, SpecError, absolute
 from pipeline.index.reader import Index
-from pipeline.search.options import Score, SearchOptions
+from pipeline.scores import Score
+from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries
 from pipeline.search.score import Ranking, Scorer
 from pipeline.search.searcher import Searcher
@@ -137,7 +138,7 @@ class ShardedScorer(Scorer):
         self._uri, self._actors = items.index.uri, actors
         self._firsts = np.cumsum([0, *sizes[:-1]])  # index of the first item of each shard
 
-    def load(self, representation: str, score: Score = "late") -> None:
+    def load(self, representation: str, score: Score = "maxsim") -> None:
         """Opens the vectors that a score needs in every actor."""
         self.call(lambda actor: actor.load.remote(representation, score))
 

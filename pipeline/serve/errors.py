@@ -137,7 +137,10 @@ def from_validation_errors(errors: list[dict[str, Any]]) -> ApiError:
     field = ".".join(path)
     value = repr(first.get("input"))
     value = value if len(value) <= 80 else value[:80] + "…"
-    if first.get("type") == "extra_forbidden":
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, SpecError):
+        message = str(cause.below(field))
+    elif first.get("type") == "extra_forbidden":
         message = f"unknown field {field!r}"
     elif first.get("type") == "missing":
         message = f"field {field!r} is required" if field else "the body is required"

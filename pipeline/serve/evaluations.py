@@ -36,6 +36,7 @@ from pipeline.config import SpecError, absolute, digest, dump, parse
 from pipeline.eval.results import read_results
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
+from pipeline.serve.keys import ANONYMOUS, FORMER_ANONYMOUS
 from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.settings import Evaluations, ServeSpec
 
@@ -192,6 +193,8 @@ class EvaluationStore:
         """
         folder = self._path(name)
         request = self._read_file(folder, "request.json")
+        if request["key"] == FORMER_ANONYMOUS:
+            request["key"] = ANONYMOUS.name
         state = self._read_file(folder, "state.json")
         redact = self._redactor(request["index"], folder)
         progress = _lines(folder / "log")[-NUM_PROGRESS_LINES:]

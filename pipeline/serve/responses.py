@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 from pipeline.index.info import RepresentationInfo, RerankInfo
 from pipeline.schema import ITEM, Hit
+from pipeline.scores import SCORES
 from pipeline.search.maps import SimilarityMap
-from pipeline.search.options import SCORES, SearchOptions
+from pipeline.search.options import SearchOptions
 from pipeline.serve import wire
 from pipeline.serve.served import Served
 
@@ -97,7 +98,7 @@ def _representation(info: RepresentationInfo) -> wire.Representation:
         compressor=info.compressor["name"],
         codec=info.codec["name"],
         dim=info.dim,
-        scores=list(SCORES) if info.pooled_column else ["late"],
+        scores=list(SCORES) if info.pooled_column else ["maxsim"],
         queries=[*info.encoder.query_kinds, "vectors"],
     )
 

@@ -242,7 +242,7 @@ class Ranker:
             options = options.first_stage()
             searcher = await self._load(edition, options)
             rows = await self._filtered_rows(edition, searcher, options, caller)
-            is_single = options.score == "single"
+            is_single = options.score == "single_vector"
             num_vectors = 1 if is_single else searcher.packed(options.column).num_vectors
             pending = [_PendingSearch(q, rows, q.tokens[0].shape[0] * num_vectors) for q in queries]
             # Queries with and without a single vector cannot be joined.

@@ -21,6 +21,8 @@ from pydantic import (
     model_validator,
 )
 
+from pipeline.scores import Score
+
 #: Id of an item, a parent or a query.
 Id = Annotated[str, StringConstraints(min_length=1, max_length=2048)]
 #: Name of an index, a representation, a benchmark or a measure.
@@ -179,11 +181,11 @@ class SearchOptions(Request):
     first."""
     k: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Maximum number of hits per query."""
-    score: Literal["late", "single", "hybrid"] = "late"
-    """Score of the first stage: `late` is the MaxSim score of the token vectors, `single` the
-    similarity of the single vectors, and `hybrid` their weighted sum."""
+    score: Score = "maxsim"
+    """Score of the first stage: `maxsim` is the MaxSim score of the token vectors, `single_vector`
+    the similarity of the single vectors, and `hybrid` their weighted sum."""
     weights: tuple[Finite, Finite] = (1.0, 1.0)
-    """Weights of the `single` and the `late` score in the `hybrid` score."""
+    """Weights of the `single_vector` and the `maxsim` score in the `hybrid` score."""
     group_by: Literal["parent"] | None = None
     """`parent` returns only the best item of each parent, such as the best page of a document."""
     filter: Annotated[str, StringConstraints(max_length=10_000)] | None = None
@@ -241,7 +243,7 @@ class Match(Response):
     """Position of the vector among the vectors of the hit."""
     spans: list[tuple[int, int]]
     """Character ranges of the words that the vector represents, in the text of the hit."""
-    places: list[Location]
+    locations: list[Location]
     """Locations of these words."""
 
 
@@ -262,7 +264,7 @@ class Passage(Location):
     contribution: float
     """Sum of the contributions of the query tokens inside the passage, each reduced by its
     contribution inside the preceding passages."""
-    marks: list[Highlight]
+    highlights: list[Highlight]
     """Best-matching words, at most one per query token; empty for an image region."""
 
 
@@ -298,11 +300,11 @@ class Map(Response):
 class ScoreParts(Response):
     """Components of the score of a hit; null for components that were not computed."""
 
-    late: float | None
+    maxsim: float | None
     """MaxSim score."""
-    late_mean: float | None
+    maxsim_mean: float | None
     """MaxSim score divided by the number of query tokens, as used in the hybrid score."""
-    single: float | None
+    single_vector: float | None
     """Similarity of the single vectors."""
 
 
@@ -570,7 +572,7 @@ class EvaluationRequest(Request):
     """Relevance grades by query id and by the id of an item or parent; see `judged`."""
     representations: Annotated[list[Name], Field(max_length=256)] = []
     """Names of the representations to evaluate; empty: all."""
-    scores: list[Literal["late", "single", "hybrid"]] = []
+    scores: list[Score] = []
     """Scores to evaluate; empty: all that the representations support."""
     measures: Annotated[list[Name], Field(max_length=64)] = []
     """Names of ir-measures, such as `nDCG@10`; empty: the default measures."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pipeline.atomic import open_atomic
 from pipeline.config import SpecError
-from pipeline.search.options import Score
+from pipeline.scores import Score
 from pipeline.search.searcher import Searcher
 from pipeline.training_data.rows import Listing
 
@@ -35,7 +35,7 @@ def mine(
     *,
     representation: str | None = None,
     ranks: tuple[int, int] = (10, 50),
-    score: Score = "late",
+    score: Score = "maxsim",
     report: Callable[[str], None] = print,
 ) -> Mined:
     """Searches an index for each query and writes its hard negatives.

@@ -17,5 +17,5 @@ SPECS = {"train_gpus": Workers, "recompress": RecompressResources}
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_profile_is_valid(path):
-    profile = config.load(SPECS.get(path.stem, IndexResources), str(path), what="resources")
+    profile = config.load(SPECS.get(path.stem, IndexResources), str(path), role="resources")
     assert config.dump(profile) != config.dump(type(profile)())

@@ -205,8 +205,8 @@ def test_text_without_comparable_tokens_has_only_a_single_vector(build):
     queries = Queries.from_encoded(build("clip").encode_queries(["lift", "heat transfer"]))
     assert [tuple(tokens.shape) for tokens in queries.tokens] == [(0, 32), (0, 32)]
     assert queries.pooled.shape == (2, 24)
-    SearchOptions(score="single").check_vectors(queries, "clip_pooled")
-    for score in ("late", "hybrid"):
+    SearchOptions(score="single_vector").check_vectors(queries, "clip_pooled")
+    for score in ("maxsim", "hybrid"):
         with pytest.raises(SpecError, match="needs token vectors"):
             SearchOptions(score=score).check_vectors(queries, "clip_pooled")
 

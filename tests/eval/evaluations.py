@@ -22,7 +22,7 @@ DIAGNOSIS = Diagnosis(
 )
 
 
-def result(representation="hpool_32", method="hpool", num_vectors=32, score="late", **fields):
+def result(representation="hpool_32", method="hpool", num_vectors=32, score="maxsim", **fields):
     """Returns a row; `quality` is the headline metric of each query."""
     quality = fields.pop("quality", [0.4, 0.42])
     values = {f"q{i}": {"nDCG@10": value, "AP": value / 2} for i, value in enumerate(quality)}
@@ -51,7 +51,7 @@ def evaluation_of(results, **fields):
         "judgments": "j1",
         "num_items": 1400,
         "notes": ["2 judged queries"],
-        "made": "2026-01-02 03:04 UTC",
+        "created": "2026-01-02 03:04 UTC",
         "versions": {"maxray": "0.1.0"},
     }
     return Evaluation(**{**defaults, **fields}, results=results)
@@ -63,7 +63,7 @@ def six_rows():
     single = {"vectors_per_item": 1.0, "vector_bytes": 768.0, "all_bytes": 768.0}
     return [
         result("bm25", "bm25", None, "bm25", quality=[0.3, 0.4], **no_vectors),
-        result("minilm_pooled", "single", 1, "single", quality=[0.2, 0.2], **single),
+        result("minilm_pooled", "single_vector", 1, "single_vector", quality=[0.2, 0.2], **single),
         result("full", "full", None, quality=[0.5, 0.5], vector_bytes=150e3, all_bytes=151e3),
         result(quality=[0.4, 0.42]),
         result(quality=[0.5, 0.48], score="hybrid", vector_bytes=25e3, all_bytes=27e3),
@@ -116,6 +116,6 @@ def diagnosed_rows():
 
 def reranked(depth: int, first: str, added: bool, quality: float):
     """Returns the row of a reranker behind the row `first`."""
-    settings = {"model": "m", "pool": depth, "add_first_stage": added, "precision": None}
+    settings = {"model": "m", "rerank_depth": depth, "add_first_stage": added, "precision": None}
     row = result(f"edje_{first}_{depth}_{added}", "edje", None, quality=[quality] * 2, score="edje")
     return replace(row, first_stage=first, rerank=settings, compressor={})

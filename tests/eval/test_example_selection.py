@@ -24,18 +24,18 @@ def test_lost_won_and_failed():
 
 def test_compares_cheapest_row_that_retains_quality(results):
     assert [r.name for r in compared_rows(evaluation_of(results))] == [
-        "full.late",
+        "full.maxsim",
         "hpool_32.hybrid",
     ]
     without_hybrid = [r for r in results if r.score != "hybrid"]
     assert [r.name for r in compared_rows(evaluation_of(without_hybrid))] == [
-        "full.late",
-        "hpool_32.late",
+        "full.maxsim",
+        "hpool_32.maxsim",
     ]
 
 
 def test_without_compressed_rows(results):
-    assert [r.name for r in compared_rows(evaluation_of(results[:3]))] == ["full.late"]
+    assert [r.name for r in compared_rows(evaluation_of(results[:3]))] == ["full.maxsim"]
     assert select_queries(evaluation_of(results[:3]), results[2:3]) == {}
     assert compared_rows(evaluation_of(results[:2])) == []
     assert select_queries(evaluation_of(results[:2]), []) == {}

@@ -217,13 +217,13 @@ def test_grounding_in_an_evaluation(uri, tmp_path):
         "benchmark": {"name": "beir", "path": str(tmp_path)},
         "output": str(tmp_path / "out"),
         "judged": "item",
-        "scores": ["late"],
+        "scores": ["maxsim"],
         "grounding": {"num_phrases": 50, "num_words": 2},
     }
     lines = []
     evaluation = run(config.parse(EvaluateSpec, values), lines.append)
-    assert evaluation.row("full.late").grounding["phrases"] == 11
-    assert 0 < evaluation.row("hpool_4.late").grounding["box_mass"] < 1
+    assert evaluation.row("full.maxsim").grounding["phrases"] == 11
+    assert 0 < evaluation.row("hpool_4.maxsim").grounding["box_mass"] < 1
     assert "grounding: 11 phrases found in the texts of the items" in lines
     assert "no grounding for samer_4: no stored assignments or regions" in lines
     page = html.report([evaluation])

@@ -44,9 +44,13 @@ def outputs(tmp_path) -> list[str]:
 
 def test_means_and_spread_over_collections(outputs):
     pooled = pool(outputs)
-    assert {row.name for row in pooled.results} == {"sap_8.late", "random_8.late", "eos_8.late"}
+    assert {row.name for row in pooled.results} == {
+        "sap_8.maxsim",
+        "random_8.maxsim",
+        "eos_8.maxsim",
+    }
     assert (pooled.num_queries, pooled.num_items) == (12, 30)
-    row = pooled.row("sap_8.late")
+    row = pooled.row("sap_8.maxsim")
     assert row.retention.mean == pytest.approx(0.8)
     assert row.spread("OSR") == pytest.approx(0.1)
     assert row.means["nDCG@10"] == pytest.approx(0.1)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.config import SpecError
+from pipeline.eval.cache import Cache, CachedGrounding
 from pipeline.eval.results import (
     merge_seeds,
     method_name,
@@ -13,7 +14,7 @@ from pipeline.eval.results import (
     row_comparisons,
     sort_results,
 )
-from tests.eval.evaluations import DIAGNOSIS, evaluation_of, result
+from tests.eval.evaluations import DIAGNOSIS, evaluation_of, reranked, result
 
 
 def comparisons(results, measure="nDCG@10"):
@@ -23,25 +24,25 @@ def comparisons(results, measure="nDCG@10"):
 
 def test_reference_is_uncompressed_row_of_same_score(results):
     rows = comparisons([*results, result("full", "full", None, "hybrid", quality=[0.7, 0.7])])
-    assert rows["full.late"].retention == 1
-    assert rows["full.late"].p_reference is None
-    assert rows["hpool_32.late"].reference == "full.late"
-    assert rows["hpool_32.late"].retention == pytest.approx(0.82)
+    assert rows["full.maxsim"].retention == 1
+    assert rows["full.maxsim"].p_reference is None
+    assert rows["hpool_32.maxsim"].reference == "full.maxsim"
+    assert rows["hpool_32.maxsim"].retention == pytest.approx(0.82)
     assert rows["hpool_32.hybrid"].reference == "full.hybrid"
     assert rows["hpool_32.hybrid"].retention == pytest.approx(0.7)
-    assert rows["bm25"].reference == rows["minilm_pooled"].reference == "full.late"
+    assert rows["bm25"].reference == rows["minilm_pooled"].reference == "full.maxsim"
 
 
 def test_fallback_references(results):
     rows = comparisons(results)  # no uncompressed row under the hybrid score
-    assert rows["hpool_32.hybrid"].reference == "full.late"
+    assert rows["hpool_32.hybrid"].reference == "full.maxsim"
     rows = comparisons([r for r in results if r.method != "full"])
-    assert rows["hpool_16.late"].reference == "hpool_32.late"
-    assert rows["hpool_16.late"].retention is None
+    assert rows["hpool_16.maxsim"].reference == "hpool_32.maxsim"
+    assert rows["hpool_16.maxsim"].retention is None
     assert rows["hpool_32.hybrid"].reference == "hpool_32.hybrid"
     other = result("other_full", "full", None, encoder="e2", quality=[0.1, 0.1])
-    assert comparisons([*results, other])["other_full.late"].reference == "other_full.late"
-    assert comparisons([other])["other_full.late"].p_bm25 is None
+    assert comparisons([*results, other])["other_full.maxsim"].reference == "other_full.maxsim"
+    assert comparisons([other])["other_full.maxsim"].p_bm25 is None
 
 
 def test_reference_without_hits():
@@ -51,11 +52,11 @@ def test_reference_without_hits():
 
 def test_pareto_front(results):
     names = [r.name for r in pareto_front(results, "nDCG@10")]
-    assert names == ["minilm_pooled", "hpool_32.late", "hpool_32.hybrid", "full.late"]
+    assert names == ["minilm_pooled", "hpool_32.maxsim", "hpool_32.hybrid", "full.maxsim"]
     assert [name for name, row in comparisons(results).items() if row.pareto] == [
         "minilm_pooled",
-        "full.late",
-        "hpool_32.late",
+        "full.maxsim",
+        "hpool_32.maxsim",
         "hpool_32.hybrid",
     ]
     # Equal quality with more bytes, or lower quality with equal bytes, is dominated.
@@ -67,13 +68,13 @@ def test_pareto_front(results):
 def test_loses_to_bm25():
     bm25 = result("bm25", "bm25", None, "bm25", encoder="", quality=[0.9] * 12)
     rows = comparisons([bm25, result(quality=[0.5] * 12), result("b", quality=[0.8] * 11 + [1.0])])
-    assert rows["hpool_32.late"].loses_to_bm25
-    assert rows["b.late"].p_bm25 > rows["hpool_32.late"].p_bm25
+    assert rows["hpool_32.maxsim"].loses_to_bm25
+    assert rows["b.maxsim"].p_bm25 > rows["hpool_32.maxsim"].p_bm25
     assert not rows["bm25"].below_bm25
 
 
 def test_best_and_cheapest(evaluation, results):
-    assert evaluation.best(results).name == "full.late"
+    assert evaluation.best(results).name == "full.maxsim"
     assert evaluation.cheapest(results).name == "hpool_32.hybrid"
     assert evaluation.cheapest(results[5:]) is None
 
@@ -109,7 +110,7 @@ def test_merge_seeds():
     hpool = result(compressor={"name": "hpool", "num_vectors": 32})
     rows = [*seeds([0.1, 0.5], [0.3, 0.5], [0.2, 0.2])[::-1], hpool]
     merged = merge_seeds([*rows, *seeds([0.7, 0.7], score="hybrid")])
-    assert [r.name for r in merged] == ["random_32.late", "hpool_32.late", "random_32.hybrid"]
+    assert [r.name for r in merged] == ["random_32.maxsim", "hpool_32.maxsim", "random_32.hybrid"]
     row = merged[0]
     assert row.values["q0"] == pytest.approx({"nDCG@10": 0.2, "AP": 0.1})
     assert row.means["nDCG@10"] == pytest.approx(0.3)
@@ -149,9 +150,42 @@ def test_p_random_compares_same_budget():
 
 def test_results_round_trip(evaluation, tmp_path):
     diagnosed = replace(evaluation.results[3], diagnosis=DIAGNOSIS, seeds={"a": {"OSR": 0.5}})
-    evaluation = evaluation_of([*evaluation.results, diagnosed], kinds={"pages": ["q0"]})
+    evaluation = evaluation_of(
+        [*evaluation.results, diagnosed], document_categories={"pages": ["q0"]}
+    )
     (tmp_path / "results.json").write_text(evaluation.to_json(), encoding="utf-8")
     assert read_results(str(tmp_path), "OUT") == evaluation
+
+
+def test_reads_results_with_former_names(evaluation, tmp_path):
+    rows = evaluation.results
+    fit_sample = {"num_items": 5, "num_evaluated": 2, "origin": {}}
+    rows = [*rows, reranked(10, "full.maxsim", False, 0.5), replace(rows[2], fit_sample=fit_sample)]
+    evaluation = evaluation_of(rows, document_categories={"pages": ["q0"]})
+    text = evaluation.to_json()
+    for former, present in {
+        "late": "maxsim",
+        "single": "single_vector",
+        "full.late": "full.maxsim",
+        "pool": "rerank_depth",
+        "fitted": "fit_sample",
+        "evaluated": "num_evaluated",
+        "kinds": "document_categories",
+        "categories": "query_categories",
+        "made": "created",
+    }.items():
+        assert f'"{present}"' in text
+        text = text.replace(f'"{present}"', f'"{former}"')
+    (tmp_path / "results.json").write_text(text, encoding="utf-8")
+    assert read_results(str(tmp_path), "OUT") == evaluation
+
+
+def test_renames_the_cache_folder_of_earlier_versions(tmp_path):
+    entry = CachedGrounding(numbers={"coverage": 0.5})
+    Cache(str(tmp_path)).write("key", entry)
+    (tmp_path / "entries").rename(tmp_path / "cells")
+    assert Cache(str(tmp_path)).read("key", CachedGrounding) == entry
+    assert [path.name for path in tmp_path.iterdir()] == ["entries"]
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"results": [{"method": "hpool"}]}', "{}"])

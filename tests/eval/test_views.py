@@ -83,14 +83,14 @@ def test_line_names_are_unique(rows):
 
 
 def test_depth_scans(rows):
-    more = [reranked(depth, "full.late", False, 0.5 + depth / 100) for depth in (20, 5, 10)]
-    more += [reranked(depth, "full.late", True, 0.5) for depth in (5, 10)]
-    more.append(reranked(10, "hpool_k8.late", False, 0.6))  # a single depth is not a scan
+    more = [reranked(depth, "full.maxsim", False, 0.5 + depth / 100) for depth in (20, 5, 10)]
+    more += [reranked(depth, "full.maxsim", True, 0.5) for depth in (5, 10)]
+    more.append(reranked(10, "hpool_k8.maxsim", False, 0.6))  # a single depth is not a scan
     reranked_only, added = depth_scans(evaluation_of([*rows, *more]))
-    assert reranked_only.first.name == "full.late" and list(reranked_only.rows) == [5, 10, 20]
+    assert reranked_only.first.name == "full.maxsim" and list(reranked_only.rows) == [5, 10, 20]
     assert [row.means["nDCG@10"] for row in reranked_only.rows.values()] == [0.55, 0.6, 0.7]
     assert (reranked_only.name, added.name) == (
-        "EDJE after full.late",
-        "EDJE after full.late, scores added",
+        "EDJE after full.maxsim",
+        "EDJE after full.maxsim, scores added",
     )
     assert not depth_scans(evaluation_of(rows))

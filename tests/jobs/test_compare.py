@@ -27,17 +27,17 @@ def test_rows_side_by_side(outputs, tmp_path, capsys):
     compare.main([*outputs, "--output", str(tmp_path / "out")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["row", "nDCG@10", "A", "B", "B", "-", "A", "p"]
-    assert lines[1].split() == ["full.late", "0.5000", "0.5000", "+0.0000", "1.000"]
-    assert lines[2].split()[:4] == ["hpool_32.late", "0.2000", "0.3000", "+0.1000"]
+    assert lines[1].split() == ["full.maxsim", "0.5000", "0.5000", "+0.0000", "1.000"]
+    assert lines[2].split()[:4] == ["hpool_32.maxsim", "0.2000", "0.3000", "+0.1000"]
     assert 0.005 < float(lines[2].split()[4]) < 0.03  # 2 of 256 choices of signs, and two tests
-    assert lines[3:5] == [f"only in {outputs[0]}: old.late", f"only in {outputs[1]}: new.late"]
+    assert lines[3:5] == [f"only in {outputs[0]}: old.maxsim", f"only in {outputs[1]}: new.maxsim"]
 
     with (tmp_path / "out/compare.csv").open() as file:
         rows = {(row["row"], row["measure"]): row for row in csv.DictReader(file)}
     assert len(rows) == 2 * 4
-    assert float(rows["hpool_32.late", "AP"]["difference"]) == pytest.approx(0.05)
-    assert rows["new.late", "AP"]["a"] == ""
-    assert float(rows["new.late", "AP"]["b"]) == pytest.approx(0.2)
+    assert float(rows["hpool_32.maxsim", "AP"]["difference"]) == pytest.approx(0.05)
+    assert rows["new.maxsim", "AP"]["a"] == ""
+    assert float(rows["new.maxsim", "AP"]["b"]) == pytest.approx(0.2)
     page = (tmp_path / "out/compare.html").read_text()
     assert "<script" not in page and "Only in" in page and "+0.1000" in page
 

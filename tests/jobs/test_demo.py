@@ -41,7 +41,7 @@ def test_scenes_are_indexed_searched_and_evaluated(cluster, tmp_path, capsys):
     # Another projection: other vectors of the same scenes, and other relevance.
     before, after = (rows[name]["samer_16"]["coverage_iou"] for name in ("index", "trained"))
     assert before != after
-    assert "samer_16.late" in shown["compare"]
+    assert "samer_16.maxsim" in shown["compare"]
     # The scene that the caption is of is found first; before and after stand side by side.
     best = shown["search and rerank"].splitlines()[0]
     assert best.split()[::2][:2] == ["1", "scene-00000.png"] and "(was" in best

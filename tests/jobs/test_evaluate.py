@@ -64,29 +64,29 @@ def test_evaluation_as_a_user_runs_it(spec_file, tmp_path):
     with (out / "metrics.csv").open() as file:
         rows = {(row["representation"], row["score"]): row for row in csv.DictReader(file)}
     names = ("full", "hpool_4", "hpool_2", "random_4")
-    expected = {(name, score) for name in names for score in ("late", "hybrid")}
-    assert set(rows) == expected | {("minilm_pooled", "single"), ("bm25", "bm25")}
+    expected = {(name, score) for name in names for score in ("maxsim", "hybrid")}
+    assert set(rows) == expected | {("minilm_pooled", "single_vector"), ("bm25", "bm25")}
 
     # Every number follows from the written run.
     qrels = read_qrels(str(tmp_path / "benchmark/qrels/test.tsv"))
     for (name, score), row in rows.items():
-        stem = name if score in ("single", "bm25") else f"{name}.{score}"
+        stem = name if score in ("single_vector", "bm25") else f"{name}.{score}"
         run = read_run(str(out / "runs" / f"{stem}.trec"))
         # Every parent once; BM25 finds those that share a word with the query.
         assert {len(scores) for scores in run.values()} == ({1} if name == "bm25" else {5})
         for measure, value in means(per_query(run, qrels, ["nDCG@10", "R@5"])).items():
             assert float(row[measure]) == pytest.approx(value)
-    assert float(rows["full", "late"]["R@5"]) == pytest.approx((1 + 1 / 2) / 2)
+    assert float(rows["full", "maxsim"]["R@5"]) == pytest.approx((1 + 1 / 2) / 2)
 
     # 384 numbers of 2 bytes a vector; the hybrid score reads the pooled vector too.
-    assert float(rows["minilm_pooled", "single"]["vector_bytes"]) == 768
+    assert float(rows["minilm_pooled", "single_vector"]["vector_bytes"]) == 768
     for name in names:
-        late, hybrid = rows[name, "late"], rows[name, "hybrid"]
-        vectors = float(late["vectors_per_item"])
-        assert float(late["vector_bytes"]) == pytest.approx(768 * vectors)
+        maxsim, hybrid = rows[name, "maxsim"], rows[name, "hybrid"]
+        vectors = float(maxsim["vectors_per_item"])
+        assert float(maxsim["vector_bytes"]) == pytest.approx(768 * vectors)
         assert float(hybrid["vector_bytes"]) == pytest.approx(768 * (vectors + 1))
-        assert float(late["all_bytes"]) > float(late["vector_bytes"])
-    assert float(rows["hpool_4", "late"]["vectors_per_item"]) == 4
+        assert float(maxsim["all_bytes"]) > float(maxsim["vector_bytes"])
+    assert float(rows["hpool_4", "maxsim"]["vectors_per_item"]) == 4
     assert float(rows["bm25", "bm25"]["all_bytes"]) == 0
 
     # Each row is held against the full tokens under its score.
@@ -109,14 +109,14 @@ def test_evaluation_as_a_user_runs_it(spec_file, tmp_path):
 
 
 def test_selected_representations_and_scores(spec_file, tmp_path):
-    evaluate.main([spec_file, "representations=[hpool_4]", "scores=[late]", "measures=[RR@10]"])
+    evaluate.main([spec_file, "representations=[hpool_4]", "scores=[maxsim]", "measures=[RR@10]"])
     names = {file.name for file in (tmp_path / "out/runs").iterdir()}
-    assert names == {"hpool_4.late.trec", "bm25.trec"}
+    assert names == {"hpool_4.maxsim.trec", "bm25.trec"}
 
 
 def progress(spec_file, capsys, *overrides) -> dict[str, bool]:
     """Evaluates; for each row of the plan whether it was computed."""
-    evaluate.main([spec_file, "scores=[late, single]", *overrides])
+    evaluate.main([spec_file, "scores=[maxsim, single_vector]", *overrides])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
     assert [line.split("]")[0] for line in lines] == [
         f"[{number}/{len(lines)}" for number in range(1, len(lines) + 1)
@@ -157,7 +157,7 @@ def test_report_states_the_fitting_sample(spec_file, own_index, capsys, tmp_path
     table = dataset.to_table(columns=["hpool_4"]).rename_columns(["fitted"])
     schema = pa.schema([field.with_name("fitted")])
     dataset.add_columns(table.cast(schema).combine_chunks().to_reader())
-    asked = [spec_file, f"index={own_index}", "representations=[fitted, full]", "scores=[late]"]
+    asked = [spec_file, f"index={own_index}", "representations=[fitted, full]", "scores=[maxsim]"]
     evaluate.main(asked)
     sample = "4 items of the index, 3 of them evaluated"
     assert f"Fitted on {sample}: fitted.\n" in capsys.readouterr().out
@@ -188,11 +188,11 @@ def test_cached_results_are_not_recomputed(spec_file, own_index, tmp_path, capsy
 
     add_copy(own_index, "hpool_4", "hpool_4_copy")
     more = progress(spec_file, capsys, given)
-    assert more == {**again, "hpool_4_copy.late": True}
+    assert more == {**again, "hpool_4_copy.maxsim": True}
 
-    cells = sorted((tmp_path / "out/cells").iterdir(), key=lambda path: path.stat().st_mtime)
-    cells[0].write_text(cells[0].read_text()[:-20])
-    cells[1].write_text("{}")
+    entries = sorted((tmp_path / "out/entries").iterdir(), key=lambda path: path.stat().st_mtime)
+    entries[0].write_text(entries[0].read_text()[:-20])
+    entries[1].write_text("{}")
     assert sum(progress(spec_file, capsys, given).values()) == 2
 
     qrels = tmp_path / "benchmark/qrels/test.tsv"
@@ -207,7 +207,7 @@ def test_cached_results_are_not_recomputed(spec_file, own_index, tmp_path, capsy
 def test_judgments_of_items(spec_file, tmp_path, capsys):
     qrels = "1\twing/2\t1\n1\theat/1\t0\nb\tbread\t1\nb\tbread/2\t0\n"
     (tmp_path / "benchmark/qrels/test.tsv").write_text(qrels)
-    asked = [spec_file, "scores=[late]", "representations=[full]"]
+    asked = [spec_file, "scores=[maxsim]", "representations=[full]"]
     with pytest.raises(
         SpecError,
         match="judged must be parent or item, got 'auto', which is"
@@ -216,7 +216,7 @@ def test_judgments_of_items(spec_file, tmp_path, capsys):
         evaluate.main(asked)
     evaluate.main([*asked, "judged=item"])
     assert "1 of 2 relevant documents are not in the index" in capsys.readouterr().out
-    for name in ("full.late", "bm25"):
+    for name in ("full.maxsim", "bm25"):
         run = read_run(str(tmp_path / f"out/runs/{name}.trec"))
         assert {"wing/1", "wing/2"} <= set(run["1"])
     page = (tmp_path / "out/report.html").read_text()  # query b, on which every row fails
@@ -296,7 +296,7 @@ def test_queries_without_a_relevant_document(spec_file, tmp_path, capsys):
     ):
         evaluate.main([spec_file])
     qrels.write_text("1\twing\t1\nb\tbread\t-3\n")
-    evaluate.main([spec_file, "scores=[late]", "representations=[full]"])
+    evaluate.main([spec_file, "scores=[maxsim]", "representations=[full]"])
     assert "1 queries have no relevant document and score 0 in every row" in capsys.readouterr().out
 
 
@@ -309,9 +309,11 @@ def test_evaluates_given_query_vectors(spec_file, tmp_path):
     path = tmp_path / "queries.parquet"
     pq.write_table(pa.table({"id": list(texts), "vectors": rows}), path)
     for output, more in (("texts", []), ("vectors", [f"query_vectors={path}"])):
-        given = [f"output={tmp_path / output}", "scores=[late]", "representations=[full]", *more]
+        given = [f"output={tmp_path / output}", "scores=[maxsim]", "representations=[full]", *more]
         evaluate.main([spec_file, *given])
-    runs = [read_run(str(tmp_path / name / "runs/full.late.trec")) for name in ("texts", "vectors")]
+    runs = [
+        read_run(str(tmp_path / name / "runs/full.maxsim.trec")) for name in ("texts", "vectors")
+    ]
     assert {q: pytest.approx(scores) for q, scores in runs[0].items()} == runs[1]
 
     pq.write_table(pa.table({"id": ["1"], "vectors": rows[:1]}), path)
@@ -324,33 +326,33 @@ def test_evaluates_given_query_vectors(spec_file, tmp_path):
 
 def test_evaluates_only_filtered_items(spec_file, tmp_path, texts):
     filter = "filter=parent_id <> 'bread'"
-    evaluate.main([spec_file, filter, "representations=[full]", "scores=[late]"])
+    evaluate.main([spec_file, filter, "representations=[full]", "scores=[maxsim]"])
     others = {name.split("/")[0] for name in texts} - {"bread"}
-    for name in ("full.late", "bm25"):
+    for name in ("full.maxsim", "bm25"):
         found = read_run(str(tmp_path / f"out/runs/{name}.trec"))
         assert found and {document for scores in found.values() for document in scores} <= others
     with (tmp_path / "out/metrics.csv").open() as file:
         row = next(row for row in csv.DictReader(file) if row["representation"] == "full")
-    spec = config.load(EvaluateSpec, spec_file, ["representations=[full]", "scores=[late]"])
-    everyone = next(r for r in run(spec, lambda line: None).results if r.name == "full.late")
+    spec = config.load(EvaluateSpec, spec_file, ["representations=[full]", "scores=[maxsim]"])
+    everyone = next(r for r in run(spec, lambda line: None).results if r.name == "full.maxsim")
     assert float(row["vectors_per_item"]) != everyone.vectors_per_item  # bread's are longer
 
 
 def test_weights_of_the_hybrid_score(spec_file, index_uri, tmp_path, capsys):
     """They are named by the rows that they are of, decide what is kept, and rank."""
-    asked = ["representations=[full]", "scores=[late, hybrid]"]
+    asked = ["representations=[full]", "scores=[maxsim, hybrid]"]
     first = progress(spec_file, capsys, *asked)
-    assert set(first) == {"full.late", "full.hybrid", "bm25"}
+    assert set(first) == {"full.maxsim", "full.hybrid", "bm25"}
     weighted = progress(spec_file, capsys, *asked, "weights=[1, 0.25]")
-    assert weighted == {"full.late": False, "full.hybrid-1-0.25": True, "bm25": False}
+    assert weighted == {"full.maxsim": False, "full.hybrid-1-0.25": True, "bm25": False}
     assert not any(progress(spec_file, capsys, *asked, "weights=[1, 0.25]").values())
     with (tmp_path / "out/metrics.csv").open() as file:
-        assert {row["score"] for row in csv.DictReader(file)} == {"bm25", "late", "hybrid 1:0.25"}
+        assert {row["score"] for row in csv.DictReader(file)} == {"bm25", "maxsim", "hybrid 1:0.25"}
     assert "| hybrid 1:0.25 |" in (tmp_path / "out/table.md").read_text()
     assert "full.hybrid-1-0.25" in (tmp_path / "out/report.html").read_text()
     stored = read_results(str(tmp_path / "out"), "output")
     assert {result.name: result.weights for result in stored.results} == {
-        "bm25": None, "full.late": None, "full.hybrid-1-0.25": [1.0, 0.25]
+        "bm25": None, "full.maxsim": None, "full.hybrid-1-0.25": [1.0, 0.25]
     }  # fmt: skip
     run = read_run(str(tmp_path / "out/runs/full.hybrid-1-0.25.trec"))
     options = {"score": "hybrid", "weights": (1, 0.25), "group_by": "parent", "k": 100}
@@ -359,7 +361,7 @@ def test_weights_of_the_hybrid_score(spec_file, index_uri, tmp_path, capsys):
     assert not any(progress(spec_file, capsys, *asked, "weights=[1, 1]").values())
 
     with pytest.raises(SpecError) as caught:
-        evaluate.main([spec_file, "scores=[late]", "weights=[1, 2]"])
+        evaluate.main([spec_file, "scores=[maxsim]", "weights=[1, 2]"])
     assert str(caught.value) == (
         "weights must be [1.0, 1.0] unless hybrid is among the scores, got [1.0, 2.0]"
     )
@@ -391,7 +393,7 @@ def best_of(query: np.ndarray, vectors: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def test_diagnostics_equal_those_of_stored_vectors(spec_file, index_uri, tmp_path, capsys):
-    evaluate.main([spec_file, "scores=[late]"])
+    evaluate.main([spec_file, "scores=[maxsim]"])
     note = "random pruning was measured with fewer than 5 seeds (random_4: 1)"
     assert note in capsys.readouterr().out
     with (tmp_path / "out/metrics.csv").open() as file:
@@ -434,7 +436,7 @@ def test_diagnostics_equal_those_of_stored_vectors(spec_file, index_uri, tmp_pat
 
 def test_no_osr_without_uncompressed_tokens(spec_file, own_index, tmp_path, capsys):
     lance.dataset(f"{own_index}/{ITEMS}").drop_columns(["full"])
-    evaluate.main([spec_file, f"index={own_index}", "scores=[late]", "bm25=false"])
+    evaluate.main([spec_file, f"index={own_index}", "scores=[maxsim]", "bm25=false"])
     assert "no OSR for hpool_4, hpool_2, random_4: the index has" in capsys.readouterr().out
     with (tmp_path / "out/metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -443,7 +445,7 @@ def test_no_osr_without_uncompressed_tokens(spec_file, own_index, tmp_path, caps
 
 
 def test_diagnostics_can_be_disabled(spec_file, tmp_path):
-    evaluate.main([spec_file, "scores=[late]", "diagnostics=false"])
+    evaluate.main([spec_file, "scores=[maxsim]", "diagnostics=false"])
     with (tmp_path / "out/metrics.csv").open() as file:
         assert {row["used"] for row in csv.DictReader(file)} == {""}
     assert "<h3>Diagnostics</h3>" not in (tmp_path / "out/report.html").read_text()
@@ -452,12 +454,14 @@ def test_diagnostics_can_be_disabled(spec_file, tmp_path):
 def test_table_by_category_of_document(spec_file, own_index, tmp_path):
     metadata = """'{"topic": "' || parent_id || '"}'"""
     lance.dataset(f"{own_index}/{ITEMS}").update({"metadata": metadata})
-    spec = config.load(EvaluateSpec, spec_file, [f"index={own_index}", "scores=[late]"])
-    evaluation = run(spec.model_copy(update={"kinds": "metadata.topic"}), lambda line: None)
+    spec = config.load(EvaluateSpec, spec_file, [f"index={own_index}", "scores=[maxsim]"])
+    evaluation = run(
+        spec.model_copy(update={"document_categories": "metadata.topic"}), lambda line: None
+    )
     write(evaluation, spec.output)
-    assert evaluation.kinds == {"bread": ["b"], "wing": ["1"]}
-    with (tmp_path / "out/kinds.csv").open() as file:
-        rows = {(row["row"], row["kind"]): row for row in csv.DictReader(file)}
+    assert evaluation.document_categories == {"bread": ["b"], "wing": ["1"]}
+    with (tmp_path / "out/document_categories.csv").open() as file:
+        rows = {(row["row"], row["category"]): row for row in csv.DictReader(file)}
     assert len(rows) == 4 * 2
     for (name, kind), row in rows.items():
         query_id = {"bread": "b", "wing": "1"}[kind]
@@ -467,16 +471,17 @@ def test_table_by_category_of_document(spec_file, own_index, tmp_path):
     page = (tmp_path / "out/report.html").read_text()
     assert "By category of document" in page and "nDCG@10, 1 query" in page
 
-    given = [spec_file, f"index={own_index}", "kinds=metadata.colour"]
+    given = [spec_file, f"index={own_index}", "document_categories=metadata.colour"]
     with pytest.raises(
         SpecError,
-        match="kinds must be .*metadata.topic.*, got"
+        match="document_categories must be .*metadata.topic.*, got"
         " 'metadata.colour', which is not in the metadata",
     ):
         evaluate.main(given)
     with pytest.raises(
-        SpecError, match="kinds must be one of item_id, .*, got 'span', which is not a text column"
+        SpecError,
+        match="document_categories must be one of item_id, .*, got 'span', which is not a text",
     ):
-        evaluate.main([spec_file, "kinds=span"])
-    spec = config.load(EvaluateSpec, spec_file, ["scores=[late]", "kinds=modality"])
-    assert run(spec, lambda line: None).kinds == {"text": ["1", "b"]}
+        evaluate.main([spec_file, "document_categories=span"])
+    spec = config.load(EvaluateSpec, spec_file, ["scores=[maxsim]", "document_categories=modality"])
+    assert run(spec, lambda line: None).document_categories == {"text": ["1", "b"]}

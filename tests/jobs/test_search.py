@@ -190,22 +190,24 @@ def test_hits_as_json(index_uri, query_file, capsys):
     assert rows == json.loads(json.dumps(expected))
     for row in rows:
         parts = row["parts"]
-        assert row["score"] == pytest.approx(parts["single"] + 0.5 * parts["late_mean"], abs=1e-6)
-        assert parts["late"] > parts["late_mean"] > 0
-        assert sum(m["similarity"] for m in row["matches"]) == pytest.approx(
-            parts["late"], abs=1e-4
+        assert row["score"] == pytest.approx(
+            parts["single_vector"] + 0.5 * parts["maxsim_mean"], abs=1e-6
         )
-        assert row["matches"][0]["spans"] and row["passages"][0]["marks"]
+        assert parts["maxsim"] > parts["maxsim_mean"] > 0
+        assert sum(m["similarity"] for m in row["matches"]) == pytest.approx(
+            parts["maxsim"], abs=1e-4
+        )
+        assert row["matches"][0]["spans"] and row["passages"][0]["highlights"]
 
 
 def test_prints_components_of_hybrid_score(index_uri, capsys):
     search.main([index_uri, "slipstream", "--score", "hybrid", "-k", "1"])
     lines = capsys.readouterr().out.splitlines()
-    parts = re.fullmatch(r"     single (.{6}), late (.{6}) \(mean (.{6})\)", lines[1])
+    parts = re.fullmatch(r"     single-vector (.{6}), MaxSim (.{6}) \(mean (.{6})\)", lines[1])
     total = float(parts[1]) + float(parts[3])
     assert float(lines[0].split()[1]) == pytest.approx(total, abs=2e-4)
     search.main([index_uri, "slipstream", "-k", "1"])
-    assert "single" not in capsys.readouterr().out
+    assert "single_vector" not in capsys.readouterr().out
 
 
 def test_queries_are_ranked_in_batches(index_uri, query_file, tmp_path, capsys, monkeypatch):
@@ -320,15 +322,16 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
          "modality, span.unit, span.start, span.end, title, text, caption, revision, metadata, "
          "got 'heat', which names the unknown column 'heat' at character 1"),
         (["--score", "hybrid", "--weights", "0", "0"], "weights must be two numbers "
-         "(single, late), each 0 or from 1e-6 to 1e6, and not both 0, got (0.0, 0.0)"),
+         "(single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0, got (0.0, 0.0)"),
         (["--score", "hybrid", "--weights", "nan", "1"], "weights must be two numbers "
-         "(single, late), each 0 or from 1e-6 to 1e6, and not both 0, got (nan, 1.0)"),
-        (["--weights", "1", "2"], "weights must be (1.0, 1.0) for the score late, got (1.0, 2.0)"),
+         "(single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0, got (nan, 1.0)"),
+        (["--weights", "1", "2"], "weights must be (1.0, 1.0) for the score maxsim, "
+         "got (1.0, 2.0)"),
         (["--weights", "1", "x"], "argument --weights: invalid float value: 'x'; see --help"),
         (["-k", "0"], "argument -k/--k: must be an integer >= 1, got '0'; see --help"),
         (["-k", "true"], "argument -k/--k: must be an integer >= 1, got 'true'; see --help"),
-        (["--score", "best"], "argument --score: invalid choice: 'best' (choose from 'late', "
-         "'single', 'hybrid'); see --help"),
+        (["--score", "best"], "argument --score: invalid choice: 'best' (choose from 'maxsim', "
+         "'single_vector', 'hybrid'); see --help"),
         (["--ids", "gone"], "ids must be the path of an existing file, got 'gone', which does"
                             " not exist"),
         (["--ids", "none"], "ids must be a file with at least one id, got 'none', which is empty"),
@@ -364,7 +367,7 @@ def test_failed_run_writes_no_file(index_uri, tmp_path):
 def test_order_of_options_and_unquoted_words(index_uri, capsys):
     search.main([index_uri, "the lift of a wing", "--k", "2"])
     expected = capsys.readouterr().out
-    search.main(["--k", "2", index_uri, "the", "lift", "--score", "late", "of", "a", "wing"])
+    search.main(["--k", "2", index_uri, "the", "lift", "--score", "maxsim", "of", "a", "wing"])
     assert capsys.readouterr().out == expected
 
 

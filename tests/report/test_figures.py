@@ -12,7 +12,7 @@ from tests.eval.evaluations import diagnosed_rows, evaluation_of, reranked
 
 
 def test_draws_all_figures():
-    depths = [reranked(depth, "full.late", False, depth / 20) for depth in (5, 10)]
+    depths = [reranked(depth, "full.maxsim", False, depth / 20) for depth in (5, 10)]
     evaluation = evaluation_of([*diagnosed_rows(), *depths])
     by_name = {figure.name: figure for figure in figures(evaluation)}
     assert {name: len(figure.panels) for name, figure in by_name.items()} == {
@@ -30,7 +30,7 @@ def test_draws_all_figures():
     (layers,) = by_name["osr_by_layer"].svgs()
     for text in (">sap<", ">eos<", ">random (3 seeds)<", ">layer<"):
         assert text in layers
-    assert ">sap layers" not in quality_bytes_svg(evaluation, Panel("late", "vector_bytes"))
+    assert ">sap layers" not in quality_bytes_svg(evaluation, Panel("maxsim", "vector_bytes"))
 
     page = html.report([evaluation])
     assert "Score retention by layer" in page and "mean of 3 seeds" in page

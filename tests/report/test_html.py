@@ -21,11 +21,11 @@ def document(**fields) -> Document:
 def examples():
     image = HitImage(caption=UNESCAPED, png="AAAA")
     hit = document(title=UNESCAPED, snippet="\x02<i>wing</i>\x03 lift", grade=2, pictures=[image])
-    rows = {"full.late": [hit], "hpool_32.late": []}
+    rows = {"full.maxsim": [hit], "hpool_32.maxsim": []}
     judged = [
-        document(document_id=UNESCAPED, grade=0, ranks={"full.late": 3, "hpool_32.late": None})
+        document(document_id=UNESCAPED, grade=0, ranks={"full.maxsim": 3, "hpool_32.maxsim": None})
     ]
-    values = {"full.late": 1.0, "hpool_32.late": 0.25}
+    values = {"full.maxsim": 1.0, "hpool_32.maxsim": 0.25}
     lost = Example(
         why="lost", query_id="q0", query=UNESCAPED, values=values, judged=judged, hits=rows
     )
@@ -49,7 +49,7 @@ def test_page_is_self_contained(with_examples):
 def test_page_is_escaped(with_examples):
     page = html.report([with_examples])
     assert "<b>bold" not in page and "<i>" not in re.sub(
-        "<i>(Late|single|hybrid|K|full|p, random|vectors|everything)</i>", "", page
+        "<i>(MaxSim|single_vector|hybrid|K|full|p, random|vectors|everything)</i>", "", page
     )
     assert page.count("&lt;b&gt;bold&lt;/b&gt; &amp;") >= 4  # query, title, id, caption
     assert "<mark>&lt;i&gt;wing&lt;/i&gt;</mark> lift" in page
@@ -85,7 +85,7 @@ def test_several_benchmarks(evaluation, with_examples):
 
 def test_query_categories(evaluation):
     categories = {"kind": {"plain": ["q0"], "other": ["q1"]}}
-    page = html.report([replace(evaluation, categories=categories)])
+    page = html.report([replace(evaluation, query_categories=categories)])
     table = page[page.index("By category of query: kind") :]
     table = table[: table.index("</table>")]
     assert "plain<small>1 query</small>" in table

@@ -28,5 +28,5 @@ def test_colours_are_codecs_and_markers_are_methods():
     assert colors["hpool int8"] == colors["samer int8"] == colors["full int8"] != colors["hpool"]
     assert colors["samer residual bits=2"] not in (colors["samer"], colors["samer int8"])
     assert markers["hpool int8"] == markers["hpool"] != markers["samer int8"] == markers["samer"]
-    panel = quality_bytes_svg(evaluation, Panel("late", "vector_bytes"))
+    panel = quality_bytes_svg(evaluation, Panel("maxsim", "vector_bytes"))
     assert panel.count(">K=8<") == 6 and panel.count(">100 %<") == 2  # one label per point

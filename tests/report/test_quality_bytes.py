@@ -20,7 +20,7 @@ def test_distant_bm25_does_not_stretch_axis(bm25, is_line):
     """The other rows take at least half of the axis for any quality of BM25."""
     rows = [result(f"h{i}", num_vectors=i, quality=[0.4 + i / 100] * 2) for i in range(1, 6)]
     row = result("bm25", "bm25", None, "bm25", encoder="", quality=[bm25] * 2)
-    figure = _figure(evaluation_of([row, *rows]), [Panel("late", "vector_bytes")])
+    figure = _figure(evaluation_of([row, *rows]), [Panel("maxsim", "vector_bytes")])
     (axis,) = figure.axes
     low, high = axis.get_ylim()
     assert 0.04 < high - low < 2 * 0.04

@@ -8,8 +8,8 @@ from tests.eval.evaluations import DIAGNOSIS, evaluation_of, result
 
 def test_summary(evaluation):
     assert list(summary(evaluation)) == [
-        "Best quality: full.late, nDCG@10 0.5000.",
-        "Smallest row with at least 95 % of the uncompressed quality (full.late, 0.5000): "
+        "Best quality: full.maxsim, nDCG@10 0.5000.",
+        "Smallest row with at least 95 % of the uncompressed quality (full.maxsim, 0.5000): "
         "hpool_32.hybrid, 0.4900 (98.0 %) with 25,000 of 150,000 vector bytes per item (16.7 %) and"
         " 27,000 of 151,000 stored bytes per item (17.9 %).",
         "BM25 reaches 0.3500. The other 5 rows compared with it: 5 not significantly different.",
@@ -19,7 +19,7 @@ def test_summary(evaluation):
 def test_ties_and_zero_quality():
     rows = [result(name, "none", None, quality=[0.0] * 12) for name in ("full", "other")]
     (best,) = summary(evaluation_of(rows))
-    assert best == "Best quality: full.late, other.late, nDCG@10 0.0000."
+    assert best == "Best quality: full.maxsim, other.maxsim, nDCG@10 0.0000."
 
 
 def bm25_sentence(*rows):
@@ -40,7 +40,7 @@ def test_counts_rows_better_and_worse_than_bm25():
     )
     assert re.fullmatch(
         r"BM25 reaches 0\.5000\. The other 3 rows compared with it: 1 significantly better, "
-        r"1 not significantly different, 1 significantly worse: r2\.late \(p (=|<) 0\.00\d\)\.",
+        r"1 not significantly different, 1 significantly worse: r2\.maxsim \(p (=|<) 0\.00\d\)\.",
         bm25_sentence(0.9, 0.5, 0.1),
     )
     assert bm25_sentence() == "BM25 reaches 0.5000."

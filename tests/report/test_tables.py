@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.report.summary import fitting, summary
-from pipeline.report.tables import budget, categories_csv, metrics_csv, per_query_csv, table
+from pipeline.report.tables import budget, metrics_csv, per_query_csv, query_categories_csv, table
 from tests.eval.evaluations import DIAGNOSIS, evaluation_of, result
 
 
@@ -20,11 +20,11 @@ def test_table(evaluation):
         "representation": "hpool_32",
         "method": "hpool",
         "K": "32",
-        "score": "late",
+        "score": "maxsim",
         "nDCG@10": "0.4100",
         "AP": "0.2050",
         "retention": "82.0 %",
-        "against": "full.late",
+        "against": "full.maxsim",
         "p random": "-",
         "OSR": "-",
         "used": "-",
@@ -80,17 +80,17 @@ def test_csv_values_are_not_rounded(evaluation):
 
 
 def test_fitting_samples(results):
-    full_index = {"num_items": 64, "evaluated": 64, "origin": {}}
+    full_index = {"num_items": 64, "num_evaluated": 64, "origin": {}}
     separate = {
         "num_items": 1,
-        "evaluated": 0,
+        "num_evaluated": 0,
         "origin": {"source": {"name": "text", "path": "some"}},
     }
-    index = {"num_items": 9, "evaluated": 2, "origin": {"index": "out/a", "where": "x = 1"}}
-    old = {"num_items": None, "evaluated": None, "origin": {}}
+    index = {"num_items": 9, "num_evaluated": 2, "origin": {"index": "out/a", "where": "x = 1"}}
+    old = {"num_items": None, "num_evaluated": None, "origin": {}}
     rows = [
-        result(f"r{i}", fitted=fitted)
-        for i, fitted in enumerate([full_index, separate, index, old, {}])
+        result(f"r{i}", fit_sample=fit_sample)
+        for i, fit_sample in enumerate([full_index, separate, index, old, {}])
     ]
     assert [fitting(row) for row in rows] == [
         "64 items of the index, all of them evaluated",
@@ -108,7 +108,7 @@ def test_fitting_samples(results):
 
 def test_quality_by_category(evaluation):
     categories = {"kind": {"plain": ["q0"], "other": ["q1"]}}
-    rows = categories_csv(replace(evaluation, categories=categories)).splitlines()
+    rows = query_categories_csv(replace(evaluation, query_categories=categories)).splitlines()
     assert rows[0] == "row,field,category,num_queries,nDCG@10"
     assert rows[1:3] == ["bm25,kind,plain,1,0.3", "bm25,kind,other,1,0.4"]
     assert len(rows) == 1 + 2 * len(evaluation.results)

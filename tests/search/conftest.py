@@ -77,26 +77,31 @@ class Scored(NamedTuple):
     """Score of an item and its components."""
 
     total: float
-    late: float | None
-    late_mean: float | None
-    single: float | None
+    maxsim: float | None
+    maxsim_mean: float | None
+    single_vector: float | None
 
 
 def reference_score(row: Row, queries: Queries, query: int, score: str, weights=(1, 1)) -> Scored:
     """Returns the score of a row; -inf if it lacks vectors that the score needs."""
     tokens = queries.tokens[query].numpy()
-    late = single = -np.inf
+    maxsim = single_vector = -np.inf
     if row.tokens is not None:
-        late = sum(max(float(q @ token) for token in row.tokens) for q in tokens)
+        maxsim = sum(max(float(q @ token) for token in row.tokens) for q in tokens)
     if row.pooled is not None:
-        single = float(queries.pooled[query].numpy() @ row.pooled)
-    mean = late / len(tokens)
-    if score == "late":
-        return Scored(late, late, mean, None)
-    if score == "single":
-        return Scored(single, None, None, single)
-    known = -np.inf not in (late, single)
-    return Scored(weights[0] * single + weights[1] * mean if known else -np.inf, late, mean, single)
+        single_vector = float(queries.pooled[query].numpy() @ row.pooled)
+    mean = maxsim / len(tokens)
+    if score == "maxsim":
+        return Scored(maxsim, maxsim, mean, None)
+    if score == "single_vector":
+        return Scored(single_vector, None, None, single_vector)
+    known = -np.inf not in (maxsim, single_vector)
+    return Scored(
+        weights[0] * single_vector + weights[1] * mean if known else -np.inf,
+        maxsim,
+        mean,
+        single_vector,
+    )
 
 
 def reference_ranking(

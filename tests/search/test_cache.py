@@ -76,7 +76,7 @@ def test_equal_results_with_and_without_cache(uri, cache):
 
 def test_equal_for_every_score(index_uri, cache):
     text = "the lift of a wing"
-    for score in ("late", "single", "hybrid"):
+    for score in ("maxsim", "single_vector", "hybrid"):
         for name in ("full", "hpool_2"):
             hits = open_index(index_uri, cache=False).search(text, name, k=100, score=score)
             assert open_index(index_uri).search(text, name, k=100, score=score) == hits

@@ -27,7 +27,7 @@ def test_partial_range_marks_whole_word():
 
 
 def test_custom_marks():
-    assert snippet("a wing", [(2, 6)], marks=("<b>", "</b>")) == "a <b>wing</b>"
+    assert snippet("a wing", [(2, 6)], delimiters=("<b>", "</b>")) == "a <b>wing</b>"
 
 
 def test_window_with_the_most_marked_characters():
@@ -96,7 +96,7 @@ def test_passage_in_one_frame():
     (passage,) = passages({"road": {0: 0.9}, "closed": {1: 0.8}})
     assert passage.span == (0, 11) and TEXT_OF_WORDS[0:11] == "road closed"
     assert (passage.box, passage.times) == ((0.1, 0.2, 0.6, 0.5), (2.0, 6.0))
-    assert [(mark.query_token, mark.span) for mark in passage.marks] == [
+    assert [(word.query_token, word.span) for word in passage.highlights] == [
         ("road", (0, 4)),
         ("closed", (5, 11)),
     ]
@@ -162,7 +162,7 @@ def test_region_of_patches():
     sim_MN[0, [5, 6, 15]] = 0.9, 0.8, 0.85
     (passage,) = find_passages(["#0"], sim_MN, np.arange(16), None, np.array(grid), None)
     assert passage.box == (0.25, 0.25, 0.75, 0.5)
-    assert (passage.span, passage.times, passage.marks) == (NO_SPAN, None, ())
+    assert (passage.span, passage.times, passage.highlights) == (NO_SPAN, None, ())
 
 
 def test_image_with_text_has_regions_and_windows():
@@ -179,7 +179,7 @@ def test_passage_consists_of_whole_words():
     spans, text = np.array([(0, 5), (5, 10), (11, 15)]), "slipstream wing"
     sim_MN = np.array([[0.1, 0.9, 0.1]])
     (passage,) = find_passages(["tream"], sim_MN, np.arange(3), spans, None, text)
-    assert passage.span == (0, 10) and passage.marks[0].span == (5, 10)
+    assert passage.span == (0, 10) and passage.highlights[0].span == (5, 10)
 
 
 def test_passage_of_compressed_item():

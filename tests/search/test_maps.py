@@ -139,7 +139,7 @@ def test_search_job_saves_maps(uri, tmp_path, capsys):
     stored = json.loads((out / "1.json").read_text())
     assert stored["item_id"] == "a.pdf#page=1"
     best = max(stored["words"], key=lambda word: word["similarities"][0])
-    assert stored["passages"][0]["marks"][0]["query_token"] == "fish"
+    assert stored["passages"][0]["highlights"][0]["query_token"] == "fish"
     assert best["text"] == "fish" and best["credit"] == pytest.approx(stored["score"], abs=1e-3)
 
 

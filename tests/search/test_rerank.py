@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 NUM_PHOTOS = 7
 TEXT = "heat at the wing"
-SINGLE = {"representation": "hpool_4", "score": "single", "explain": False}
+SINGLE = {"representation": "hpool_4", "score": "single_vector", "explain": False}
 
 
 @pytest.fixture(scope="module")
@@ -239,9 +239,9 @@ def test_runs_have_the_order_of_the_second_stage(uri, model):
 
 def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
     """Covers printed hits, JSON, runs, image queries and invalid options."""
-    command = [uri, "--score", "single", "--rerank", f"edje={model}", "--rerank-depth", "4"]
+    command = [uri, "--score", "single_vector", "--rerank", f"edje={model}", "--rerank-depth", "4"]
     reranker = Reranker(model, 4)
-    reranked = open_index(uri).search(TEXT, rerank=reranker, score="single")
+    reranked = open_index(uri).search(TEXT, rerank=reranker, score="single_vector")
     search.main([*command, TEXT])
     lines = [line for line in capsys.readouterr().out.splitlines() if line[:3].strip()]
     for line, hit in zip(lines, reranked, strict=True):
@@ -266,7 +266,7 @@ def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
     errors = [abs(row["reranked"]["joint"] - joint[row["item_id"]]) for row in in_int8[:4]]
     assert 0 < max(errors) < 0.2
     short = edje_of(tmp_path / "short", dual, max_text_tokens=6)
-    search.main([uri, TEXT, "--score", "single", "--rerank", f"edje={short}"])
+    search.main([uri, TEXT, "--score", "single_vector", "--rerank", f"edje={short}"])
     assert re.search(r"reranker truncated the query by \d+ tokens", capsys.readouterr().out)
     for invalid in ("maxsim", "edje", f"x={model}"):
         with pytest.raises(SpecError, match=f"^rerank must be edje=FOLDER, .* got '{invalid}'$"):
@@ -277,12 +277,12 @@ def test_sheet_shows_hits_of_both_stages(uri, model, photos, tmp_path, capsys):
     """The first row shows the hits of the first stage, in order."""
     image = Path(uri).parent / "1.png"
     written = tmp_path / "sheet.png"
-    command = [uri, TEXT, "--score", "single", "--k", "3", "--save-sheet", str(written)]
+    command = [uri, TEXT, "--score", "single_vector", "--k", "3", "--save-sheet", str(written)]
     search.main([*command, "--rerank", f"edje={model}", "--rerank-depth", "5"])
     assert f"sheet: {written}" in capsys.readouterr().out
     searcher = open_index(uri)
     rows = [
-        searcher.search(TEXT, k=3, score="single", rerank=second)
+        searcher.search(TEXT, k=3, score="single_vector", rerank=second)
         for second in (None, Reranker(model, 5))
     ]
     assert [hit.item_id for hit in rows[0]] != [hit.item_id for hit in rows[1]]
@@ -352,7 +352,7 @@ def test_evaluation_has_a_row_per_reranker(uri, model, photos, tmp_path):
         {"model": model, "rerank_depth": 7, "add_first_stage": True},
     ]
     rerank += [
-        {"model": model, "score": "late", "label": "after_late"},
+        {"model": model, "score": "maxsim", "label": "after_maxsim"},
         {"model": model, "rerank_depth": 5},
         {"model": model, "rerank_depth": 5, "precision": "bfloat16"},
     ]
@@ -367,16 +367,16 @@ def test_evaluation_has_a_row_per_reranker(uri, model, photos, tmp_path):
     spec = config.parse(EvaluateSpec, fields)
     evaluation = run(spec, lambda line: None)
     names = [result.name for result in evaluation.results]
-    assert names[-5:] == ["after_late", "edje_3", "edje_5", "edje_5_bfloat16", "edje_7_added"]
+    assert names[-5:] == ["after_maxsim", "edje_3", "edje_5", "edje_5_bfloat16", "edje_7_added"]
     (scan,) = depth_scans(evaluation)  # one reranker with one first stage
     assert {depth: row.name for depth, row in scan.rows.items()} == {3: "edje_3", 5: "edje_5"}
     write(evaluation, spec.output)
     assert Image.open(tmp_path / "out/reranking_by_depth.png").width > 800
     searcher = open_index(uri)
     for name, reranker, score in (
-        ("edje_3", Reranker(model, 3), "single"),
-        ("edje_7_added", Reranker(model, 7, add_first_stage=True), "single"),
-        ("after_late", Reranker(model), "late"),
+        ("edje_3", Reranker(model, 3), "single_vector"),
+        ("edje_7_added", Reranker(model, 7, add_first_stage=True), "single_vector"),
+        ("after_maxsim", Reranker(model), "maxsim"),
     ):
         row = evaluation.row(name)
         for query, text in queries.items():

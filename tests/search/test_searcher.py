@@ -37,16 +37,18 @@ def brute_force(index_uri, encoder, text, representation, score) -> dict[str, fl
     encoded = encoder.encode_queries([text])
     query_MD = encoded.tokens.vectors[0][encoded.tokens.mask[0]]
     padded, mask = pad(*flat_from_arrow(table[representation]))
-    late, _ = maxsim_oracle(query_MD, padded, mask, reduce="mean" if score == "hybrid" else "sum")
+    summed, _ = maxsim_oracle(query_MD, padded, mask, reduce="mean" if score == "hybrid" else "sum")
     pooled = np.array(table["minilm_pooled"].to_pylist(), np.float32)
-    single = torch.from_numpy(pooled) @ encoded.tokens.pooled[0]
-    scores = {"late": late, "single": single, "hybrid": late + single}[score]
+    pooled_scores = torch.from_numpy(pooled) @ encoded.tokens.pooled[0]
+    scores = {"maxsim": summed, "single_vector": pooled_scores, "hybrid": summed + pooled_scores}[
+        score
+    ]
     pairs = zip(table["item_id"].to_pylist(), scores.tolist(), strict=True)
     return {item_id: value for item_id, value in pairs if value > -np.inf}
 
 
 @pytest.mark.parametrize("representation", ["full", "hpool_4", "hpool_2", "random_4"])
-@pytest.mark.parametrize("score", ["late", "single", "hybrid"])
+@pytest.mark.parametrize("score", ["maxsim", "single_vector", "hybrid"])
 def test_equals_brute_force(searcher, index_uri, encoder, representation, score):
     for text in QUERIES:
         hits = searcher.search(text, representation, k=100, score=score)
@@ -95,7 +97,7 @@ def test_vectors_and_encoded_queries_equal_texts(searcher, encoder):
     assert [ranking.item_ids for ranking in searcher.rank(encoded, k=4)] == by_text
 
 
-@pytest.mark.parametrize("score", ["late", "hybrid"])
+@pytest.mark.parametrize("score", ["maxsim", "hybrid"])
 def test_slices_give_equal_results(searcher, monkeypatch, score):
     """Results do not depend on the size of slices."""
     texts = ["lift of a wing", "heat", "crust of the bread"]
@@ -245,7 +247,8 @@ def test_default_representation_is_full(searcher):
         ("lift", {"representation": "hpool_9"}, "representation", "full, hpool_4, hpool_2"),
         ("lift", {"representation": "rerank_tokens"}, "representation", "full, hpool_4"),
         ("lift", {"k": 0}, "k", "an integer >= 1"),
-        ("lift", {"score": "best"}, "score", "late, single, hybrid"),
+        ("lift", {"score": "best"}, "score", "maxsim, single_vector, hybrid"),
+        ("lift", {"score": "late"}, "score", "must be 'maxsim', got 'late', which was renamed"),
         ("lift", {"group_by": "video"}, "group_by", "parent"),
         ("lift", {"filter": "lift of a wing"}, "filter", "does not parse near 'of' at character 6"),
         ("lift", {"filter": "colour = 'red'"}, "filter", "unknown column 'colour' at character 1"),
@@ -254,7 +257,7 @@ def test_default_representation_is_full(searcher):
         (np.ones((2, 5)), {}, "query", "of dimension 384, got 'vectors of dimension 5'"),
         (np.ones(384), {}, "query", "a numeric array of shape (query tokens, dim), got 'an array"),
         (np.full((1, 384), np.nan), {}, "query", "finite in float32, got 'NaN or infinity'"),
-        (np.ones((1, 384)), {"score": "hybrid"}, "score", "must be late, got 'hybrid'"),
+        (np.ones((1, 384)), {"score": "hybrid"}, "score", "must be maxsim, got 'hybrid'"),
     ],
 )
 def test_rejects_invalid_arguments(searcher, query, options, field, rule):
@@ -268,14 +271,14 @@ def test_query_without_tokens_has_only_single_score(searcher):
     """CLIP encodes texts like this, because its token vectors are not comparable with images."""
     encoded = searcher.queries(["lift of a wing"])
     pooled = Queries([encoded.tokens[0][:0]], encoded.pooled, [[]])
-    expected, hits = (searcher.search(q, score="single", k=3)[0] for q in (encoded, pooled))
+    expected, hits = (searcher.search(q, score="single_vector", k=3)[0] for q in (encoded, pooled))
     assert [hit.item_id for hit in hits] == [hit.item_id for hit in expected]
     assert [hit.score for hit in hits] == [hit.score for hit in expected]
     assert all(hit.matches == () for hit in hits)
     problem = r"needs token vectors \(the query has none\)"
-    for score in ("late", "hybrid"):
+    for score in ("maxsim", "hybrid"):
         with pytest.raises(
-            SpecError, match=f"^score must be single, got '{score}', which {problem}$"
+            SpecError, match=f"^score must be single_vector, got '{score}', which {problem}$"
         ):
             searcher.search(pooled, score=score)
 

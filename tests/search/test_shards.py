@@ -90,7 +90,7 @@ def sharded(cluster, index_uri):
         yield searcher
 
 
-@pytest.mark.parametrize("score", ["late", "single", "hybrid"])
+@pytest.mark.parametrize("score", ["maxsim", "single_vector", "hybrid"])
 def test_actors_equal_one_searcher(sharded, index_uri, score):
     whole = open_index(index_uri)
     sharded.load("hpool_4", score)

@@ -15,6 +15,7 @@ from pipeline.serve import wire
 from pipeline.serve.client import Client, ServerError
 from pipeline.serve.errors import ApiError
 from pipeline.serve.evaluations import EvaluationStore, Evaluator, set_state
+from pipeline.serve.keys import ANONYMOUS
 from pipeline.serve.settings import ServeSpec
 
 QUERIES = {"q1": "the lift of a wing", "q2": "heat", "q3": "bread", "q4": "nobody judged this"}
@@ -54,8 +55,8 @@ def test_results_equal_those_of_the_job(client, index_uri, tmp_path):
         assert row.measures == pytest.approx(result.means, abs=1e-9)
         assert row.bytes_per_item == pytest.approx(result.all_bytes)
     assert any("nDCG@10" in line for line in done.progress)
-    run = client.evaluation_file(done.id, "runs/full.late.trec").decode()
-    assert run == (tmp_path / "out/runs/full.late.trec").read_text()
+    run = client.evaluation_file(done.id, "runs/full.maxsim.trec").decode()
+    assert run == (tmp_path / "out/runs/full.maxsim.trec").read_text()
     for name in done.files:
         data = client.evaluation_file(done.id, name)
         assert data and index_uri.encode() not in data
@@ -224,6 +225,12 @@ def test_concurrent_deletes(settings):
         assert {type(error) for error in errors} == {ApiError}
         assert {error.code for error in errors} <= {"not_found", "conflict"}
         assert name not in store.names()
+
+
+def test_stored_evaluation_of_the_former_anonymous_key_remains_accessible(settings):
+    store = EvaluationStore(settings)
+    name = store.create(REQUEST, "i", "anybody", None)
+    assert store.evaluation(name)[0]["key"] == ANONYMOUS.name
 
 
 @pytest.mark.parametrize("name", ["..", "0" * 16, "state.json", "../x", "a/b", ""])

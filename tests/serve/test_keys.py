@@ -140,4 +140,4 @@ def test_command_prints_entry_and_key(capsys):
 def test_label_does_not_contain_name():
     key = Key(name="ann", sha256=hash_key("mr_abc"))
     assert key.label == hash_key("mr_abc")[:8]
-    assert ANONYMOUS.label == "anybody"
+    assert ANONYMOUS.label == "anonymous"

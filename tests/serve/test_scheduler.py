@@ -153,7 +153,7 @@ def test_multiple_workers():
         await asyncio.gather(*(scheduler.run(Caller("k", 30), i, [5]) for i in range(3)))
         assert time.monotonic() - start < 12 * SLICE
         with contextlib.suppress(TimeoutError):
-            await scheduler.run(Caller("k", SLICE), "late", [50])
+            await scheduler.run(Caller("k", SLICE), "maxsim", [50])
         assert await scheduler.run(Caller("k", 30), "x", [1]) == ["x:1"]
 
     asyncio.run(scenario())

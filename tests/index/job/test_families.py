@@ -129,7 +129,7 @@ def test_indexed_and_rejected_items(index, folder):
 def test_image_query_finds_the_same_image(index, folder):
     family, uri = index
     searcher = open_index(str(uri))
-    score = "single" if family == "siglip2" else "late"
+    score = "single_vector" if family == "siglip2" else "maxsim"
     for photo in sorted((folder / "photos").glob("*.jpg"))[:2]:
         hits = searcher.search(photo.read_bytes(), "full", k=3, score=score)
         assert hits[0].item_id == photo.name, [hit.item_id for hit in hits]
@@ -142,13 +142,13 @@ def test_text_queries_and_similarity_maps(index, folder):
     family, uri = index
     searcher = open_index(str(uri))
     if family == "siglip2":
-        assert searcher.search("a bird", "full", k=2, score="single")
+        assert searcher.search("a bird", "full", k=2, score="single_vector")
         return
     photo = sorted((folder / "photos").glob("*.jpg"))[0].read_bytes()
     for representation in ("full", "hpool_8", "sap_8"):
         hit = searcher.search(photo, representation, k=1)[0]
-        places = [place for match in hit.matches for place in match.places]
-        assert places and all(place.box for place in places)  # prompt tokens have none
+        locations = [location for match in hit.matches for location in match.locations]
+        assert locations and all(location.box for location in locations)  # prompt tokens have none
         assert all(passage.box for passage in hit.passages)
         map = similarity_map(searcher, photo, hit.item_id, representation)
         assert map.score == pytest.approx(hit.score, abs=1e-3)
@@ -160,10 +160,11 @@ def test_matches_of_frames_have_times(index):
     searcher = open_index(str(uri))
     query = png(noise(40, 40))
     hit = searcher.search(query, "full", k=1, filter="source = 'clips'")[0]
-    places = [place for match in hit.matches for place in match.places]
+    locations = [location for match in hit.matches for location in match.locations]
     start, end = hit.span["start"], hit.span["end"]
-    assert any(place.box for place in places) and all(place.times for place in places)
-    assert all(start <= place.times[0] < place.times[1] <= end + 4 for place in places)
+    assert any(location.box for location in locations)
+    assert all(location.times for location in locations)
+    assert all(start <= location.times[0] < location.times[1] <= end + 4 for location in locations)
 
 
 def test_metadata_records_the_number_of_encoded_frames(index):

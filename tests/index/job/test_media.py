@@ -129,9 +129,9 @@ def test_rejects_are_not_recognised_again(uri, folder):
 def test_spoken_phrase_is_found_with_its_time(uri):
     hit = first(uri, "what you can do for your country")
     assert hit.item_id == "jfk.flac#t=0,11"
-    place = hit.passages[0]  # the clause of the sentence in which "country" was recognised
-    assert hit.text[slice(*place.span)] == "what your country can do for you"
-    assert place.box is None and place.times == pytest.approx((5.4, 7.7), abs=0.2)
+    passage = hit.passages[0]  # the clause of the sentence in which "country" was recognised
+    assert hit.text[slice(*passage.span)] == "what your country can do for you"
+    assert passage.box is None and passage.times == pytest.approx((5.4, 7.7), abs=0.2)
     # The talk contains the same words at an offset of five seconds; times refer to the file.
     hit = first(uri, "what you can do for your country", filter="source = 'clips'")
     assert hit.item_id == "talk.mp4#t=10,20"
@@ -141,24 +141,24 @@ def test_spoken_phrase_is_found_with_its_time(uri):
 
 def test_text_in_a_video_is_found_with_its_frame(uri):
     hit = first(uri, "wildlife criterion for otters and ospreys", filter="source = 'clips'")
-    place = hit.passages[0]
+    passage = hit.passages[0]
     assert hit.item_id == "talk.mp4#t=10,20"
-    assert 14 <= place.times[0] <= 18 and place.times[1] == 20  # shown from 15 to 20 seconds
-    assert 0 < place.box[0] < place.box[2] < 1
+    assert 14 <= passage.times[0] <= 18 and passage.times[1] == 20  # shown from 15 to 20 seconds
+    assert 0 < passage.box[0] < passage.box[2] < 1
 
 
 def test_text_in_an_image_is_found_with_its_box(uri):
     hit = first(uri, "the road is closed", filter="source = 'photos'")
-    place = hit.passages[0]
-    assert (hit.item_id, hit.text, place.times) == ("sign.png", "road closed", None)
-    assert place.box[:2] == pytest.approx((0.25, 0.36), abs=0.03)
+    passage = hit.passages[0]
+    assert (hit.item_id, hit.text, passage.times) == ("sign.png", "road closed", None)
+    assert passage.box[:2] == pytest.approx((0.25, 0.36), abs=0.03)
 
 
 def test_image_is_found_by_its_caption(uri):
     hit = first(uri, "people riding along the sea", "caption_full")
     assert (hit.item_id, hit.text) == ("sea.jpg", "Two riders on horses at the beach")
     assert {m.query_token for m in hit.matches} >= {"people", "riding", "sea"}
-    assert hit.matches[1].spans and not hit.matches[1].places
+    assert hit.matches[1].spans and not hit.matches[1].locations
     row = Index(str(uri)).items(["sea.jpg"], ["full", "caption_full", "text"]).to_pylist()[0]
     assert row["full"] is None and row["text"] is None and len(row["caption_full"]) > 6
 
@@ -236,8 +236,8 @@ def test_scanned_pages_are_added_by_an_encoder_with_ocr(cluster, tmp_path):
     assert rejects(tmp_path / "index") == {}
     hit = first(tmp_path / "index", "the port of Lisbon")
     assert (hit.item_id, hit.text) == ("scan.pdf#page=1", "harbour\nof Lisbon")
-    place = hit.passages[0]
-    assert place.times is None and 0 < place.box[1] < 0.6
+    passage = hit.passages[0]
+    assert passage.times is None and 0 < passage.box[1] < 0.6
     row = Index(str(tmp_path / "index")).items([hit.item_id], ["minilm_pooled"]).to_pylist()[0]
     assert row["minilm_pooled"] is not None
 
@@ -274,8 +274,8 @@ def test_hits_have_recognition_confidences(uri, folder, tmp_path, capsys):
 
     def confidences() -> tuple[set[float | None], set[float | None]]:
         hit = first(tmp_path / "all", "detour")
-        places = [place for match in hit.matches for place in match.places]
-        return {place.confidence for place in places}, {p.confidence for p in hit.passages}
+        locations = [location for match in hit.matches for location in match.locations]
+        return {location.confidence for location in locations}, {p.confidence for p in hit.passages}
 
     assert confidences() == ({0.75}, {0.75})
     search.main([str(tmp_path / "all"), "detour", "--k", "1"])

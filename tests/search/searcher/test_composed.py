@@ -37,13 +37,16 @@ def test_equals_encoded_query(photos):
     encoder = searcher.encoder()
     encoded = encoder.encode_composed([q.text for q in queries], [q.image for q in queries])
     for name in ("full", "hpool_8"):
-        for score in ("late", "single", "hybrid"):
+        for score in ("maxsim", "single_vector", "hybrid"):
             hits = searcher.search(queries, name, score=score)
             assert hits == searcher.search(encoded, name, score=score)
             single = searcher.search(queries[0], name, score=score)
             assert [hit.item_id for hit in single] == [hit.item_id for hit in hits[0]]
-    parts = searcher.search(TEXT, score="single"), searcher.search(images["3.png"], score="single")
-    together = searcher.search(queries[0], score="single")
+    parts = (
+        searcher.search(TEXT, score="single_vector"),
+        searcher.search(images["3.png"], score="single_vector"),
+    )
+    together = searcher.search(queries[0], score="single_vector")
     for part in parts:  # the query differs from both of its parts
         assert [hit.score for hit in together] != pytest.approx([hit.score for hit in part])
 
@@ -57,7 +60,7 @@ def test_explanations_and_maps(photos):
         tokens = [match.query_token for match in hit.matches]
         # The query consists of the tokens of the text and the prompt, without image tokens.
         assert TEXT in "".join(tokens) and not any(token.startswith("[") for token in tokens)
-        assert all(place.box for match in hit.matches for place in match.places)
+        assert all(location.box for match in hit.matches for location in match.locations)
         map = similarity_map(searcher, query, hit.item_id, name)
         assert map.query_tokens == tokens and np.isfinite(map.values()).all()
         assert map.score == pytest.approx(hit.score, abs=1e-3)

@@ -31,8 +31,8 @@ def rng():
 @pytest.mark.parametrize(
     ("score", "weights"),
     [
-        ("late", (1, 1)),
-        ("single", (1, 1)),
+        ("maxsim", (1, 1)),
+        ("single_vector", (1, 1)),
         ("hybrid", (1, 1)),
         ("hybrid", (1.0, 0.25)),
         ("hybrid", (0, 2)),
@@ -97,9 +97,9 @@ def test_ids_can_be_any_collection_and_unknown_ids_are_ignored(make_index, rng):
     rows, queries = random_rows(rng, 20), random_queries(rng, 1)
     searcher = make_index(rows)
     names = ["i001", "i007", "i007", "none"]
-    expected = searcher.search(queries, NAME, ids=names, score="single")
+    expected = searcher.search(queries, NAME, ids=names, score="single_vector")
     for ids in (tuple(names), set(names), dict.fromkeys(names), np.array(names)):
-        assert searcher.search(queries, NAME, ids=ids, score="single") == expected
+        assert searcher.search(queries, NAME, ids=ids, score="single_vector") == expected
     assert searcher.num_known(names) == 2
     assert searcher.num_known(["none"]) == searcher.num_known([]) == 0
     parents = {row.parent_id for row in rows}
@@ -126,8 +126,8 @@ def test_rejects_invalid_weights(make_index, rng, weights):
     with pytest.raises(SpecError) as caught:
         searcher.search(queries, NAME, score="hybrid", weights=weights)
     assert str(caught.value) == (
-        "weights must be two numbers (single, late), each 0 or from 1e-6 to 1e6, and not both 0, "
-        f"got {weights!r}"
+        "weights must be two numbers (single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not "
+        f"both 0, got {weights!r}"
     )
 
 
@@ -135,13 +135,15 @@ def test_weights_require_the_hybrid_score(make_index, rng):
     searcher, queries = make_index(random_rows(rng, 8)), random_queries(rng, 1)
     with pytest.raises(SpecError) as caught:
         searcher.rank(queries, NAME, weights=(1, 2))
-    assert str(caught.value) == ("weights must be (1.0, 1.0) for the score late, got (1, 2)")
+    assert str(caught.value) == ("weights must be (1.0, 1.0) for the score maxsim, got (1, 2)")
     searcher.rank(queries, NAME, weights=[1, 1])
 
 
 def test_empty_index(make_index, rng):
     searcher, queries = make_index([]), random_queries(rng, 2)
-    for score, group_by in itertools.product(("late", "single", "hybrid"), (None, "parent")):
+    for score, group_by in itertools.product(
+        ("maxsim", "single_vector", "hybrid"), (None, "parent")
+    ):
         assert searcher.search(queries, NAME, score=score, group_by=group_by) == [[], []]
         selection = {"filter": "item_id <> ''", "ids": ["a"]}
         options = {"score": score, "group_by": group_by}
@@ -155,9 +157,9 @@ def test_rows_without_any_vectors(make_index, rng):
     for group_by in (None, "parent"):
         assert searcher.search(queries, NAME, group_by=group_by) == [[], []]
         assert searcher.search(queries, NAME, score="hybrid", group_by=group_by) == [[], []]
-    assert searcher.search(queries, NAME, score="single")[0]
+    assert searcher.search(queries, NAME, score="single_vector")[0]
     searcher = make_index([row._replace(pooled=None) for row in rows])
-    assert searcher.search(queries, NAME, score="single") == [[], []]
+    assert searcher.search(queries, NAME, score="single_vector") == [[], []]
     assert searcher.search(queries, NAME, score="hybrid", weights=(0, 1)) == [[], []]
 
 

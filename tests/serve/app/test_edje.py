@@ -30,7 +30,7 @@ from tests.images import index_captioned, noise, png
 from tests.rerank.models import edje_of
 
 TEXT = "heat at the wing"
-OPTIONS = {"representation": "hpool_4", "score": "single"}
+OPTIONS = {"representation": "hpool_4", "score": "single_vector"}
 NUM_PHOTOS = 8
 #: Photo without EDJE tokens. The first photo has no caption.
 WITHOUT_TOKENS = "3.png"
@@ -130,7 +130,7 @@ def test_equals_in_process_search(client, searcher, model, photos, query):
 def test_equals_in_process_search_with_options(client, searcher, model):
     reranker = Reranker(model)
     for ours, theirs in (
-        ({"score": "late"}, {"score": "late"}),
+        ({"score": "maxsim"}, {"score": "maxsim"}),
         ({"filter": "item_id < '5'"}, {"filter": "item_id < '5'"}),
         ({"parents": ["1.png", "6.png"]}, {"parents": ["1.png", "6.png"]}),
         ({"group_by": "parent"}, {"group_by": "parent"}),
@@ -271,7 +271,7 @@ def is_ready(url: str) -> bool:
 
 
 def test_similarity_maps_equal_those_of_first_stage(client, searcher):
-    plain = {"representation": "hpool_4", "score": "late", "k": NUM_PHOTOS}
+    plain = {"representation": "hpool_4", "score": "maxsim", "k": NUM_PHOTOS}
     first = {hit.item_id: hit for hit in client.search(TEXT, explain="map", **plain).hits}
     options = {**plain, "rerank": wire.Rerank(by="edje", rerank_depth=5)}
     hits = client.search(TEXT, explain="map", **options).hits

@@ -28,8 +28,8 @@ def test_image_queries(serving_once, checkpoint, tmp_path):
             assert [hit.item_id for hit in response.hits] == [hit.item_id for hit in expected]
             scores = [hit.score for hit in expected]
             assert [hit.score for hit in response.hits] == pytest.approx(scores, rel=1e-4)
-            places = [place for match in response.hits[0].matches for place in match.places]
-            assert places and all(place.box for place in places)
+            boxes = [at.box for match in response.hits[0].matches for at in match.locations]
+            assert boxes and all(boxes)
             assert all(word.box and not word.text for word in response.hits[0].map.words)
         both = client.search_batch([photo, "a bird", photo], representation="full", k=1)
         assert both.results[0] == both.results[2] != both.results[1]
@@ -54,7 +54,7 @@ def test_composed_queries(serving_once, checkpoint, tmp_path):
         assert client.indexes()[0].representations[0].queries == kinds
         searcher = open_index(uri)
         for name in ("full", "hpool_8"):
-            for score in ("late", "hybrid"):
+            for score in ("maxsim", "hybrid"):
                 options = {"k": 5, "score": score}
                 server_hits = client.search(
                     query, representation=name, explain="map", **options

@@ -34,7 +34,7 @@ def assert_same(hits: list[wire.Hit], expected) -> None:
 
 
 @pytest.mark.parametrize("index", INDEXES)
-@pytest.mark.parametrize("score", ["late", "single", "hybrid"])
+@pytest.mark.parametrize("score", ["maxsim", "single_vector", "hybrid"])
 def test_equals_in_process_search(client, searcher, index, score):
     for query, representation in itertools.product(QUERIES, ["full", "hpool_2", "random_4"]):
         options = {"representation": representation, "score": score, "k": 5}
@@ -43,7 +43,7 @@ def test_equals_in_process_search(client, searcher, index, score):
         assert response.version == searcher.index.version and not response.reranked
         assert_same(response.hits, searcher.search(query, **options))
         for hit, expected in zip(response.hits, searcher.search(query, **options), strict=True):
-            for part in ("late", "late_mean", "single"):
+            for part in ("maxsim", "maxsim_mean", "single_vector"):
                 ours, theirs = getattr(hit.parts, part), getattr(expected.parts, part)
                 assert ours == (None if theirs is None else pytest.approx(theirs, rel=1e-5))
 
@@ -112,7 +112,8 @@ def test_explanations(client, searcher, index):
         for passage, other in zip(hit.passages, expected.passages, strict=True):
             assert (passage.span, passage.box, passage.times) == (other.span, None, None)
             assert passage.contribution == pytest.approx(other.contribution, abs=1e-4)
-            assert [mark.span for mark in passage.marks] == [mark.span for mark in other.marks]
+            spans = [word.span for word in passage.highlights]
+            assert spans == [word.span for word in other.highlights]
     hit = client.search(query, index=index, explain="map", **options).hits[0]
     expected_map = wire.Map.model_validate_json(
         similarity_map(searcher, query, hit.item_id, "hpool_4").to_json()

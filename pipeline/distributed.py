@@ -1,4 +1,4 @@
-"""Collective operations for training. They do nothing if there is no process group."""
+"""Collective operations for training, which do nothing without a process group."""
 
 from __future__ import annotations
 

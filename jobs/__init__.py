@@ -39,7 +39,7 @@ def run(
 
     Args:
         main: Main function of the job.
-        arguments: Command line; None for that of this process.
+        arguments: Command line, or None for that of this process.
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
     logging.captureWarnings(True)
@@ -51,7 +51,7 @@ def run(
     # cluster that the job joins has a mode of its own.
     if "ray" not in sys.modules and not os.environ.get("RAY_ADDRESS"):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-        # Ray's setting for binding to the loopback interface only; also read on import.
+        # Ray's setting for binding to the loopback interface only. Also read on import.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
         with _sigterm_as_stopped():
@@ -110,7 +110,10 @@ class Parser(argparse.ArgumentParser):
     """A parser that accepts options anywhere and exits with code 2 on invalid arguments."""
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """Parses a command line; None means that of this process."""
+        """Parses a command line.
+
+        None means that of this process.
+        """
         return self.parse_intermixed_args(arguments)
 
     def error(self, message: str) -> NoReturn:
@@ -133,7 +136,7 @@ def parser(doc: str) -> Parser:
 class SpecParser(Parser):
     """A parser that also checks the paths in a spec.
 
-    Validating a whole spec imports its components, which takes seconds; wrong paths are reported
+    Validating a whole spec imports its components, which takes seconds. Wrong paths are reported
     before that.
     """
 
@@ -235,7 +238,7 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
     if address := os.environ.get("RAY_ADDRESS"):
         _check_reachable(address)  # before Ray is imported, which takes seconds
     else:
-        # The C++ core logs an error for every actor pool of Ray Data; real errors are exceptions.
+        # The C++ core logs an error for every actor pool of Ray Data. Real errors are exceptions.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         # While Ray starts, its own SIGTERM handler would drain the node for 30 s.
         os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
@@ -294,7 +297,7 @@ def _start_ray(options: Mapping[str, Any]) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Checks that a server listens at a `host:port`; Ray itself would retry for minutes.
+    """Checks that a server listens at a `host:port`. Ray itself would retry for minutes.
 
     Raises:
         SpecError: Nothing accepts a connection at the address within 10 seconds.
@@ -347,7 +350,10 @@ def _ray_processes_watched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Hides the messages of Ray's C++ core about its log level; errors are exceptions."""
+    """Hides the messages of Ray's C++ core about its log level.
+
+    Errors are exceptions.
+    """
     sys.stderr.flush()
     stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 2)

@@ -146,7 +146,7 @@ def run_apart(module: str, *arguments: str) -> dict[str, Any]:
     """Runs a module in a separate process and returns the JSON object that it printed last.
 
     Raises:
-        RuntimeError: The process failed; the message contains its output.
+        RuntimeError: The process failed. The message contains its output.
     """
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -12,7 +12,7 @@ Read = Callable[[str, Any], float]
 
 
 def run_loops(read: Read, paths: Sequence[str], options: Any, processes: int) -> dict[str, Any]:
-    """Reads files in several processes; imports are not timed.
+    """Reads files in several processes. Imports are not timed.
 
     Args:
         read: Reads one file.

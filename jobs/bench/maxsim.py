@@ -141,7 +141,7 @@ def with_steady_peaks(take: Callable[[], T]) -> tuple[T, dict[str, float], str]:
 
 
 def in_turns(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Repeats]:
-    """Returns the seconds of each side in each round, rotating the order; the first is a warm-up.
+    """Returns the seconds of each side in each round, rotating the order. The first is a warm-up.
 
     Short calls are repeated within a round and averaged.
     """

@@ -3,7 +3,7 @@
     python -m jobs.bench maxsim_gpu
     python -m jobs.bench maxsim_gpu --documents 4000000 --repeats 20 --out figures.json
 
-Vectors are random and in GPU memory. Bytes count the documents once; operations count all pairs of
+Vectors are random and in GPU memory. Bytes count the documents once. Operations count all pairs of
 tokens. The peak rates of the device are measured before and after. The benchmark needs neither Ray
 nor Lance.
 """
@@ -111,7 +111,10 @@ def measure(
 
 
 def report(bench: Bench, figures: dict[str, Any]) -> None:
-    """Prints the results; peak rates are the mean of before and after."""
+    """Prints the results.
+
+    Peak rates are the mean of before and after.
+    """
     both = figures["peaks"]
     peak = {name: (both["before"][name] + both["after"][name]) / 2 for name in both["before"]}
     rows = [

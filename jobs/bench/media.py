@@ -3,7 +3,7 @@
     python -m jobs.bench media
     python -m jobs.bench media --only video --repeats 1 --out figures.json
 
-Videos pan over the shipped pages at 1280 x 720 and 25 frames per second; audio is the shipped
+Videos pan over the shipped pages at 1280 x 720 and 25 frames per second. Audio is the shipped
 speech, repeated, in stereo at 44.1 kHz.
 """
 

@@ -131,7 +131,7 @@ def _sample(job: subprocess.Popen[bytes], samples: list[tuple[float, int]]) -> N
 
 
 def _held(pid: int) -> int:
-    """Returns the proportional set size of a process in bytes; 0 if it has ended."""
+    """Returns the proportional set size of a process in bytes, or 0 if it has ended."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

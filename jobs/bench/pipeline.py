@@ -265,7 +265,10 @@ def memory(bench: Bench, runs: Runs, sizes: Sizes) -> None:
 
 
 def _build_small(runs: Runs, num_items: int) -> dict[str, Any]:
-    """Builds an index of small items once; returns the record of the run, its spec and URI."""
+    """Builds an index of small items once.
+
+    Returns the record of the run, its spec and URI.
+    """
     record = runs.folder / f"small-{num_items}.json"
     if not record.exists():
         path = runs.corpus(f"numbered-{num_items}", numbered(num_items))

@@ -5,7 +5,7 @@
     python -m jobs.bench serve --only kills swap
     python -m jobs.bench serve --only reranking
 
-The index has random vectors and real texts; queries are encoded by the bundled MiniLM; the load
+The index has random vectors and real texts. Queries are encoded by the bundled MiniLM. The load
 comes from another process over loopback. `overhead` compares latency with the same search in this
 process and measures the saturation throughput. `overload` sends half and twice that rate. `kills`
 kills the replica of each deployment under load, once with the retrying client and once with single
@@ -206,7 +206,10 @@ class Server:
     def start_load(
         self, seconds: float, *, retries: bool = False, **pattern: float
     ) -> Callable[[], Load]:
-        """Starts a load in another process; returns a function that waits for its end."""
+        """Starts a load in another process.
+
+        Returns a function that waits for its end.
+        """
         fields = {"url": self.url, "body": self.body, "queries": QUERIES, "seconds": seconds}
         fields |= {"retries": retries, **pattern}
         command = [sys.executable, "-m", "jobs.bench.serve_load", json.dumps(fields)]

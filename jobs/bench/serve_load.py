@@ -46,7 +46,7 @@ class Load:
         """Sends one search.
 
         Args:
-            due: Time at which it was due, by `time.perf_counter`; None for now.
+            due: Time at which it was due, by `time.perf_counter`, or None for now.
         """
         start = time.perf_counter() if due is None else due
         query = self._random.choice(self._queries)

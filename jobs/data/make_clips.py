@@ -2,9 +2,9 @@
 
     python jobs/data/make_clips.py
 
-`talk.mp4` shows four slides, cut out of PDF pages, with speech from second 5 to 16; `tables.mp4`
+`talk.mp4` shows four slides, cut out of PDF pages, with speech from second 5 to 16. `tables.mp4`
 shows two others and has no audio track. `clips.json` lists the slides and the speech with their
-times; the text of a slide is that of the page's text layer. The files are reproducible bit by bit
+times. The text of a slide is that of the page's text layer. The files are reproducible bit by bit
 with the same versions of PyAV, Pillow and PDFium.
 """
 
@@ -29,7 +29,10 @@ SPEECH_STARTS = 5.0
 
 @dataclass(frozen=True)
 class Slide:
-    """A crop of a page, in points from its upper left corner; the rest of the frame is white."""
+    """A crop of a page, in points from its upper left corner.
+
+    The rest of the frame is white.
+    """
 
     file: str
     page: int

@@ -367,7 +367,7 @@ def group_sums(values_BNV: torch.Tensor, groups_BN: torch.Tensor, num_groups: in
 
 
 def group_sizes(groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Returns the number of tokens of each group, (B, K) float32; a group index of -1 is ignored.
+    """Returns the number of tokens of each group, (B, K) float32. A group index of -1 is ignored.
 
     >>> group_sizes(torch.tensor([[0, 1, 0, -1]]), 2).tolist()
     [[2.0, 1.0]]

@@ -44,7 +44,7 @@ class TextLine(Generic[Item]):
 
     @property
     def is_numeric(self) -> bool:
-        """Whether most characters are digits or signs, as in "$ 1,299.00" or "5.3**"."""
+        """True if most characters are digits or signs, as in "$ 1,299.00" or "5.3**"."""
         return 2 * sum(c.isalpha() for c in self.text) < len(self.text.replace(" ", ""))
 
 

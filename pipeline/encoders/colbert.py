@@ -247,7 +247,10 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
 
 @dataclass(frozen=True)
 class Usage:
-    """Formatting of queries and documents with defaults applied; see `ColBERT.Spec`."""
+    """Formatting of queries and documents with defaults applied.
+
+    See `ColBERT.Spec`.
+    """
 
     query_prefix: str
     document_prefix: str
@@ -380,7 +383,10 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         return ModelInput.create(sequence, {}, kind, spans=all_spans)
 
     def _tokenise(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the token ids and spans of a text; spans exclude the space before a token."""
+        """Returns the token ids and spans of a text.
+
+        Spans exclude the space before a token.
+        """
         encoded = self.tokenizer(
             text,
             add_special_tokens=False,

@@ -61,7 +61,7 @@ class ColPali(Retrieval["ColPali.Spec"]):
     class Spec(RetrievalSpec):
         """Checkpoint, the tokens that are kept, and the attention mask of queries.
 
-        The default query prefix is "Question: ", as in transformers; the authors' public engine
+        The default query prefix is "Question: ", as in transformers. The authors' public engine
         uses none.
         """
 
@@ -69,7 +69,7 @@ class ColPali(Retrieval["ColPali.Spec"]):
         keep: Literal["all", "visual"] = "all"
         """"all" keeps patches and prompt tokens, as the paper does; "visual" only patches."""
         bidirectional_queries: bool = True
-        """Use bidirectional attention in queries, as transformers does; the authors' public engine
+        """Use bidirectional attention in queries, as transformers does. The authors' public engine
         uses causal attention.
         """
 

@@ -14,7 +14,7 @@ class JudgedQueries:
     """Queries of a benchmark with their relevance judgments.
 
     Attributes:
-        queries: Text by query id, in the order of the benchmark; each query has a judgment.
+        queries: Text by query id, in the order of the benchmark. Each query has a judgment.
         qrels: Grades by document id, by query id. Grade 0 means judged not relevant. Documents are
             items or parents, as the spec says.
         num_unjudged: Number of queries left out because they have no judgment.

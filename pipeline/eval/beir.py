@@ -13,7 +13,7 @@ from pipeline.eval.topics import read_categories, read_lines, read_queries
 class Beir(Benchmark["Beir.Spec"]):
     """Folder with `queries.jsonl` (`_id`, `text`) and `qrels/<split>.tsv`.
 
-    Other fields of the queries are categories; see `read_categories`.
+    Other fields of the queries are categories. See `read_categories`.
     """
 
     class Spec(ComponentSpec):
@@ -51,7 +51,7 @@ MAX_GRADE = 2**31 - 1
 def read_qrels(path: str) -> dict[str, dict[str, int]]:
     """Returns grades by document id and query id, from lines `query-id<TAB>corpus-id<TAB>score`.
 
-    Negative grades are kept; all metrics count them as 0, judged not relevant.
+    Negative grades are kept. All metrics count them as 0, judged not relevant.
 
     Raises:
         SpecError: For `benchmark.split`: the file is missing or malformed.

@@ -14,7 +14,7 @@ from pipeline.search.score import top_rows
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it logs every index that it builds
 
-#: Ranking parameters; k1 and b are Lucene's defaults.
+#: Ranking parameters. K1 and b are Lucene's defaults.
 SETTINGS = {"method": "lucene", "k1": 1.2, "b": 0.75}
 LANGUAGE = "english"
 
@@ -24,7 +24,7 @@ HAS_TEXT = "{} <> ''"
 
 
 def has_texts(index: Index, column: str = "text", filter: str | None = None) -> bool:
-    """Returns whether any item of the index has a text."""
+    """Checks whether any item of the index has a text."""
     filter = combine_filters(filter, HAS_TEXT.format(column))
     return any(batch.num_rows for batch in index.batches(["item_id"], filter=filter))
 
@@ -44,7 +44,7 @@ class Bm25:
             index: Index whose items are searched.
             judged: "parent" to rank parents by their best item, or "item" to rank items.
             column: Column that is searched, "text" or "caption".
-            filter: SQL condition on the items; None for all of them.
+            filter: SQL condition on the items, or None for all of them.
         """
         extras.require("bm25s", "Stemmer")
         import bm25s

@@ -13,7 +13,7 @@ from pipeline.atomic import write_atomic
 from pipeline.config import absolute, digest
 from pipeline.eval.diagnostics import Diagnosis
 
-#: Version of the code that computes the entries; increase it when their values change.
+#: Version of the code that computes the entries. Increase it when their values change.
 VERSION = 2
 
 
@@ -24,7 +24,7 @@ class CacheEntry(BaseModel):
 
 
 class CachedResult(CacheEntry):
-    """Measurements of one row; see `Result` for the fields.
+    """Measurements of one row. See `Result` for the fields.
 
     Attributes:
         rankings: Scores by document id, best first, of each query.
@@ -49,7 +49,7 @@ class CachedDiagnosis(CacheEntry):
 
 
 class CachedGrounding(CacheEntry):
-    """Grounding metrics of one representation; empty if they do not apply to it."""
+    """Grounding metrics of one representation, or empty if they do not apply to it."""
 
     numbers: dict[str, float]
 

@@ -82,7 +82,7 @@ class Diagnoser:
             searcher: Searcher of the index.
             judged: Queries and their relevance judgments.
             by: Level of the judgments, "parent" or "item".
-            filter: SQL condition on the items; None for all of them.
+            filter: SQL condition on the items, or None for all of them.
             encode: Function that returns the judged queries as vectors, for a representation.
         """
         self._searcher, self._judged, self._by, self._filter = searcher, judged, by, filter
@@ -197,7 +197,10 @@ class Diagnoser:
 
 
 def _best_items(documents: list[list[int]], scores: dict[int, float]) -> np.ndarray:
-    """Returns the ascending rows of the best items; documents without scores are skipped."""
+    """Returns the ascending rows of the best items.
+
+    Documents without scores are skipped.
+    """
     scored = [[row for row in rows if row in scores] for rows in documents]
     return np.array(sorted(max(rows, key=scores.__getitem__) for rows in scored if rows), np.int64)
 

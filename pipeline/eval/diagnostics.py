@@ -25,7 +25,7 @@ TOKENS_PER_BATCH = 1280
 MAX_ROWS = 64
 #: Maximum number of bars of a strength profile.
 MAX_BARS = 256
-#: Maximum number of items to average similarities over; larger indexes are sampled.
+#: Maximum number of items to average similarities over. Larger indexes are sampled.
 MAX_ITEMS = 1000
 
 #: Scores of a relevant pair: compressed, and uncompressed.
@@ -82,7 +82,7 @@ def used_vectors(
     """Marks the stored vectors that are the best match of any query token in their item.
 
     All pairs of a query and an item count. AGC (section 6.5) instead counts vectors that are
-    "active during a single evaluation pass", using only the records of relevant pairs; these are
+    "active during a single evaluation pass", using only the records of relevant pairs. These are
     the `vectors` of `Matches`.
 
     Args:
@@ -130,7 +130,7 @@ def match_pairs(
     Args:
         queries: Token vectors (M, D) of each query.
         packed: Stored vectors of the items.
-        rows: Ascending rows (P,) of the items of each query; the items must have vectors.
+        rows: Ascending rows (P,) of the items of each query. The items must have vectors.
     """
     parts = []
     for query_MD, rows_P in zip(queries, rows, strict=True):
@@ -172,7 +172,7 @@ def matching_strength(matches: Matches, num_positions: int) -> np.ndarray:
 
 
 def coefficient_of_variation(strengths: np.ndarray) -> float | None:
-    """Computes CV = sigma / mu x 100 of matching strengths (AGC, section 6.5); lower is more even.
+    """Computes CV = sigma / mu x 100 of matching strengths (AGC, section 6.5). Lower is more even.
 
     The standard deviation is that of the population (divided by n). Strengths are sums of
     similarities and can be negative. Neither CV nor Gini is defined there, so negative strengths
@@ -194,8 +194,8 @@ def gini(strengths: np.ndarray) -> float | None:
 
         G = 2 (sum over i of i x_i) / (n (sum of x_i)) - (n + 1) / n,  x ascending, i from 1
 
-    The paper prints the numerator as a sum of squared x_i, which would depend on the unit of x;
-    this is the standard formula. Negative strengths count as 0.
+    The paper prints the numerator as a sum of squared x_i, which would depend on the unit of x.
+    This is the standard formula. Negative strengths count as 0.
 
     Returns:
         None if no strength is positive.
@@ -217,8 +217,8 @@ class TokenSimilarity(NamedTuple):
     Attributes:
         map: Mean cosine between positions (rows, rows), including each vector with itself. In items
             longer than `MAX_ROWS`, a row is a run of adjacent positions.
-        mean: Mean over all pairs of different vectors of an item, averaged over items; None without
-            such pairs.
+        mean: Mean over all pairs of different vectors of an item, averaged over items, or None
+            without such pairs.
         num_items: Number of items averaged over.
     """
 
@@ -237,7 +237,7 @@ def inter_token_similarity(
 
     Args:
         packed: Stored vectors of the items.
-        rows: Rows of the evaluated items; those without vectors are ignored.
+        rows: Rows of the evaluated items. Those without vectors are ignored.
         max_items: Maximum number of items; of more items, a random sample is used.
         seed: Seed of the sample.
     """
@@ -282,8 +282,8 @@ class Diagnosis:
     """Diagnostics of one representation.
 
     Attributes:
-        full: Uncompressed representation that retention is relative to; empty without one.
-        pairs: (score, uncompressed score) of each relevant pair, by query id; empty without an
+        full: Uncompressed representation that retention is relative to, or empty without one.
+        pairs: (score, uncompressed score) of each relevant pair, by query id, or empty without an
             uncompressed representation.
         num_missing: Number of relevant pairs left out because the item has no vectors in this
             representation.
@@ -291,10 +291,10 @@ class Diagnosis:
             pairs of a query and an item.
         used_relevant: The same fraction over relevant pairs and the vectors of their items, as in
             AGC.
-        cv: Coefficient of variation of the matching strengths; None if nothing matches.
-        gini: Gini coefficient of the matching strengths; None if nothing matches.
+        cv: Coefficient of variation of the matching strengths, or None if nothing matches.
+        gini: Gini coefficient of the matching strengths, or None if nothing matches.
         num_positions: Length of the longest item among the relevant pairs.
-        strengths: Matching strength of each position; adjacent positions are averaged beyond
+        strengths: Matching strength of each position. Adjacent positions are averaged beyond
             `MAX_BARS`.
         similarity: Similarity map between positions.
         similarity_mean: Mean similarity of two vectors of an item.

@@ -26,8 +26,8 @@ def queries_by_document_category(
         index: Index of the documents.
         judged: Queries and their relevance judgments.
         kinds: Text column of the items such as "modality", or "metadata.KEY".
-        by: Level of the judgments, "item" or "parent"; a parent has the categories of its items.
-        filter: SQL condition on the items; None for all of them.
+        by: Level of the judgments, "item" or "parent". A parent has the categories of its items.
+        filter: SQL condition on the items, or None for all of them.
 
     Raises:
         SpecError: The column does not exist, or no item has the key.

@@ -66,7 +66,7 @@ def run(
     Args:
         spec: Spec of the evaluation.
         report: Function that reports a line of progress.
-        draw_hit: Function that draws the images of a hit in the examples; see `DrawHit`.
+        draw_hit: Function that draws the images of a hit in the examples. See `DrawHit`.
 
     Raises:
         SpecError: The benchmark, the index or a representation is missing or invalid.
@@ -159,7 +159,10 @@ class _Samples:
         self._index, self._filter = index, filter
 
     def fitted(self, representation: str) -> dict[str, Any]:
-        """Describes the sample that a representation was fitted on; see `Result.fitted`."""
+        """Describes the sample that a representation was fitted on.
+
+        See `Result.fitted`.
+        """
         info = self._index.representation(representation)
         if not info.is_fitted:
             return {}
@@ -191,7 +194,7 @@ def _diagnosis(ranker: Ranker, representation: str, cache: Cache) -> Diagnosis:
 
 
 def _phrases(spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row]) -> list[Phrase]:
-    """Returns the phrases to ground; none if the spec does not ask for grounding.
+    """Returns the phrases to ground. None if the spec does not ask for grounding.
 
     Raises:
         SpecError: The phrases are invalid, or their items are missing or have no regions.

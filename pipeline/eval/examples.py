@@ -27,8 +27,8 @@ class Document(CacheEntry):
 
     Attributes:
         snippet: Best passage, with `HIGHLIGHT_DELIMITERS` around matched words.
-        grade: Grade of the document; None if it was not judged for the query.
-        ranks: Rank of the document, by compared row; None if it is not in the run.
+        grade: Grade of the document, or None if it was not judged for the query.
+        ranks: Rank of the document, by compared row, or None if it is not in the run.
     """
 
     document_id: str

@@ -112,7 +112,7 @@ def relevance_map(
         side: Number of cells per axis.
 
     Returns:
-        (side, side) float64 in [0, 1], rows from top to bottom; 0 where no token overlaps.
+        (side, side) float64 in [0, 1], rows from top to bottom, or 0 where no token overlaps.
     """
     valid_T = ~np.isnan(similarity_T)
     if not valid_T.any():
@@ -209,7 +209,7 @@ def generate_phrases(
         spec: Number and length of the phrases.
         index: Index of the items.
         names: Representations; the first with token positions provides the boxes.
-        filter: SQL condition on the items; None for all of them.
+        filter: SQL condition on the items, or None for all of them.
 
     Raises:
         SpecError: No item has words with locations.
@@ -272,7 +272,10 @@ class _Words:
 
 
 class Grounder:
-    """Grounding metrics of representations; each phrase is encoded once per encoder."""
+    """Grounding metrics of representations.
+
+    Each phrase is encoded once per encoder.
+    """
 
     def __init__(self, searcher: Searcher, phrases: Sequence[Phrase]):
         self._searcher, self._phrases = searcher, phrases

@@ -27,7 +27,7 @@ def judged_level(
         index: Index of the documents.
         judged: Queries and their relevance judgments.
         level: Level in the spec, or `auto`.
-        filter: SQL condition on the items; None for all of them.
+        filter: SQL condition on the items, or None for all of them.
 
     Raises:
         SpecError: For `judged`: the index has no judged id at the level; or, with `auto`, each

@@ -80,7 +80,7 @@ def per_query(
 
 
 def ranking(scores: Mapping[str, float]) -> list[str]:
-    """Returns the documents, best first; ties are ordered by descending id, as in trec_eval.
+    """Returns the documents, best first. Ties are ordered by descending id, as in trec_eval.
 
     trec_eval stores scores in single precision, so scores that are equal in float32 are ties.
 

@@ -14,7 +14,7 @@ from pipeline.search.searcher import Searcher
 
 
 class Row(NamedTuple):
-    """Representation and score of a row; both are `bm25` for BM25.
+    """Representation and score of a row. Both are `bm25` for BM25.
 
     With `rerank`, they are those of the first stage.
     """
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
 
 def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
-    """Yields the rows of the table; the single vector of each encoder comes first, and once.
+    """Yields the rows of the table. The single vector of each encoder comes first, and once.
 
     Raises:
         SpecError: A representation is missing, or lacks single vectors that a score needs.

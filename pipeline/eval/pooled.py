@@ -50,7 +50,10 @@ def pool(outputs: Sequence[str]) -> Evaluation:
 
 
 def _pooled(rows: Sequence[Result], measures: Sequence[str]) -> Result:
-    """Pools a row of all collections; query ids are prefixed with the number of the collection."""
+    """Pools a row of all collections.
+
+    Query ids are prefixed with the number of the collection.
+    """
     diagnoses = [row.diagnosis for row in rows if row.diagnosis]
     diagnosis = None
     if len(diagnoses) == len(rows):

@@ -39,7 +39,10 @@ NUM_TIMED = 50
 
 
 class Ranker:
-    """Ranker of the judged queries by one row after another; encoders are loaded on first use."""
+    """Ranker of the judged queries by one row after another.
+
+    Encoders are loaded on first use.
+    """
 
     def __init__(self, spec: EvaluateSpec, judged: JudgedQueries, searcher: Searcher):
         self._spec, self._judged, self._searcher = spec, judged, searcher

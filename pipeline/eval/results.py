@@ -65,11 +65,11 @@ class Result:
     Attributes:
         representation: Column that is searched.
         method: Compressor with its settings except the budget; or full, single, bm25 or edje.
-        num_vectors: Budget K; None for uncompressed rows, BM25, and budgets that are a ratio.
+        num_vectors: Budget K, or None for uncompressed rows, BM25, and budgets that are a ratio.
         score: late, single, hybrid, bm25 or edje.
-        encoder: Fingerprint of the query encoder; empty for BM25.
+        encoder: Fingerprint of the query encoder, or empty for BM25.
         values: Metrics by name, by query id.
-        vectors_per_item: Mean number of stored vectors per item; 0 for BM25, as all sizes are.
+        vectors_per_item: Mean number of stored vectors per item, or 0 for BM25, as all sizes are.
         vector_bytes: Mean bytes per item of the vectors that the score reads.
         all_bytes: Mean bytes per item including assignments and token positions.
         assignment_bytes: Part of `all_bytes` that stores the assignments of input tokens to
@@ -79,20 +79,20 @@ class Result:
             memory; for BM25, of ranking query texts.
         median_ms: Median latency of a single query, in milliseconds.
         p95_ms: 95th percentile of the latency of a single query, in milliseconds.
-        compressor: Resolved spec of the compressor; empty for BM25 and single vectors.
+        compressor: Resolved spec of the compressor, or empty for BM25 and single vectors.
         codec: Resolved spec of the codec.
-        diagnosis: Diagnostics of a MaxSim row; None for other rows or if they are disabled.
-        grounding: Grounding metrics by name; empty if they were not measured.
-        weights: Weights of the single-vector and the MaxSim score in the hybrid score; None if
+        diagnosis: Diagnostics of a MaxSim row, or None for other rows or if they are disabled.
+        grounding: Grounding metrics by name, or empty if they were not measured.
+        weights: Weights of the single-vector and the MaxSim score in the hybrid score, or None if
             equal.
         first_stage: Row of a reranker's first stage, which it is compared with.
         rerank: Settings of a reranker: `model`, `pool` (the rerank depth), `precision` and
             `add_first_stage`.
         fitted: Sample that the compressor or codec was fitted on: `num_items`, the number of them
-            that are `evaluated`, and the `origin` of a separate sample; the numbers are None if an
+            that are `evaluated`, and the `origin` of a separate sample. The numbers are None if an
             older version did not record them. Empty if nothing was fitted.
         seeds: Mean metrics and score retention by representation, for a row that is the mean over
-            seeds; empty for methods without a seed.
+            seeds, or empty for methods without a seed.
     """
 
     representation: str
@@ -145,7 +145,10 @@ class Result:
 
     @property
     def budget(self) -> Budget:
-        """Budget of the method; 100 % if only the codec differs from the uncompressed row."""
+        """Budget of the method.
+
+        100 % if only the codec differs from the uncompressed row.
+        """
         if self.is_compressed and self.compressor.get("name") == "none":
             return Budget(None, 1.0)
         return Budget(self.num_vectors, self.compressor.get("ratio"))
@@ -161,7 +164,7 @@ class Result:
         return None if self.diagnosis is None else self.diagnosis.retention()
 
     def spread(self, name: str) -> float | None:
-        """Returns the standard deviation over seeds of a metric or the OSR; None for one seed."""
+        """Returns the standard deviation of a metric or the OSR over seeds, or None for one seed."""
         values = [numbers[name] for numbers in self.seeds.values() if name in numbers]
         return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
@@ -268,13 +271,13 @@ class RowComparison:
         reference: Name of the row that it is compared with: the uncompressed row of the encoder
             under the same score, or else under MaxSim; without uncompressed rows the row with the
             most bytes; for a reranker its first stage.
-        retention: Mean divided by that of the reference; None if the reference is compressed or has
-            a mean of 0.
-        p_reference: Corrected p value of the difference from the reference; None for the reference
-            itself.
-        p_bm25: Corrected p value of the difference from BM25; None without BM25.
+        retention: Mean divided by that of the reference, or None if the reference is compressed or
+            has a mean of 0.
+        p_reference: Corrected p value of the difference from the reference, or None for the
+            reference itself.
+        p_bm25: Corrected p value of the difference from BM25, or None without BM25.
         p_random: Corrected p value of the difference from random pruning with the same budget,
-            codec and score; None without such a row.
+            codec and score, or None without such a row.
         below_bm25: Whether the mean is lower than BM25's.
         pareto: Whether no row has better quality with at most as many bytes of vectors. BM25 is not
             compared, because the size of its postings is not measured.
@@ -314,8 +317,8 @@ class Evaluation:
         made: Time of the evaluation, in UTC.
         versions: Versions of Maxray, its main dependencies and the platform.
         results: Rows, in the order of the table.
-        kinds: Query ids by category of the relevant documents; empty if the spec does not ask for
-            it.
+        kinds: Query ids by category of the relevant documents, or empty if the spec does not ask
+            for it.
         categories: Query ids of each category, by field of the queries.
         examples: Queries with the hits of two rows; not part of `to_json`.
     """
@@ -375,7 +378,7 @@ class Evaluation:
         return result.means[self.headline]
 
     def best(self, results: Sequence[Result]) -> Result | None:
-        """Returns the row with the highest quality, the smallest of ties; None without rows."""
+        """Returns the row with the highest quality, the smallest of ties, or None without rows."""
         return max(results, key=lambda r: (self.quality(r), -r.vector_bytes), default=None)
 
     def cheapest(self, results: Sequence[Result]) -> Result | None:
@@ -438,7 +441,10 @@ def sort_results(results: Sequence[Result]) -> list[Result]:
 
 
 def row_comparisons(results: Sequence[Result], measure: str) -> list[RowComparison]:
-    """Compares each row with the others; each family of tests is corrected over the rows."""
+    """Compares each row with the others.
+
+    Each family of tests is corrected over the rows.
+    """
     references = [_reference(result, results) for result in results]
     bm25s = [next((r for r in results if r.method == BM25), None)] * len(results)
     randoms = [_random(result, results) for result in results]
@@ -472,7 +478,7 @@ def pareto_front(
     """Returns the Pareto front of quality and bytes, smallest first.
 
     Args:
-        results: Rows to choose from; BM25 is ignored, because it has no vectors.
+        results: Rows to choose from. BM25 is ignored, because it has no vectors.
         measure: Metric of quality.
         size: Attribute of rows with the bytes per item, `vector_bytes` or `all_bytes`.
     """

@@ -65,7 +65,7 @@ def bootstrap_interval(
     """Computes the bootstrap percentile interval of a mean.
 
     Args:
-        values_N: Independent values (N,); dependent queries must be averaged to one value.
+        values_N: Independent values (N,). Dependent queries must be averaged to one value.
         share: Confidence level of the interval, in (0, 1).
         num_samples: Number of bootstrap samples of N values, drawn with replacement.
         seed: Seed of the samples.

@@ -105,12 +105,12 @@ def read_categories(path: str, query_ids: Iterable[str]) -> dict[str, dict[str, 
     return found
 
 
-#: Maximum length of a category name in characters; longer values are texts.
+#: Maximum length of a category name in characters. Longer values are texts.
 MAX_CATEGORY_LENGTH = 60
 
 
 def categories(value: Any) -> Iterator[str]:
-    """Yields the category names of a value; a list has several.
+    """Yields the category names of a value. A list has several.
 
     >>> list(categories(["table", 3])), list(categories(None)), list(categories(""))
     (['table', '3'], ['(none)'], ['(none)'])

@@ -48,7 +48,7 @@ class Scan:
         name: Method with its other settings.
         budget: Budget of the rows.
         encoder: Encoder of the rows.
-        rows: Rows by layer, ascending.
+        rows: Rows by layer in ascending order.
     """
 
     name: str
@@ -87,7 +87,7 @@ class DepthScan:
     Attributes:
         name: Name of the reranker and the first stage, with precision and score addition.
         first: Row of the first stage.
-        rows: Rows by rerank depth, ascending.
+        rows: Rows by rerank depth in ascending order.
     """
 
     name: str

@@ -22,7 +22,7 @@ def missing_index(uri: str) -> SpecError:
 
 
 def check_index(uri: str) -> None:
-    """Checks that a local folder contains an index; URIs with a scheme are not checked.
+    """Checks that a local folder contains an index. URIs with a scheme are not checked.
 
     No slow module is imported, so that jobs report a wrong path immediately.
 

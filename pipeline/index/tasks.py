@@ -48,7 +48,7 @@ def map_shards(
         shards: Shards to process.
         max_running: Maximum number of concurrent tasks. Each starts a process, which on a small
             machine takes longer than the listing itself.
-        check: Called between results; raises an error to stop the job.
+        check: Called between results. Raises an error to stop the job.
     """
     running: list[ray.ObjectRef] = []
     shards = iter(shards)

@@ -1,4 +1,7 @@
-"""Figures of the diagnostics, as in the papers; figures without data are skipped."""
+"""Figures of the diagnostics, as in the papers.
+
+Figures without data are skipped.
+"""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _figure(evaluation: Evaluation, shown: Sequence[Panel]) -> Figure:
 def _quality_range(evaluation: Evaluation) -> tuple[float, float]:
     """Returns the ends of the quality axis, which include BM25 if it is close to the vector rows.
 
-    A distant BM25 would compress all other rows into a corner; see `_draw_bm25`.
+    A distant BM25 would compress all other rows into a corner. See `_draw_bm25`.
     """
     vectors = [result for result in evaluation.results if result.method != BM25]
     low, high = _ends(evaluation, vectors or evaluation.results)

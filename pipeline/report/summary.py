@@ -62,7 +62,7 @@ def _bm25_sentence(evaluation: Evaluation) -> Iterator[str]:
 
 
 def against_bm25(comparison: RowComparison) -> str:
-    """Returns how a row below BM25 compares with it; empty for other rows."""
+    """Returns how a row below BM25 compares with it, or empty for other rows."""
     if not comparison.below_bm25:
         return ""
     is_significant = comparison.loses_to_bm25
@@ -71,7 +71,7 @@ def against_bm25(comparison: RowComparison) -> str:
 
 
 def fitting(result: Result) -> str:
-    """Describes the sample that a row was fitted on; empty if nothing was fitted."""
+    """Describes the sample that a row was fitted on, or empty if nothing was fitted."""
     fitted = result.fitted
     if not fitted:
         return ""
@@ -101,7 +101,7 @@ def fitting_samples(results: Sequence[Result]) -> dict[str, list[str]]:
 
 
 def measure_description(measure: str) -> str:
-    """Returns the description of a metric; empty for an unknown one.
+    """Returns the description of a metric, or empty for an unknown one.
 
     >>> measure_description("P@5"), measure_description("Bpref")
     ('fraction of the first 5 results that are relevant', '')

@@ -61,7 +61,7 @@ def budget(result: Result) -> str:
 
 
 def spread(result: Result, name: str) -> str:
-    """Returns the standard deviation of a metric or the OSR over seeds; empty without seeds."""
+    """Returns the standard deviation of a metric or the OSR over seeds, or empty without seeds."""
     deviation = result.spread(name)
     return "" if deviation is None else f"±{deviation:.3f}"
 
@@ -73,7 +73,7 @@ def summary_diagnostics(result: Result) -> list[str]:
 
 
 def diagnostics(result: Result) -> dict[str, float | None]:
-    """Returns all diagnostics of a row by their names in `metrics.csv`; None if missing."""
+    """Returns all diagnostics of a row by their names in `metrics.csv`, or None if missing."""
     retention, diagnosis = result.retention, result.diagnosis
     names = ("used", "used_relevant", "gini", "cv", "similarity_mean")
     return {

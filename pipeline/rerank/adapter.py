@@ -113,7 +113,7 @@ class Adapter(torch.nn.Module):
         Args:
             states_BND: Hidden states of the vision encoder.
             mask_BN: bool, False for padding.
-            frames_BN: int64, frame number of each state, non-decreasing within an item; None if
+            frames_BN: int64, frame number of each state, non-decreasing within an item, or None if
                 each item is a single frame.
 
         Returns:

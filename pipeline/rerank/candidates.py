@@ -31,7 +31,7 @@ def rerank_scores(
     """Returns scores that rank the reranked candidates above all others.
 
     Args:
-        first_QB: Scores of the first stage; the other candidates keep their order.
+        first_QB: Scores of the first stage. The other candidates keep their order.
         pairs_P2: int64, reranked pairs (query, candidate).
         scores_P: Scores of the joint encoder for the pairs.
         add_first: Whether to add the scores of the first stage to those of the joint encoder.

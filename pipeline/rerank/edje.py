@@ -139,7 +139,10 @@ def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
 
 
 def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
-    """Loads only the adapter of a model; see `Edje.load`."""
+    """Loads only the adapter of a model.
+
+    See `Edje.load`.
+    """
     metadata = read_metadata(folder, field)
     with _readable(folder, field):
         spec = config.parse(Adapter.Spec, metadata["adapter"])
@@ -150,7 +153,7 @@ def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
 
 
 def precision_fields(precision: Precision | None) -> dict[str, Any]:
-    """Returns the fields of a joint encoder's spec for a precision; empty for None.
+    """Returns the fields of a joint encoder's spec for a precision, or empty for None.
 
     >>> precision_fields("int8"), precision_fields(None)
     ({'dtype': 'float32', 'quantise': 'int8'}, {})
@@ -162,7 +165,10 @@ def precision_fields(precision: Precision | None) -> dict[str, Any]:
 
 
 def load_joint(folder: str | Path, field: str = "edje", **changes: Any) -> JointEncoder:
-    """Loads only the joint encoder of a model; see `Edje.load`."""
+    """Loads only the joint encoder of a model.
+
+    See `Edje.load`.
+    """
     metadata = read_metadata(folder, field)
     with _readable(folder, field):
         spec = config.parse(JointEncoder.Spec, metadata["joint"] | {"model": str(folder)} | changes)
@@ -206,7 +212,10 @@ def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> No
 def check_adapter(
     metadata: Mapping[str, Any], folder: str | Path, written_by: str, field: str = "edje"
 ) -> None:
-    """Checks stored tokens against the metadata of a model; see `check_tokens`."""
+    """Checks stored tokens against the metadata of a model.
+
+    See `check_tokens`.
+    """
     adapter = metadata["fingerprints"]["adapter"]
     if adapter != written_by:
         rule = f"an EDJE model with the adapter of the index, {written_by}"

@@ -170,7 +170,10 @@ class JointEncoder(torch.nn.Module):
 
     @property
     def _base(self) -> Any:
-        """The model without its head; Any because torch does not type submodules."""
+        """The model without its head.
+
+        Any because torch does not type submodules.
+        """
         return self.language.base_model
 
     @property
@@ -238,10 +241,11 @@ class JointEncoder(torch.nn.Module):
             text_mask_PL: bool, False for padding of the texts.
             tokens_PVD: Vision tokens.
             mask_PV: bool, False for padding of the vision tokens.
-            first: Number of text tokens whose states are computed in the last layer; None for all.
+            first: Number of text tokens whose states are computed in the last layer, or None for
+                all.
 
         Returns:
-            States (P, L, H) or (P, first, H); the first is that of [CLS].
+            States (P, L, H) or (P, first, H). The first is that of [CLS].
 
         Raises:
             SpecError: A sequence is longer than the position table of the model.
@@ -335,7 +339,7 @@ class JointEncoder(torch.nn.Module):
             tokens_BVD: Vision tokens of B items.
             mask_BV: bool, False for padding.
             pairs_P2: int64, pairs (text, item).
-            words_QLD: Word embeddings of the texts; None to compute them.
+            words_QLD: Word embeddings of the texts. None to compute them.
         """
         text_P, item_P = pairs_P2.unbind(1)
         words_QLD = self.words(texts.ids) if words_QLD is None else words_QLD
@@ -373,7 +377,7 @@ class JointEncoder(torch.nn.Module):
         Args:
             texts: Q texts.
             tokens_BVD: Vision tokens of B items, of any dtype, right-padded.
-            mask_BV: bool, False for padding; an item may have no tokens.
+            mask_BV: bool, False for padding. An item may have no tokens.
             pairs_P2: int64, pairs (text, item); None pairs text i with item i.
 
         Raises:

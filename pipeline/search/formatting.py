@@ -34,7 +34,7 @@ def format_hits(hits: Sequence[Hit], marks: tuple[str, str]) -> str:
 
 
 def format_parts(parts: Parts) -> str:
-    """Returns the components of a hybrid score; empty for other scores.
+    """Returns the components of a hybrid score, or empty for other scores.
 
     >>> format_parts(Parts(late=4.5, late_mean=0.75, single=0.5))
     'single 0.5000, late 4.5000 (mean 0.7500)'

@@ -37,7 +37,7 @@ class Ingress:
 
     def __init__(self, settings: ServeSpec, stages: Stages[Handle], evaluator: Any = None):
         bind_to_loopback()
-        # The evaluator is never called; binding it to the gateway makes Ray deploy it.
+        # The evaluator is never called. Binding it to the gateway makes Ray deploy it.
         self._settings, self._stages, self._evaluator = settings, stages, evaluator
         self._gateway: Gateway | None = None
 
@@ -62,8 +62,8 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
     """Returns the application of a server.
 
     Args:
-        settings: Settings of the server. Ray passes them from a YAML file or from the command line;
-            the latter may contain dotted names.
+        settings: Settings of the server. Ray passes them from a YAML file or from the command line.
+            The latter may contain dotted names.
 
     Raises:
         SpecError: They are invalid.

@@ -173,19 +173,22 @@ def raise_for_error(response: httpx2.Response) -> None:
 
 
 def _is_retryable(response: httpx2.Response) -> bool:
-    """Returns whether a request is retried after this response."""
+    """Checks whether a request is retried after this response."""
     # Ray's proxy sends a 500 without a JSON error if the replica dies during the request.
     is_proxy_error = response.status_code == 500 and not _is_api_error(response)
     return response.status_code in RETRIED_STATUSES or is_proxy_error
 
 
 def _is_temporary(error: httpx2.TransportError) -> bool:
-    """Returns whether a request is retried after this error. Errors of the client are not."""
+    """Checks whether a request is retried after this error.
+
+    Errors of the client are not.
+    """
     return not isinstance(error, httpx2.LocalProtocolError | httpx2.UnsupportedProtocol)
 
 
 def _is_api_error(response: httpx2.Response) -> bool:
-    """Returns whether a response is an error of the API."""
+    """Checks whether a response is an error of the API."""
     try:
         return bool(wire.ErrorResponse.model_validate_json(response.content))
     except ValidationError:
@@ -197,7 +200,7 @@ def retry_delay(num_tries: int, response: httpx2.Response | None) -> float:
 
     Args:
         num_tries: Number of attempts so far.
-        response: Response of the last attempt; None if there was none.
+        response: Response of the last attempt, or None if there was none.
     """
     delay = min(INITIAL_DELAY_S * 2 ** (num_tries - 1), MAX_DELAY_S)
     delay *= 0.5 + random.random() / 2  # jitter spreads the retries of many clients
@@ -267,7 +270,10 @@ class Client:
         return self._send(_search(query, options))
 
     def search_batch(self, queries: Sequence[AnyQuery], **options: Any) -> wire.BatchSearchResponse:
-        """Returns the best items for each query; see `search`."""
+        """Returns the best items for each query.
+
+        See `search`.
+        """
         return self._send(_search_batch(queries, options))
 
     def encode(self, queries: Sequence[AnyQuery], **options: Any) -> wire.EncodeResponse:
@@ -307,9 +313,9 @@ class Client:
 
         Args:
             item_id: Id of the item.
-            index: Name of the index; default: the only one.
+            index: Name of the index. Defaults to the only one.
             media: "image" or "audio".
-            seconds: Time of a video frame in the parent, in seconds; default: the middle.
+            seconds: Time of a video frame in the parent, in seconds. Defaults to the middle.
         """
         return self._response(_preview(item_id, index, media, seconds).arguments()).content
 
@@ -334,7 +340,10 @@ class Client:
         return self._send(_evaluations()).evaluations
 
     def evaluation_file(self, name: str, path: str) -> bytes:
-        """Returns the content of a file of an evaluation; see `wire.Evaluation.files`."""
+        """Returns the content of a file of an evaluation.
+
+        See `wire.Evaluation.files`.
+        """
         return self._response(_file(name, path).arguments()).content
 
     def cancel_evaluation(self, name: str) -> wire.Evaluation:

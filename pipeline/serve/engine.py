@@ -255,7 +255,10 @@ class Engine:
         item_ids: Sequence[str],
         key: str,
     ) -> dict[str, float]:
-        """Returns exact MaxSim scores of items, best first; items without vectors are omitted."""
+        """Returns exact MaxSim scores of items, best first.
+
+        Items without vectors are omitted.
+        """
         encoded = await self.encode(served, [query], representation, key)
         (scores,) = await self._score(served, encoded, representation, [item_ids], key)
         return scores
@@ -316,7 +319,10 @@ class Engine:
         options: SearchOptions,
         key: str,
     ) -> list[list[wire.Hit]]:
-        """Returns the hits of each query; each shard describes its items."""
+        """Returns the hits of each query.
+
+        Each shard describes its items.
+        """
         shards = self._stages.searchers[served.name]
         options = options.without_selection()
         # Positions of the items of each shard in the ranking of each query.
@@ -347,7 +353,7 @@ class Engine:
         return [[by_position[i] for i in sorted(by_position)] for by_position in hits]
 
     async def item(self, served: Served, item_id: str, key: str) -> dict[str, Any] | None:
-        """Returns the stored columns of an item; None if it is not in the index."""
+        """Returns the stored columns of an item, or None if it is not in the index."""
         caller = Caller(key, self.settings.timeouts.describe_s)
         look_up = self._stages.library.item
         return await self.calls.call("item", caller, look_up, served.name, served.edition, item_id)
@@ -373,7 +379,10 @@ class Engine:
 
 
 def _reorder(ranking: Ranking, scores: Mapping[str, float], k: int) -> Ranking:
-    """Returns the k best items by the scores of the second stage; items without one are omitted."""
+    """Returns the k best items by the scores of the second stage.
+
+    Items without one are omitted.
+    """
     scored = [i for i, item_id in enumerate(ranking.item_ids) if item_id in scores]
     order = sorted(scored, key=lambda i: (-scores[ranking.item_ids[i]], ranking.item_ids[i]))[:k]
     best = ranking.take(order)

@@ -1,9 +1,9 @@
 """Evaluation of the filters of requests in subprocesses, which are killed at the deadline.
 
 Lance evaluates a filter in internal threads that cannot be cancelled and would continue after a
-timeout. `Filters` therefore runs at most two worker processes; an access key uses at most one at a
-time. A process is killed if its filter exceeds the time limit, if the request is cancelled
-or if the parent process exits. Its memory is limited, and it runs at low priority.
+timeout. `Filters` therefore runs at most two worker processes. An access key uses at most one at a
+time. A process is killed if its filter exceeds the time limit, if the request is cancelled or if
+the parent process exits. Its memory is limited, and it runs at low priority.
 
 `python -m pipeline.serve.filters` runs a worker process.
 """
@@ -43,7 +43,7 @@ class Filters:
 
     Args:
         uri: URI of the index.
-        shard: (i, n) for the i-th of n shards; None for all items.
+        shard: (i, n) for the i-th of n shards, or None for all items.
         timeout_s: Time limit for a filter, in seconds.
         memory_bytes: Maximum memory that a filter can allocate, in bytes.
     """

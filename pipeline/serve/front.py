@@ -3,7 +3,7 @@
 Ray Serve's proxy owns the sockets. It does not time out incomplete headers, accepts any number of
 connections, and sends plain text (or nothing) when a gateway dies. `middlewares` adds the missing
 limits and error responses. Ray calls it when a proxy starts if the environment variable
-RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it. `python -m jobs.serve` sets this variable; on a
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it. `python -m jobs.serve` sets this variable. On a
 cluster, set it on every node before `ray start`:
 
     export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=pipeline.serve.front:middlewares
@@ -53,7 +53,7 @@ def middlewares() -> list[Middleware]:
 class LimitedProtocol(HttpToolsProtocol):
     """HTTP connection of uvicorn with limits on headers and on the number of connections.
 
-    The headers of a request have a time limit and a maximum size; uvicorn limits neither. The size
+    The headers of a request have a time limit and a maximum size. Uvicorn limits neither. The size
     is checked after each read from the socket (256 KiB) and may be exceeded by one read.
 
     Connections without a request in progress (new, idle, or with incomplete headers) cannot exhaust
@@ -72,7 +72,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(  # type: ignore[override]  # narrowed by uvicorn in the same way
         self, transport: asyncio.Transport
     ) -> None:
-        """Registers the connection; beyond the limit, closes the one that has waited longest."""
+        """Registers the connection.
+
+        Beyond the limit, closes the one that has waited longest.
+        """
         super().connection_made(transport)
         self._waiting[self] = None
         self._start_deadline()
@@ -185,7 +188,7 @@ class Front:
         await _send(error, request_id, send)
 
     async def _has_routes(self, scope: Scope, receive: Receive) -> bool:
-        """Returns whether the proxy has received its routes, which it lacks when it starts."""
+        """Checks whether the proxy has received its routes, which it lacks when it starts."""
         statuses = []
 
         async def record_status(message: Message) -> None:
@@ -212,7 +215,7 @@ _RESTARTING = ApiError("unavailable", "the server is restarting")
 
 
 def _proxy_error(start: Message) -> ApiError | None:
-    """Returns the error if Ray's proxy failed the request; None for responses of a gateway."""
+    """Returns the error if Ray's proxy failed the request, or None for responses of a gateway."""
     status = start["status"]
     types = [value for name, value in start.get("headers", ()) if name.lower() == b"content-type"]
     if status < 400 or types[:1] == [b"application/json"]:

@@ -27,7 +27,7 @@ class Gateway:
         settings: Settings of the server.
         engine: Engine that runs the searches.
         metrics: Metrics of the gateway.
-        store: Store of the evaluations; None if they are disabled.
+        store: Store of the evaluations, or None if they are disabled.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ def _slot(slots: FairSlots, key: Key, state: str) -> Iterator[None]:
 async def _read_body(
     receive: Receive, headers: Mapping[bytes, bytes], settings: ServeSpec
 ) -> bytes | None:
-    """Returns the body of a request; None if the client has disconnected.
+    """Returns the body of a request, or None if the client has disconnected.
 
     Raises:
         ApiError: The body is too large or arrives too slowly. A body that is too large is rejected

@@ -5,12 +5,11 @@ from which a random key of this length cannot be recovered. The file of the keys
 optionally below `keys:`. It is reloaded when it changes, so removing an entry revokes a key:
 
     keys:
-      - name: ann                    # name in logs; metrics contain the first digits of the hash
-        sha256: 5e88...              # python -m jobs.serve key --name ann
-        indexes: [cranfield]         # default: all
-        expires: 2027-01-01          # default: never
-        requests_per_second: 20      # default: limits.requests_per_second of the server
-        evaluate: true               # allows evaluations; default: false
+      - name: ann                    # name in logs. Metrics contain the first digits of the hash
+        sha256: 5e88...              # python -m jobs.serve key --name ann indexes: [cranfield]
+        # default: all expires: 2027-01-01          # default: never requests_per_second: 20      #
+        default: limits.requests_per_second of the server evaluate: true               # allows
+        evaluations; default: false
 
 The environment variable MAXRAY_KEYS can contain the same text instead of a file.
 """
@@ -64,11 +63,14 @@ class Key(Spec):
         return self.name if self is ANONYMOUS else self.sha256[:8]
 
     def can_access(self, index: str) -> bool:
-        """Returns whether the key can access an index."""
+        """Checks whether the key can access an index."""
         return self.indexes is None or index in self.indexes
 
     def has_expired(self, now: datetime) -> bool:
-        """Returns whether the key has expired. A date expires at its beginning, in UTC."""
+        """Checks whether the key has expired.
+
+        A date expires at its beginning, in UTC.
+        """
         if self.expires is None:
             return False
         end = self.expires
@@ -105,7 +107,7 @@ class Keys:
     If the file becomes unreadable, no key is valid and `find` raises.
 
     Args:
-        uri: URI of the file; if empty, the environment variable is read.
+        uri: URI of the file. If empty, the environment variable is read.
         clock: Monotonic clock, in seconds; replaced in tests.
 
     Raises:
@@ -120,7 +122,7 @@ class Keys:
         self._refresh()
 
     def find(self, secret: str) -> Key | None:
-        """Returns the key with a secret; None if there is none or it has expired.
+        """Returns the key with a secret, or None if there is none or it has expired.
 
         Raises:
             SpecError: The file can no longer be read.
@@ -145,7 +147,7 @@ class Keys:
         self._checked_at = self._clock()
 
     def _read(self) -> str | None:
-        """Returns the text of the file; None if it is unchanged since it was last read."""
+        """Returns the text of the file, or None if it is unchanged since it was last read."""
         state: str | tuple[str, ...]
         text: str | None
         if not self._uri:

@@ -43,7 +43,7 @@ class Library:
     async def item(
         self, index: str, edition: Edition, item_id: str, caller: Caller
     ) -> dict[str, Any] | None:
-        """Returns the stored columns of an item without vectors; None if it is not in the index."""
+        """Returns the stored columns of an item, except vectors, or None if it is not indexed."""
         call = functools.partial(self._item, index, edition, item_id)
         (row,) = await self._item_scheduler.run(caller, None, [call])
         return row

@@ -20,7 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Failure:
-    """Error returned by a stage as a value; Ray would log a raised error with its traceback."""
+    """Error returned by a stage as a value.
+
+    Ray would log a raised error with its traceback.
+    """
 
     error: Exception
 

@@ -53,7 +53,7 @@ class FairSlots:
         self._by_key: Counter[str] = Counter()
 
     def is_available(self, key: str) -> bool:
-        """Returns whether the key can acquire a slot."""
+        """Checks whether the key can acquire a slot."""
         held = self._by_key[key] if self._are_shared else 0
         return held < self.capacity - self.num_acquired
 
@@ -196,7 +196,7 @@ class FairScheduler:
             self._used[request.key] = used + seconds * number / total
 
     def _next(self) -> _Batch | None:
-        """Returns the batch to run next; None if there is none."""
+        """Returns the batch to run next, or None if there is none."""
         self._waiting = [r for r in self._waiting if not r.future.done()]
         for batch in list(self._paused):
             if all(request.future.done() for request, _ in batch.members):
@@ -254,7 +254,10 @@ class FairScheduler:
                 request.future.set_result(request.results)
 
     def _fail(self, batch: _Batch, error: Exception) -> None:
-        """Fails the request of a batch; the requests of a shared batch are retried separately."""
+        """Fails the request of a batch.
+
+        The requests of a shared batch are retried separately.
+        """
         for request, number in batch.members:
             request.is_running = False
             if request.future.done():
@@ -269,7 +272,10 @@ class FairScheduler:
 
 
 def _step(work: Generator[None, None, Sequence[Any]]) -> Sequence[Any] | None:
-    """Runs a slice of a batch; returns its results, or None if it is not complete."""
+    """Runs a slice of a batch.
+
+    Returns its results, or None if it is not complete.
+    """
     try:
         next(work)
     except StopIteration as stop:
@@ -278,7 +284,10 @@ def _step(work: Generator[None, None, Sequence[Any]]) -> Sequence[Any] | None:
 
 
 async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Returns all results in order; if one awaitable fails, the others are cancelled."""
+    """Returns all results in order.
+
+    If one awaitable fails, the others are cancelled.
+    """
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)

@@ -125,7 +125,7 @@ class ServedIndexes:
 
 
 def _open_newest(name: str, spec: ServedIndex, current: Served | None) -> Served | None:
-    """Returns the newest version of an index; None if it is already being served."""
+    """Returns the newest version of an index, or None if it is already being served."""
     index = Index(spec.uri)
     edition = index.edition
     if current is not None and edition == current.edition:

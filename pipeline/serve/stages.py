@@ -66,7 +66,10 @@ def limit_threads(scale: Scale) -> None:
 
 
 class QueryEncoder:
-    """Stage that encodes queries; each encoder is loaded once."""
+    """Stage that encodes queries.
+
+    Each encoder is loaded once.
+    """
 
     def __init__(self, scale: Scale):
         bind_to_loopback()
@@ -139,7 +142,7 @@ class _PendingSearch(NamedTuple):
 
     Attributes:
         query: The encoded query.
-        rows: Ascending positions of the items that pass the filter; None for all items.
+        rows: Ascending positions of the items that pass the filter, or None for all items.
         num_pairs: Number of (query token, vector) pairs if all items are scored.
     """
 
@@ -193,7 +196,10 @@ class Ranker:
         await asyncio.to_thread(self._versions.get, edition)
 
     async def _load(self, edition: Edition, options: SearchOptions) -> Searcher:
-        """Returns a version after loading the vectors of a score; other calls are not blocked."""
+        """Returns a version after loading the vectors of a score.
+
+        Other calls are not blocked.
+        """
         searcher = await asyncio.to_thread(self._versions.get, edition)
         name, score = options.column, options.score
         if not searcher.scorer.is_loaded(name, score):
@@ -252,7 +258,7 @@ class Ranker:
     async def _filtered_rows(
         self, edition: Edition, searcher: Searcher, options: SearchOptions, caller: Caller
     ) -> np.ndarray | None:
-        """Returns the positions of the items that pass the filter; None without a filter."""
+        """Returns the positions of the items that pass the filter, or None without a filter."""
         if options.filter is None:
             return None
         if (rows := searcher.items.cached_rows(options.filter)) is not None:
@@ -331,7 +337,7 @@ class Ranker:
 def _similarity_map(
     searcher: Searcher, query: Queries, item_id: str, representation: str
 ) -> SimilarityMap | None:
-    """Returns the similarity map of an item; None if the item does not support one."""
+    """Returns the similarity map of an item, or None if the item does not support one."""
     try:
         return similarity_map(searcher, query, item_id, representation)
     except SpecError:
@@ -396,7 +402,10 @@ class JointRanker:
     async def read(
         self, edition: Edition, query: str | bytes, item_ids: list[str], caller: Caller
     ) -> dict[str, JointScore]:
-        """Returns the joint encoder's readings of the items that it can read; see `rerank`."""
+        """Returns the joint encoder's readings of the items that it can read.
+
+        See `rerank`.
+        """
         (readings,) = await self._read(edition, [query], [item_ids], caller)
         return readings
 

@@ -76,7 +76,10 @@ class Report:
         )
 
     def code_boxes(self, side: int = SIDE) -> np.ndarray:
-        """Returns the boxes of the codes in pixels, (25, 4) int64; x1 and y1 are exclusive."""
+        """Returns the boxes of the codes in pixels, (25, 4) int64.
+
+        X1 and y1 are exclusive.
+        """
         panel = side // GRID
         radius, gap, margin = (round(size * panel) for size in (RADIUS, GAP, MARGIN))
         width, height = _code_size(side)

@@ -100,7 +100,7 @@ def pair_scores(
         late   = mean over query tokens of the maximum over document tokens    (eq. 4)
         hybrid = single + late                                                 (eq. 5)
 
-    Encoders without pooled vectors have only the score "late"; encoders without token vectors of
+    Encoders without pooled vectors have only the score "late". Encoders without token vectors of
     queries have only "single".
 
     Returns:

@@ -57,7 +57,7 @@ class Scenes:
     """S scenes of up to T objects.
 
     Attributes:
-        attributes: Indices of size, colour and shape of each object, (S, T, 3) int64; -1 at
+        attributes: Indices of size, colour and shape of each object, (S, T, 3) int64, or -1 at
             padding.
         centres: Centres x and y in pixels, (S, T, 2) float64.
         greys: Grey level of the background, (S,) uint8.
@@ -109,7 +109,7 @@ class Captions:
     """C captions, such as "a small red circle" or "a small red circle left of a blue star".
 
     Attributes:
-        phrases: Attributes of the two objects, (C, 2, 3) int64, as in `Scenes.attributes`; `ANY`
+        phrases: Attributes of the two objects, (C, 2, 3) int64, as in `Scenes.attributes`. `ANY`
             for attributes that are not mentioned.
         relations: Indices into `RELATIONS`, (C,) int64; `NO_RELATION` for captions of one object.
     """
@@ -203,7 +203,7 @@ def object_relations(scenes: Scenes) -> np.ndarray:
 
 
 def generate_scenes(series: int, numbers: Sequence[int], layout: Layout = DEFAULT_LAYOUT) -> Scenes:
-    """Generates scenes of an infinite series; each depends only on the series and its number.
+    """Generates scenes of an infinite series. Each depends only on the series and its number.
 
     >>> single, several = generate_scenes(0, [5]), generate_scenes(0, range(10))
     >>> bool((single.centres[0] == several.centres[5]).all())
@@ -289,7 +289,7 @@ def _free_centre(
     centres_T2: np.ndarray,
     layout: Layout,
 ) -> np.ndarray | None:
-    """Draws an integer centre where an object touches no other; None if no centre is found."""
+    """Draws an integer centre where an object touches no other, or None if no centre is found."""
     radii = np.array(layout.radii)
     radius = radii[size]
     for _ in range(50):

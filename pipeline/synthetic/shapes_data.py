@@ -25,7 +25,7 @@ from pipeline.synthetic.shapes import (
 )
 from pipeline.training_data.base import Batch, Phrases, TrainingData, worker_slice
 
-#: First validation series; training series are smaller. Series fit into one 32-bit word of a seed,
+#: First validation series. Training series are smaller. Series fit into one 32-bit word of a seed,
 #: so that the words of a series and a scene number are unique.
 VALIDATION_SERIES = 1 << 31
 
@@ -33,7 +33,10 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Shapes(TrainingData["Shapes.Spec"]):
-    """Infinite series of scenes; each epoch uses a section of it."""
+    """Infinite series of scenes.
+
+    Each epoch uses a section of it.
+    """
 
     class Spec(config.ComponentSpec):
         """Options of `Shapes`."""
@@ -54,7 +57,7 @@ class Shapes(TrainingData["Shapes.Spec"]):
         single_epochs: int = Field(1, ge=1)
         """Number of epochs over which `single` is interpolated."""
         series: int | None = Field(None, ge=0, lt=VALIDATION_SERIES)
-        """Series of the scenes; defaults to the seed of the run."""
+        """Series of the scenes. Defaults to the seed of the run."""
         validation: int = Field(1000, ge=2)
         """Number of validation scenes, with one caption of two objects each."""
         side: int = Field(DEFAULT_LAYOUT.side, ge=16)
@@ -91,7 +94,10 @@ class Shapes(TrainingData["Shapes.Spec"]):
 
     @property
     def num_batches(self) -> int:
-        """Number of batches per epoch; incomplete batches are dropped."""
+        """Number of batches per epoch.
+
+        Incomplete batches are dropped.
+        """
         return self.spec.num_scenes // self.batch_size
 
     def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:

@@ -69,7 +69,7 @@ class Distillation(config.Spec):
     """`kl`, the divergence from the teacher's distribution over the documents that it scored for a
     query; or `margin_mse`, the squared error of its margins."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Weight of this loss; that of the contrastive loss is 1."""
+    """Weight of this loss. That of the contrastive loss is 1."""
     scale: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Factor on the teacher's scores, which corresponds to dividing this model's scores by the
     temperature for `kl`."""
@@ -79,7 +79,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
     """Trains an encoder by InfoNCE over the scores of a batch's queries and documents.
 
     A compressor is applied to the documents' vectors before scoring. Gradients flow through its
-    means; seeds, assignments and selections are constants (SaMer, section 4.3).
+    means. Seeds, assignments and selections are constants (SaMer, section 4.3).
     """
 
     class Spec(BaseSpec):
@@ -107,7 +107,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         also learns the weight of each layer."""
         hidden_states_cache: Uri | None = None
         """Folder in which hidden states of the frozen model are cached, so that it runs once per
-        query and document; null runs it in each epoch. For `projection` and `adapter`."""
+        query and document. Null runs it in each epoch. For `projection` and `adapter`."""
         hidden_states_dtype: Literal["float16", "float32"] = "float16"
         """Precision of the cached hidden states."""
         compressor: CompressorSpec = Field(default="none", validate_default=True)
@@ -215,7 +215,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
             raise SpecError("distillation", spec.distillation.kind, rule)
 
     def train(self, mode: bool = True) -> Self:
-        """Switches to training or evaluation mode; a frozen model stays in evaluation mode.
+        """Switches to training or evaluation mode. A frozen model stays in evaluation mode.
 
         With LoRA, only the dropout of `lora.dropout` is switched.
         """
@@ -320,7 +320,10 @@ class Contrastive(Learner["Contrastive.Spec"]):
     def compressed(
         self, tokens: TokenBatch, boxes: Sequence[np.ndarray] | None = None
     ) -> TokenBatch:
-        """Compresses documents for scoring; compressors that use object boxes get them."""
+        """Compresses documents for scoring.
+
+        Compressors that use object boxes get them.
+        """
         spec = self.spec.compressor
         if boxes is not None and (
             getattr(spec, "object_prior", False)

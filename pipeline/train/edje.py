@@ -76,9 +76,9 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
     """
 
     class Spec(BaseSpec):
-        """Options of EDJE's training; defaults are the paper's values where it has them.
+        """Options of EDJE's training. Defaults are the paper's values where it has them.
 
-        `encoder` is frozen. The adapter reads its hidden states; its similarities select the
+        `encoder` is frozen. The adapter reads its hidden states. Its similarities select the
         negatives and the candidates to rerank.
         """
 
@@ -94,7 +94,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         name: Literal["edje"] = "edje"
         hidden_states_cache: Uri | None = None
         """Folder in which its hidden states are cached, so that it runs once per query and
-        document; null runs it in each epoch."""
+        document. Null runs it in each epoch."""
         hidden_states_dtype: Literal["float16", "float32"] = "float16"
         """Precision of the cached hidden states."""
         init_from: Uri | None = None
@@ -127,7 +127,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         """Probability that a word is masked."""
         negatives: Literal["sampled", "top"] = "sampled"
         """`sampled` draws among the `negatives_top_k` most similar candidates with probability
-        softmax(similarity / temperature); `top` takes the most similar ones."""
+        softmax(similarity / temperature). `top` takes the most similar ones."""
         num_negatives: int = Field(3, ge=1)
         """Negative documents per positive pair, and as many negative queries."""
         negatives_top_k: int = Field(10, ge=1)
@@ -136,7 +136,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         """Temperature of `sampled`. Null is the encoder's own, 1 / exp(logit_scale), for `single`
         scores of an encoder that has one, and `DEFAULT_TEMPERATURE` otherwise."""
         pair_mini_batch_size: int | None = Field(None, ge=1)
-        """Maximum number of pairs in one forward pass of the joint encoder; activations of larger
+        """Maximum number of pairs in one forward pass of the joint encoder. Activations of larger
         batches are recomputed in the backward pass. Null for no limit."""
         rerank_depth: int = Field(DEFAULT_RERANK_DEPTH, ge=1)
         """Number of candidates of the first stage that evaluations rerank."""

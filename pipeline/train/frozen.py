@@ -33,7 +33,7 @@ def encoded(
     Args:
         encoder: Frozen encoder.
         inputs: Queries as texts, or items as mappings of payload columns.
-        taps: Attention statistics of items; those of queries are zeros.
+        taps: Attention statistics of items. Those of queries are zeros.
 
     Returns:
         One row per input, in order.
@@ -45,7 +45,7 @@ def encoded(
     texts = [text for text in inputs if isinstance(text, str)]
     if texts:
         states = encoder.encode_queries(texts).tokens
-        # Nothing reads a query's attention; all cached rows have the same columns.
+        # Nothing reads a query's attention. All cached rows have the same columns.
         nothing = {tap.name: torch.zeros(states.mask.shape) for tap in taps}
         states = dataclasses.replace(states, taps=nothing)
     else:

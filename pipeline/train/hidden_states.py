@@ -1,6 +1,6 @@
 """Hidden states of a frozen model, cached in a Lance dataset.
 
-Where only a projection or an adapter is trained, the model runs once per query and document; an
+Where only a projection or an adapter is trained, the model runs once per query and document. An
 epoch then costs a read and a matrix product. `python -m jobs.bench train` measures the difference.
 """
 
@@ -28,7 +28,7 @@ class HiddenStates:
     """Cached hidden states of queries and documents, by key.
 
     Args:
-        uri: Lance dataset; it is created with the first rows.
+        uri: Lance dataset. It is created with the first rows.
         origin: JSON object of what the hidden states depend on: the model, its settings, the taps.
         dtype: Stored precision.
 

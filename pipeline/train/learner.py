@@ -14,7 +14,7 @@ from pipeline.registry import ENCODERS, EncoderSpec
 from pipeline.training_data.base import Batch, TrainingData
 from pipeline.training_data.quality import Quality
 
-#: Embeddings of a mini-batch or a batch, by name; rows are queries or documents.
+#: Embeddings of a mini-batch or a batch, by name. Rows are queries or documents.
 Embedded = dict[str, torch.Tensor]
 
 
@@ -100,7 +100,7 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
             data: Training data, which defines the metrics.
 
         Returns:
-            Metrics by name, higher is better; the first one selects the best model.
+            Metrics by name, higher is better. The first one selects the best model.
         """
 
     @abstractmethod

@@ -19,17 +19,20 @@ PREFIX = "base_model.model."
 
 
 class Lora(config.Spec):
-    """LoRA settings; the default rank and alpha are SMART's (section 4.4)."""
+    """LoRA settings.
+
+    The default rank and alpha are SMART's (section 4.4).
+    """
 
     rank: int = Field(128, ge=1)
     """Rank of the matrices."""
     alpha: float = Field(256, gt=0)
-    """Scaling factor; the product of the matrices is multiplied by alpha / rank."""
+    """Scaling factor. The product of the matrices is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout probability of their input."""
     targets: str | None = None
-    """Regular expression that the full names of adapted layers match; null for the linear layers of
-    the language model."""
+    """Regular expression that the full names of adapted layers match, or null for the linear layers
+    of the language model."""
 
     @field_validator("targets")
     @classmethod

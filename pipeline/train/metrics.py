@@ -14,7 +14,7 @@ class Metrics:
 
     Args:
         folder: Output folder of the run.
-        step: Step from which the run resumes; events of later steps are discarded.
+        step: Step from which the run resumes. Events of later steps are discarded.
     """
 
     def __init__(self, folder: Path, step: int):

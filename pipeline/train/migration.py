@@ -18,7 +18,7 @@ def migrated_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a stored resolved spec with former field names replaced by the present ones.
 
     Args:
-        stored: Fields of a `TrainSpec` as JSON values; some may be missing.
+        stored: Fields of a `TrainSpec` as JSON values. Some may be missing.
 
     >>> migrated_spec({"accumulate": 2, "optimiser": {"clip": None}})
     {'gradient_accumulation_steps': 2, 'optimiser': {'max_grad_norm': None}}

@@ -33,7 +33,7 @@ class Workers(config.Spec):
 
 
 def train(spec: TrainSpec, workers: Workers, say: Callable[[str], None] = print) -> None:
-    """Trains on a Ray cluster; all its nodes must see the output folder under the same path.
+    """Trains on a Ray cluster. All its nodes must see the output folder under the same path.
 
     Args:
         spec: The run.
@@ -78,7 +78,7 @@ def following(path: Path, say: Callable[[str], None], seconds: float = 0.5) -> I
     """Reports each line that other processes append to a file.
 
     Args:
-        path: File; it need not exist yet.
+        path: File. It need not exist yet.
         say: Called with each complete line.
         seconds: Interval between reads.
     """
@@ -119,7 +119,7 @@ def _train_worker(settings: dict[str, Any]) -> None:
     progress = Path(spec.output) / PROGRESS
 
     def say(line: str) -> None:
-        # A worker's own output is of its node; this file is where the driver looks.
+        # A worker's own output is of its node. This file is where the driver looks.
         with progress.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 

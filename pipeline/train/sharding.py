@@ -64,12 +64,12 @@ def switch_checkpointing(model: torch.nn.Module, mode: bool) -> None:
 def shard(
     module: torch.nn.Module, whole_parameters: set[torch.nn.Parameter], dtype: torch.dtype | None
 ) -> None:
-    """Shards a module over the workers; each layer is gathered while it is used.
+    """Shards a module over the workers. Each layer is gathered while it is used.
 
     Args:
         module: Module to shard.
         whole_parameters: Parameters that are replicated instead.
-        dtype: Dtype of the gathered weights; None for their own.
+        dtype: Dtype of the gathered weights, or None for their own.
     """
     device = next(module.parameters()).device
     mesh = torch.distributed.init_device_mesh(device.type, (num_workers(),))
@@ -81,7 +81,10 @@ def shard(
 
 @contextlib.contextmanager
 def whole(module: torch.nn.Module) -> Iterator[None]:
-    """Gathers all weights on the first worker inside the context; all workers must enter it."""
+    """Gathers all weights on the first worker inside the context.
+
+    All workers must enter it.
+    """
     shares: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
     gathered: dict[DTensor, torch.nn.Parameter] = {}  # a weight may be shared
     for submodule in module.modules():
@@ -115,7 +118,10 @@ def norm(tensors: list[torch.Tensor]) -> float:
 
 
 def whole_state(optimiser: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns an optimiser's unsharded state; all workers must call it."""
+    """Returns an optimiser's unsharded state.
+
+    All workers must call it.
+    """
     state = optimiser.state_dict()
     state["state"] = {
         number: {

@@ -42,7 +42,7 @@ class Batch:
 
     Attributes:
         queries: Query texts (Q).
-        documents: Documents (B) as encoder inputs; see `schema.PAYLOAD`.
+        documents: Documents (B) as encoder inputs. See `schema.PAYLOAD`.
         document_keys: Key of each document (B), unique within the data.
         query_labels: Relevance labels of the queries (Q, F) int64.
         document_labels: Relevance labels of the documents (B, G) int64.
@@ -87,7 +87,7 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
 
     @property
     def payload_kinds(self) -> frozenset[str]:
-        """Kinds of content in the documents, see `schema.PAYLOAD`; empty if unknown."""
+        """Kinds of content in the documents, see `schema.PAYLOAD`, or empty if unknown."""
         return frozenset()
 
     @property
@@ -144,7 +144,7 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
         return (same_QBF & (document_labels != NO_LABEL)).any(dim=2)
 
     def quality(self, scores_QB: torch.Tensor, validation: Batch) -> Quality:
-        """Computes metrics on the validation data; the first one selects the best model.
+        """Computes metrics on the validation data. The first one selects the best model.
 
         By default R@1, R@5, R@10 and nDCG@10 among all validation documents.
 

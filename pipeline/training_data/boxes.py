@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.config import SpecError
 from pipeline.training_data.rows import NO_BOXES
 
-#: Minimum area of a box relative to the image; smaller ones are ignored, as in SaMer's code.
+#: Minimum area of a box relative to the image. Smaller ones are ignored, as in SaMer's code.
 MIN_AREA = 0.005
 #: Number of pixels by which a box may exceed its image, because annotations are rounded.
 TOLERANCE = 1.0
@@ -94,7 +94,7 @@ def area(boxes: np.ndarray) -> np.ndarray:
 
 
 def read_coco_boxes(value: Any, file: str) -> dict[str, np.ndarray]:
-    """Returns the boxes of each image by its id, from COCO instances; crowds are ignored.
+    """Returns the boxes of each image by its id, from COCO instances. Crowds are ignored.
 
     Args:
         value: Parsed JSON file.

@@ -24,7 +24,10 @@ from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row
 
 @dataclass(frozen=True, slots=True)
 class CaptionedImage:
-    """Image with its captions; `location` names it in messages."""
+    """Image with its captions.
+
+    `location` names it in messages.
+    """
 
     id: str
     file: str
@@ -36,7 +39,7 @@ class CaptionsValidationFiles(ValidationFiles):
     """Validation data in a file of the same format, or in splits of it."""
 
     splits: list[str] | None = None
-    """Karpathy splits to validate on; null for all."""
+    """Karpathy splits to validate on, or null for all."""
 
 
 class Captions(RowData["Captions.Spec"]):
@@ -47,7 +50,7 @@ class Captions(RowData["Captions.Spec"]):
     COCO (`id`, `cocoid`), or else the file name without suffix, as in the source `images`.
 
     **Boxes.** COCO instances belong to an image, independently of the captions. Boxes of Flickr30K
-    Entities belong to the phrases of a caption; phrases are ordered by their largest box. Boxes
+    Entities belong to the phrases of a caption. Phrases are ordered by their largest box. Boxes
     smaller than 0.005 of the image are ignored. Validation captions with phrases also measure
     grounding.
     """
@@ -57,9 +60,9 @@ class Captions(RowData["Captions.Spec"]):
 
         name: Literal["captions"] = "captions"
         images: Uri | None = None
-        """Folder of the images; null for that of `path`."""
+        """Folder of the images, or null for that of `path`."""
         splits: list[str] | None = None
-        """Karpathy splits to train on, such as [train, restval]; null for all."""
+        """Karpathy splits to train on, such as [train, restval], or null for all."""
         instances: Uri | None = None
         """COCO instances JSON with boxes."""
         entities: Uri | None = None
@@ -170,7 +173,7 @@ def read_json(uri: str, field: str) -> Any:
         field: Spec field that errors name.
 
     Raises:
-        SpecError: The file is missing or malformed; the error names the line.
+        SpecError: The file is missing or malformed. The error names the line.
     """
     data = read_file(uri, field)
     try:

@@ -48,7 +48,7 @@ def mine(
         data: Queries, documents and relevance judgments.
         output: Path or URI of the file, which is written atomically, with lines {"query": ...,
             "negatives": [ids, best first]}.
-        representation: Representation to search; default: `full` if it exists, else the first.
+        representation: Representation to search. Defaults to `full` if it exists, else the first.
         ranks: First and last rank to take, from 1. The best few documents are often relevant but
             unjudged.
         score: Score to rank by.

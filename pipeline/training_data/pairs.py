@@ -63,7 +63,7 @@ class PairsSpec(RowSpec):
     """
 
     root: Uri | None = None
-    """Folder that relative paths start from; null for the folder of the file."""
+    """Folder that relative paths start from, or null for the folder of the file."""
     columns: Columns = Columns()
     """Names of the columns."""
     documents: Uri | None = None
@@ -74,7 +74,10 @@ class PairsSpec(RowSpec):
 
 
 class PairData(RowData[PairsSpec]):
-    """Base of training data of pairs; see `Pairs`."""
+    """Base of training data of pairs.
+
+    See `Pairs`.
+    """
 
     #: File name suffixes.
     suffixes: tuple[str, ...] = (*LINES, *TABLE)

@@ -13,7 +13,7 @@ from pipeline.tokens import TokenBatch
 CUTOFF = 10
 
 
-#: Metrics by name, with one value per validation query or phrase; higher is better.
+#: Metrics by name, with one value per validation query or phrase. Higher is better.
 Quality = dict[str, np.ndarray]
 
 

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 #: Key of padding documents, and of documents that cannot be read.
 NO_DOCUMENT = "nothing"
-#: Maximum number of pixels in the header of an image; larger images are not decoded.
+#: Maximum number of pixels in the header of an image. Larger images are not decoded.
 MAX_INPUT_PIXELS = 200_000_000
 #: Number of files that are decoded concurrently.
 NUM_DECODERS = 4
@@ -67,16 +67,17 @@ class RowSpec(config.ComponentSpec):
     """JSON lines {"query": ..., "negatives": [document ids]}, as written by `python -m jobs.mine`.
     """
     num_negatives: int | None = Field(None, ge=0)
-    """Maximum number of hard negatives per query in a batch, sampled in each epoch; null for all.
+    """Maximum number of hard negatives per query in a batch, sampled in each epoch, or null for
+    all.
     """
     validation: float | ValidationFiles | None = None
     """Validation data, held in memory as one batch: a fraction of the documents with their queries,
-    or {path: ...}; null for none."""
+    or {path: ...}, or null for none."""
     mixed_groups: int = Field(16, ge=1)
     """Number of row groups that rows are shuffled among, and that stay in memory, if tables contain
     the images."""
     max_pixels: int = Field(4_000_000, ge=10_000, le=100_000_000)
-    """Maximum number of pixels; larger images are downscaled."""
+    """Maximum number of pixels. Larger images are downscaled."""
     media: Decoding = Decoding()
     """Decoding of videos and audio."""
 
@@ -97,7 +98,7 @@ RowSpecT = TypeVar("RowSpecT", bound=RowSpec)
 class RowData(TrainingData[RowSpecT]):
     """Batches of rows, with the hard negatives of their queries.
 
-    **Batches.** A batch has `batch_size` rows in the order of the epoch; the last incomplete batch
+    **Batches.** A batch has `batch_size` rows in the order of the epoch. The last incomplete batch
     is dropped. Its documents are those of its rows without duplicates, followed by the hard
     negatives. A document belongs to the first worker that has a row of it, so that all workers
     together have the same documents as a single worker. Workers with fewer documents are padded
@@ -105,7 +106,7 @@ class RowData(TrainingData[RowSpecT]):
 
     **Images, videos, audio.** Files are read with their batch. If a file is missing when the rows
     are listed, its rows are left out. If a file cannot be read later, its document has no tokens,
-    so that the batches of all workers are unaffected; its queries then have no positive and no
+    so that the batches of all workers are unaffected. Its queries then have no positive and no
     loss.
     """
 
@@ -296,7 +297,7 @@ class RowData(TrainingData[RowSpecT]):
             listing: Listing of the documents.
             queries: Queries, each with the numbers of its relevant documents.
             numbers: Numbers of the documents; `NO_LABEL` for one without tokens.
-            num_labels: Number of labels per query; default: the maximum over the queries.
+            num_labels: Number of labels per query. Defaults to the maximum over the queries.
             boxes: Boxes of each document, if any.
             teacher: Teacher scores, if any.
 

@@ -107,7 +107,7 @@ class Listing:
     numbers: dict[str, int] = field(default_factory=dict)
 
     def add(self, document: Document) -> int:
-        """Adds a document and returns its number; a known document keeps its number.
+        """Adds a document and returns its number. A known document keeps its number.
 
         Raises:
             SpecError: For `path`: another document has the same id.
@@ -265,7 +265,7 @@ def _missing(listing: Listing, numbers: Sequence[int]) -> dict[int, tuple[str, s
 
 
 def row_groups(listing: Listing) -> np.ndarray:
-    """Returns the row group of each row's image (R,) int64, numbered from 0; -1 without one."""
+    """Returns the row group of each row's image (R,) int64, numbered from 0, or -1 without one."""
     numbers: dict[tuple[str, int], int] = {}
     groups = []
     for row in listing.rows:

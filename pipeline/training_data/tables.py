@@ -103,7 +103,7 @@ def read_rows(
         image_column: Column that may contain images, which are not read.
 
     Raises:
-        SpecError: The file is corrupted; the error names `path` and the line or row.
+        SpecError: The file is corrupted. The error names `path` and the line or row.
     """
     if file.lower().endswith(TABLE):
         yield from _read_table(file, columns, image_column)
@@ -221,7 +221,7 @@ def _has_image(table: pq.ParquetFile, group: int, image_column: str) -> list[boo
 
 
 def _values(column: pa.ChunkedArray) -> Iterator[tuple[Any, str | None]]:
-    """Yields the bytes of each row as an Arrow scalar, and its path; None where missing."""
+    """Yields the bytes of each row as an Arrow scalar, and its path, or None where missing."""
     is_struct = pa.types.is_struct(column.type)
     for value in column:
         if is_struct and value.is_valid:

@@ -58,7 +58,7 @@ class Whisper(Recogniser["Whisper.Spec"]):
         language: str | None = None
         """Language code such as "en"; None: the language is detected for each utterance."""
         min_confidence: float = Field(0.0, ge=0, le=1)
-        """Minimum confidence of a word, the mean probability of its tokens; other words are
+        """Minimum confidence of a word, the mean probability of its tokens. Other words are
         omitted."""
 
         @field_validator("model")
@@ -195,7 +195,7 @@ class _TokenRecorder(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Records the token that was chosen from the previous scores, and stores these scores.
 
-        The last token of a window is never recorded; it is the end-of-text token.
+        The last token of a window is never recorded. It is the end-of-text token.
         """
         length = input_ids.shape[1]
         if self._probabilities is None or length != self._length + 1:

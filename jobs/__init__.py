@@ -164,7 +164,7 @@ def check_paths(spec: Mapping[str, Any]) -> None:
         value = spec.get(field)
         components = {field: value}
         if isinstance(value, list):
-            components = {f"{field}.{number}": item for number, item in enumerate(value)}
+            components = {f"{field}[{number}]": item for number, item in enumerate(value)}
         for name, component in components.items():
             path = component.get("path") if isinstance(component, Mapping) else None
             if isinstance(path, str) and path and not set(path) & set("*?["):  # not a glob

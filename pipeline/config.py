@@ -48,6 +48,19 @@ def close_match(name: object, names: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
+def field_path(*parts: str | int) -> str:
+    """Joins field names and list indices to the path of a field.
+
+    >>> field_path("optimiser", "betas", 0), field_path("sources", "[1].path")
+    ('optimiser.betas[0]', 'sources[1].path')
+    """
+    path = ""
+    for part in parts:
+        name = f"[{part}]" if isinstance(part, int) else part
+        path += f".{name}" if path and name and not name.startswith("[") else name
+    return path
+
+
 class SpecError(ValueError):
     """Error for invalid user input.
 
@@ -110,7 +123,7 @@ class SpecError(ValueError):
 
     def below(self, prefix: str) -> SpecError:
         """Returns the same error for a spec that is the value of the field `prefix`."""
-        return self.at(".".join(part for part in (prefix, self.field) if part))
+        return self.at(field_path(prefix, self.field))
 
     def _location(self) -> str:
         parent = self.field.rpartition(".")[0]
@@ -292,7 +305,7 @@ fields: num_vectors
 def describe(error: ValidationError) -> SpecError:
     """Converts the first error of a pydantic validation to a `SpecError`."""
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"])
+    field = field_path(*first["loc"])
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, SpecError):
         return cause.below(field)
@@ -372,7 +385,9 @@ def read(path: str, what: str) -> dict[str, Any]:
         problem = f"cannot be read ({_one_line(error)})"
         raise SpecError(what, path, "a YAML file", problem) from None
     if not isinstance(data, dict):
-        raise SpecError(what, path, "a YAML file with a mapping of fields to values", "has none")
+        raise SpecError(
+            what, path, "a YAML file with a mapping of fields to values", "contains no mapping"
+        )
     return data
 
 

@@ -315,11 +315,11 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         tokenizer = load_processor(spec, AutoTokenizer)
         if not tokenizer.is_fast:
             rule = "a model with a fast tokenizer (which provides character offsets)"
-            raise SpecError("model", spec.model, rule, "has none")
+            raise SpecError("model", spec.model, rule, "has no fast tokenizer")
         for name in ("cls_token_id", "sep_token_id", "mask_token_id"):
             if getattr(tokenizer, name) is None:
                 rule = f"a model whose tokenizer has a {name.removesuffix('_id')}"
-                raise SpecError("model", spec.model, rule, "has none")
+                raise SpecError("model", spec.model, rule, f"has no {name.removesuffix('_id')}")
         self.tokenizer = tokenizer
         self.max_positions = load_model_config(
             spec, checkpoint_folder(spec, SETTINGS)

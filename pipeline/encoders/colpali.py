@@ -28,7 +28,7 @@ class ColPaliReader(RetrievalReader["ColPali.Spec"]):
         super().__init__(spec)
         if self.processor.tokenizer.bos_token is None:
             rule = "a checkpoint whose tokenizer has a bos_token"
-            raise SpecError("model", spec.model, rule, "has none")
+            raise SpecError("model", spec.model, rule, "has no bos_token")
         self.query_affixes = (self.processor.tokenizer.bos_token, "\n")
 
     def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:

@@ -118,7 +118,7 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         settings = check_checkpoint(spec, *CLASSES)
         if not getattr(settings.vision_config, "vision_use_head", True):
             rule = "a checkpoint whose vision tower has a pooling head"
-            raise SpecError("model", spec.model, rule, "has none")
+            raise SpecError("model", spec.model, rule, "has no pooling head")
         resolve_layer(spec, settings)
         if spec.keep_class and settings.model_type != "clip":
             rule = f"false (a {settings.model_type} has no class token)"

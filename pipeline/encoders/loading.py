@@ -215,7 +215,7 @@ def require_one_of(spec: Checkpoint, names: Sequence[str]) -> None:
     folder = checkpoint_folder(spec, SETTINGS)
     if not any((folder / name).is_file() for name in names):
         rule = f"a checkpoint with one of {', '.join(names)}"
-        raise SpecError("model", spec.model, rule, "has none of them")
+        raise SpecError("model", spec.model, rule, "has no such file")
 
 
 def load_processor(spec: CheckpointFields, processor_class: Any, **options: Any) -> Any:

@@ -571,7 +571,7 @@ def _load_tokenizer(spec: MiniLM.Spec, folder: Path):
         raise SpecError("model", spec.model, "a checkpoint with a tokenizer", problem) from None
     if not tokenizer.is_fast:
         rule = "a model with a fast tokenizer (which provides character offsets)"
-        raise SpecError("model", spec.model, rule, "has none")
+        raise SpecError("model", spec.model, rule, "has no fast tokenizer")
     tokenizer.truncation_side = "right"  # windows in the order of the text
     return tokenizer
 

@@ -72,7 +72,7 @@ class QwenReader(Reader[QwenSpecT]):
         self.token_ids(self.PADS)
         if not self.tokenizer.is_fast:
             rule = "a model with a fast tokenizer (which provides character offsets)"
-            raise SpecError("model", spec.model, rule, "has none")
+            raise SpecError("model", spec.model, rule, "has no fast tokenizer")
         pads = {getattr(settings, field) for field in self.PADS.values()}
         boundaries = {names[name] for name in BOUNDARIES if name in names}
         self.special = ({*self.tokenizer.all_special_ids} | boundaries) - pads

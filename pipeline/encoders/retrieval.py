@@ -186,7 +186,7 @@ class RetrievalReader(Reader[RetrievalSpecT]):
             processor.query_prefix = spec.query_prefix
         if processor.query_augmentation_token is None:
             rule = "a checkpoint whose tokenizer has a pad_token"
-            raise SpecError("model", spec.model, rule, "has none")
+            raise SpecError("model", spec.model, rule, "has no pad_token")
 
     @abstractmethod
     def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:

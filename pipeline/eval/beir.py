@@ -34,7 +34,7 @@ class Beir(Benchmark["Beir.Spec"]):
         queries = {query_id: text for query_id, text in texts.items() if query_id in qrels}
         if not queries:
             rule = "a benchmark with a judged query"
-            raise SpecError("benchmark.path", self.spec.path, rule, "has none")
+            raise SpecError("benchmark.path", self.spec.path, rule, "has no judged queries")
         return JudgedQueries(
             queries,
             {query_id: qrels[query_id] for query_id in queries},

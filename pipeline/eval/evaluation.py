@@ -352,7 +352,7 @@ def _count(index: Index, filter: str | None) -> int:
     with filtering(index, filter) as condition:
         number = index.dataset.count_rows(filter=condition)
     if filter is not None and not number:
-        raise SpecError("filter", filter, "a filter that matches items", "matches none")
+        raise SpecError("filter", filter, "a filter that matches items", "matches no items")
     return number
 
 

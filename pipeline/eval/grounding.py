@@ -195,7 +195,7 @@ def check_phrases(phrases: Sequence[Phrase], index: Index, names: Sequence[str])
             raise SpecError("grounding", item_id, "the id of an item in the index")
         if not any(_has_boxes(items[item_id][column]) for column in columns):
             rule = "an item with stored token positions (keep_positions)"
-            raise SpecError("grounding", item_id, rule, "has none")
+            raise SpecError("grounding", item_id, rule, "has no token positions")
 
 
 def generate_phrases(

@@ -32,7 +32,9 @@ def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
     """
     names = spec.representations or _nonempty_representations(searcher.index, spec.filter)
     if not names:
-        raise SpecError("index", spec.index, "an index with a representation", "has none")
+        raise SpecError(
+            "index", spec.index, "an index with a representation", "has no representations"
+        )
     infos = [searcher.representation(name) for name in names]
     for info in infos:
         single_scores = [score for score in spec.scores if score != "late"]

@@ -35,7 +35,9 @@ def pool(outputs: Sequence[str]) -> Evaluation:
     names = [name for name in rows[0] if all(name in by_name for by_name in rows[1:])]
     if not measures or not names:
         lacks = "row" if measures else "measure"
-        raise SpecError("OUT", list(outputs), f"evaluations with a common {lacks}", "have none")
+        raise SpecError(
+            "OUT", list(outputs), f"evaluations with a common {lacks}", f"have no common {lacks}"
+        )
     return replace(
         first,
         headline=first.headline if first.headline in measures else measures[0],

@@ -256,7 +256,7 @@ def _query_vectors(spec: EvaluateSpec, judged: JudgedQueries) -> list[np.ndarray
     for query_id in judged.queries:
         if query_id not in vectors:
             rule = "vectors for every judged query"
-            raise SpecError("query_vectors", query_id, rule, "has none")
+            raise SpecError("query_vectors", query_id, rule, "has no vectors")
     return [vectors[query_id] for query_id in judged.queries]
 
 

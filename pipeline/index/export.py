@@ -158,7 +158,7 @@ def _count(index: Index, condition: str, filter: str | None, representation: str
     if num_items == 0:
         if filter is not None:
             raise SpecError(
-                "filter", filter, "a condition that matches items with vectors", "matches none"
+                "filter", filter, "a condition that matches items with vectors", "matches no items"
             )
         rule = "a representation with vectors"
         raise SpecError("representation", representation, rule, "is empty")

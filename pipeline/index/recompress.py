@@ -192,7 +192,7 @@ def check_sample(
             item_ids = matching_ids(index, spec.fit_filter)
         if not len(item_ids):
             rule = "a condition that matches items"
-            raise SpecError("fit_filter", spec.fit_filter, rule, "matches none")
+            raise SpecError("fit_filter", spec.fit_filter, rule, "matches no items")
 
 
 @contextlib.contextmanager

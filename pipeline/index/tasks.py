@@ -141,7 +141,7 @@ def fit_representation(
                         yield with_taps(batch, taps, stage.encoder_info)
         if not hashes:
             rule = "a source with at least one readable item"
-            problem = f"has none on which to fit {representation.id}"
+            problem = f"has no items on which {representation.id} can be fitted"
             field = "fit.source" if fit_sample.source else "source"
             raise SpecError(field, job.source.name, rule, problem)
 

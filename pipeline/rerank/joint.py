@@ -605,6 +605,6 @@ def _tokenizer(spec: JointEncoder.Spec) -> Any:
     tokenizer = load_processor(_resolve_model(spec), AutoTokenizer)
     if not tokenizer.is_fast or tokenizer.mask_token_id is None or tokenizer.cls_token_id is None:
         rule = "a model with a fast tokenizer that defines [CLS] and [MASK]"
-        raise SpecError("model", spec.model, rule, "has none")
+        raise SpecError("model", spec.model, rule, "has no such tokenizer")
     tokenizer.truncation_side = "right"
     return tokenizer

@@ -244,9 +244,11 @@ def _stored_item(searcher: Searcher, item_id: str, info: RepresentationInfo) -> 
     num_tokens = next((len(values) for values in positions if values is not None), None)
     if num_tokens is None:
         rule = "an item with stored token positions (keep_positions)"
-        raise SpecError("item_id", item_id, rule, "has none")
+        raise SpecError("item_id", item_id, rule, "has no token positions")
     if not row[info.name].is_valid()[0].as_py():
-        raise SpecError("item_id", item_id, f"an item with vectors in {info.name}", "has none")
+        raise SpecError(
+            "item_id", item_id, f"an item with vectors in {info.name}", "has no vectors"
+        )
     return _StoredItem(row.combine_chunks(), num_tokens)
 
 
@@ -257,7 +259,7 @@ def _assigned_vectors(item: _StoredItem, info: RepresentationInfo) -> np.ndarray
     assignment = item.value(info.support_column)
     if assignment is None or info.support_form is None:
         rule = "a representation with stored token assignments (keep_support)"
-        raise SpecError("representation", info.name, rule, "has none")
+        raise SpecError("representation", info.name, rule, "has no token assignments")
     return assigned_vectors(assignment, info.support_form, item.num_tokens)
 
 

@@ -7,8 +7,8 @@
     footer    (parts, blocks) uint32: CRC-32 of each block of vectors, followed by a seal
 
 Numbers are little-endian, and sections are aligned to pages. The seal is the CRC-32 of the header,
-the lengths, the rows and the checksums. Opening a file only verifies the seal and the file size, and
-does not read the vectors. Each block is verified when it is first read.
+the lengths, the rows and the checksums. Opening a file only verifies the seal and the file size,
+and does not read the vectors. Each block is verified when it is first read.
 
 Shapes: S documents with T vectors in total.
 """

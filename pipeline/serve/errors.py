@@ -8,7 +8,7 @@ from typing import Any, get_args
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.config import SpecError, rule_text
+from pipeline.config import SpecError, field_path, rule_text
 from pipeline.serve.wire import QUERY_KINDS, ErrorCode, ErrorResponse, Problem
 
 STATUS: dict[ErrorCode, int] = {
@@ -128,13 +128,13 @@ def from_validation_errors(errors: list[dict[str, Any]]) -> ApiError:
     'k'
     """
     first = errors[0]
-    path = [str(part) for part in first.get("loc", ())[1:]]  # without "body", "query" or "path"
+    path = list(first.get("loc", ())[1:])  # without "body", "query" or "path"
     tag = {"query": 1, "queries": 2}.get(path[0], 0) if path else 0
     if tag and path[tag : tag + 1] and path[tag] in QUERY_KINDS:
         del path[tag]  # tag of the union, not a field of the request
     if first.get("type") == "json_invalid":
         return ApiError("bad_request", f"the body must be JSON: {first['ctx']['error']}")
-    field = ".".join(path)
+    field = field_path(*path)
     value = repr(first.get("input"))
     value = value if len(value) <= 80 else value[:80] + "…"
     if first.get("type") == "extra_forbidden":

@@ -170,7 +170,7 @@ class MediaSource(Source[MediaSpecT]):
             raise SpecError("path", self.spec.path, f"a folder, or a file ending in {names}")
         if next(self._files(), ("", None)) == ("", None):
             rule = f"a folder with files ending in {', '.join(suffixes)}"
-            raise SpecError("path", self.spec.path, rule, "contains none")
+            raise SpecError("path", self.spec.path, rule, "contains no such files")
 
     def shards(self) -> Iterator[dict[str, Any]]:
         """Yields groups of files `{"files": [[path, size], ...]}` and the shards of containers."""

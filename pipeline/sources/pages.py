@@ -98,7 +98,7 @@ class Pages(Source["Pages.Spec"]):
             raise SpecError("path", self.spec.path, rule)
         if next(self._files(), ("", None)) == ("", None):
             raise SpecError(
-                "path", self.spec.path, f"a folder with {SUFFIX} files", "contains none"
+                "path", self.spec.path, f"a folder with {SUFFIX} files", "contains no such files"
             )
 
     def shards(self) -> Iterator[dict[str, Any]]:

@@ -123,7 +123,7 @@ class Text(Source["Text.Spec"]):
             )
         first = next(self._files(), None)
         if first in (None, ("", None)):  # ("", None): the folder cannot be listed
-            raise SpecError("path", path, f"a folder with {kinds} files", "contains none")
+            raise SpecError("path", path, f"a folder with {kinds} files", "contains no such files")
         if first[1] == 0 and (self._corpus or not fs.isdir(root)):
             raise SpecError("path", path, "a corpus of at least one document", "is an empty file")
 

@@ -68,7 +68,7 @@ def check(spec: TableSpec) -> None:
     """Raises `SpecError` if an encoder is unavailable or does not support the form."""
     for name, encoders in spec.rows.items():
         for number, encoder in enumerate(encoders):
-            with config.within(f"rows.{name}.{number}"):
+            with config.within(f"rows.{name}[{number}]"):
                 ENCODERS.load(encoder.name).check(encoder)
                 check_form(encoder, spec.form, "form")
 

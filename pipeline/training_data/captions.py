@@ -101,7 +101,7 @@ class Captions(RowData["Captions.Spec"]):
                 row_boxes = np.concatenate(largest) if largest else NO_BOXES
                 listing.rows.append(Row(caption, number, boxes=row_boxes, phrases=tuple(phrases)))
         if not listing.rows:
-            raise SpecError("path", uri, "a file with at least one caption", "has none")
+            raise SpecError("path", uri, "a file with at least one caption", "has no captions")
         return listing
 
     def _images(

@@ -69,7 +69,7 @@ def mine(
     num_known = searcher.num_known(sorted(relevant))
     if not num_known:
         rule = "an index with documents of the data under the same ids"
-        raise SpecError("index", searcher.index.uri, rule, "has none")
+        raise SpecError("index", searcher.index.uri, rule, "contains no relevant document")
     report(f"{num_known:,} of {len(relevant):,} relevant documents are in the index")
     queries = list(positives)
     num_queries = num_negatives = num_unknown = 0

@@ -214,7 +214,7 @@ class PairData(RowData[PairsSpec]):
         paths = [image_path or (row.location if row.cell else None), video, audio]
         if text is None and not any(paths):
             rule = f"the id of a document with content ({', '.join(self._content)})"
-            raise SpecError("path", document_id, rule, "has none", f" ({row.location})")
+            raise SpecError("path", document_id, rule, "has no content", f" ({row.location})")
         if document_id is None:
             document_id = _id(text, next(filter(None, paths), None))
         image_location = row.cell or (image_path and self._uri(image_path, row.folder))

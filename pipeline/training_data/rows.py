@@ -197,7 +197,7 @@ def add_hard_negatives(listing: Listing, uri: str) -> Listing:
             raise error.at("hard_negatives") from None
     if not any(row.query in negatives for row in listing.rows):
         rule = "a file with queries of the data"
-        raise SpecError("hard_negatives", uri, rule, "has none")
+        raise SpecError("hard_negatives", uri, rule, "contains no query of the data")
     rows = []
     for row in listing.rows:
         added = [n for n in dict.fromkeys(negatives.get(row.query, ())) if n not in row.negatives]
@@ -226,7 +226,7 @@ def drop_missing_files(listing: Listing) -> Listing:
     location = listing.documents[number].location
     if not rows:
         rule = f"data with existing {kind} files"
-        raise SpecError("path", uri, rule, "has none", f" ({location})")
+        raise SpecError("path", uri, rule, "does not exist", f" ({location})")
     if distributed.rank() == 0:
         logger.warning(
             "%d of %d rows and %d of %d documents are left out: missing files, such as %s %s (%s)",

@@ -88,7 +88,7 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
                 number = listing.add(files.document(video, location))
             listing.rows.append(Row(sentence.strip(), number))
         if not listing.rows:
-            raise SpecError("path", uri, "a file with at least one sentence", "has none")
+            raise SpecError("path", uri, "a file with at least one sentence", "has no sentences")
         return listing
 
 
@@ -190,7 +190,7 @@ class Multivent(RowData["Multivent.Spec"]):
                 listing.rows.append(Row(queries[query], number))
         if not listing.rows:
             rule = "a file with at least one relevance above 0"
-            raise SpecError("judgments", judgments, rule, "has none")
+            raise SpecError("judgments", judgments, rule, "contains no such relevance")
         if len(judged) < len(queries) and distributed.rank() == 0:
             message = "%d of %d queries of %s are left out: they have no relevant video"
             logger.warning(message, len(queries) - len(judged), len(queries), uri)

@@ -261,7 +261,10 @@ def _files(spec: Precomputed.Spec) -> tuple[fsspec.AbstractFileSystem, list[tupl
         infos = {path: info for path, info in infos.items() if path.lower().endswith(suffixes)}
     if not infos:
         raise SpecError(
-            "path", spec.path, f"a file or folder with {', '.join(suffixes)} files", "has none"
+            "path",
+            spec.path,
+            f"a file or folder with {', '.join(suffixes)} files",
+            "contains no such file",
         )
     for path in infos:
         with contextlib.suppress(OSError):  # raised again on opening
@@ -328,7 +331,10 @@ def _fill(
                 raise SpecError("path", name, "a readable file", problem) from None
         if not num_read:
             raise SpecError(
-                "path", spec.path, f"a file or folder with {', '.join(parsers)} files", "has none"
+                "path",
+                spec.path,
+                f"a file or folder with {', '.join(parsers)} files",
+                "contains no such file",
             )
         database.execute("CREATE INDEX by_id ON lines (id)")
         by_name = database.execute("SELECT max(is_multivent) FROM lines").fetchone()[0] or 0

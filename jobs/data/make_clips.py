@@ -29,10 +29,7 @@ SPEECH_STARTS = 5.0
 
 @dataclass(frozen=True)
 class Slide:
-    """A crop of a page, in points from its upper left corner.
-
-    The rest of the frame is white.
-    """
+    """Section of a page, in points from its upper left corner. The rest of the frame is white."""
 
     file: str
     page: int
@@ -71,7 +68,7 @@ TABLES = [
 def make(
     name: str, slides: list[Slide], seconds_each: float, speech: Path | None
 ) -> dict[str, Any]:
-    """Writes a video and returns a description of its contents."""
+    """Writes a video and returns a description of what it contains."""
     total = len(slides) * seconds_each
     shown = []
     spoken = None
@@ -106,7 +103,7 @@ def make(
 
 
 def soundtrack(speech: Path, total: float) -> tuple[np.ndarray, dict[str, Any]]:
-    """Returns samples (1, N) with the speech between silence, and its times and text."""
+    """Returns samples (1, N) of the speech surrounded by silence, with its times and its text."""
     recording, rate = soundfile.read(speech, dtype="float32", always_2d=True)
     assert rate == SOUND_RATE
     samples = np.zeros((1, round(total * rate)), np.float32)

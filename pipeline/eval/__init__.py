@@ -30,7 +30,7 @@ class JudgedQueries:
 
 
 class Benchmark(ABC, Generic[ComponentSpecT]):
-    """Source of judged queries. Subclasses have a nested `Spec` with a literal `name`."""
+    """Base class of benchmarks. Subclasses have a nested `Spec` whose `name` is a literal."""
 
     Spec: ClassVar[type[ComponentSpec]]
 

@@ -1,9 +1,9 @@
-"""Diagnostics of compressed indexes: score retention, use of the vectors, inter-token similarity.
+"""Diagnostics of compressed indexes: score retention, vector usage and token similarity.
 
-The metrics are those of the papers, computed from the best matches between query tokens and stored
-vectors. A *match record* is a query token, the best-matching vector of a relevant item, and their
-similarity. A *position* is an index into the sequence of stored vectors of an item, or into the
-tokens of a query.
+The metrics are defined in the papers. They are computed from the best matches between query tokens
+and stored vectors. A *match record* consists of a query token, the best-matching vector of a
+relevant item, and their similarity. A *position* is an index into the sequence of the stored
+vectors of an item or of the tokens of a query.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Scores = Sequence[float]
 
 
 class Retention(NamedTuple):
-    """Oracle Score Retention, averaged in both ways in use.
+    """Oracle Score Retention, averaged in the two ways that are in use.
 
     Attributes:
         mean: Mean of the ratios of the pairs, as the paper defines it.
@@ -79,11 +79,11 @@ def score_retention(pairs: Sequence[Scores]) -> Retention | None:
 def used_vectors(
     queries: Sequence[torch.Tensor], packed: PackedVectors, rows: np.ndarray
 ) -> np.ndarray:
-    """Marks the stored vectors that are the best match of any query token in their item.
+    """Marks the stored vectors of an item that are the best match of at least one query token.
 
-    All pairs of a query and an item count. AGC (section 6.5) instead counts vectors that are
-    "active during a single evaluation pass", using only the records of relevant pairs. These are
-    the `vectors` of `Matches`.
+    All pairs of a query and an item are considered. In contrast, AGC (section 6.5) counts the
+    vectors that are "active during a single evaluation pass" and only considers relevant pairs.
+    These vectors are available as the `vectors` of `Matches`.
 
     Args:
         queries: Token vectors (M, D) of each query.
@@ -125,7 +125,7 @@ class Matches(NamedTuple):
 def match_pairs(
     queries: Sequence[torch.Tensor], packed: PackedVectors, rows: Sequence[np.ndarray]
 ) -> Matches:
-    """Returns the match records of each query with its items.
+    """Computes the match records of each query and its items.
 
     Args:
         queries: Token vectors (M, D) of each query.
@@ -172,11 +172,11 @@ def matching_strength(matches: Matches, num_positions: int) -> np.ndarray:
 
 
 def coefficient_of_variation(strengths: np.ndarray) -> float | None:
-    """Computes CV = sigma / mu x 100 of matching strengths (AGC, section 6.5). Lower is more even.
+    """Computes the coefficient of variation sigma / mu x 100 of matching strengths (AGC, 6.5).
 
-    The standard deviation is that of the population (divided by n). Strengths are sums of
-    similarities and can be negative. Neither CV nor Gini is defined there, so negative strengths
-    count as 0.
+    Lower values indicate more even matching. The standard deviation is that of the population
+    (division by n). Strengths are sums of similarities and may therefore be negative. As neither CV
+    nor Gini is defined for negative values, they are replaced by 0.
 
     Returns:
         None if no strength is positive.
@@ -232,8 +232,8 @@ def inter_token_similarity(
 ) -> TokenSimilarity:
     """Averages the cosines between the vectors of an item over items, by position (AGC, 6.5).
 
-    The sum over all pairs from two runs of positions is the product of the sums of the runs, so the
-    memory is that of one item, however long it is.
+    The sum over all pairs of two runs of positions is the dot product of the sums of both runs. The
+    required memory is therefore independent of the length of the items.
 
     Args:
         packed: Stored vectors of the items.
@@ -265,7 +265,7 @@ def inter_token_similarity(
 
 
 def strength_profile(strength: np.ndarray, max_bars: int = MAX_BARS) -> list[float]:
-    """Returns the mean strength of each position, or of runs of adjacent positions.
+    """Averages the strengths of each position, or of runs of neighbouring positions.
 
     >>> strength_profile(np.array([[1.0, 3.0], [0.0, 0.0], [4.0, 4.0]]), max_bars=2)
     [1.0, 4.0]
@@ -315,15 +315,15 @@ class Diagnosis:
     num_sampled: int
 
     def retention(self, query_ids: Sequence[str] | None = None) -> Retention | None:
-        """Returns the score retention over all queries, or over some of them."""
+        """Computes the score retention over all queries or over a subset of them."""
         wanted = self.pairs if query_ids is None else query_ids
         return score_retention([pair for q in wanted for pair in self.pairs.get(q, ())])
 
 
 def mean_diagnosis(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
-    """Returns the mean over the seeds of a method.
+    """Averages the diagnoses of several seeds of a method.
 
-    Retention is linear in the score of a pair, so the mean scores have the mean retention.
+    Retention is linear in the score of a pair, so the mean of the scores has the mean retention.
     """
     first, *others = diagnoses
 

@@ -1,4 +1,4 @@
-"""Query categories by modality or metadata of the relevant documents, as in SAP's analysis."""
+"""Query categories that are derived from the relevant documents, as in the analysis of SAP."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ METADATA = "metadata."
 def queries_by_document_category(
     index: Index, judged: JudgedQueries, kinds: str, by: str, filter: str | None
 ) -> dict[str, list[str]]:
-    """Groups query ids by the categories of their relevant documents, in sorted order.
+    """Groups query ids by the categories of their relevant documents.
 
-    A query whose relevant documents have several categories is in each of these groups.
+    If the relevant documents of a query belong to several categories, the query is part of all
+    these groups.
 
     Args:
         index: Index of the documents.

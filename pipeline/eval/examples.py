@@ -40,7 +40,7 @@ class Document(CacheEntry):
 
 
 class Example(CacheEntry):
-    """One query with its judged documents and the hits of the compared rows.
+    """Example query with its judged documents and the hits of the rows that are compared.
 
     Attributes:
         why: Reason for the selection of the query.

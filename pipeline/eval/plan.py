@@ -14,9 +14,9 @@ from pipeline.search.searcher import Searcher
 
 
 class Row(NamedTuple):
-    """Representation and score of a row. Both are `bm25` for BM25.
+    """Representation and score of a row. Both are `bm25` for the row of BM25.
 
-    With `rerank`, they are those of the first stage.
+    For a row with `rerank`, they are those of the first stage.
     """
 
     representation: str
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
 
 def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
-    """Yields the rows of the table. The single vector of each encoder comes first, and once.
+    """Yields the rows of the table. Single vectors come first and appear once per encoder.
 
     Raises:
         SpecError: A representation is missing, or lacks single vectors that a score needs.
@@ -69,7 +69,7 @@ def _reranked_row(reranker: RerankSpec, searcher: Searcher, names: Sequence[str]
 
 
 def _nonempty_representations(index: Index, filter: str | None) -> list[str]:
-    """Returns the representations that at least one item has."""
+    """Returns the representations that are stored for at least one item."""
     filters = {
         name: combine_filters(filter, f"`{name}` IS NOT NULL") for name in index.representations()
     }

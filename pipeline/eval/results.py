@@ -1,4 +1,4 @@
-"""Results of an evaluation: its rows, their comparisons, and the results file."""
+"""Results of an evaluation, which consist of rows, comparisons of rows, and a results file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AXES = ("num_vectors", "ratio", "seed")
 
 
 class Budget(NamedTuple):
-    """Number or fraction of vectors per item; neither for a method that adapts to the item."""
+    """Number or fraction of vectors per item. Adaptive methods have neither."""
 
     num_vectors: int | None
     ratio: float | None
@@ -60,7 +60,7 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Row of the table: a representation under one score, or BM25.
+    """Row of the results table, which is a representation under one score, or BM25.
 
     Attributes:
         representation: Column that is searched.
@@ -121,14 +121,14 @@ class Result:
 
     @property
     def label(self) -> str:
-        """Score, with its weights if they are not equal, such as hybrid 1:0.25."""
+        """Name of the score. Unequal weights are part of the name, for example hybrid 1:0.25."""
         if self.weights is None:
             return self.score
         return f"{self.score} {':'.join(f'{weight:g}' for weight in self.weights)}"
 
     @property
     def name(self) -> str:
-        """Name of the run and its file, such as full.late or full.hybrid-1-0.25."""
+        """Name of the run and of its file, for example full.late or full.hybrid-1-0.25."""
         has_one_score = self.score in (SINGLE, BM25, EDJE)
         score = self.label.translate(str.maketrans(" :", "--"))
         return self.representation if has_one_score else f"{self.representation}.{score}"
@@ -140,7 +140,7 @@ class Result:
 
     @property
     def is_compressed(self) -> bool:
-        """True for rows with a budget, False for the references that they are compared with."""
+        """True for rows with a budget. False for the references with which they are compared."""
         return self.method not in (BM25, SINGLE, FULL, EDJE)
 
     @property
@@ -172,9 +172,9 @@ class Result:
 def method_name(
     compressor: Mapping[str, Any], codec: Mapping[str, Any] = DEFAULT_CODEC, field: str = "content"
 ) -> str:
-    """Returns the name of a compressor with non-default settings, codec and field.
+    """Returns the name of a method, which includes non-default settings, the codec and the field.
 
-    Budget and seed, which are axes of tables and plots, are left out.
+    The budget and the seed are omitted, because they are axes of tables and plots.
 
     >>> method_name({"name": "none"}), method_name({"name": "hpool", "num_vectors": 32})
     ('full', 'hpool')
@@ -203,10 +203,10 @@ def method_name(
 
 
 def merge_seeds(results: Sequence[Result]) -> list[Result]:
-    """Merges rows that differ only in their seed into their mean over seeds, query by query.
+    """Merges rows that differ only in their seed by averaging them query by query.
 
-    The merged row has the name of the lowest seed and the mean of the costs. A second column with
-    the same seed remains a separate row.
+    The merged row has the name of the row with the lowest seed, and the mean of the costs. If two
+    columns have the same seed, the second one remains a separate row.
     """
     groups: dict[str, list[Result]] = {}
     for result in results:
@@ -265,7 +265,7 @@ def mean_costs(rows: Sequence[Result]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RowComparison:
-    """Comparison of a row with other rows, by the headline metric.
+    """Comparison of a row with other rows in the headline metric.
 
     Attributes:
         reference: Name of the row that it is compared with: the uncompressed row of the encoder
@@ -306,7 +306,7 @@ class RowComparison:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of an evaluation, with everything that its report shows.
+    """Results of an evaluation, including everything that its report shows.
 
     Attributes:
         spec: Resolved `EvaluateSpec`.
@@ -370,7 +370,7 @@ class Evaluation:
         return next(result for result in self.results if result.name == name)
 
     def value(self, name: str, query_id: str) -> float:
-        """Returns the headline metric of one query in the row with a name."""
+        """Returns the headline metric of a query in the row called `name`."""
         return self.row(name).values[query_id][self.headline]
 
     def quality(self, result: Result) -> float:
@@ -378,7 +378,10 @@ class Evaluation:
         return result.means[self.headline]
 
     def best(self, results: Sequence[Result]) -> Result | None:
-        """Returns the row with the highest quality, the smallest of ties, or None without rows."""
+        """Returns the row with the highest quality.
+
+        Ties are broken by size. None if there are no rows.
+        """
         return max(results, key=lambda r: (self.quality(r), -r.vector_bytes), default=None)
 
     def cheapest(self, results: Sequence[Result]) -> Result | None:
@@ -441,10 +444,7 @@ def sort_results(results: Sequence[Result]) -> list[Result]:
 
 
 def row_comparisons(results: Sequence[Result], measure: str) -> list[RowComparison]:
-    """Compares each row with the others.
-
-    Each family of tests is corrected over the rows.
-    """
+    """Compares each row with the others. Each family of tests has its own correction."""
     references = [_reference(result, results) for result in results]
     bm25s = [next((r for r in results if r.method == BM25), None)] * len(results)
     randoms = [_random(result, results) for result in results]
@@ -506,7 +506,7 @@ def _reference(result: Result, results: Sequence[Result]) -> Result:
 
 
 def _random(result: Result, results: Sequence[Result]) -> Result | None:
-    """Returns the plainest random pruning row with the budget, codec and score of a row."""
+    """Returns the random pruning row with the budget, codec and score of a row, if there is one."""
     candidates = [
         r
         for r in results
@@ -522,7 +522,7 @@ def _random(result: Result, results: Sequence[Result]) -> Result | None:
 def _p_values(
     results: Sequence[Result], others: Sequence[Result | None], measure: str
 ) -> dict[int, float]:
-    """Returns corrected p values by row number, without rows that have nothing to compare with."""
+    """Corrects the p values of all rows that are compared. Returns them by row number."""
     pairs = {
         i: query_differences(result, other, measure)
         for i, (result, other) in enumerate(zip(results, others, strict=True))
@@ -535,7 +535,7 @@ def _p_values(
 
 
 def query_differences(result: Result, other: Result, measure: str) -> np.ndarray:
-    """Returns the differences (Q,) of one row from another, query by query."""
+    """Returns the difference of one row from another for each query, (Q,)."""
     return np.array(
         [row[measure] - other.values[query_id][measure] for query_id, row in result.values.items()]
     )

@@ -37,7 +37,7 @@ NOT_IN_FINGERPRINTS = (*FROM, "max_batch_tokens", "trust_remote_code")
 
 
 class Edje(torch.nn.Module):
-    """EDJE model: an adapter and the joint encoder of its tokens.
+    """EDJE model, which consists of an adapter and the joint encoder that reads its tokens.
 
     Args:
         adapter: Adapter that computes the tokens of items.
@@ -99,7 +99,7 @@ PARTS = {"adapter": [ADAPTER], "joint": [HEADS, "model*.safetensors", *SETTINGS]
 
 
 def fingerprint(folder: Path, part: str, metadata: Mapping[str, Any]) -> str:
-    """Returns the hash of a part's weights and settings and of the adapter's vision encoder."""
+    """Hashes the weights and settings of a part, and those of the adapter's vision encoder."""
     ignored = NOT_IN_FINGERPRINTS if part == "joint" else ()
     settings = {name: value for name, value in metadata[part].items() if name not in ignored}
     vision = metadata["vision"]["fingerprint"] if part == "adapter" else None
@@ -108,7 +108,7 @@ def fingerprint(folder: Path, part: str, metadata: Mapping[str, Any]) -> str:
 
 
 def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
-    """Reads and validates the metadata of a folder: settings, dimensions and fingerprints.
+    """Reads and validates the metadata of a model: settings, dimensions and fingerprints.
 
     Raises:
         SpecError: The folder does not contain an EDJE model, or its files were modified.
@@ -196,7 +196,7 @@ def _readable(folder: str | Path, field: str) -> Iterator[None]:
 
 
 def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> None:
-    """Checks that stored tokens were computed by the adapter of a model.
+    """Checks that stored tokens were computed by the adapter of this model.
 
     Args:
         folder: Folder of the model.

@@ -1,4 +1,4 @@
-"""Errors of the HTTP API, which share one response schema."""
+"""Errors of the HTTP API. All of them use the same response schema."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ApiError(Exception):
         )
 
     def headers(self) -> dict[str, str]:
-        """Returns the headers of the response that depend on the error."""
+        """Returns the response headers that depend on the error, such as `Retry-After`."""
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, round(self.retry_after)))
@@ -85,10 +85,11 @@ def error_response(request: Request, error: ApiError) -> JSONResponse:
 
 
 def from_spec_error(error: SpecError) -> ApiError:
-    """Returns the API error for a `SpecError`, with the paths of the server removed.
+    """Converts a `SpecError` to an error of the API.
 
-    Arguments of the searcher have the names of the fields of the request. Errors in the settings
-    and files of the server are reported without details.
+    The arguments of a searcher have the same names as the fields of a request, so the field can be
+    reported unchanged. Paths of the server are removed from the message. Errors in the settings or
+    files of the server are reported without details.
     """
     field = error.field
     if field == "documents":
@@ -121,7 +122,7 @@ def _message(field: str, error: SpecError) -> str:
 
 
 def from_validation_errors(errors: list[dict[str, Any]]) -> ApiError:
-    """Returns the API error for the first of some validation errors.
+    """Converts the first of several validation errors to an error of the API.
 
     >>> error = {"loc": ("body", "k"), "msg": "Input should be < 5", "input": 9}
     >>> from_validation_errors([error]).field

@@ -55,10 +55,10 @@ class Key(Spec):
 
     @property
     def label(self) -> str:
-        """Label of the key in metrics, which Ray exports on every node without authentication.
+        """Label of the key in metrics, which is the beginning of its hash.
 
-        It is the beginning of the hash, which, unlike a name, can only be resolved with access to
-        the file of the keys.
+        Ray exports metrics on every node without authentication. In contrast to a name, a hash
+        reveals the owner of the key only to those who can read the file of the keys.
         """
         return self.name if self is ANONYMOUS else self.sha256[:8]
 
@@ -67,10 +67,7 @@ class Key(Spec):
         return self.indexes is None or index in self.indexes
 
     def has_expired(self, now: datetime) -> bool:
-        """Checks whether the key has expired.
-
-        A date expires at its beginning, in UTC.
-        """
+        """Checks whether the key has expired. A key expires at the beginning of its date in UTC."""
         if self.expires is None:
             return False
         end = self.expires
@@ -102,9 +99,10 @@ def hash_key(key: str) -> str:
 
 
 class Keys:
-    """Access keys of a file or of the environment variable MAXRAY_KEYS, reloaded upon changes.
+    """Access keys from a file or from the environment variable MAXRAY_KEYS.
 
-    If the file becomes unreadable, no key is valid and `find` raises.
+    The keys are reloaded when the file changes. If the file becomes unreadable, all keys are
+    rejected and `find` raises an error.
 
     Args:
         uri: URI of the file. If empty, the environment variable is read.
@@ -122,7 +120,7 @@ class Keys:
         self._refresh()
 
     def find(self, secret: str) -> Key | None:
-        """Returns the key with a secret, or None if there is none or it has expired.
+        """Looks up the key with the given secret. Returns None if it does not exist or has expired.
 
         Raises:
             SpecError: The file can no longer be read.
@@ -147,7 +145,7 @@ class Keys:
         self._checked_at = self._clock()
 
     def _read(self) -> str | None:
-        """Returns the text of the file, or None if it is unchanged since it was last read."""
+        """Reads the file. Returns None if it has not changed since it was read last."""
         state: str | tuple[str, ...]
         text: str | None
         if not self._uri:
@@ -193,7 +191,7 @@ def read_keys(text: str) -> list[Key]:
 
 
 class Rates:
-    """Token-bucket rate limiter with one bucket per access key.
+    """Rate limiter that uses one token bucket per access key.
 
     Args:
         default: Rate of keys without a rate limit of their own, in requests per second; None:
@@ -209,7 +207,7 @@ class Rates:
         self._buckets: dict[str, tuple[float, float]] = {}  # level and time of the last update
 
     def acquire(self, key: Key, cost: float = 1.0) -> float:
-        """Takes a request from the bucket of a key if possible.
+        """Tries to take a request from the bucket of a key.
 
         Returns:
             0 if the request is allowed, else the delay until it would be, in seconds.

@@ -1,4 +1,4 @@
-"""Settings of a server, the argument of `pipeline.serve.app:build`."""
+"""Settings of a server, which are the argument of `pipeline.serve.app:build`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
 
 class Scale(Spec):
-    """Replicas and resources of a deployment, in the terms of Ray Serve."""
+    """Replicas and resources of a deployment, named as in Ray Serve."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "replicas": "num_replicas",
@@ -146,7 +146,7 @@ class Limits(Spec):
 
 
 class Timeouts(Spec):
-    """Time limits for the stages of a request, including queueing, and for shutdown."""
+    """Time limits for shutdown and for the stages of a request, including queueing."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "encode": "encode_s",
@@ -234,7 +234,7 @@ class ServeSpec(Spec):
 
 
 def is_loopback(host: str | None) -> bool:
-    """Checks whether a host name or address denotes the loopback interface.
+    """Checks whether a host name or an address refers to the loopback interface.
 
     >>> [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", None)]
     [True, True, True, False, False, False]

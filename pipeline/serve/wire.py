@@ -1,7 +1,7 @@
-"""Schemas of the HTTP API, shared by the server and its client.
+"""Schemas of the HTTP API that the server and its client share.
 
-Requests with unknown fields are rejected. The limits defined here hold for every server. The
-settings of a server (`pipeline.serve.settings`) can lower them.
+Requests that contain unknown fields are rejected. The limits in this module apply to all servers. A
+server can lower them in its settings (`pipeline.serve.settings`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,13 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Request(BaseModel):
-    """Base class of requests.
-
-    Unknown fields are rejected.
-    """
+    """Base class of all requests. Requests with unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Response(BaseModel):
-    """Base class of responses.
-
-    Clients ignore the fields that a newer server adds.
-    """
+    """Base class of all responses. Clients ignore unknown fields, which a newer server may add."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
 
@@ -113,7 +107,7 @@ class Composed(Image):
 
 
 def query_kind(query: Any) -> str:
-    """Returns the kind of a query, which selects the schema that validates it."""
+    """Returns the kind of a query, which determines the schema for its validation."""
     if isinstance(query, Mapping):
         return "composed" if "text" in query else "image" if "image" in query else "vectors"
     kinds: dict[type, str] = {Vectors: "vectors", Image: "image", Composed: "composed"}
@@ -132,7 +126,7 @@ QUERY_KINDS = ("text", "vectors", "image", "composed")
 
 
 def query_text(query: Query) -> str | None:
-    """Returns the text of a query, or None if it has no text."""
+    """Returns the text that a query contains, or None if it has no text."""
     return query.text if isinstance(query, Composed) else query if isinstance(query, str) else None
 
 
@@ -142,7 +136,7 @@ RerankMethod = Literal["vectors", "edje"]
 
 
 def _check_method(value: Any, info: ValidationInfo) -> Any:
-    """Validates that an option is used only with the reranking method that supports it."""
+    """Checks that options of a reranking method are only used together with this method."""
     by = "edje" if info.field_name == "add_first_stage" else "vectors"
     if value and info.data.get("by", by) != by:
         raise ValueError(f"omitted unless by is {by!r}")
@@ -176,7 +170,7 @@ class Rerank(Request):
 
 
 class SearchOptions(Request):
-    """Search options shared by single and batch searches."""
+    """Options that single searches and batch searches have in common."""
 
     index: Name | None = None
     """Name of the index. Optional if the access key can access only one index."""
@@ -214,7 +208,7 @@ class SearchRequest(SearchOptions):
 
 
 class BatchSearchRequest(SearchOptions):
-    """Search with several queries and the same options."""
+    """Search for several queries that share the same options."""
 
     queries: Annotated[list[Query], Field(min_length=1, max_length=1024)]
     """The queries. Their kinds can differ."""

@@ -96,7 +96,7 @@ def measure(spec: TableSpec, pairs: Sequence[Pair], report: Callable[[str], None
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Formats the rows as cells with a header: accuracies with confidence intervals."""
+    """Formats the rows as table cells. Accuracies are shown with confidence intervals."""
     scores = [score for score in SCORES if any(score in row.correct for row in rows)]
     cells = [["encoder", "seeds", *scores]]
     for row in rows:

@@ -33,10 +33,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Shapes(TrainingData["Shapes.Spec"]):
-    """Infinite series of scenes.
-
-    Each epoch uses a section of it.
-    """
+    """Infinite series of scenes. Each epoch uses a section of it."""
 
     class Spec(config.ComponentSpec):
         """Options of `Shapes`."""
@@ -134,7 +131,7 @@ class Shapes(TrainingData["Shapes.Spec"]):
             yield make_batch(scenes.take(worker_rows), captions, keys)
 
     def validation(self) -> Batch:
-        """Returns scenes of another series with a caption of two objects and a phrase each."""
+        """Returns scenes of another series. Each has a caption of two objects and a phrase."""
         scenes, captions, scene_C = validation_scenes(self.spec.validation, layout=self.spec.layout)
         keys = [self._key(VALIDATION_SERIES, number) for number in range(len(scenes))]
         return make_batch(scenes, captions, keys, first_phrases(scenes, captions, scene_C))
@@ -147,7 +144,7 @@ class Shapes(TrainingData["Shapes.Spec"]):
 
     @staticmethod
     def relevant(query_labels: torch.Tensor, document_labels: torch.Tensor) -> torch.Tensor:
-        """Returns the matrix of relevance: scenes are relevant to the captions that they match."""
+        """Computes the relevance matrix. A scene is relevant to all captions that it matches."""
         matches = _captions(query_labels.cpu().numpy()).match(
             _scenes(document_labels.cpu().numpy())
         )

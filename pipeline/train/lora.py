@@ -1,4 +1,4 @@
-"""LoRA through peft: trains only low-rank matrices beside linear layers (Hu et al., 2021)."""
+"""LoRA with peft, which trains low-rank matrices beside linear layers (Hu et al., 2021)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ PREFIX = "base_model.model."
 
 
 class Lora(config.Spec):
-    """LoRA settings.
-
-    The default rank and alpha are SMART's (section 4.4).
-    """
+    """Options of LoRA. The default rank and alpha are those of SMART (section 4.4)."""
 
     rank: int = Field(128, ge=1)
     """Rank of the matrices."""
@@ -52,7 +49,7 @@ def check() -> None:
 
 
 def attach(model: torch.nn.Module, spec: Lora, default: str) -> Any:
-    """Adds LoRA matrices to a model and freezes its other weights; returns the peft model.
+    """Adds LoRA matrices to a model, freezes all other weights and returns the peft model.
 
     Args:
         model: Model to adapt in place.
@@ -81,7 +78,7 @@ def attach(model: torch.nn.Module, spec: Lora, default: str) -> Any:
 
 
 def train(model: torch.nn.Module, mode: bool) -> None:
-    """Switches only the dropout of the LoRA matrices to training or evaluation mode."""
+    """Switches the dropout of the LoRA matrices, and no other, to training or evaluation mode."""
     for module in model.modules():
         dropout = getattr(module, "lora_dropout", None)
         if isinstance(dropout, torch.nn.Module):
@@ -107,7 +104,7 @@ def save(tuned: Any, folder: Path, within: str = "") -> None:
 
 
 def load(tuned: Any, folder: Path, within: str = "") -> None:
-    """Loads the matrices of an adapter that `save` wrote, to continue its training.
+    """Loads the matrices of an adapter that was written by `save`, to train them further.
 
     Args:
         tuned: Model that `attach` returned.

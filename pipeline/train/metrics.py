@@ -8,9 +8,9 @@ from typing import Any
 
 
 class Metrics:
-    """Writes `metrics.jsonl`, one line per call, and the same as events in `tensorboard/`.
+    """Writes `metrics.jsonl`, one line per call, and the same values as events in `tensorboard/`.
 
-    Without the package tensorboardX no events are written.
+    Events are written only if the package tensorboardX is installed.
 
     Args:
         folder: Output folder of the run.

@@ -1,4 +1,4 @@
-"""Migration of the output folders of earlier versions' runs to the present names."""
+"""Converts the output folders of runs of earlier versions to the current names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMER_VALIDATION = "held_out"
 
 
 def migrated_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a stored resolved spec with former field names replaced by the present ones.
+    """Replaces former field names in the stored spec of a run by the current ones.
 
     Args:
         stored: Fields of a `TrainSpec` as JSON values. Some may be missing.
@@ -38,7 +38,7 @@ def _with_present_names(fields: Mapping[str, Any], spec_class: type[config.Spec]
 
 
 def migrate_folder(folder: Path) -> None:
-    """Renames the validation metrics of a run's output folder, if they have their former name.
+    """Renames the validation metrics in the output folder of a run if they have a former name.
 
     Args:
         folder: Output folder of the run.

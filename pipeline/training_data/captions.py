@@ -1,4 +1,4 @@
-"""Images with captions, and boxes of their objects: COCO, Flickr30K and Flickr30K Entities."""
+"""Training data of images with captions in the formats of COCO and Flickr30K."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row
 
 @dataclass(frozen=True, slots=True)
 class CaptionedImage:
-    """Image with its captions.
-
-    `location` names it in messages.
-    """
+    """Image and its captions. The `location` is used in messages."""
 
     id: str
     file: str

@@ -1,4 +1,4 @@
-"""Hard negatives from an index: documents that rank high for a query but are not relevant."""
+"""Mines hard negatives, which rank high for a query in an index but are not relevant."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def mine(
     score: Score = "late",
     report: Callable[[str], None] = print,
 ) -> Mined:
-    """Searches an index for each query and writes its hard negatives.
+    """Searches an index for each query and writes its hard negatives to a file.
 
-    The index must use the document ids of the data. Relevant documents are removed before ranks are
-    counted, items that are not in the data afterwards.
+    The index must use the same document ids as the data. Relevant documents are removed before
+    ranks are counted. Items that are not part of the data are removed afterwards.
 
     Args:
         searcher: Searcher of the index.

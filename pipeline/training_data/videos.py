@@ -79,7 +79,7 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
         return self._listed(uri, ((location, r["video_id"], r["sentence"]) for location, r in rows))
 
     def _listed(self, uri: str, sentences: Iterator[tuple[str, str, Any]]) -> Listing:
-        """Lists sentences, each with its location, the id of its video and its text."""
+        """Reads sentences. Each has a location, the id of its video and its text."""
         files, listing = VideoFiles(self.spec.videos), Listing()
         for location, video, sentence in sentences:
             _check_text(sentence, "path", location)
@@ -198,7 +198,7 @@ class Multivent(RowData["Multivent.Spec"]):
 
 
 def _relevant_pairs(uri: str) -> Iterator[tuple[str, str, str]]:
-    """Yields the location, the query id and the video id of each relevant pair."""
+    """Yields the location, the query id and the video id of all relevant pairs."""
     rule = 'a line {"query_id": "...", "doc_id": "...", "relevance": a number >= 0}'
     try:
         for file in list_files(uri, LINES, "judgments"):
@@ -225,7 +225,7 @@ def _check_text(text: Any, field: str, location: str) -> None:
 
 
 class VideoFiles:
-    """Video files below a folder, and their audio files, by name without suffix.
+    """Video files in a folder and their audio files, by their names without suffixes.
 
     Raises:
         SpecError: For `videos`: the folder does not exist.
@@ -244,10 +244,7 @@ class VideoFiles:
             self._found.setdefault(posixpath.basename(path), posixpath.join(folder, path))
 
     def document(self, document_id: str, location: str) -> Document:
-        """Returns a video as a document.
-
-        A missing file is assumed to be in the folder itself.
-        """
+        """Returns a video as a document. Missing files are expected in the folder itself."""
         name = f"{document_id}{VIDEO}"
         video = self._found.get(name) or posixpath.join(self._folder, name)
         audio = self._found.get(f"{document_id}{AUDIO}")

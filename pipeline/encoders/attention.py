@@ -38,7 +38,10 @@ _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs of an attention layer; see `Recording.record`."""
+    """Inputs of an attention layer.
+
+    See `Recording.record`.
+    """
 
     query_BHND: torch.Tensor
     key_BGND: torch.Tensor
@@ -81,9 +84,9 @@ class Recording:
         Args:
             query_BHND: Queries, after positional encoding.
             key_BGND: Keys, after positional encoding.
-            mask: Attention mask of the layer; see `weighted_rows`.
-            scaling: Factor of the logits; see `weighted_rows`.
-            is_causal: Whether attention is causal; see `weighted_rows`.
+            mask: Attention mask of the layer. See `weighted_rows`.
+            scaling: Factor of the logits. See `weighted_rows`.
+            is_causal: Whether attention is causal. See `weighted_rows`.
         """
         layer, self._num_layers = self._num_layers, self._num_layers + 1
         if layer in self._row_weights:

@@ -177,7 +177,10 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
 
     @classmethod
     def attention(cls, spec: Spec) -> AttentionInfo:
-        """Returns column sums and the row of the last token; the model has no pooled vector."""
+        """Returns column sums and the row of the last token.
+
+        The model has no pooled vector.
+        """
         return attention_info(check_checkpoint(spec, *TYPES), ("column_sums", "eos_row"), spec)
 
     @classmethod

@@ -472,7 +472,7 @@ class _Output:
         states_TD: Hidden states of the T kept tokens.
         sum_P: Pooled state times the number of tokens of the window.
         taps: Attention statistics (T,) of the kept tokens, by name.
-        appended_MD: Hidden states of the appended tokens; None without any.
+        appended_MD: Hidden states of the appended tokens, or None without any.
     """
 
     states_TD: torch.Tensor
@@ -493,7 +493,7 @@ class _Window:
 
     Attributes:
         ids: Token ids, (L,) int64.
-        spans: Character offsets in the text without its prefix, (L, 2) int32; -1 if none.
+        spans: Character offsets in the text without its prefix, (L, 2) int32, or -1 if none.
         kind: Codes of `tokens.KINDS` or `APPENDED`, (L,) int8.
         keep: True for tokens that this window contributes to its item, (L,) bool.
         is_empty: Whether the window contributes no tokens; `keep` then marks the position of the

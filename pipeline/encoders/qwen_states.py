@@ -91,7 +91,10 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
 
     @classmethod
     def attention(cls, spec: StatesSpecT) -> AttentionInfo:
-        """Returns all statistics; the last token is the pooled one."""
+        """Returns all statistics.
+
+        The last token is the pooled one.
+        """
         return attention_info(cls.settings(spec).get_text_config(), MODEL_STATISTICS, spec)
 
     @classmethod

@@ -33,13 +33,14 @@ BAD_INPUT, INTERRUPTED, STOPPED = 2, 130, 143
 def run(
     main: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None = None
 ) -> None:
-    """Runs the main function of a job and turns expected errors into exit codes.
+    """Runs the main function of a job and converts expected errors to exit codes.
 
-    Invalid input prints one sentence and exits with code 2. Other expected failures exit with 1.
+    For invalid input, the error is printed as one sentence and the exit code is 2. Other expected
+    failures have exit code 1.
 
     Args:
         main: Main function of the job.
-        arguments: Command line; None for that of this process.
+        arguments: Command line, or None for that of this process.
     """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
     logging.captureWarnings(True)
@@ -51,7 +52,7 @@ def run(
     # cluster that the job joins has a mode of its own.
     if "ray" not in sys.modules and not os.environ.get("RAY_ADDRESS"):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-        # Ray's setting for binding to the loopback interface only; also read on import.
+        # Ray's setting for binding to the loopback interface only. Also read on import.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
         with _sigterm_as_stopped():
@@ -92,14 +93,14 @@ def _sigterm_as_stopped() -> Iterator[None]:
 
 
 def _stopped(error: Stopped | KeyboardInterrupt) -> int:
-    """Reports that the job was stopped; returns the exit code."""
+    """Reports that the job has been stopped and returns the exit code."""
     if isinstance(error, Stopped):
         return _report_error(error, STOPPED)
     return _report_error("interrupted", INTERRUPTED)
 
 
 def _report_error(error: object, code: int) -> int:
-    """Prints an error to stderr; returns the given exit code."""
+    """Prints an error to stderr and returns `code`."""
     error = getattr(error, "cause", error)  # Ray wraps errors raised in tasks
     message = str(error) if isinstance(error, Stopped) else f"error: {error}"
     print(message, file=sys.stderr, flush=True)
@@ -107,14 +108,14 @@ def _report_error(error: object, code: int) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that accepts options anywhere and exits with code 2 on invalid arguments."""
+    """Argument parser that accepts options at any position and exits with code 2 on errors."""
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """Parses a command line; None means that of this process."""
+        """Parses command line arguments, which default to those of this process."""
         return self.parse_intermixed_args(arguments)
 
     def error(self, message: str) -> NoReturn:
-        """Prints the error with the closest valid name, and exits with code 2."""
+        """Prints the error together with the most similar valid name and exits with code 2."""
         self.exit(BAD_INPUT, f"error: {message}{self._close_match(message)}; see --help\n")
 
     def _close_match(self, message: str) -> str:
@@ -126,21 +127,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(doc: str) -> Parser:
-    """Returns a parser whose help text is the docstring of the job."""
+    """Creates a parser whose help text is the docstring of the job's module."""
     return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 class SpecParser(Parser):
-    """A parser that also checks the paths in a spec.
+    """Argument parser that also checks the paths in a spec.
 
-    Validating a whole spec imports its components, which takes seconds; wrong paths are reported
-    before that.
+    Validating a complete spec imports its components, which takes seconds. Checking the paths first
+    reports the most common mistake without this delay.
     """
 
     has_index = False  # True if the index of the spec must exist
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """Parses a command line and checks the paths in its spec.
+        """Parses the arguments and checks the paths in the spec.
 
         Raises:
             SpecError: A file or folder does not exist, or the spec is not a YAML mapping.
@@ -156,12 +157,12 @@ class SpecParser(Parser):
 
 
 def check_paths(spec: Mapping[str, Any]) -> None:
-    """Raises `SpecError` if a file, folder or index in a spec does not exist."""
+    """Raises `SpecError` if a spec refers to a file, a folder or an index that does not exist."""
     for field in ("source", "data", "benchmark"):
         value = spec.get(field)
         components = {field: value}
         if isinstance(value, list):
-            components = {f"{field}.{number}": item for number, item in enumerate(value)}
+            components = {f"{field}[{number}]": item for number, item in enumerate(value)}
         for name, component in components.items():
             path = component.get("path") if isinstance(component, Mapping) else None
             if isinstance(path, str) and path and not set(path) & set("*?["):  # not a glob
@@ -176,7 +177,7 @@ def check_paths(spec: Mapping[str, Any]) -> None:
 
 
 def check_outputs(outputs: Sequence[str], field: str) -> None:
-    """Raises `SpecError` if a folder contains no results of `jobs.evaluate`."""
+    """Raises `SpecError` if a folder does not contain results of `jobs.evaluate`."""
     for output in outputs:
         if "://" not in output and not Path(config.absolute(output), "results.json").exists():
             rule = "the output folder of jobs.evaluate"
@@ -184,7 +185,7 @@ def check_outputs(outputs: Sequence[str], field: str) -> None:
 
 
 def spec_parser(doc: str, *, profiles: bool = True, has_index: bool = False) -> Parser:
-    """Returns a parser with the arguments that all jobs with a spec share.
+    """Creates a parser with the arguments that all jobs with a spec have in common.
 
     Args:
         doc: Docstring of the job's module, shown by `--help`.
@@ -203,7 +204,7 @@ def spec_parser(doc: str, *, profiles: bool = True, has_index: bool = False) -> 
 
 
 def positive(text: str) -> int:
-    """Parses a positive integer, as the `type` of an argument."""
+    """Parses a positive integer. Used as the `type` of an argument."""
     try:
         number = int(text)
     except ValueError:
@@ -214,18 +215,18 @@ def positive(text: str) -> int:
 
 
 def say(line: str) -> None:
-    """Prints a progress line with the time, unbuffered."""
+    """Prints a progress line with the current time and flushes the output."""
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 def job_id() -> str:
-    """Returns a new job id: the UTC time and four random hex digits."""
+    """Creates a job id, which consists of the UTC time and four random hexadecimal digits."""
     return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
 
 
 @contextlib.contextmanager
 def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
-    """Joins the Ray cluster at `RAY_ADDRESS`, or starts one on this machine.
+    """Connects to the Ray cluster at `RAY_ADDRESS`, or starts a local cluster if it is not set.
 
     Args:
         object_store_bytes: Memory of the object store if a cluster is started.
@@ -235,7 +236,7 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
     if address := os.environ.get("RAY_ADDRESS"):
         _check_reachable(address)  # before Ray is imported, which takes seconds
     else:
-        # The C++ core logs an error for every actor pool of Ray Data; real errors are exceptions.
+        # The C++ core logs an error for every actor pool of Ray Data. Real errors are exceptions.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         # While Ray starts, its own SIGTERM handler would drain the node for 30 s.
         os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
@@ -264,7 +265,7 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
 
 
 def _start_ray(options: Mapping[str, Any]) -> None:
-    """Connects to Ray and restores the SIGTERM handler of this process, which Ray replaces.
+    """Connects to Ray and restores the SIGTERM handler of this process, which Ray has replaced.
 
     Raises:
         SpecError: The cluster at `RAY_ADDRESS` cannot be joined.
@@ -294,7 +295,7 @@ def _start_ray(options: Mapping[str, Any]) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Checks that a server listens at a `host:port`; Ray itself would retry for minutes.
+    """Checks that a server listens at `host:port`. Without this check, Ray would retry for minutes.
 
     Raises:
         SpecError: Nothing accepts a connection at the address within 10 seconds.
@@ -311,10 +312,11 @@ def _check_reachable(address: str) -> None:
 
 @contextlib.contextmanager
 def _ray_processes_watched() -> Iterator[None]:
-    """Exits with one sentence when the GCS server or raylet of the local cluster dies.
+    """Exits with one sentence if the GCS server or the raylet of the local cluster dies.
 
-    Otherwise, Ray notices after a minute, prints its logs and exits from its C++ core, where no
-    exception can be caught. Requires pidfd, which only Linux has.
+    Without this function, Ray notices their death after a minute. It then prints its logs and exits
+    from its C++ core, where no exception can be caught. The function requires pidfd, which is only
+    available on Linux.
     """
     if sys.platform != "linux":
         yield
@@ -347,7 +349,7 @@ def _ray_processes_watched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Hides the messages of Ray's C++ core about its log level; errors are exceptions."""
+    """Hides the messages that Ray's C++ core prints about its log level."""
     sys.stderr.flush()
     stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 2)

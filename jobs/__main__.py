@@ -1,4 +1,7 @@
-"""Entry point of the `maxray` command: `maxray VERB ...` runs `python -m jobs.VERB ...`."""
+"""Entry point of the `maxray` command.
+
+`maxray VERB ...` is equivalent to `python -m jobs.VERB ...`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pipeline import config
 
 
 def verbs() -> dict[str, str]:
-    """Returns the first docstring line of each job, read without importing it."""
+    """Reads the first docstring line of each job without importing the job."""
     folder = Path(jobs.__file__).parent
     files = {file.stem: file for file in folder.glob("[!_]*.py")}
     packages = {file.parent.name: file for file in folder.glob("*/__main__.py")}
@@ -25,7 +28,7 @@ def _first_line(path: Path) -> str:
 
 
 def main() -> None:
-    """Runs the job named by the first argument, or lists the jobs."""
+    """Runs the job that the first argument names. Without arguments, lists all jobs."""
     jobs_by_verb = verbs()
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if verb not in jobs_by_verb:

@@ -1,4 +1,4 @@
-"""Queries of `jobs.search`, given on the command line or in a file."""
+"""Reads the queries of `jobs.search` from the command line or from a file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(args: Namespace) -> Mapping[str, AnyQuery]:
 
 
 def _query(words: Sequence[str], image: str | None) -> str | bytes | Composed:
-    """Returns a query from the command line: a text, an image, or both."""
+    """Builds a query from the command line options. It may consist of a text, an image, or both."""
     from pipeline.schema import Composed
 
     text = " ".join(words)
@@ -64,7 +64,7 @@ def _read_image(uri: str) -> bytes:
 
 
 def check_vectors(searcher: Searcher, queries: Mapping[str, AnyQuery], name: str) -> None:
-    """Raises `SpecError` if any query of a file is invalid, before the search starts."""
+    """Validates all queries of a file before the search starts."""
     for query_id, vectors in queries.items():
         try:
             searcher.queries([vectors], name)

@@ -1,4 +1,4 @@
-"""TREC runs of many queries and the throughput of their stages, for `jobs.search`."""
+"""Ranks many queries for `jobs.search` and writes the result as a TREC run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROGRESS_SECONDS = 10.0
 
 
 def batches(queries: Mapping[str, AnyQuery]) -> Iterator[dict[str, AnyQuery]]:
-    """Yields batches of at most `QUERY_BATCH` queries, by id."""
+    """Yields the queries in batches of at most `QUERY_BATCH`, as mappings from id to query."""
     pairs = list(queries.items())
     for first in range(0, len(pairs), QUERY_BATCH):
         yield dict(pairs[first : first + QUERY_BATCH])
@@ -38,7 +38,7 @@ def write(
     options: SearchOptions,
     reranker: Reranker | None,
 ) -> None:
-    """Ranks the items for all queries, writes the run and prints the throughput."""
+    """Ranks the items for all queries, writes the run to a file and prints the throughput."""
     from pipeline.eval.metrics import write_run
     from pipeline.search.options import EQUAL
 
@@ -58,7 +58,7 @@ def _stop(*_: object) -> None:
 
 
 class _Run:
-    """Ranks items for many queries and measures the duration of each stage."""
+    """Ranks the items for a batch of queries and measures the time that each stage takes."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class _Run:
         self._num_done = self.num_hits = 0
 
     def scores(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yields the id of each query and its scores, best first."""
+        """Yields the id of each query and its scores in descending order."""
         if self._needs_encoder:
             self._searcher.encoder(self._options.column)  # loads the encoder before timing
         self._searcher.load(self._options.column, self._options.score)
@@ -115,7 +115,7 @@ class _Run:
         return rankings
 
     def throughput(self) -> str:
-        """Returns the throughput of each stage in queries per second."""
+        """Computes the throughput of each stage in queries per second."""
         stages = [("encoded", self._encoding)] if self._needs_encoder else []
         stages.append(("scored", self._scoring))
         if self._reranker is not None:

@@ -3,7 +3,7 @@
     python -m jobs.backfill SPEC.yaml rerank=FOLDER
     python -m jobs.backfill my.yaml rerank=out/training/edje/model
 
-SPEC.yaml is the spec with which the index was created; the items are read and encoded again. Rerun
+SPEC.yaml is the spec with which the index was created. The items are read and encoded again. Rerun
 the same command to resume an interrupted job, or to fill rows that were indexed since without
 `rerank`. For an index of several sources, run it with the spec of each.
 """

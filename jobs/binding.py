@@ -7,7 +7,7 @@
 
 The benchmark has 40 pairs of reports with 5 x 5 panels. Each panel labels a marker with a code; in
 the hard negative, the same codes label other markers. The accuracy is the fraction of the 1,000
-queries that score the correct report higher; ties count as errors. The job prints it for the
+queries that score the correct report higher. Ties count as errors. The job prints it for the
 single-vector, MaxSim and hybrid scores with a 95 % bootstrap confidence interval over the pairs.
 
 With --output, it writes binding.csv and binding.png. With --table, it measures all encoders of a
@@ -101,7 +101,7 @@ def _accuracy(args: argparse.Namespace, pairs: Sequence[Pair], side: int) -> Non
     form: Form = args.form or "text"
     in_encoder = [f"encoder.{override}" for override in args.overrides]
     spec_file = config.read(args.encoder, "--encoder") if args.encoder else {"name": "minilm"}
-    # The spec of a job has an encoder but no name; that of the encoder smart has both.
+    # The spec of a job has an encoder but no name. That of the encoder smart has both.
     encoder = spec_file if "name" in spec_file else spec_file.get("encoder", spec_file)
     fields = config.override({"encoder": encoder}, in_encoder)
     with config.within("encoder"):

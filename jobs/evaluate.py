@@ -4,7 +4,7 @@
     python -m jobs.evaluate SPEC.yaml output=out/other "measures=[nDCG@10, R@100]"
 
 The table has one row per representation and score, and one for BM25 over the text of the items
-(bm25=false omits it). Relevance judgments refer to items or to their parents; the score of a parent
+(bm25=false omits it). Relevance judgments refer to items or to their parents. The score of a parent
 is that of its best item. The level is inferred from the ids. If it cannot be inferred, set
 judged=item or judged=parent.
 

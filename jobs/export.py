@@ -4,7 +4,7 @@
     python -m jobs.export INDEX OUTPUT.parquet --representation full --filter "modality = 'text'"
     python -m jobs.export INDEX s3://bucket/export --representation minilm_pooled --format npy
 
-The format `parquet` is a file with the columns `id`, `vectors` and those of the items; `npy` is a
+The format `parquet` is a file with the columns `id`, `vectors` and those of the items. `npy` is a
 folder with vectors.npy, lengths.npy, ids.txt, items.jsonl and metadata.json. The source `vectors`
 reads both. The output appears atomically when the export is complete.
 """

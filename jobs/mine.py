@@ -68,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         spec = TRAINING_DATA.resolve({"name": "pairs", "path": args.queries})
     data_class = TRAINING_DATA.load(spec.name)
     if not issubclass(data_class, RowData):
-        raise SpecError("queries", spec.name, "training data with document ids", "has none")
+        raise SpecError(
+            "queries", spec.name, "training data with document ids", "has no document ids"
+        )
     spec = spec.model_copy(
         update={"hard_negatives": None}
     )  # the field may name the output of this job

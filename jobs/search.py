@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> Namespace:
-    """Parses the command line and rejects invalid combinations of options."""
+    """Parses the command line and rejects options that cannot be combined."""
     parser = _parser()
     args = parser.parse(arguments)
     for option, path in (("--save-maps", args.save_maps), ("--save-sheet", args.save_sheet)):
@@ -121,7 +121,7 @@ def _options(args: Namespace) -> SearchOptions:
 
 
 def _check_outputs(args: Namespace) -> None:
-    """Raises `SpecError` if an output cannot be written."""
+    """Raises `SpecError` if one of the outputs cannot be written."""
     from pipeline.atomic import check_writable
 
     if args.run is not None:
@@ -149,7 +149,7 @@ def _reranker(args: Namespace) -> Reranker | None:
 
 @contextlib.contextmanager
 def _open(args: Namespace) -> Iterator[Searcher]:
-    """Opens the index in this process or in Ray actors."""
+    """Opens the index, either in this process or in Ray actors."""
     from pipeline.search.searcher import open_index
 
     if args.actors is None:
@@ -171,7 +171,7 @@ def _open(args: Namespace) -> Iterator[Searcher]:
 
 
 def _print_known(searcher: Searcher, options: SearchOptions, file: Any) -> None:
-    """Prints how many ids of --ids and --parents are in the index."""
+    """Prints how many of the ids in --ids and --parents exist in the index."""
     lists = {"ids": options.ids, "parents": options.parents}
     for field, ids in lists.items():
         if ids is not None:
@@ -186,7 +186,7 @@ def _search(
     reranker: Reranker | None,
     args: Namespace,
 ) -> None:
-    """Searches for each query, prints the hits and writes their maps."""
+    """Runs the search for each query, prints the hits and writes their similarity maps."""
     from pipeline.search.formatting import format_hits
     from pipeline.search.map_files import write_hit_maps, write_hit_sheet
 

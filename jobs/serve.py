@@ -125,7 +125,7 @@ def _settings(args: Any) -> ServeSpec:
 
 
 def index_name(uri: str) -> str:
-    """Returns the name of an index: that of its folder, or of the parent of a folder `index`.
+    """Derives the name of an index from its folder, or from the parent of a folder called `index`.
 
     >>> index_name("out/cranfield/index"), index_name("s3://bucket/pages/")
     ('cranfield', 'pages')
@@ -136,7 +136,7 @@ def index_name(uri: str) -> str:
 
 
 def _check_address(host: str, port: int, settings: ServeSpec) -> None:
-    """Raises `SpecError` if the server is not allowed to or cannot listen on an address."""
+    """Raises `SpecError` if the server must not or cannot listen on an address."""
     from pipeline.serve.settings import is_loopback
 
     if not (settings.keys or is_loopback(host)):
@@ -174,7 +174,7 @@ def _check_indexes(settings: ServeSpec) -> None:
 
 
 def set_ray_serve_env() -> None:
-    """Sets the environment variables for Ray Serve that are not already set."""
+    """Sets environment variables of Ray Serve, unless they have been set by the user."""
     from pipeline.serve.settings import PROXY_ENV, RAY_SERVE_ENV
 
     for name, value in (RAY_SERVE_ENV | PROXY_ENV).items():
@@ -182,7 +182,7 @@ def set_ray_serve_env() -> None:
 
 
 def serve(settings: ServeSpec, host: str, port: int) -> None:
-    """Runs the application on the Ray cluster of this process until the process is stopped."""
+    """Runs the application on the Ray cluster of this process until this process is stopped."""
     from ray import serve as ray_serve
 
     from pipeline.serve.app import build
@@ -201,7 +201,7 @@ def serve(settings: ServeSpec, host: str, port: int) -> None:
 
 
 async def _shut_down(drain_s: float) -> None:
-    """Drains the gateways and shuts down Ray Serve."""
+    """Drains the gateways and then shuts down Ray Serve."""
     from ray import serve as ray_serve
 
     from pipeline.serve.app import drain
@@ -219,7 +219,7 @@ def _stop(*_: object) -> None:
 
 
 def _print_key(arguments: Sequence[str]) -> None:
-    """Prints the entry of a new key to standard output and the key to standard error."""
+    """Prints the entry of a new access key to stdout, and the key itself to stderr."""
     from pipeline.serve.keys import Key, hash_key, new_key
 
     parser = jobs.parser(

@@ -14,7 +14,7 @@ The output folder of the spec receives:
 
 A spec with a `sweep` trains one run per combination, each in a subfolder of `output`, and writes a
 table and a plot of all runs. With --resources, training runs on a Ray cluster with the number of
-workers in the profile; otherwise, it runs in this process.
+workers in the profile. Otherwise, it runs in this process.
 """
 
 from __future__ import annotations

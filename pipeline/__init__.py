@@ -1,4 +1,4 @@
-"""Maxray: fixed-budget multi-vector indexes for text, pages, images, video and audio."""
+"""Maxray builds fixed-budget multi-vector indexes for text, pages, images, video and audio."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ __all__ = ["Composed", "__version__", "open_index"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported lazily, because the core runs without Ray and Lance.
+    # Ray and Lance are imported lazily because the core also runs without them.
     if name == "open_index":
         from pipeline.search.searcher import open_index
 

@@ -1,4 +1,4 @@
-"""Atomic writes of result files, locally or in object storage."""
+"""Utilities for writing result files atomically, on the local disk or in object storage."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from pipeline.extras import require_storage
 
 
 def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
-    """Checks that a local path is writable, before any work is done. Remote URIs are not checked.
+    """Checks that an output can be written, so that a job fails before it does any work.
+
+    Only local paths are checked. Permissions in object storage are not.
 
     Args:
         uri: Path or URI of the output.
         field: Name of the field or option, for the error message.
-        as_file: Whether the output is a file rather than a folder.
+        as_file: Whether the output is a file. By default, it is a folder.
 
     Raises:
         MissingExtra: The URI needs a storage package that is not installed.
@@ -38,7 +40,8 @@ def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
         raise SpecError(field, uri, "the path of a file", "is a folder")
     if not as_file and target.is_file():
         raise SpecError(field, uri, "the path of a folder", "is a file")
-    # Renaming would replace devices such as /dev/null and links to /proc such as /dev/stdout.
+    # Devices such as /dev/null, and links to /proc such as /dev/stdout, would be replaced by a
+    # rename.
     is_stream = target.is_symlink() and os.readlink(target).startswith("/proc/")
     if as_file and (is_stream or (target.exists() and not target.is_file())):
         raise SpecError(field, uri, "the path of a file", "is a device or a pipe")
@@ -54,7 +57,10 @@ def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
 
 
 def write_atomic(uri: str, data: str | bytes) -> None:
-    """Writes a file to a temporary path and renames it; creates missing parent folders.
+    """Writes a file atomically.
+
+    The data is written to a temporary path, which is then renamed to `uri`, so that readers never
+    see a partial file. Missing parent folders are created.
 
     Raises:
         OSError: The file cannot be written, or the path is a folder.
@@ -65,7 +71,7 @@ def write_atomic(uri: str, data: str | bytes) -> None:
 
 @contextlib.contextmanager
 def open_atomic(uri: str) -> Iterator[TextIO]:
-    """Opens a text file for writing, which appears at `uri` when the block ends without an error.
+    """Opens a text file that appears at `uri` only when the block ends without an error.
 
     Raises:
         OSError: The file cannot be written, or the path is a folder.
@@ -79,7 +85,7 @@ def open_atomic(uri: str) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def _temporary_path(uri: str) -> Iterator[tuple[AbstractFileSystem, str]]:
-    """Yields a path that is renamed to `uri` on success and removed on error."""
+    """Context manager for a temporary path, which is renamed to `uri` unless an error occurs."""
     require_storage(uri)
     filesystem, path = fsspec.url_to_fs(absolute(uri))
     if filesystem.isdir(path):

@@ -13,13 +13,13 @@ from pipeline.config import SpecError
 
 
 def find_checkpoint(model: str, revision: str | None, files: Sequence[str], rule: str) -> Path:
-    """Returns the folder of a checkpoint, downloading it from the Hugging Face Hub if necessary.
+    """Returns the local folder of a checkpoint, which is downloaded from the hub if necessary.
 
     Args:
-        model: Local folder, or name of a model on the hub.
-        revision: Revision on the hub; defaults to the main branch.
-        files: Patterns of the files to download.
-        rule: What `model` must be, for the error message.
+        model: A local folder, or the name of a model on the Hugging Face Hub.
+        revision: Git revision of the model on the hub. Defaults to the main branch.
+        files: Glob patterns of the files to download.
+        rule: Description of valid values of `model`, used in the error message.
 
     Raises:
         SpecError: `model` is not a folder and cannot be loaded from the hub.

@@ -1,8 +1,8 @@
-"""Typed specs: loading from YAML, dotted overrides, sweeps, and serialisation.
+"""Typed specs that are loaded from YAML files, with dotted overrides and sweeps.
 
-A spec defines *what* is computed. The numbers of CPUs, GPUs and actors are set in a resources
-profile (`pipeline.stage`), which is chosen at submission and affects neither results nor
-fingerprints.
+A spec defines *what* is computed. The numbers of CPUs, GPUs and actors are set in a separate
+resources profile (see `pipeline.stage`), which is chosen when a job is submitted. They affect
+neither the results nor the fingerprints.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from pydantic import (
 
 from pipeline.extras import require_storage
 
-#: Maximum number of characters of a value shown in a message.
+#: Values that are longer than this number of characters are shortened in messages.
 MAX_SHOWN_CHARACTERS = 400
 
 
 def close_match(name: object, names: Iterable[str]) -> str:
-    """Returns "; did you mean 'NAME'?" for the most similar of `names`, else an empty string.
+    """Returns ". Did you mean 'NAME'?" for a similar name, or an empty string if there is none.
 
     >>> close_match("hpol", ["hpool", "samer"])
-    "; did you mean 'hpool'?"
+    ". Did you mean 'hpool'?"
     >>> close_match("x", ["hpool", "samer"])
     ''
     """
@@ -49,24 +49,38 @@ def close_match(name: object, names: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-class SpecError(ValueError):
-    """Invalid user input. The message names the field, the rule it breaks and the value.
+def field_path(*parts: str | int) -> str:
+    """Joins field names and list indices to the path of a field.
 
-    Jobs print the message and exit with code 2.
+    >>> field_path("optimiser", "betas", 0), field_path("sources", "[1].path")
+    ('optimiser.betas[0]', 'sources[1].path')
+    """
+    path = ""
+    for part in parts:
+        name = f"[{part}]" if isinstance(part, int) else part
+        path += f".{name}" if path and name and not name.startswith("[") else name
+    return path
+
+
+class SpecError(ValueError):
+    """Error for invalid user input.
+
+    The message names the field, the rule that it breaks and the value. Jobs print the message and
+    exit with code 2.
 
     Args:
         field: Dotted path of the field.
-        value: The value given.
-        rule: What the value must be, a phrase that follows "must be".
-        problem: What is wrong with the value, a verb phrase that follows "which".
-        note: Text that follows the value or problem as is, such as " (line 3)".
+        value: The invalid value.
+        rule: Description of valid values, which completes "must be ...".
+        problem: Description of what is wrong with the value, which completes "which ...".
+        note: Text to append to the message unchanged, for example " (line 3)".
 
     >>> str(SpecError("num_vectors", 0, "an integer >= 1"))
     'num_vectors must be an integer >= 1, got 0'
     >>> str(SpecError("path", "x", "an existing file", "does not exist"))
     "path must be an existing file, got 'x', which does not exist"
 
-    Long values are shortened to their beginning and end.
+    Long values are shortened in the middle:
 
     >>> len(str(SpecError("query", "a" * 1_000_000, "a text of at most 512 tokens"))) < 500
     True
@@ -83,10 +97,12 @@ class SpecError(ValueError):
     def unknown_name(
         cls, field: str, value: Any, names: Iterable[str], problem: str | None = None
     ) -> SpecError:
-        """Returns the error for a value that is not one of `names`, with the closest of them.
+        """Returns the error for a value that is not one of `names`.
+
+        The message suggests the most similar name.
 
         >>> str(SpecError.unknown_name("score", "lat", ["late", "single"]))
-        "score must be one of late, single, got 'lat'; did you mean 'late'?"
+        "score must be one of late, single, got 'lat'. Did you mean 'late'?"
         """
         names = list(names)
         rule = f"one of {', '.join(names)}" if len(names) > 1 else repr("".join(names))
@@ -97,7 +113,7 @@ class SpecError(ValueError):
         return f"{self.field} must be {self.rule}, got {_shown(self.value)}{problem}{self.note}"
 
     def __reduce__(self) -> tuple[type[SpecError], tuple[Any, ...]]:
-        """Pickles the error as it was before Ray wrapped it on its way out of a task."""
+        """Pickles the original error, because Ray wraps errors that are raised in tasks."""
         error = getattr(self, "cause", self)
         return type(error), (error.field, error.value, error.rule, error.problem, error.note)
 
@@ -107,8 +123,8 @@ class SpecError(ValueError):
         return kind(field, *arguments)
 
     def below(self, prefix: str) -> SpecError:
-        """Returns the same error as seen from the spec that holds this one under `prefix`."""
-        return self.at(".".join(part for part in (prefix, self.field) if part))
+        """Returns the same error for a spec that is the value of the field `prefix`."""
+        return self.at(field_path(prefix, self.field))
 
     def _location(self) -> str:
         parent = self.field.rpartition(".")[0]
@@ -116,7 +132,7 @@ class SpecError(ValueError):
 
 
 class UnknownField(SpecError):
-    """A spec has a field that does not exist; `rule` lists the valid fields."""
+    """Raised if a spec has a field that does not exist. `rule` lists the valid fields."""
 
     def _message(self) -> str:
         name = self.field.rpartition(".")[2]
@@ -125,7 +141,7 @@ class UnknownField(SpecError):
 
 
 class RenamedField(SpecError):
-    """A spec has a field that was renamed; `rule` is the present name."""
+    """Raised if a spec uses the former name of a field. `rule` is the current name."""
 
     def _message(self) -> str:
         name = self.field.rpartition(".")[2]
@@ -140,7 +156,7 @@ class RenamedValue(SpecError):
 
 
 class MissingField(SpecError):
-    """A required field is missing; `rule` is what it must be, if known."""
+    """Raised if a required field is missing. `rule` describes valid values, if they are known."""
 
     def _message(self) -> str:
         name = self.field.rpartition(".")[2]
@@ -157,15 +173,23 @@ def _shown(value: Any) -> str:
 
 
 class JobError(RuntimeError):
-    """Failure of a job that its input did not cause. Jobs print it and exit with code 1."""
+    """Raised if a job fails for a reason other than invalid input.
+
+    Jobs print it and exit with code 1.
+    """
 
 
 class Stopped(Exception):
-    """Raised when SIGTERM stops a job; completed work is committed, and the exit code is 143."""
+    """Raised when SIGTERM stops a job.
+
+    Completed work has been committed at that point, and the job exits with code 143.
+    """
 
 
 class Spec(BaseModel):
-    """Base class of all specs, which are immutable and reject unknown fields.
+    """Base class of all specs.
+
+    Specs are immutable and reject unknown fields.
 
     A renamed field must not change hashes or make stored metadata unreadable. Hashed and stored
     specs therefore have the first names of their fields and values (`dump_stored`), and parsing
@@ -268,9 +292,10 @@ class ComponentSpec(Spec):
 
 
 def absolute(uri: str) -> str:
-    """Returns the absolute form of a local path; URIs are unchanged.
+    """Converts a local path to an absolute path and returns URIs unchanged.
 
-    Paths must be absolute because workers may run in other working directories.
+    Relative paths would be ambiguous, because Ray workers may run in other working directories.
+
 
     Raises:
         SpecError: The path begins with `~` and an unknown user name.
@@ -284,12 +309,12 @@ def absolute(uri: str) -> str:
 
 
 def check_exists(path: str, field: str, rule: str = "the path of an existing file") -> None:
-    """Checks that a local path exists; URIs with a scheme are not checked.
+    """Checks that a local path exists. Paths with a URI scheme are not checked.
 
-    Commands check all paths before slow imports.
+    Commands call this function before slow imports, so that typing errors are reported immediately.
 
     Raises:
-        SpecError: The path does not exist; the error names `field`.
+        SpecError: The path does not exist. The error refers to `field`.
     """
     with within(field):
         location = absolute(path)
@@ -303,13 +328,13 @@ def _uri(value: str) -> str:
     return absolute(value)
 
 
-#: Type of fields with a path or URI; local paths are made absolute.
+#: Type of spec fields that contain a path or a URI. Local paths are made absolute.
 Uri = Annotated[str, AfterValidator(_uri)]
 
 
 @contextlib.contextmanager
 def within(field: str) -> Iterator[None]:
-    """Prefixes the field of each `SpecError` raised inside the block with `field`."""
+    """Prepends `field` to the field of every `SpecError` that is raised inside the block."""
     try:
         yield
     except SpecError as error:
@@ -333,7 +358,7 @@ def parse(spec_class: type[SpecT], data: Mapping[str, Any], *, stored: bool = Fa
     >>> parse(Budget, {"num_vector": 3})
     Traceback (most recent call last):
     ...
-    pipeline.config.UnknownField: unknown field 'num_vector'; did you mean 'num_vectors'? valid \
+    pipeline.config.UnknownField: unknown field 'num_vector'. Did you mean 'num_vectors'? valid \
 fields: num_vectors
     """
     try:
@@ -343,9 +368,9 @@ fields: num_vectors
 
 
 def describe(error: ValidationError) -> SpecError:
-    """Converts the first error of a pydantic validation to a `SpecError` with the dotted field."""
+    """Converts the first error of a pydantic validation to a `SpecError`."""
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"])
+    field = field_path(*first["loc"])
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, SpecError):
         return cause.below(field)
@@ -355,13 +380,13 @@ def describe(error: ValidationError) -> SpecError:
     if first["type"] == "literal_error":
         expected = first["ctx"]["expected"]
         names = re.findall(r"'([^']*)'", expected)
-        if len(names) == len(re.split(", | or ", expected)):  # else some are not names
+        if len(names) == len(re.split(", | or ", expected)):  # all are names
             return SpecError.unknown_name(field, first["input"], names)
     return SpecError(field, first["input"], rule_text(first["msg"]))
 
 
 def rule_text(message: str) -> str:
-    """Converts a pydantic message to a phrase that follows "must be".
+    """Converts a pydantic message to a phrase that can follow "must be".
 
     >>> rule_text("Input should be a valid integer, unable to parse string as an integer")
     'an integer'
@@ -382,7 +407,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         keys = [
             self.construct_object(key, deep=True)
             for key, _ in node.value
-            if key.tag != "tag:yaml.org,2002:merge"  # keys override those merged by `<<: *anchor`
+            if key.tag != "tag:yaml.org,2002:merge"  # `<<: *anchor`, which other keys override
         ]
         for key in keys:
             if keys.count(key) > 1:
@@ -432,7 +457,7 @@ def read(path: str, role: str) -> dict[str, Any]:
 def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
     """Applies assignments of the form `a.b=value` to nested mappings and lists.
 
-    Values are parsed as YAML.
+    Values are parsed as YAML, so that numbers, booleans and lists keep their types.
 
     >>> override({"encoder": {"layer": -1}}, ["encoder.layer=-2", "index=out/a"])
     {'encoder': {'layer': -2}, 'index': 'out/a'}
@@ -456,14 +481,14 @@ def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]
 def _assign(node: Any, path: str, value: Any, assignment: str) -> None:
     part, _, rest = path.partition(".")
     if isinstance(node, dict) and (path in node or not rest):
-        node[path] = value  # keys of sweeps are dotted paths themselves
+        node[path] = value  # The keys of a sweep are dotted paths themselves.
         return
     if isinstance(node, list) and not rest:
         _child(node, part, assignment)
         node[int(part)] = value
         return
     if isinstance(node, dict) and isinstance(node.get(part), str):
-        node[part] = {"name": node[part]}  # expand `encoder: minilm` to `{name: minilm}`
+        node[part] = {"name": node[part]}  # Expands `encoder: minilm` to `encoder: {name: minilm}`.
     _assign(_child(node, part, assignment), rest, value, assignment)
 
 
@@ -480,7 +505,9 @@ def _child(node: Any, part: str, assignment: str) -> Any:
 
 
 def expand_sweep(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the Cartesian product of a sweep as nested mappings; the first key varies slowest.
+    """Expands a sweep to the list of all combinations, as nested mappings.
+
+    The last key varies fastest.
 
     >>> expand_sweep({"compressor.name": ["hpool", "samer"], "compressor.num_vectors": [32, 16]})[1]
     {'compressor': {'name': 'hpool', 'num_vectors': 16}}
@@ -491,7 +518,9 @@ def expand_sweep(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def combinations(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the Cartesian product of a sweep by dotted field; the first key varies slowest.
+    """Expands a sweep to the list of all combinations, as mappings of dotted fields to values.
+
+    The last key varies fastest.
 
     >>> combinations({"compressor": {"name": "samer", "num_vectors": [8, 4]}})[1]
     {'compressor.name': 'samer', 'compressor.num_vectors': 4}
@@ -506,12 +535,12 @@ def combinations(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def assignments(values: Mapping[str, Any]) -> list[str]:
-    """Converts values by dotted field to assignments for `override`."""
+    """Converts a mapping of dotted fields to values to assignments for `override`."""
     return [f"{field}={json.dumps(value)}" for field, value in values.items()]
 
 
 def _flatten(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the fields of a nested sweep by dotted name."""
+    """Yields pairs of a dotted field name and its value from a nested sweep."""
     for field, values in sweep.items():
         if isinstance(values, Mapping):
             yield from _flatten(values, f"{prefix}{field}.")
@@ -520,7 +549,7 @@ def _flatten(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def dump(spec: Spec) -> dict[str, Any]:
-    """Converts a resolved spec to JSON types, including defaults."""
+    """Converts a spec to JSON types. All fields are included, also those with default values."""
     return spec.model_dump(mode="json")
 
 
@@ -546,7 +575,7 @@ def dump_stored(spec: Spec, exclude: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def dump_yaml(spec: Spec) -> str:
-    """Converts a resolved spec to YAML, which `load` parses to an equal spec."""
+    """Converts a spec to YAML. `load` reads an equal spec from it."""
     return yaml.safe_dump(dump(spec), sort_keys=False, allow_unicode=True)
 
 
@@ -558,7 +587,7 @@ def digest(value: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error message, or the name of its type if it is empty."""
+    """Returns the first line of an error message, or the name of the error type."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

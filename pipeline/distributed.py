@@ -1,4 +1,4 @@
-"""Collectives of training workers, which are no-ops without a process group."""
+"""Collective operations for training, which do nothing without a process group."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import torch.distributed as dist
 
 
 def num_workers() -> int:
-    """Returns the number of workers."""
+    """Returns the number of workers in the process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Returns the rank of this worker, from 0."""
+    """Returns the rank of this worker, starting from 0."""
     return dist.get_rank() if num_workers() > 1 else 0
 
 
 def wait_for_all() -> None:
-    """Blocks until all workers have called it."""
+    """Blocks until all workers have reached this call."""
     if num_workers() > 1:
         dist.barrier()
 
 
 def mean(value: torch.Tensor) -> torch.Tensor:
-    """Returns the mean of a tensor over all workers, without gradient."""
+    """Returns the mean of a tensor over all workers. No gradient flows through the result."""
     value = value.detach().clone()
     if num_workers() > 1:
         dist.all_reduce(value)
@@ -41,11 +41,14 @@ def maximum(number: int, device: torch.device) -> int:
 
 
 def gather_rows(tensor: torch.Tensor, fill: float = 0) -> torch.Tensor:
-    """Returns the rows of all workers in rank order, differentiable in the rows of this worker.
+    """Gathers rows from all workers, in the order of their ranks.
 
-    All workers must have the same number of rows. Other axes are padded to the longest worker. The
-    gradient is that of the *sum* of the losses of all workers, so that averaging gradients over
-    workers yields the gradient of the mean loss.
+    The result is differentiable with respect to the rows of this worker. Its gradient is that of
+    the *sum* of the losses of all workers. If gradients are then averaged over the workers, as is
+    usual in data-parallel training, the result is the gradient of the mean loss.
+
+    All workers must have the same number of rows. The other axes are padded to the size of the
+    largest worker.
 
     Args:
         tensor: Rows of this worker.

@@ -1,4 +1,4 @@
-"""Optional dependencies: the packages of each extra, and the error for missing packages."""
+"""Optional dependencies, and the error that is raised if one of them is missing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Package(NamedTuple):
     """An optional dependency.
 
     Attributes:
-        name: Distribution name.
-        extra: Extra of this project that installs the package.
-        purpose: Feature that needs the package, a gerund phrase.
+        name: Name of the distribution on PyPI.
+        extra: Name of the extra that installs the package.
+        purpose: The feature that requires the package, phrased as a gerund.
     """
 
     name: str
@@ -20,7 +20,7 @@ class Package(NamedTuple):
     purpose: str
 
 
-#: Packages of extras by import name.
+#: Optional packages by the name under which they are imported.
 PACKAGES = {
     "accelerate": Package("accelerate", "gpu", "spreading a model over GPUs"),
     "bm25s": Package("bm25s", "report", "comparing with BM25"),
@@ -42,7 +42,9 @@ PACKAGES = {
 
 
 class MissingExtra(ImportError):
-    """Error for a package of an extra that is not installed. Jobs print it and exit with code 2.
+    """Raised if an optional package is not installed.
+
+    The message contains the command that installs it. Jobs print the message and exit with code 2.
 
     >>> str(MissingExtra("pypdfium2"))
     'reading PDF files needs pypdfium2; install it with: pip install "maxray[pdf]"'
@@ -59,22 +61,25 @@ class MissingExtra(ImportError):
 
 
 def require(*modules: str) -> None:
-    """Raises `MissingExtra` if one of the modules is not installed, without importing them."""
+    """Raises `MissingExtra` if one of the given modules is not installed.
+
+    The modules are not imported.
+    """
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise MissingExtra(module)
 
 
 def require_storage(uri: str) -> None:
-    """Raises `MissingExtra` if the storage of a URI needs a package that is not installed."""
+    """Raises `MissingExtra` if the package for the storage system of a URI is not installed."""
     if uri.startswith("s3://"):
         require("s3fs")
 
 
 def as_missing_extra(error: ModuleNotFoundError) -> ImportError:
-    """Converts a failed import to `MissingExtra` if the module belongs to an extra.
+    """Converts the error of a failed import to `MissingExtra` if an extra provides the module.
 
-    Other errors are returned unchanged.
+    All other errors are returned unchanged.
     """
     module = (error.name or "").partition(".")[0]
     return MissingExtra(module) if module in PACKAGES else error

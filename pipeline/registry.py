@@ -1,7 +1,8 @@
-"""Registries of the components that specs select by name, which are imported on first use.
+"""Registries of the components that can be selected by name in a spec.
 
-To add a component, add a module and an entry in this file. Other packages register components by
-entry points in the group `maxray.<kind>`, for example `maxray.compressors`.
+To add a component, write a module and add an entry to this file. Other packages can register
+components through entry points in the group `maxray.<kind>`, for example `maxray.compressors`.
+Modules are imported when their component is first used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pydantic import BeforeValidator, SerializeAsAny, ValidationInfo
 from pipeline.config import MissingField, Spec, SpecError, is_stored, parse
 from pipeline.extras import as_missing_extra
 
-if TYPE_CHECKING:  # components are imported on first use
+if TYPE_CHECKING:  # Components are imported on first use.
     from pipeline.codecs import Codec
     from pipeline.compression import Compressor
     from pipeline.config import ComponentSpec
@@ -28,17 +29,19 @@ if TYPE_CHECKING:  # components are imported on first use
     from pipeline.training_data.base import TrainingData
     from pipeline.transcribe import Recogniser
 else:
-    ComponentSpec = Spec  # specs of components from other packages may derive from Spec directly
+    ComponentSpec = Spec  # Specs of components in other packages may derive from Spec directly.
 
 T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Components of one kind by name. All component classes have a nested `Spec`.
+    """Registry that maps names to component classes of one kind.
+
+    Every component class has a nested class `Spec` for its options.
 
     Args:
-        kind: Kind of the components, the suffix of the entry point group.
-        entries: Location of each component as `module:Class`.
+        kind: Kind of the components, which is also the suffix of the entry point group.
+        entries: Import path of each component in the form `module:Class`.
         renamed: Present names of renamed components by former name. Their specs have the former
             name in `renamed_values`.
     """
@@ -52,15 +55,16 @@ class Registry(Generic[T]):
         return {**plugins, **self._entries}
 
     def names(self) -> list[str]:
-        """Returns the names of all components in alphabetical order."""
+        """Returns the names of all registered components in alphabetical order."""
         return sorted(self._all)
 
     def load(self, name: str) -> type[T]:
-        """Imports and returns the component class called `name`.
+        """Imports the component that is registered as `name` and returns its class.
 
         Raises:
             MissingExtra: The component needs an extra that is not installed.
-            SpecError: The name is unknown, or a package of the component is not installed.
+            SpecError: The name is unknown, or the package that provides the component cannot be
+                imported.
         """
         name = self._renamed.get(name, name)
         if name not in self._all:
@@ -75,15 +79,15 @@ class Registry(Generic[T]):
             raise SpecError("name", name, "an installed component", problem) from error
 
     def spec_class(self, name: str) -> type[ComponentSpec]:
-        """Returns the spec class of a component."""
+        """Returns the spec class of the component that is registered as `name`."""
         component: Any = self.load(name)
         return component.Spec
 
     def resolve(self, value: Any, *, stored: bool = False) -> ComponentSpec:
-        """Returns the spec of a component.
+        """Validates the value of a spec field that selects a component.
 
         Args:
-            value: Name of a component, mapping with a `name`, or spec.
+            value: The name of a component, a mapping that contains a `name`, or a spec.
             stored: Whether to accept former names, which stored specs may have.
         """
         if isinstance(value, ComponentSpec):
@@ -100,7 +104,7 @@ class Registry(Generic[T]):
         return self.resolve(value, stored=is_stored(info))
 
     def build(self, spec: ComponentSpec, *args: Any, **kwargs: Any) -> T:
-        """Constructs the component called `spec.name`."""
+        """Constructs the component that `spec.name` selects."""
         component: Any = self.load(spec.name)
         return component(spec, *args, **kwargs)
 
@@ -202,7 +206,7 @@ TRAINING_DATA: Registry[TrainingData] = Registry(
 
 
 def _validate_source(value: Any, info: ValidationInfo) -> ComponentSpec:
-    """Returns the spec of a source; a list of sources becomes the source `combined`."""
+    """Resolves the spec of a source. A list of sources is converted to the source `combined`."""
     if value == []:
         raise SpecError("", [], "a source or a non-empty list of sources")
     value = {"name": "combined", "sources": value} if isinstance(value, list) else value
@@ -216,7 +220,7 @@ def _or_none(registry: Registry[Any]) -> Callable[[Any, ValidationInfo], Compone
 EncoderSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(ENCODERS.validate)]
 CompressorSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(COMPRESSORS.validate)]
 SourceSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(_validate_source)]
-#: None disables the recognition of text in images, or of speech.
+#: Recognition of text in images, or of speech, is disabled if the value is None.
 OcrSpec = Annotated[SerializeAsAny[ComponentSpec] | None, BeforeValidator(_or_none(OCR))]
 SpeechSpec = Annotated[SerializeAsAny[ComponentSpec] | None, BeforeValidator(_or_none(SPEECH))]
 CodecSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CODECS.validate)]

@@ -1,9 +1,10 @@
-"""Arrow schemas and result types shared by sources, encoders, the index and search.
+"""Arrow schemas and result types that sources, encoders, the index and search share.
 
     source --ITEM--> encoder --TokenBatch--> compressors --representation columns--> index row
 
-An *item* is a unit of retrieval, such as a passage, a page or a video window. Its `parent_id` names
-the document that contains it. Items that cannot be indexed are recorded as rows of `REJECT`.
+An *item* is a unit of retrieval, such as a passage, a page or a video window. Its `parent_id`
+identifies the document that contains it. Items that cannot be indexed are recorded as rows of
+`REJECT`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import pyarrow as pa
 FORMAT_VERSION = 3
 METADATA_KEY = b"maxray"
 
-#: Location of an item in its parent. The unit is "page", "seconds", "characters" or "" (the whole).
+#: Location of an item in its parent. The unit is "page", "seconds" or "characters", or "" if the
+#: item is the whole parent.
 SPAN = pa.struct(
     [
         pa.field("unit", pa.string()),
@@ -30,7 +32,7 @@ SPAN = pa.struct(
     ]
 )
 
-#: Items listed by a source. Sources append payload columns, see `PAYLOAD`.
+#: Schema of the items that a source lists. Sources append payload columns, see `PAYLOAD`.
 ITEM = pa.schema(
     [
         pa.field("item_id", pa.string(), nullable=False),
@@ -40,19 +42,19 @@ ITEM = pa.schema(
         pa.field("span", SPAN),
         pa.field("title", pa.string()),
         pa.field("text", pa.string()),
-        pa.field("caption", pa.string()),  # text about the item that is not part of its content
+        pa.field("caption", pa.string()),  # describes the item, but is not part of its content
         pa.field("revision", pa.string(), nullable=False),
         pa.field("metadata", pa.string()),  # a JSON object
     ]
 )
 
-WORD_SPANS = pa.list_(pa.list_(pa.int32(), 2))  # character offsets in the text, ascending
+WORD_SPANS = pa.list_(pa.list_(pa.int32(), 2))  # character offsets in the text, in ascending order
 WORD_BOXES = pa.list_(pa.list_(pa.float32(), 4))  # x0 y0 x1 y1 in [0, 1], or NaN
 WORD_TIMES = pa.list_(pa.list_(pa.float32(), 2))  # t0 t1 in seconds of the parent, or NaN
-WORD_CONFIDENCES = pa.list_(pa.float32())  # probability of correct recognition, or NaN
+WORD_CONFIDENCES = pa.list_(pa.float32())  # probability of being correct, or NaN
 WORD_KINDS = pa.list_(pa.int8())  # indices into `tokens.KINDS`: visual or audio
 
-#: Video frame: index and timestamp in the file, and upright RGB pixels in row-major order.
+#: Video frame, with its index and timestamp in the file and upright RGB pixels in row-major order.
 FRAME = pa.struct(
     [
         pa.field("index", pa.int32()),
@@ -62,7 +64,7 @@ FRAME = pa.struct(
         pa.field("pixels", pa.binary()),
     ]
 )
-#: Mono audio: little-endian float32 samples that begin at `start` seconds of the file.
+#: Mono audio as little-endian float32 samples. The first sample is at `start` seconds of the file.
 AUDIO = pa.struct(
     [
         pa.field("start", pa.float64()),
@@ -71,7 +73,7 @@ AUDIO = pa.struct(
     ]
 )
 
-#: Columns of each kind of payload that an encoder can request from a source. A source fills the
+#: Columns of each kind of payload that an encoder can request. A source provides those of the
 #: requested columns that it supports.
 PAYLOAD = {
     "item_id": [],
@@ -85,21 +87,21 @@ PAYLOAD = {
 
 
 def payload_schema(provided: Iterable[str], requested: Container[str]) -> pa.Schema:
-    """Returns the payload columns that a source provides and an encoder requests."""
+    """Returns the payload columns that the source provides and the encoder requests."""
     kinds = [kind for kind in provided if kind in requested]
     return pa.schema([column for kind in kinds for column in PAYLOAD[kind]])
 
 
-#: Inputs that were not indexed. The next run retries those with `retryable`.
+#: Schema of the inputs that were not indexed. The next run retries those that are `retryable`.
 REJECT = pa.schema(
     [
         pa.field("item_id", pa.string(), nullable=False),
         pa.field("source", pa.string(), nullable=False),
         pa.field("stage", pa.string(), nullable=False),  # list, decode, encode, compress
-        pa.field("reason", pa.string(), nullable=False),  # short category
+        pa.field("reason", pa.string(), nullable=False),  # a short category
         pa.field("detail", pa.string()),
         pa.field("revision", pa.string()),
-        pa.field("spec", pa.string()),  # digest of the resolved spec
+        pa.field("spec", pa.string()),  # digest of the spec
         pa.field("retryable", pa.bool_(), nullable=False),
     ]
 )
@@ -119,7 +121,7 @@ _INVALID_ID_CHARACTERS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")  # Arrow rej
 
 
 def item_id_problem(item_id: Any) -> str | None:
-    """Returns the rule that an item id violates, or None if it is valid.
+    """Returns the rule that an item id violates, or None if the id is valid.
 
     >>> item_id_problem("docs/a.txt")
     >>> item_id_problem("")
@@ -134,7 +136,7 @@ def item_id_problem(item_id: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Item:
-    """Row of `ITEM`, for sources that build items individually; `payload` has payload columns."""
+    """Row of `ITEM`, for sources that create their items one at a time."""
 
     item_id: str
     parent_id: str
@@ -147,22 +149,22 @@ class Item:
     metadata: dict[str, Any] | None = None
     payload: dict[str, Any] = field(default_factory=dict)
     caption: str | None = None
-    handle: Any = None  # location in the source, a JSON value; not stored
+    handle: Any = None  # JSON value that locates the item in the source
 
     def row(self) -> dict[str, Any]:
-        """Returns the item as a row for `pa.Table.from_pylist`."""
+        """Converts the item to a row for `pa.Table.from_pylist`."""
         span = self.span and dict(zip(("unit", "start", "end"), self.span, strict=True))
         metadata = json.dumps(self.metadata, ensure_ascii=False) if self.metadata else None
         row = {name: getattr(self, name) for name in ITEM.names if name not in ("span", "metadata")}
         return {**row, "span": span, "metadata": metadata, **self.payload}
 
 
-#: Modalities whose metadata has a field `file` if the file of an item differs from its id.
+#: The metadata of these modalities has a field `file` if the item id does not name the file.
 MEDIA = ("image", "video", "audio")
 
 
 def detail_with_file(detail: str, file: str | None) -> str:
-    """Appends the file of an item to the detail of a reject, unless it is None.
+    """Adds the file of an item to the detail of a reject, if the file is known.
 
     >>> detail_with_file("truncated", "1.tar"), detail_with_file("", "1.tar")
     ('truncated (file 1.tar)', 'file 1.tar')
@@ -175,13 +177,13 @@ def detail_with_file(detail: str, file: str | None) -> str:
 
 
 def metadata_file(modality: str, metadata: str | None) -> str | None:
-    """Returns the file of a stored item, such as its archive, or None if the id names the file."""
+    """Returns the file of a stored item, such as its archive. None if the id names the file."""
     return json.loads(metadata).get("file") if metadata and modality in MEDIA else None
 
 
 @dataclass(frozen=True)
 class Reject:
-    """Row of `REJECT`; the index job sets the column `spec`."""
+    """Row of `REJECT`. The index job fills in the column `spec`."""
 
     item_id: str
     source: str
@@ -192,22 +194,22 @@ class Reject:
     retryable: bool = False
 
     def row(self) -> dict[str, Any]:
-        """Returns the reject as a row for `pa.Table.from_pylist`."""
+        """Converts the reject to a row for `pa.Table.from_pylist`."""
         return {name: getattr(self, name, None) for name in REJECT.names}
 
 
 def vectors_type(dim: int, value_type: pa.DataType | None = None) -> pa.ListType:
-    """Returns the type of a multi-vector column, `list<fixed_size_list<value_type>[dim]>`."""
+    """Returns the type of a column of multi-vectors: `list<fixed_size_list<value_type>[dim]>`."""
     return pa.list_(pa.list_(value_type or pa.float16(), dim))
 
 
 def with_metadata(column: pa.Field, metadata: dict[str, Any]) -> pa.Field:
-    """Returns `column` with `metadata` as JSON under the key `maxray`."""
+    """Returns a copy of `column` that stores `metadata` as JSON under the key `maxray`."""
     return column.with_metadata({METADATA_KEY: json.dumps(metadata, ensure_ascii=False).encode()})
 
 
 def column_metadata(column: pa.Field) -> dict[str, Any]:
-    """Returns the metadata set by `with_metadata`; empty for other columns."""
+    """Reads the metadata written by `with_metadata`. It is empty for all other columns."""
     return json.loads((column.metadata or {}).get(METADATA_KEY, b"{}"))
 
 
@@ -217,10 +219,10 @@ class Location:
 
     Attributes:
         span: Character range in the text of the item.
-        box: Bounding box x0, y0, x1, y1 in [0, 1] of the page, image or frame; None for audio.
-        times: Interval t0, t1 in seconds of the parent; None for pages and images.
-        confidence: Mean probability that the words were recognised correctly; None if they were not
-            recognised by OCR or ASR, or if the index does not store it.
+        box: Bounding box x0, y0, x1, y1 in [0, 1] of the page, image or frame. None for audio.
+        times: Time interval t0, t1 in seconds of the parent. None for pages and images.
+        confidence: Mean probability that the words were recognised correctly. None if the words do
+            not come from OCR or ASR, or if the index does not store the confidence.
     """
 
     span: tuple[int, int]
@@ -231,12 +233,12 @@ class Location:
 
 @dataclass(frozen=True)
 class Match:
-    """Best-matching vector of a hit for a query token, and the words that the vector represents.
+    """Vector of a hit that matches a query token best, and the words that it represents.
 
     Attributes:
         query_token: Text of the query token.
-        similarity: Maximum similarity of the query token over the vectors of the hit, its term of
-            the MaxSim score.
+        similarity: Maximum similarity of the query token to the vectors of the hit. The MaxSim
+            score is the sum of these maxima over the query tokens.
         document_token: Index of the vector in the searched representation of the item.
         spans: Character ranges in the item's text; may be empty.
         locations: Locations of the words, where known, in the order of the text.
@@ -258,8 +260,9 @@ class Highlight:
 
     Attributes:
         query_token: Text of the query token.
-        span: Character range of the encoder's token in the item's text.
-        contribution: As in `Match`, with the maximum similarity within the passage.
+        span: Character range in the text of the item that the encoder's token covers.
+        contribution: Same as `Match.contribution`, with the maximum over the passage instead of the
+            hit.
     """
 
     query_token: str
@@ -283,7 +286,7 @@ class Passage(Location):
 
 @dataclass(frozen=True)
 class Parts:
-    """Components of the score of a hit; None for components that were not requested.
+    """Components of the score of a hit. A component that was not requested is None.
 
     Attributes:
         maxsim: MaxSim score, the sum over query tokens.
@@ -296,23 +299,24 @@ class Parts:
     single_vector: float | None = None
 
 
-#: Precision of EDJE's joint encoder; int8 only on CPUs.
+#: Precision in which EDJE's joint encoder runs. int8 is supported on CPUs only.
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
-#: Default number of items that EDJE reranks (the paper's k).
+#: Default number of items that EDJE reranks. The paper calls it k.
 DEFAULT_RERANK_DEPTH = 10
 
 
 @dataclass(frozen=True)
 class Reranked:
-    """Reranking result of a hit.
+    """Result of reranking for one hit.
 
     Attributes:
-        first_rank: Rank in the first stage.
-        first_score: Score in the first stage.
-        joint: Logit of the joint encoder; None if the hit was not reranked.
-        num_truncated_tokens: Number of tokens truncated from the text: of the query, or of the hit
-            if the query is an image.
-        problem: Reason why a hit within the rerank depth was not reranked; it keeps its first rank.
+        first_rank: Rank of the hit in the first stage.
+        first_score: Score of the hit in the first stage.
+        joint: Logit of the joint encoder, or None if the hit was not reranked.
+        num_truncated_tokens: Number of tokens that did not fit the joint encoder. They belong to
+            the query, or to the hit if the query is an image.
+        problem: Reason why a hit within the rerank depth was not reranked. Such a hit keeps its
+            rank in the first stage.
     """
 
     first_rank: int
@@ -324,11 +328,11 @@ class Reranked:
 
 @dataclass(frozen=True)
 class Composed:
-    """Composed query of a text and an image, such as an image of a shoe and "but in red".
+    """Query that consists of a text and an image, such as an image of a shoe and "but in red".
 
     Attributes:
         text: Text of the query.
-        image: Image file in PNG, JPEG or WebP format.
+        image: Content of an image file in PNG, JPEG or WebP format.
     """
 
     text: str
@@ -337,7 +341,7 @@ class Composed:
 
 @dataclass(frozen=True)
 class Hit:
-    """Search result. The score is defined in `pipeline.search.score`."""
+    """Search result. See `pipeline.search.score` for the definition of the score."""
 
     rank: int
     score: float

@@ -1,8 +1,8 @@
 """Stages of the index job and their execution as Ray Data operators.
 
-A row of the Ray Data pipeline is a `Unit`, a fixed group of items that is encoded, written and
-committed atomically. Batches never span units, so a resumed job forms the same batches as an
-uninterrupted one and produces bit-identical vectors.
+The rows of the Ray Data pipeline are units. A `Unit` is a fixed group of items that is encoded,
+written and committed atomically. Because batches never span units, a resumed job forms the same
+batches as an uninterrupted one and produces bit-identical vectors.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from pipeline.schema import REJECT, Reject, detail_with_file, metadata_file
 if TYPE_CHECKING:
     import ray.data
 
-#: Errors caused by the machine rather than the item; the next run retries such items.
+#: Errors that are caused by the machine rather than by the item. The next run retries the item.
 RETRYABLE = (TimeoutError, OSError, MemoryError)
 
 
 class Resources(Spec):
-    """Resources of the actor pool of a stage."""
+    """Resources of the actors that run a stage."""
 
     num_cpus: NonNegativeFloat = 1.0
-    """Number of CPUs per actor."""
+    """Number of CPUs that each actor reserves."""
     num_gpus: NonNegativeFloat = 0.0
-    """Number of GPUs per actor; a fraction shares one GPU."""
+    """Number of GPUs that each actor reserves. With a fraction, several actors share one GPU."""
     min_actors: PositiveInt = 1
-    """Minimum number of actors."""
+    """Minimum number of actors in the pool."""
     max_actors: PositiveInt = 1
-    """Maximum number of actors."""
+    """Maximum number of actors in the pool."""
     num_threads: PositiveInt = 1
-    """Number of torch and BLAS threads per actor."""
+    """Number of threads that torch and BLAS use in each actor."""
 
     @model_validator(mode="after")
     def _check_resources(self) -> Resources:
@@ -56,20 +56,21 @@ class Resources(Spec):
 
     @property
     def task_options(self) -> dict[str, float]:
-        """Options of a Ray task with the resources of one actor."""
+        """Options of a Ray task that needs the resources of one actor."""
         return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Fixed group of items that passes through the stages.
+    """Fixed group of items that passes through all stages together.
 
     Attributes:
-        name: Shard and position within it, for example "00003-0001"; identical in all runs.
-        items: Items that were not rejected, one per row; stages add columns.
-        rejects: Rejected items, with schema `REJECT`.
-        seconds: Processing time by stage name.
-        extra: Small JSON values for the driver, such as the rows to replace.
+        name: Name of the shard and position of the unit within it, for example "00003-0001". Every
+            run assigns the same names.
+        items: Items that have not been rejected, one per row. Stages add columns.
+        rejects: Rejected items, with the schema `REJECT`.
+        seconds: Processing time by the name of the stage.
+        extra: Small JSON values for the driver, for example the rows to replace.
     """
 
     name: str
@@ -79,12 +80,15 @@ class Unit:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def reject(self, rejects: Sequence[Reject]) -> Unit:
-        """Returns the unit with additional rejects; the caller removes them from `items`."""
+        """Returns the unit with additional rejects. The caller must remove them from `items`."""
         table = pa.Table.from_pylist([r.row() for r in rejects], schema=REJECT)
         return replace(self, rejects=pa.concat_tables([self.rejects, table]))
 
     def pack(self) -> pa.Table:
-        """Serialises the unit to one row of a Ray Data block, because Ray never splits rows."""
+        """Serialises the unit to a single row of a Ray Data block.
+
+        Ray may split a block between rows, but it never splits a row.
+        """
         info = {"seconds": self.seconds, "extra": self.extra}
         columns = [
             pa.array([self.name]),
@@ -96,7 +100,7 @@ class Unit:
 
     @classmethod
     def unpack(cls, row: pa.Table, i: int) -> Unit:
-        """Deserialises row `i` of a block of packed units."""
+        """Restores the unit in row `i` of a block."""
         info = json.loads(row["info"][i].as_py())
         items, rejects = (from_ipc(_binary_value(row[name], i)) for name in ("items", "rejects"))
         return cls(row["unit"][i].as_py(), items, rejects, info["seconds"], info["extra"])
@@ -113,17 +117,17 @@ PACKED = pa.schema(
 
 
 def packed_table(units: Sequence[Unit]) -> pa.Table:
-    """Serialises units to a Ray Data block."""
+    """Serialises several units to one Ray Data block."""
     return pa.concat_tables([unit.pack() for unit in units])
 
 
 class Processed(NamedTuple):
-    """Result of a stage for the items of a unit.
+    """Output of a stage for the items of one unit.
 
     Attributes:
-        items: Remaining items with the columns of the stage.
+        items: The remaining items, including the columns that the stage added.
         rejects: One entry per rejected item.
-        seconds: Time by step for stages with several steps; None for other stages.
+        seconds: Processing time by step for stages that consist of several steps, else None.
     """
 
     items: pa.Table
@@ -132,47 +136,48 @@ class Processed(NamedTuple):
 
 
 class LoadedStage(ABC):
-    """Stage within an actor, with its models loaded.
+    """Stage whose models have been loaded by an actor.
 
-    Processing must be idempotent and free of side effects, because units may be retried.
+    Processing must be idempotent and must not have side effects, because units may be retried.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def process(self, items: pa.Table) -> Processed:
-        """Adds the columns of the stage and removes rejected rows.
+        """Adds the columns of the stage and removes the rows that it rejects.
 
         Args:
-            items: At least one row, with the columns in the stage's `needs`.
+            items: Table with at least one row. It contains the columns that the stage `needs`.
         """
 
 
 class Stage(ABC):
-    """Immutable, picklable description of a step of the pipeline."""
+    """Step of the pipeline. Stages are immutable and picklable, and load their models in `load`."""
 
     name: ClassVar[str]
 
     @property
     @abstractmethod
     def needs(self) -> tuple[str, ...]:
-        """Columns that the stage reads."""
+        """Names of the columns that the stage reads."""
 
     @property
     @abstractmethod
     def adds(self) -> tuple[str, ...]:
-        """Columns that the stage adds."""
+        """Names of the columns that the stage adds."""
 
     @abstractmethod
     def load(self) -> LoadedStage:
-        """Loads the stage; called once per actor."""
+        """Loads the models of the stage. Each actor calls this method once."""
 
 
 def run_stage(stage: LoadedStage, unit: Unit) -> Unit:
-    """Runs a stage on a unit and rejects the items that raise exceptions.
+    """Runs a stage on a unit and rejects the items that cause exceptions.
 
-    After an exception, the items are processed individually. If all of several items fail with an
-    error other than `Unreadable`, the stage is considered faulty and the first exception is raised.
+    If processing the unit raises an exception, its items are processed one by one to find out which
+    of them are responsible. If all of several items fail with an error other than `Unreadable`, the
+    stage itself is considered faulty and the first exception is raised.
     """
     if unit.items.num_rows == 0:
         return unit
@@ -228,11 +233,13 @@ def _failure(stage: LoadedStage, item: pa.Table, error: Exception) -> Reject:
 
 
 class StageActor:
-    """Ray Data actor that runs one or more stages without serialisation between them.
+    """Ray Data actor that runs one or more stages in sequence.
+
+    Items are not serialised between the stages of an actor.
 
     Args:
-        stages: Stages to run in order.
-        num_threads: Number of torch threads.
+        stages: Stages in the order in which they run.
+        num_threads: Number of threads that torch uses.
     """
 
     def __init__(self, stages: Sequence[Stage], num_threads: int):
@@ -242,7 +249,7 @@ class StageActor:
         self.stages = [stage.load() for stage in stages]
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Runs the stages on a block of packed units."""
+        """Runs all stages on a block of packed units."""
         units = [Unit.unpack(block, i) for i in range(block.num_rows)]
         for stage in self.stages:
             units = [run_stage(stage, unit) for unit in units]
@@ -254,12 +261,14 @@ def chain(
     groups: Sequence[tuple[Sequence[Stage], Resources]],
     columns: Sequence[str],
 ) -> ray.data.Dataset:
-    """Maps groups of stages over a dataset of packed units, with one actor pool per group.
+    """Applies groups of stages to a dataset of packed units.
+
+    Each group runs in a separate pool of actors.
 
     Args:
-        dataset: Packed units, see `Unit.pack`.
-        groups: Stages that share an actor, and the resources of the actor pool.
-        columns: Columns of the items in the dataset.
+        dataset: Dataset of packed units, see `Unit.pack`.
+        groups: The stages of each group, and the resources of its actor pool.
+        columns: Names of the columns that the items of the dataset have.
 
     Raises:
         ValueError: A stage needs a column that neither the dataset nor an earlier stage provides.
@@ -290,7 +299,10 @@ def chain(
 
 
 def to_ipc(table: pa.Table) -> pa.Buffer:
-    """Serialises a table as an Arrow stream with a single copy, because video frames are large."""
+    """Serialises a table to an Arrow stream.
+
+    The table is copied only once, because video frames can be large.
+    """
     counter = pa.MockOutputStream()
     _write_stream(counter, table)
     buffer = pa.allocate_buffer(counter.size())
@@ -304,19 +316,22 @@ def _write_stream(sink: pa.NativeFile, table: pa.Table) -> None:
 
 
 def _binary_array(buffer: pa.Buffer) -> pa.Array:
-    """Returns an array with the buffer as its only value, without a copy."""
+    """Wraps the buffer in a binary array with one value, without copying it."""
     offsets = pa.py_buffer(np.array([0, buffer.size], np.int64))
     return pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, buffer])
 
 
 def _binary_value(column: pa.ChunkedArray, i: int) -> pa.Buffer:
-    """Returns a view of a value in a binary column; a scalar would copy it."""
+    """Returns a view of one value of a binary column.
+
+    `column[i].as_buffer()` would copy the value.
+    """
     array = column.slice(i, 1).chunk(0)
     start, end = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + 2]
     return array.buffers()[2].slice(start, end - start)
 
 
 def from_ipc(buffer: pa.Buffer | bytes) -> pa.Table:
-    """Deserialises a table written by `to_ipc`."""
+    """Restores a table that was serialised by `to_ipc`."""
     with pa.ipc.open_stream(buffer) as reader:
         return reader.read_all()

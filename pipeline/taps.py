@@ -1,12 +1,12 @@
 """Attention statistics ("taps"), which encoders can return in addition to token vectors.
 
-A statistic has one value per token. It is named `statistic/heads/layers` in specs and as a key of
-`TokenBatch.taps`. The statistics are:
+A statistic has one value per token. Specs refer to it as `statistic/heads/layers`, which is also
+its key in `TokenBatch.taps`. The following statistics are available:
 
 - `column_sums`: Attention that a token receives from all content tokens (SAP, eq. 2).
 - `eos_row`: Attention from the last token of the sequence (SAP, eq. 11).
-- `pooled_row`: Attention from the pooled vector of the model, that is the attention row of the
-  pooled token, or the mean of all rows for mean pooling.
+- `pooled_row`: Attention from the pooled vector of the model. This is the attention row of the
+  pooled token or, for models with mean pooling, the mean of all rows.
 - `appended_rows`: Mean attention from the learned tokens that the encoder appends to an item (AGC,
   section 5.1). Only encoders with `appended_tokens` have it.
 - `appended_softmax`: The same with a softmax over the tokens of the sequence for each appended
@@ -32,19 +32,19 @@ MODEL_STATISTICS = ("column_sums", "eos_row", "pooled_row")
 APPENDED_STATISTICS = ("appended_rows", "appended_softmax")
 STATISTICS = (*MODEL_STATISTICS, *APPENDED_STATISTICS)
 HEADS = ("mean", "max")
-#: Window of the middle layers in SAP, relative to the depth of the model (eq. 9).
+#: Layers that SAP uses, as fractions of the depth of the model (eq. 9).
 MIDDLE = "0.4-0.6"
 
 
 class Tap(NamedTuple):
-    """Attention statistic, aggregated over the heads of each layer and averaged over layers.
+    """Attention statistic that is aggregated over the heads of a layer and averaged over layers.
 
     Attributes:
         statistic: One of `STATISTICS`.
-        heads: Aggregation over heads, "mean" or "max".
-        layers: "last", "all", comma-separated layer indices such as "2,3" (negative indices count
-            from the end), or a window such as "0.4-0.6" for layers floor(0.4 L) to floor(0.6 L),
-            inclusive, of L layers.
+        heads: Aggregation over the heads of a layer, "mean" or "max".
+        layers: "last", "all", a comma-separated list of layer indices such as "2,3", where negative
+            indices count from the end, or a window such as "0.4-0.6". For a model with L layers,
+            this window comprises layers floor(0.4 L) to floor(0.6 L), inclusive.
     """
 
     statistic: str
@@ -53,7 +53,7 @@ class Tap(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Tap:
-        """Parses the name of a statistic; heads and layers are optional.
+        """Parses the name of a statistic. The heads and the layers may be omitted.
 
         Raises:
             SpecError: The name is invalid.
@@ -73,7 +73,7 @@ class Tap(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Complete name.
+        """Complete name of the statistic, including heads and layers.
 
         >>> Tap("column_sums", "max", "2,3").name
         'column_sums/max/2,3'
@@ -84,7 +84,7 @@ class Tap(NamedTuple):
         """Returns the layer indices for a model with `num_layers` layers, in ascending order.
 
         Raises:
-            SpecError: The model has fewer layers.
+            SpecError: The model does not have enough layers.
 
         >>> Tap("column_sums", layers="0.4-0.6").layer_indices(18)
         (7, 8, 9, 10)
@@ -96,7 +96,7 @@ class Tap(NamedTuple):
         if self.layers == "all":
             return tuple(range(num_layers))
         if window := re.fullmatch(r"(\d[.\d]*)-(\d[.\d]*)", self.layers):
-            # The tolerance corrects rounding errors: 0.3 of 10 layers is 3.
+            # The tolerance compensates for rounding errors, for example in 0.3 * 10 layers.
             low, high = (math.floor(float(bound) * num_layers + 1e-9) for bound in window.groups())
             return tuple(range(low, min(high, num_layers - 1) + 1))
         numbers = [int(number) for number in self.layers.split(",")]
@@ -107,7 +107,7 @@ class Tap(NamedTuple):
         return tuple(sorted({number % num_layers for number in numbers}))
 
     def split_layers(self, num_layers: int) -> tuple[Tap, ...]:
-        """Returns the single-layer statistics whose mean is this statistic.
+        """Returns the statistics of single layers whose mean is this statistic.
 
         >>> [tap.name for tap in Tap("column_sums", layers="-2,-1").split_layers(6)]
         ['column_sums/mean/4', 'column_sums/mean/5']
@@ -116,21 +116,21 @@ class Tap(NamedTuple):
         return tuple(self._replace(layers=str(index)) for index in indices)
 
 
-#: Type of spec fields that name an attention statistic; converted to the complete name.
+#: Type of spec fields that name an attention statistic. Names are stored in their complete form.
 TapName = Annotated[str, AfterValidator(lambda name: Tap.parse(name).name)]
 
 
 def single_layer_taps(taps: Iterable[Tap], num_layers: int) -> tuple[Tap, ...]:
-    """Returns the distinct single-layer statistics from which `taps` are computed, sorted."""
+    """Returns the single-layer statistics that are needed to compute `taps`, without duplicates."""
     return tuple(sorted({part for tap in taps for part in tap.split_layers(num_layers)}))
 
 
 def average_layers(tap: Tap, taps: Mapping[str, Tensor], num_layers: int) -> Tensor:
-    """Computes a statistic from its single-layer statistics (SAP, eq. 6).
+    """Computes a statistic as the mean of statistics of single layers (SAP, eq. 6).
 
     Args:
-        tap: Statistic to compute.
-        taps: Single-layer statistics by name.
+        tap: The statistic to compute.
+        taps: Statistics of single layers by name.
         num_layers: Number of layers of the model.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""Padded batches of token vectors, and their vectorised conversion to and from Arrow."""
+"""Padded batches of token vectors and their conversion to and from Arrow arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-#: Names of the token kinds; `TokenBatch.kind` holds indices into them.
+#: Names of the kinds of tokens. `TokenBatch.kind` contains indices into this tuple.
 KINDS = ("visual", "audio", "text", "prompt", "special")
 VISUAL, AUDIO, TEXT, PROMPT, SPECIAL = range(len(KINDS))
 
@@ -20,24 +20,27 @@ class TokenBatch:
     """Token vectors of B items, padded to N tokens of dimension D.
 
     Attributes:
-        vectors: Vectors, (B, N, D) float. Values at padding are undefined.
-        mask: True at real tokens, (B, N) bool. Real tokens need not be contiguous.
-        normalised: Whether the vectors of real tokens have unit length.
+        vectors: Token vectors, (B, N, D) float. The values at padding are undefined.
+        mask: True for tokens and False for padding, (B, N) bool. Padding may occur anywhere in a
+            row.
+        normalised: Whether the token vectors have unit length.
         extents: Bounding box x0, y0, x1, y1 in [0, 1] and time interval t0, t1 in seconds of each
-            token, (B, N, 6) float32; NaN if undefined.
-        spans: Character offsets into the text of the item, (B, N, 2) int32; -1 if undefined.
+            token, (B, N, 6) float32. Undefined values are NaN.
+        spans: Start and end offset of each token in the text of the item, in characters, (B, N, 2)
+            int32. Undefined values are -1.
         kind: Kind of each token as an index into `KINDS`, (B, N) int8.
-        confidence: Probability that the word of a token was recognised correctly, (B, N) float32;
-            NaN if the word was not recognised by OCR or ASR.
-        pooled: Single vector of each item, as computed by the model, (B, P) float of unit length.
+        confidence: Probability that the word of a token was recognised correctly, (B, N) float32.
+            NaN for words that do not come from OCR or ASR.
+        pooled: One vector per item, as computed by the model, (B, P) float of unit length.
         appended: Vectors of the learned tokens that the encoder appended to each item, (B, M, D)
             float; None for queries and for encoders without such tokens.
         assignment: Assignment of input tokens, (B, M) int64; only set by compressors. For each of
             the M input positions, the output position with the largest weight, or -1 for none.
         grid: Shape (t, y, x) of the token grid of each item, (B, 3) int32.
-        objects: Annotated object that contains each token, from 1, or 0 for background, (B, N)
-            int64; only set in training.
-        taps: Attention statistics (B, N) by the name of their `Tap`, as requested from the encoder.
+        objects: Index of the annotated object that contains each token, starting from 1, or 0 for
+            the background, (B, N) int64. Set only during training.
+        taps: Attention statistics that were requested from the encoder, (B, N) each, by the name of
+            their `Tap`.
     """
 
     vectors: torch.Tensor
@@ -63,11 +66,11 @@ class TokenBatch:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Number of real tokens per item, (B,) int64."""
+        """Number of tokens per item without padding, (B,) int64."""
         return self.mask.sum(dim=1)
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """Moves all tensors to `device`."""
+        """Returns a copy of the batch with all tensors on `device`."""
         moved: dict[str, Any] = {
             f.name: value.to(device)
             for f in dataclasses.fields(self)
@@ -77,10 +80,10 @@ class TokenBatch:
         return dataclasses.replace(self, **moved, taps=taps)
 
     def take(self, rows: torch.Tensor | slice) -> TokenBatch:
-        """Returns the items at `rows` with unchanged padding; a slice yields views.
+        """Selects items without changing their padding.
 
         Args:
-            rows: Indices (int64) or a slice.
+            rows: Indices (int64) of the items, or a slice. A slice returns views of the tensors.
         """
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,21 +99,21 @@ class TokenBatch:
 
 
 def normalise(vectors: torch.Tensor) -> torch.Tensor:
-    """Normalises vectors to unit length along the last axis; zero vectors stay zero."""
+    """Normalises vectors to unit length along the last axis. Zero vectors remain zero."""
     return vectors / vectors.norm(dim=-1, keepdim=True).clamp_min(1e-12)
 
 
 def unit_vectors(batch: TokenBatch) -> torch.Tensor:
-    """Returns unit vectors (B, N, D) float32, zero at padding."""
+    """Returns the normalised vectors as a (B, N, D) float32 tensor that is zero at padding."""
     vectors = batch.vectors.float()
     vectors = vectors if batch.normalised else normalise(vectors)
-    if bool(batch.mask.all()):  # saves a copy
+    if bool(batch.mask.all()):  # avoids a copy
         return vectors
     return vectors.masked_fill(~batch.mask.unsqueeze(-1), 0.0)
 
 
 def ragged_to_arrow(padded: torch.Tensor, mask: torch.Tensor, type: pa.DataType) -> pa.ListArray:
-    """Converts the rows under `mask` of a tensor (B, N) or (B, N, D) to a list array.
+    """Converts the rows of a padded (B, N) or (B, N, D) tensor that `mask` selects to a list array.
 
     >>> values = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [0.0, 0.0]]])
     >>> mask = torch.tensor([[True, True], [True, False]])
@@ -122,19 +125,23 @@ def ragged_to_arrow(padded: torch.Tensor, mask: torch.Tensor, type: pa.DataType)
 
 
 def flat_rows(padded: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-    """Returns the rows (T, ...) under `mask` of a tensor (B, N, ...), and lengths (B,) int64."""
+    """Selects the rows of a padded (B, N, ...) tensor at which `mask` is True.
+
+    Returns:
+        The selected rows (T, ...), and the number of rows per item, (B,) int64.
+    """
     return padded[mask], mask.sum(dim=1).cpu().numpy()
 
 
 def lists_of(
     flat: np.ndarray, lengths: np.ndarray, type: pa.DataType | None = None
 ) -> pa.ListArray:
-    """Builds a list array from flat rows and the length of each list.
+    """Builds a list array from flat values and the length of each list.
 
     Args:
-        flat: Values (T,), or rows (T, D), which become fixed-size lists.
-        lengths: Number of rows per list, (B,), with sum T.
-        type: Arrow type of the values; inferred by default.
+        flat: Values (T,), or rows (T, D), which are converted to fixed-size lists.
+        lengths: Number of rows in each list, (B,). The sum must be T.
+        type: Arrow type of the values. By default, it is inferred.
 
     >>> lists_of(np.array([[1, 2], [3, 4], [5, 6]]), np.array([2, 0, 1])).to_pylist()
     [[[1, 2], [3, 4]], [], [[5, 6]]]
@@ -158,7 +165,9 @@ _TORCH_TYPES = {
 
 
 def flat_from_arrow(column: pa.ListArray | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """Flattens a list column to values (T,) or (T, D) and lengths (B,) int64; nulls have length 0.
+    """Flattens a list column to values (T,) or (T, D) and lengths (B,) int64.
+
+    Nulls are treated as empty lists.
 
     >>> flat, lengths = flat_from_arrow(pa.array([[1, 2], None, [3]], pa.list_(pa.int32())))
     >>> flat.tolist(), lengths.tolist()
@@ -166,10 +175,10 @@ def flat_from_arrow(column: pa.ListArray | pa.ChunkedArray) -> tuple[np.ndarray,
     """
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
-        if isinstance(column, pa.ChunkedArray):  # without chunks
+        if isinstance(column, pa.ChunkedArray):  # there are no chunks
             column = pa.array([], column.type)
     lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    values = column.flatten()  # excludes values of null lists and outside the slice
+    values = column.flatten()  # unlike `values`, respects nulls and slices
     if pa.types.is_fixed_size_list(values.type):
         dim = values.type.list_size
         return values.flatten().to_numpy(zero_copy_only=False).reshape(-1, dim), lengths
@@ -179,11 +188,11 @@ def flat_from_arrow(column: pa.ListArray | pa.ChunkedArray) -> tuple[np.ndarray,
 def pad(
     flat: np.ndarray | torch.Tensor, lengths: np.ndarray, fill: float = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads flat rows to a tensor (B, max length, ...) and returns it with its mask.
+    """Pads flat rows to a tensor (B, max length, ...) and returns the tensor and its mask.
 
     Args:
-        flat: Rows (T, ...); determines the device of the result.
-        lengths: Number of rows per item, (B,), with sum T.
+        flat: Rows (T, ...). The result is on the same device.
+        lengths: Number of rows per item, (B,). The sum must be T.
         fill: Padding value.
 
     >>> padded, mask = pad(np.array([1, 2, 3]), np.array([1, 2]))

@@ -93,7 +93,7 @@ WRONG = [
     (["index", SPEC], "spec"),
     (["index", f"{SPECS}.yaml", "--resources", SPEC], "resources"),
     (["index", f"{SPECS}.yaml", f"source.path={NOWHERE}"], "source.path"),
-    (["index", f"{SPECS}.yaml", f"source=[{{name: text, path: {NOWHERE}}}]"], "source.0.path"),
+    (["index", f"{SPECS}.yaml", f"source=[{{name: text, path: {NOWHERE}}}]"], "source[0].path"),
     (["maps", f"{NOWHERE}.jsonl", "out.png", "--index", INDEX], "grounding"),
     (["maps", "README.md", "out.png", "--index", INDEX], "index"),
     (["mine", INDEX, "README.md", "out.jsonl"], "index"),

@@ -1,1 +1,1 @@
-"""Benchmarks: the figures of docs/results/benchmarks.md, each by one command."""
+"""Benchmarks. One command reproduces each of the results in docs/results/benchmarks.md."""

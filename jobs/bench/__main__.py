@@ -29,7 +29,7 @@ BENCHES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the benchmark named by the first argument, with the other arguments."""
+    """Runs the benchmark that the first argument names and passes the other arguments to it."""
     parser = jobs.parser(__doc__)
     listing = "; ".join(f"{name}: {summary}" for name, summary in BENCHES.items())
     parser.add_argument("bench", choices=BENCHES, help=listing)

@@ -1,4 +1,4 @@
-"""Commit history of an index, from the versions of its dataset."""
+"""Reads the history of the commits of an index from the versions of its dataset."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.index.reader import ITEMS, part_uri
 
 
 def commits(index: Path) -> list[tuple[float, int]]:
-    """Returns (Unix time in seconds, number of rows) of each commit that added rows, in order."""
+    """Returns the Unix time and the number of rows of each commit that added rows, oldest first."""
     found: list[tuple[float, int]] = []
     for version in lance.dataset(part_uri(str(index), ITEMS)).versions():
         rows = int(version["metadata"]["total_rows"])

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def methods(bench: Bench, args: Any) -> None:
-    """Measures each method in its own process, with its lower bound where one is defined."""
+    """Measures each method in a separate process. Also measures its lower bound, if it has one."""
     sizes = {"num_tokens": args.tokens, "dim": args.dim, "num_vectors": args.vectors}
     protocol = {"batches": args.batch, "repeats": args.repeats, "seconds": args.seconds}
     rows, figures = [], {}
@@ -105,7 +105,7 @@ def methods(bench: Bench, args: Any) -> None:
 
 
 def index(bench: Bench, args: Any) -> None:
-    """Measures the cost of all methods relative to encoding, in the stage of the index job."""
+    """Measures the cost of all methods in the stage of the index job, relative to encoding."""
     from jobs.bench.compress_index import encode_and_compress
 
     named = dict.fromkeys(method.partition(",")[0] for method in args.methods)

@@ -1,4 +1,4 @@
-"""The encoding and compression stage of the index job, run in this process without Ray."""
+"""Runs the encoding and compression stage of the index job in this process, without Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_VECTORS, RATIO, UNIT_ITEMS, NUM_FITTED = 32, 0.16, 64, 32
 def encode_and_compress(
     path: Path, num_items: int, names: Sequence[str], repeats: int
 ) -> dict[str, Any]:
-    """Encodes without and with attention statistics, and compresses with all methods.
+    """Encodes items with and without attention statistics and compresses them with all methods.
 
     Returns:
         `seconds` of "encode", "encode with attention" and "compress", each a list over repeats; the
@@ -84,7 +84,7 @@ def encode_and_compress(
 
 
 def fields_of(name: str) -> dict[str, Any]:
-    """Returns the spec of a method with K vectors, or with a ratio if it has no fixed budget."""
+    """Returns the spec of a method with K vectors. Methods without a fixed budget get a ratio."""
     fields = COMPRESSORS.load(name).Spec.model_fields
     if "num_vectors" in fields:
         return {"name": name, "num_vectors": NUM_VECTORS}
@@ -92,7 +92,7 @@ def fields_of(name: str) -> dict[str, Any]:
 
 
 def read(path: Path, num_items: int) -> list[pa.Table]:
-    """Reads the first non-empty items of a text collection, in units as in the index job."""
+    """Reads the first non-empty items of a text collection in the same units as the index job."""
     source = SOURCES.build(SOURCES.resolve({"name": "text", "path": str(path)}), ("text",))
     items = itertools.chain.from_iterable(
         decoded_items(source, shard, listed_items(source, shard)) for shard in source.shards()

@@ -67,7 +67,10 @@ def main() -> None:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Measures a method, or returns the reason if a name and K do not suffice to build it."""
+    """Measures a method.
+
+    Returns the reason if the method cannot be built from a name and K alone.
+    """
     try:
         compressor = build(run)
     except SpecError as error:
@@ -90,7 +93,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def time_both(run: Run, compressor: Compressor, batch: TokenBatch) -> dict[str, Any]:
-    """Measures seconds per document of both sides, and the peak memory of the method."""
+    """Measures the seconds per document of the method and its lower bound, and the peak memory."""
     if run.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     first = timed(lambda: compressor.compress(batch), run.device)  # warm-up
@@ -108,7 +111,7 @@ def time_both(run: Run, compressor: Compressor, batch: TokenBatch) -> dict[str, 
 
 
 def timed(work: Callable[[], object], device: str) -> float:
-    """Returns the seconds of a call; on a GPU, by CUDA events around its kernels."""
+    """Measures the duration of a call in seconds. On a GPU, CUDA events measure its kernels."""
     if device != "cuda":
         start = time.perf_counter()
         work()
@@ -123,7 +126,7 @@ def timed(work: Callable[[], object], device: str) -> float:
 
 
 def build(run: Run) -> Compressor:
-    """Returns the compressor with K vectors and default settings, fitted if necessary."""
+    """Builds the compressor with K vectors and default options, and fits it if necessary."""
     name, *settings = run.name.split(",")
     cls = COMPRESSORS.load(name)
     budget = {"num_vectors": run.num_vectors, "ratio": run.num_vectors / run.num_tokens}
@@ -136,7 +139,7 @@ def build(run: Run) -> Compressor:
 
 
 def documents(run: Run, compressor: Compressor, size: int, seed: int = 0) -> TokenBatch:
-    """Returns random unit vectors with boxes, and random attention statistics if needed."""
+    """Generates random unit vectors with boxes and, if they are needed, attention statistics."""
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(size, run.num_tokens, run.dim, generator=generator)
     corners = torch.rand(size, run.num_tokens, 2, generator=generator) * 0.9
@@ -168,7 +171,7 @@ def products(rounds: int, run: Run, batch: TokenBatch) -> Callable[[], None]:
 
 
 def samer(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
-    """Returns the products of eq. 2 and the means per iteration, then of eq. 2 and 3."""
+    """Returns the products of eq. 2 and the means of each iteration, followed by eq. 2 and 3."""
     return products(compressor.spec.num_iterations + 1, run, batch)
 
 
@@ -180,7 +183,7 @@ def agc(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], Non
 def ward(
     distances: Callable[[np.ndarray], np.ndarray],
 ) -> Callable[[Run, Compressor, TokenBatch], Callable[[], None]]:
-    """Returns Ward clustering of condensed distances between the tokens of a document."""
+    """Returns a function that clusters the tokens of a document by Ward linkage."""
 
     def bare(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
         items = batch.vectors.double().cpu().numpy()
@@ -196,7 +199,7 @@ def ward(
 
 
 def row_distances(item: np.ndarray) -> np.ndarray:
-    """Returns condensed distances between the rows of the cosine distance matrix."""
+    """Computes condensed distances between the rows of the cosine distance matrix."""
     return pdist(1 - item @ item.T)
 
 

@@ -90,7 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write(folder: Path, family: str, args: Any) -> dict[str, Any]:
-    """Writes a checkpoint with random weights and JPEG pages; returns the encoder's spec."""
+    """Writes a checkpoint with random weights and some JPEG pages.
+
+    Returns the spec of the encoder.
+    """
     model = folder / "model"
     SHAPES[family](model, args.layers)
     generator = np.random.default_rng(0)
@@ -105,7 +108,7 @@ def write(folder: Path, family: str, args: Any) -> dict[str, Any]:
 
 
 def _words(folder: Path, *special: str, pad: str, eos: str, bos: str | None = None) -> Any:
-    """Returns a byte-level tokenizer, which suffices for measuring a model."""
+    """Creates a byte-level tokenizer, which is sufficient to measure a model."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -133,7 +136,7 @@ def _save(folder: Path, model_class: Any, settings: Any, processor: Any) -> None
 
 
 def _colpali(folder: Path, num_layers: int | None) -> None:
-    """Writes a model with the shape of ColPali: SigLIP so400m at 448 pixels and Gemma 2B."""
+    """Writes a model with the architecture of ColPali: SigLIP so400m at 448 pixels and Gemma 2B."""
     from transformers import ColPaliConfig, ColPaliForRetrieval, ColPaliProcessor
     from transformers.models.siglip import SiglipImageProcessorPil
 
@@ -236,7 +239,7 @@ def _timed(seconds: list[float]) -> Iterator[None]:
 
 
 def _peak(do: Callable[[], object]) -> float | None:
-    """Returns the peak GPU memory of a call beyond that allocated before, in GiB."""
+    """Measures the peak GPU memory that a call allocates, in GiB."""
     if not torch.cuda.is_available():
         return None
     torch.cuda.empty_cache()
@@ -248,7 +251,7 @@ def _peak(do: Callable[[], object]) -> float | None:
 
 
 def taps(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: Any) -> None:
-    """Compares a fused forward pass, one with SAP's column sums, and eager attention."""
+    """Compares a fused forward pass with and without SAP's column sums to eager attention."""
     encoder = _built(given)
     items = _read(encoder, _pages(folder).slice(0, args.batch))
     num_layers = encoder.attention(encoder.spec).num_layers
@@ -348,7 +351,7 @@ def _saved_megabytes(num_tokens: int, heads: int, groups: int, dim: int) -> floa
 
 
 def pipeline(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: Any) -> None:
-    """Compares the stages from JPEG files to vectors with the model on its inputs."""
+    """Compares all stages from JPEG files to vectors with the model alone on prepared inputs."""
     encoder = _built(given)
     pages = _pages(folder)
     ready = _read(encoder, pages)
@@ -378,7 +381,7 @@ def pipeline(bench: Bench, family: str, given: dict[str, Any], folder: Path, arg
 
 
 def actors(bench: Bench, family: str, given: dict[str, Any], folder: Path, args: Any) -> None:
-    """Compares the index job with one and with two encoder actors."""
+    """Compares the index job with one encoder actor and with two."""
     from pipeline.index import job
     from pipeline.index.spec import IndexResources, IndexSpec
 
@@ -413,7 +416,7 @@ def actors(bench: Bench, family: str, given: dict[str, Any], folder: Path, args:
 
 
 def text(bench: Bench, args: Any) -> None:
-    """Compares the default text encoder with sentence-transformers, alternating."""
+    """Compares the default text encoder with sentence-transformers in alternating runs."""
     extras.require("sentence_transformers")
     from sentence_transformers import SentenceTransformer
 
@@ -456,7 +459,7 @@ def text(bench: Bench, args: Any) -> None:
 
 
 def _windows(encoder: MiniLM, text: str) -> list[str]:
-    """Returns the text of each window, for an encoder without windows."""
+    """Returns the text of each window, as input for an encoder that does not support windows."""
     encoded = encoder.tokenizer(
         text,
         truncation=True,
@@ -478,7 +481,7 @@ def _read(encoder: Retrieval[Any], pages: pa.Table) -> pa.Table:
 
 
 def _bare_inputs(encoder: Retrieval[Any], ready: pa.Table) -> list[dict[str, torch.Tensor]]:
-    """Returns the inputs of the model for each batch that the encoder makes, on its device."""
+    """Returns the model inputs of each batch that the encoder forms, on its device."""
     recorded: list[dict[str, torch.Tensor]] = []
     forward = encoder.forward
 

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: machine, versions, repeated measurements, tables, record."""
+"""Infrastructure of the benchmarks, such as repeated measurements, tables and the JSON record."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Repeats:
         return f"{_number(self.median)} ({_number(min(self.values))}-{_number(max(self.values))})"
 
     def record(self) -> dict[str, float | list[float]]:
-        """Returns the median and all values, for the JSON file."""
+        """Returns the median and all measured values, for the JSON file."""
         return {"median": self.median, "values": list(self.values)}
 
 
 class Bench:
-    """One run of a benchmark: prints the machine and the results, and records them.
+    """Run of a benchmark, which prints the machine and the results and records them.
 
     Args:
         name: Name of the benchmark.
@@ -96,7 +96,7 @@ class Bench:
 def parse_on_device(
     parser: argparse.ArgumentParser, arguments: Sequence[str], repeats: int
 ) -> argparse.Namespace:
-    """Parses the arguments of a benchmark that uses a GPU where there is one.
+    """Parses the arguments of a benchmark that uses a GPU if one is available.
 
     Args:
         parser: Parser to which `--repeats`, `--device` and `--out` are added.
@@ -119,7 +119,7 @@ def parse_on_device(
 
 
 def machine() -> dict[str, Any]:
-    """Returns the hardware, its load (other work distorts measurements) and OpenMP settings."""
+    """Describes the hardware, the OpenMP settings, and the load, which distorts measurements."""
     import torch
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -135,7 +135,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that affect the measurements."""
+    """Returns the versions of Python and of all packages that affect the measurements."""
     return {
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
@@ -143,10 +143,10 @@ def versions() -> dict[str, str]:
 
 
 def run_apart(module: str, *arguments: str) -> dict[str, Any]:
-    """Runs a module in a separate process and returns the JSON object that it printed last.
+    """Runs a module in a separate process and returns the last JSON object that it printed.
 
     Raises:
-        RuntimeError: The process failed; the message contains its output.
+        RuntimeError: The process failed. The message contains its output.
     """
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -156,10 +156,10 @@ def run_apart(module: str, *arguments: str) -> dict[str, Any]:
 
 
 def peak_bytes(pid: int | None = None) -> int:
-    """Returns the peak resident memory of a process in bytes; by default of this one.
+    """Returns the peak resident memory of a process in bytes. Defaults to this process.
 
-    `getrusage` is not used because its value survives `exec`, so it may be that of the process
-    that started this one.
+    `getrusage` cannot be used for this purpose. Its value survives `exec`, so it may include the
+    process that started this one.
     """
     text = Path(f"/proc/{pid or 'self'}/status").read_text()
     fields = dict(line.split(":", 1) for line in text.splitlines())

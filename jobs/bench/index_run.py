@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
-    """Indexes a new source into a new index, without support for rejects and resuming."""
+    """Builds a new index from a new source. Rejects and resuming are not supported."""
     import torch
 
     torch.set_num_threads(num_threads)

@@ -1,4 +1,4 @@
-"""Plain loops: processes that read files from a shared list, without Ray."""
+"""Plain loops without Ray, in which several processes read files from a shared list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Read = Callable[[str, Any], float]
 
 
 def run_loops(read: Read, paths: Sequence[str], options: Any, processes: int) -> dict[str, Any]:
-    """Reads files in several processes; imports are not timed.
+    """Reads files in several processes. The time to import modules is not measured.
 
     Args:
         read: Reads one file.

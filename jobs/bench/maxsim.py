@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def peaks() -> dict[str, float]:
-    """Measures bytes read per second, and arithmetic operations per second by number format."""
+    """Measures the bytes read per second, and the arithmetic operations per second by data type."""
     numbers = torch.ones(1 << 28)  # 1 GiB, larger than any cache
     found = {"read": numbers.nbytes / best_time(lambda: numbers.sum())}
     size = 3072
@@ -104,7 +104,7 @@ def peaks() -> dict[str, float]:
 
 
 def best_time(call: Callable[[], object], seconds: float = 1.5) -> float:
-    """Returns the minimum time of the calls within some seconds, which excludes interruptions."""
+    """Returns the minimum duration of repeated calls, which is not affected by interruptions."""
     end, best = time.perf_counter() + seconds, float("inf")
     while time.perf_counter() < end:
         best = min(best, seconds_of(call))
@@ -141,9 +141,10 @@ def with_steady_peaks(take: Callable[[], T]) -> tuple[T, dict[str, float], str]:
 
 
 def in_turns(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Repeats]:
-    """Returns the seconds of each side in each round, rotating the order; the first is a warm-up.
+    """Measures the seconds that each side takes per round.
 
-    Short calls are repeated within a round and averaged.
+    The order of the sides rotates, and the first round is a warm-up. Short calls are repeated
+    within a round and averaged.
     """
     calls = {name: max(int(0.2 / seconds_of(side)), 1) for name, side in sides.items()}
     taken: dict[str, list[float]] = {name: [] for name in sides}
@@ -169,7 +170,7 @@ def unit_vectors(num: int, dim: int, seed: int) -> torch.Tensor:
 
 
 def lengths_of(layout: str, num_tokens: int) -> torch.Tensor:
-    """Returns the number of tokens of each document, about `num_tokens` in total."""
+    """Draws the number of tokens of each document, with a total of about `num_tokens`."""
     least, most = LAYOUTS[layout]
     generator = torch.Generator().manual_seed(0)
     size = max(2 * num_tokens // (least + most), 1)
@@ -196,9 +197,9 @@ def packed_as(
 def pad_and_einsum(
     queries_QMD: torch.Tensor, documents: Sequence[torch.Tensor], batch: int | None = None
 ) -> torch.Tensor:
-    """Returns the (Q, B) scores of the common implementation: pad, einsum, maximum, sum.
+    """Computes (Q, B) scores like most implementations: pad, einsum, maximum and sum.
 
-    Like most implementations, it has no mask, so that padding wins if all similarities are
+    As in most implementations, padding is not masked. It therefore wins if all similarities are
     negative.
 
     Args:
@@ -233,7 +234,7 @@ def by_maxsim_cpu(
 
 
 def scoring(bench: Bench, args: Any) -> None:
-    """Compares each codec and instruction set with the padded einsum and maxsim-cpu."""
+    """Compares each codec and instruction set with the padded einsum and with maxsim-cpu."""
     for layout, num_queries in itertools.product(args.layouts, args.queries):
         lengths = lengths_of(layout, args.tokens)
         vectors = unit_vectors(int(lengths.sum()), args.dim, seed=1)

@@ -3,7 +3,7 @@
     python -m jobs.bench maxsim_gpu
     python -m jobs.bench maxsim_gpu --documents 4000000 --repeats 20 --out figures.json
 
-Vectors are random and in GPU memory. Bytes count the documents once; operations count all pairs of
+Vectors are random and in GPU memory. Bytes count the documents once. Operations count all pairs of
 tokens. The peak rates of the device are measured before and after. The benchmark needs neither Ray
 nor Lance.
 """
@@ -111,7 +111,7 @@ def measure(
 
 
 def report(bench: Bench, figures: dict[str, Any]) -> None:
-    """Prints the results; peak rates are the mean of before and after."""
+    """Prints the results together with the mean of the peak rates before and after."""
     both = figures["peaks"]
     peak = {name: (both["before"][name] + both["after"][name]) / 2 for name in both["before"]}
     rows = [
@@ -160,7 +160,7 @@ def report(bench: Bench, figures: dict[str, Any]) -> None:
 
 
 def peaks(repeats: int) -> dict[str, float]:
-    """Measures bytes copied per second and operations per second of matrix products by type."""
+    """Measures the bytes copied per second, and the operations per second of matrix products."""
     found = {"copy": copied(most_documents(2 << 20, at_most=2048) << 20, repeats)}
     size = 8192
     square = torch.randn(size, size, device="cuda")
@@ -178,14 +178,14 @@ def peaks(repeats: int) -> dict[str, float]:
 
 
 def copied(size: int, repeats: int) -> float:
-    """Returns bytes read and written per second when copying `size` bytes."""
+    """Measures the bytes read and written per second when `size` bytes are copied."""
     source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * size / seconds(lambda: target.copy_(source), repeats).median
 
 
 def seconds(call: Callable[[], object], repeats: int) -> Repeats:
-    """Measures consecutive calls by CUDA events, after two warm-up calls."""
+    """Measures consecutive calls with CUDA events after two warm-up calls."""
     taken = []
     for turn in range(repeats + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -208,14 +208,14 @@ def scaled(times: Repeats, factor: float) -> Repeats:
 
 
 def most_documents(item_bytes: int, at_most: int = 1 << 40) -> int:
-    """Returns the number of items of `item_bytes` that fit into the free GPU memory."""
+    """Returns how many items of `item_bytes` bytes fit into the free GPU memory."""
     torch.cuda.empty_cache()  # counts cached blocks as free
     free, _ = torch.cuda.mem_get_info()
     return max(min(int(MEMORY_SHARE * free) // item_bytes, at_most), 1)
 
 
 def documents(dtype: torch.dtype, num_docs: int, num_tokens: int, dim: int) -> PackedVectors:
-    """Returns random vectors of approximately unit length."""
+    """Generates random vectors whose length is approximately 1."""
     shape, lengths = (num_docs * num_tokens, dim), torch.full((num_docs,), num_tokens).cuda()
     if dtype == torch.int8:
         values = torch.empty(shape, dtype=dtype, device="cuda").random_(-127, 128)
@@ -227,14 +227,14 @@ def documents(dtype: torch.dtype, num_docs: int, num_tokens: int, dim: int) -> P
 
 
 def queries(packed: PackedVectors, num_queries: int, num_tokens: int) -> list[torch.Tensor]:
-    """Returns random unit vectors, transformed by the codec of the documents."""
+    """Generates random unit vectors and transforms them with the codec of the documents."""
     numbers = torch.randn(num_queries, num_tokens, packed.dim, device="cuda")
     numbers = torch.nn.functional.normalize(numbers, dim=2)
     return [packed.codec.transform_queries(query) for query in numbers]
 
 
 def off(asked: list[torch.Tensor], packed: PackedVectors, num_docs: int = 1000) -> float:
-    """Returns the maximum deviation per query token from torch, on the first documents."""
+    """Returns the maximum deviation from torch per query token, measured on the first documents."""
     rows = torch.arange(min(num_docs, len(packed)), device="cuda")
     theirs = maxsim(asked, packed, rows=rows, backend="torch")
     return ((maxsim(asked, packed, rows=rows) - theirs).abs().max() / len(asked[0])).item()
@@ -266,7 +266,7 @@ def corpus(dim: int, repeats: int) -> dict[str, Any]:
 
 
 def memory(num_docs: int, num_tokens: int, dim: int, query_tokens: int) -> dict[int, int]:
-    """Measures the peak allocation for 8 queries, in addition to documents and scores."""
+    """Measures the peak memory for 8 queries that is allocated beyond documents and scores."""
     found = {}
     for size in (max(num_docs // 10, 1), num_docs):
         packed = documents(torch.float16, size, num_tokens, dim)

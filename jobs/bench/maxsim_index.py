@@ -60,7 +60,7 @@ def write_index(uri: str, num_items: int, num_vectors: int, dim: int) -> None:
 def random_int8(
     generator: np.random.Generator, num_items: int, num_vectors: int, dim: int
 ) -> pa.ListArray:
-    """Returns random unit vectors of items in the form of the codec int8."""
+    """Generates random unit vectors and quantises them with the codec int8."""
     values = generator.integers(-127, 128, (num_items * num_vectors, dim), dtype=np.int8)
     scales = (1 / np.linalg.norm(values.astype(np.float32), axis=1)).astype(np.float32)
     codes = np.concatenate([values.view(np.uint8), scales[:, None].view(np.uint8)], axis=1)
@@ -68,7 +68,7 @@ def random_int8(
 
 
 def main(fields: dict) -> dict:
-    """Opens the index and measures the first and the following searches."""
+    """Opens the index and measures the first search and the searches that follow it."""
     torch.set_num_threads(fields["threads"])
     os.environ["MAXRAY_CACHE"] = str(Path(fields["folder"]) / "cache")
     start = time.perf_counter()

@@ -3,7 +3,7 @@
     python -m jobs.bench media
     python -m jobs.bench media --only video --repeats 1 --out figures.json
 
-Videos pan over the shipped pages at 1280 x 720 and 25 frames per second; audio is the shipped
+Videos pan over the shipped pages at 1280 x 720 and 25 frames per second. Audio is the shipped
 speech, repeated, in stereo at 44.1 kHz.
 """
 
@@ -106,7 +106,7 @@ def audio(bench: Bench, folder: Path, args: Any) -> None:
 
 
 def _compare(bench: Bench, kind: str, files: Path, args: Any, title: str, names: list[str]) -> None:
-    """Runs both sides alternately, changing the order in each round."""
+    """Runs both sides in turn and reverses the order in each round."""
     rows, figures = [], {}
     for processes in args.processes:
         taken: dict[str, list[float]] = {"ray": [], "bare": []}
@@ -123,7 +123,7 @@ def _compare(bench: Bench, kind: str, files: Path, args: Any, title: str, names:
 
 
 def memory(bench: Bench, folder: Path, args: Any) -> None:
-    """Compares the memory of a worker on a long video and on a short one."""
+    """Compares the memory that a worker needs for a long video and for a short one."""
     rows, figures = [], {}
     for minutes in (1, args.minutes):
         path = folder / f"{minutes}.mp4"
@@ -139,7 +139,7 @@ def memory(bench: Bench, folder: Path, args: Any) -> None:
 
 
 def recognition(bench: Bench, folder: Path, args: Any) -> None:
-    """Compares OCR and ASR with direct calls of their libraries, and measures word accuracy."""
+    """Compares OCR and ASR with direct calls of their libraries and measures their accuracy."""
     rows = []
     figures: dict[str, Any] = {}
     for name, items, bare, truth in (_pages(args.pages), _speech()):
@@ -175,7 +175,7 @@ def _recogniser(name: str) -> Any:
 
 
 def _pages(number: int) -> tuple[str, list[dict[str, Any]], Any, list[str]]:
-    """Returns rendered pages, a direct call of the library, and the text layers."""
+    """Returns rendered pages, a function that calls the library directly, and the text layers."""
     import io
 
     import torch

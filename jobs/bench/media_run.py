@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def source_of(kind: str, path: str) -> Video | Audio:
-    """Returns the source: windows of 30 s, one frame per second or mono audio at 16 kHz."""
+    """Creates the source, with windows of 30 s and one frame per second or mono audio at 16 kHz."""
     if kind == "audio":
         return Audio(Audio.Spec(path=path, window_seconds=WINDOW_SECONDS), ("audio",))
     spec = Video.Spec(path=path, window_seconds=WINDOW_SECONDS, fps=FPS, num_frames=64)
@@ -59,7 +59,7 @@ def source_of(kind: str, path: str) -> Video | Audio:
 
 
 def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
-    """Measures the source stage of the index job, without its start-up."""
+    """Measures the source stage of the index job without its start-up time."""
     from pipeline.index import listing
     from pipeline.index.session import configure_ray_data, iter_rows
     from pipeline.index.stream import read_units
@@ -92,19 +92,19 @@ def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
 
 
 class Count:
-    """Counts the contents of units and records their arrival times."""
+    """Counts the contents of the units and records the times at which they arrive."""
 
     def __init__(self, kind: str):
         self.kind = kind
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Returns one row with the amount of a unit and its arrival time."""
+        """Returns a row with the amount of media in a unit and the time at which it arrived."""
         items = Unit.unpack(block, 0).items
         return pa.table({"when": [time.time()], "amount": [_amount(self.kind, items)]})
 
 
 def _amount(kind: str, items: pa.Table) -> float:
-    """Returns the number of frames, or the seconds of audio, of some items."""
+    """Returns the number of frames or the seconds of audio that some items contain."""
     if kind == "video":
         return float(pc.sum(pc.list_value_length(items["frames"])).as_py())
     samples = pc.struct_field(items["audio"], "samples")
@@ -140,7 +140,7 @@ def _bare_sound(path: str) -> Iterator[float]:
 
 
 def held(kind: str, path: str, processes: int) -> dict[str, Any]:
-    """Returns the peak memory of a worker and of its decoding process, over one file."""
+    """Measures the peak memory of a worker and its decoding process while they read one file."""
     source = source_of(kind, path)
     (shard,) = source.shards()
     amount = 0.0

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def speed(bench: Bench, folder: Path, args: Any) -> None:
-    """Compares pages per second, alternating the order of the sides."""
+    """Compares the pages per second of both sides, alternating their order."""
     copies = folder / "copies"
     for copy in range(args.copies):
         shutil.copytree(PDFS, copies / f"{copy:02}")
@@ -76,7 +76,7 @@ def speed(bench: Bench, folder: Path, args: Any) -> None:
 
 
 def memory(bench: Bench, folder: Path, args: Any) -> None:
-    """Measures the memory of all processes of an index job on one long document."""
+    """Measures the memory of all processes of an index job on a single long document."""
     (folder / "long").mkdir()
     long_document(folder / "long/all.pdf", args.pages)
     spec = {
@@ -113,7 +113,7 @@ def memory(bench: Bench, folder: Path, args: Any) -> None:
 
 
 def long_document(path: Path, num_pages: int) -> None:
-    """Writes a PDF of the shipped pages, repeated up to `num_pages`."""
+    """Writes a PDF that repeats the shipped pages until it has `num_pages` pages."""
     document = pdfium.PdfDocument.new()
     for file in itertools.cycle(sorted(PDFS.glob("*.pdf"))):
         pages = pdfium.PdfDocument(file)
@@ -131,7 +131,7 @@ def _sample(job: subprocess.Popen[bytes], samples: list[tuple[float, int]]) -> N
 
 
 def _held(pid: int) -> int:
-    """Returns the proportional set size of a process in bytes; 0 if it has ended."""
+    """Returns the proportional set size of a process in bytes, or 0 if the process has exited."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

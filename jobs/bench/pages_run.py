@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def source_stage(spec: Pages.Spec, processes: int) -> dict[str, Any]:
-    """Measures the source stage of the index job, without its start-up."""
+    """Measures the source stage of the index job without its start-up time."""
     from pipeline.index import listing
     from pipeline.index.session import configure_ray_data, iter_rows
     from pipeline.index.stream import read_units

@@ -87,26 +87,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Runs:
-    """Runs index jobs in separate processes, with their output in one folder."""
+    """Runs index jobs in separate processes and keeps their output in one folder."""
 
     def __init__(self, folder: Path, resources: Path):
         self.folder, self.resources = folder, resources
 
     def corpus(self, name: str, records: Iterator[dict[str, Any]]) -> str:
-        """Writes a JSON-lines corpus unless it exists; returns its path."""
+        """Writes a JSON-lines corpus if it does not exist yet, and returns its path."""
         path = self.folder / f"{name}.jsonl"
         if not path.exists():
             path.write_text("".join(json.dumps(record) + "\n" for record in records))
         return str(path)
 
     def spec(self, name: str, **fields: Any) -> Path:
-        """Writes a spec whose index has the same name by default."""
+        """Writes a spec. By default, its index has the same name."""
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump({"index": str(self.folder / name), **fields}))
         return path
 
     def run(self, side: str, spec: Path) -> dict[str, Any]:
-        """Runs one side; returns the record of `index_run` and the time of its start."""
+        """Runs one side. Returns the record of `index_run` and the time at which it was started."""
         started = time.time()
         result = run_apart("jobs.bench.index_run", side, str(spec), str(self.resources))
         return {**result, "started": started}
@@ -117,7 +117,7 @@ class Runs:
 
 
 def cranfield(num_items: int) -> Iterator[dict[str, Any]]:
-    """Yields the non-empty Cranfield abstracts, repeated with new ids."""
+    """Yields the non-empty Cranfield abstracts repeatedly, with new ids in each repetition."""
     documents = [json.loads(line) for line in CRANFIELD.read_text().splitlines()]
     usable = [document for document in documents if document["text"].strip()]
     for i in range(num_items):
@@ -126,7 +126,7 @@ def cranfield(num_items: int) -> Iterator[dict[str, Any]]:
 
 
 def numbered(num_items: int) -> Iterator[dict[str, Any]]:
-    """Yields short texts, whose content a sleeping encoder ignores."""
+    """Yields short texts. The sleeping encoder ignores their content."""
     for i in range(num_items):
         yield {"_id": f"item-{i:07d}", "text": f"content of item number {i} " * 3}
 
@@ -135,7 +135,7 @@ def numbered(num_items: int) -> Iterator[dict[str, Any]]:
 
 
 def minilm(bench: Bench, runs: Runs, sizes: Sizes) -> None:
-    """Measures the bundled encoder, storing all tokens and 32 vectors by SaMer."""
+    """Measures the bundled encoder when all tokens and 32 vectors by SaMer are stored."""
     fields = {
         "source": {"name": "text", "path": runs.corpus("cranfield", cranfield(sizes.items))},
         "encoder": "minilm",
@@ -165,7 +165,7 @@ def _compressor(name: str, num_vectors: int) -> dict[str, Any]:
 def _compare(
     bench: Bench, runs: Runs, sizes: Sizes, name: str, title: str, fields: dict[str, Any]
 ) -> None:
-    """Compares items per second in the steady state, alternating the order of the sides."""
+    """Compares the items per second of both sides in the steady state, alternating their order."""
     cut = {"fragment_items": sizes.commit_items, "commit_items": sizes.commit_items}
     taken: dict[str, list[dict[str, Any]]] = {"ray": [], "bare": []}
     for repeat in range(sizes.repeats):
@@ -195,7 +195,7 @@ def _compare(
 
 
 def rate_after(share: float, commits: Sequence[tuple[float, int]]) -> float:
-    """Returns items per second from the first commit that completes a share of the rows.
+    """Computes the items per second after the commit that completes a given share of the rows.
 
     Args:
         share: Share of all rows, from 0 (the first commit) to less than 1.
@@ -212,7 +212,7 @@ def rate_after(share: float, commits: Sequence[tuple[float, int]]) -> float:
 
 
 def _per_item(summaries: list[dict[str, Any]], stage: str) -> str:
-    """Returns milliseconds per item in one stage, averaged over a run."""
+    """Computes the milliseconds per item that one stage takes, averaged over a run."""
     spent = [1000 * s["seconds"][stage] / s["new"] for s in summaries if stage in s["seconds"]]
     return str(Repeats(tuple(spent))) if spent else "-"
 
@@ -221,7 +221,7 @@ def _per_item(summaries: list[dict[str, Any]], stage: str) -> str:
 
 
 def resume(bench: Bench, runs: Runs, sizes: Sizes) -> None:
-    """Measures the time from the start of the driver to the first new items on resuming."""
+    """Measures the time from the start of a resumed job to its first new items."""
     built = _build_small(runs, sizes.small_items)
     dataset = lance.dataset(part_uri(built["index"], ITEMS))
     whole = dataset.count_rows()
@@ -252,7 +252,7 @@ def resume(bench: Bench, runs: Runs, sizes: Sizes) -> None:
 
 
 def memory(bench: Bench, runs: Runs, sizes: Sizes) -> None:
-    """Measures the peak memory of the driver for two sizes of the index."""
+    """Measures the peak memory of the driver for indexes of two sizes."""
     rows, peaks = [], {}
     for num_items in (max(1, sizes.small_items // 10), sizes.small_items):
         result = _build_small(runs, num_items)
@@ -265,7 +265,10 @@ def memory(bench: Bench, runs: Runs, sizes: Sizes) -> None:
 
 
 def _build_small(runs: Runs, num_items: int) -> dict[str, Any]:
-    """Builds an index of small items once; returns the record of the run, its spec and URI."""
+    """Builds an index of small items, unless it has been built already.
+
+    Returns the record of the run, its spec and the URI of the index.
+    """
     record = runs.folder / f"small-{num_items}.json"
     if not record.exists():
         path = runs.corpus(f"numbered-{num_items}", numbered(num_items))

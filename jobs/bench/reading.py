@@ -1,4 +1,4 @@
-"""Reading items from sources, without the index job."""
+"""Reads items from sources without running the index job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.sources import Source
 
 
 def listed_items(source: Source[Any], shard: dict[str, Any]) -> list[tuple[int, Item]]:
-    """Returns the items of a shard with their positions, rejected entries left out."""
+    """Returns the items of a shard and their positions. Entries that were rejected are omitted."""
     entries = enumerate(source.scan(shard))
     return [(position, entry) for position, entry in entries if isinstance(entry, Item)]
 
@@ -18,6 +18,9 @@ def listed_items(source: Source[Any], shard: dict[str, Any]) -> list[tuple[int, 
 def decoded_items(
     source: Source[Any], shard: dict[str, Any], listed: list[tuple[int, Item]]
 ) -> Iterator[Item]:
-    """Yields listed items of a shard with their payload, rejected ones left out."""
+    """Yields the listed items of a shard with their payload.
+
+    Items that are rejected are omitted.
+    """
     decoded = source.decode(shard, listed)
     return (item for item in decoded if isinstance(item, Item))

@@ -123,7 +123,7 @@ def write(folder: Path, num_layers: int) -> None:
 
 
 def joint_encoder(args: Any, **changes: Any) -> JointEncoder:
-    """Returns a joint encoder with changed settings and the same head for all of them."""
+    """Returns a copy of the joint encoder with other settings, which shares the scoring head."""
     joint = JointEncoder(parse(JointEncoder.Spec, {"model": args.model, **changes}), 1).eval()
     torch.manual_seed(1)
     match = torch.nn.Linear(joint.match.in_features, 1)
@@ -134,7 +134,7 @@ def joint_encoder(args: Any, **changes: Any) -> JointEncoder:
 def plain(
     joint: JointEncoder, dtype: torch.dtype, device: str
 ) -> Callable[[Texts, torch.Tensor, torch.Tensor, int], torch.Tensor]:
-    """Returns a scoring loop as one writes it with transformers: the model and a linear layer.
+    """Returns a typical scoring loop with transformers, which applies a linear layer to the model.
 
     Args:
         joint: Joint encoder whose weights the loop copies.
@@ -169,7 +169,7 @@ def plain(
 
 
 def operations(joint: JointEncoder, num_tokens: int) -> int:
-    """Returns the arithmetic operations of `scores` for a pair of `num_tokens` tokens."""
+    """Returns the number of arithmetic operations for scoring a pair of `num_tokens` tokens."""
     settings = joint.language.config
     wide, inner = settings.hidden_size, settings.intermediate_size
     layers = settings.num_hidden_layers
@@ -181,7 +181,7 @@ def operations(joint: JointEncoder, num_tokens: int) -> int:
 
 
 def ranks_agree(scores: torch.Tensor, reference: torch.Tensor, depth: int) -> float:
-    """Returns Spearman's correlation of the ranks of candidates, averaged over queries."""
+    """Computes Spearman's rank correlation of the candidates, averaged over queries."""
     both = [one.double().view(-1, depth).argsort(1).argsort(1) for one in (scores, reference)]
     found = [torch.corrcoef(torch.stack(pair).double())[0, 1] for pair in zip(*both, strict=True)]
     return torch.stack(found).mean().item()
@@ -191,7 +191,7 @@ def ranks_agree(scores: torch.Tensor, reference: torch.Tensor, depth: int) -> fl
 
 
 def paths(bench: Bench, args: Any) -> None:
-    """Compares throughput and deviation of each implementation on a CPU with the plain loop."""
+    """Compares each implementation on a CPU with the plain loop in throughput and deviation."""
     num_tokens = (args.tokens or [64])[0]
     depth = args.rerank_depth[0] if len(args.rerank_depth) == 1 else 16
     joints = {name: joint_encoder(args, **PATHS[name]) for name in _supported_paths()}
@@ -297,7 +297,7 @@ def passes(bench: Bench, args: Any) -> None:
 
 
 def latency(bench: Bench, args: Any) -> None:
-    """Measures the latency from query text and cached tokens to scores, alternating sides."""
+    """Measures the latency from a query text and cached tokens to scores, alternating the sides."""
     device, num_tokens = args.device, (args.tokens or [64])[0]
     names = _supported_paths() if device == "cpu" else ["float32", "bfloat16"]
     joints = {name: joint_encoder(args, **PATHS[name]) for name in names}
@@ -329,7 +329,7 @@ def latency(bench: Bench, args: Any) -> None:
 
 
 def _supported_paths() -> list[str]:
-    """Returns the implementations that this CPU supports."""
+    """Returns the names of the implementations that this CPU supports."""
     has = {"bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported()}
     return [name for name in PATHS if has.get(name, True)]
 
@@ -337,7 +337,7 @@ def _supported_paths() -> list[str]:
 def _runs(
     joint: JointEncoder, read: Texts, tokens: torch.Tensor, mask: torch.Tensor, pairs: torch.Tensor
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Yields functions of a pass over all pairs: eager, compiled, and on a GPU as a CUDA graph."""
+    """Yields functions that score all pairs: eager, compiled and, on a GPU, as a CUDA graph."""
     with torch.backends.mkldnn.flags(enabled=False):  # packed weights do not compile
         layers = _Layers(joint.language.base_model, in_int8=False)
     words = joint.words(read.ids)

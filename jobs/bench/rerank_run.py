@@ -14,7 +14,7 @@ from pipeline.rerank.joint import JointEncoder
 def random_candidates(
     joint: JointEncoder, num_tokens: int, num_text: int, num_queries: int, depth: int
 ) -> tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns texts, cached tokens (B, V, dim) in float16, their mask, and all pairs."""
+    """Returns texts, cached tokens (B, V, dim) in float16, their mask, and all pairs of both."""
     torch.manual_seed(2)
     words = joint.language.config.vocab_size
     rare = min(1000, words // 4)  # rare words at both ends of the vocabulary
@@ -34,7 +34,7 @@ def scores_on_cpu(
     mask: torch.Tensor,
     pairs: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the scores of pairs (P,), copied to the CPU so that a GPU's work is done.
+    """Computes scores of pairs (P,) and copies them to the CPU, which waits for the GPU to finish.
 
     Args:
         joint: Joint encoder to score with.
@@ -47,7 +47,7 @@ def scores_on_cpu(
 
 
 def milliseconds(sides: Mapping[str, Callable[[], object]], calls: int) -> dict[str, list[float]]:
-    """Returns the milliseconds of calls of each side, in turn, after two warm-up calls."""
+    """Measures the milliseconds per call of each side in turn, after two warm-up calls."""
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(calls + 2):
         for name, side in sides.items():
@@ -58,5 +58,5 @@ def milliseconds(sides: Mapping[str, Callable[[], object]], calls: int) -> dict[
 
 
 def median_p95(times: Sequence[float]) -> tuple[float, float]:
-    """Returns the median and the 95th percentile of times."""
+    """Returns the median and the 95th percentile of some times."""
     return statistics.median(times), sorted(times)[max(-(-95 * len(times) // 100) - 1, 0)]

@@ -1,4 +1,4 @@
-"""Bytes, quality and query latency of trained EDJEs, by their number of tokens."""
+"""Reports the bytes, quality and query latency of trained EDJEs by their number of tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ FIRST = "first stage "
 
 
 def study(bench: Bench, args: Any) -> None:
-    """Reports tokens, quality and query latency of each row of a study.
+    """Reports the tokens, quality and query latency of each row of a study.
 
-    Latency is measured alternately with the joint encoder of each row's first seed, on random
-    tokens.
+    Latency is measured on random tokens with the joint encoder of the first seed of each row. The
+    rows are measured in turn.
     """
     spec = config.load(StudySpec, args.study, role="study")
     runs = [run for run in runs_of(spec) if (_model(run) / METADATA).is_file()]  # finished runs
@@ -122,7 +122,10 @@ def _model(run: Run) -> Path:
 
 
 def _num_tokens(folder: Path, args: Any) -> int:
-    """Returns the tokens per item of one frame; for the local variant, as set by the user."""
+    """Returns the number of tokens per item of one frame.
+
+    For the local variant, the user sets it.
+    """
     adapter = read_metadata(folder, "study")["adapter"]
     if adapter["kind"] == "compressed":
         return adapter["num_tokens"]

@@ -5,7 +5,7 @@
     python -m jobs.bench serve --only kills swap
     python -m jobs.bench serve --only reranking
 
-The index has random vectors and real texts; queries are encoded by the bundled MiniLM; the load
+The index has random vectors and real texts. Queries are encoded by the bundled MiniLM. The load
 comes from another process over loopback. `overhead` compares latency with the same search in this
 process and measures the saturation throughput. `overload` sends half and twice that rate. `kills`
 kills the replica of each deployment under load, once with the retrying client and once with single
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def serving(uri: str, args: argparse.Namespace, edje: str | None = None) -> Iterator[Server]:
-    """Yields a server of a new index, which is stopped at the end.
+    """Context manager that serves a new index and stops the server at the end.
 
     Args:
         uri: URI of the index to write.
@@ -113,7 +113,7 @@ def serving(uri: str, args: argparse.Namespace, edje: str | None = None) -> Iter
 
 
 def write_edje(folder: str) -> None:
-    """Writes an EDJE with the embedded MiniLM as its joint encoder and with random heads."""
+    """Writes an EDJE whose joint encoder is the embedded MiniLM, with random heads."""
     from pipeline.rerank.adapter import Adapter
     from pipeline.rerank.edje import Edje
     from pipeline.rerank.joint import JointEncoder
@@ -128,7 +128,7 @@ def write_edje(folder: str) -> None:
 
 
 def write_index(uri: str, num_items: int, edje: str | None = None) -> None:
-    """Writes an index of random vectors with the texts of Cranfield, repeated.
+    """Writes an index that contains random vectors and the texts of Cranfield, repeated.
 
     Args:
         uri: URI of the index.
@@ -177,7 +177,7 @@ def _tensor(generator: np.random.Generator, *shape: int) -> torch.Tensor:
 
 
 class Server:
-    """The application on the Ray cluster of this process, and loads on it."""
+    """The application on the Ray cluster of this process, and the load that is put on it."""
 
     def __init__(self, uri: str, port: int, edje: str | None = None):
         from ray import serve
@@ -206,7 +206,7 @@ class Server:
     def start_load(
         self, seconds: float, *, retries: bool = False, **pattern: float
     ) -> Callable[[], Load]:
-        """Starts a load in another process; returns a function that waits for its end."""
+        """Starts a load in another process and returns a function that waits for its end."""
         fields = {"url": self.url, "body": self.body, "queries": QUERIES, "seconds": seconds}
         fields |= {"retries": retries, **pattern}
         command = [sys.executable, "-m", "jobs.bench.serve_load", json.dumps(fields)]
@@ -244,12 +244,12 @@ class Load:
         return sum(status == 200 for _, status, _ in self.answers) / self.seconds
 
     def percentile(self, percent: float, after: float = 0.0) -> float:
-        """Returns a percentile of the latency of successful searches, in milliseconds."""
+        """Returns a percentile of the latency of all successful searches in milliseconds."""
         taken = [ms for due, status, ms in self.answers if status == 200 and due >= after]
         return float(np.percentile(taken, percent)) if taken else float("nan")
 
     def statuses(self) -> Counter[int]:
-        """Counts the responses by status; 0 means no response."""
+        """Counts the responses by status code. The code 0 means that there was no response."""
         return Counter(status for _, status, _ in self.answers)
 
     def failed(self) -> list[float]:
@@ -258,7 +258,7 @@ class Load:
 
 
 def failures(statuses: Counter[int]) -> str:
-    """Formats the counts of statuses other than 200.
+    """Formats the counts of all status codes other than 200.
 
     >>> failures(Counter({200: 5, 503: 2, 0: 1}))
     '1 x none, 2 x 503'
@@ -271,7 +271,7 @@ def failures(statuses: Counter[int]) -> str:
 
 
 def in_process(searcher: Searcher, seconds: float) -> Load:
-    """Runs the searches sequentially in this process."""
+    """Runs the searches one after another in this process."""
     start = time.perf_counter()
     answers: list[tuple[float, int, float]] = []
     while (due := time.perf_counter()) < start + seconds:
@@ -281,7 +281,7 @@ def in_process(searcher: Searcher, seconds: float) -> Load:
 
 
 def overhead(bench: Bench, server: Server, args: Any) -> None:
-    """Compares one client with search in process, and finds the saturation throughput."""
+    """Compares a single client with search in process and determines the saturation throughput."""
     searcher = open_index(server.uri)
     in_process(searcher, 2)
     seconds = max(args.seconds / 6, 3)
@@ -318,7 +318,7 @@ def overhead(bench: Bench, server: Server, args: Any) -> None:
 
 
 def overload(bench: Bench, server: Server, args: Any) -> None:
-    """Measures half and twice the saturation rate, and recovery at half the rate."""
+    """Measures half and twice the saturation rate, and then the recovery at half the rate."""
     saturation = _saturation(server, args)
     rows = []
     for name, share, seconds in (
@@ -387,7 +387,7 @@ def kills(bench: Bench, server: Server, args: Any) -> None:
 
 
 def swap(bench: Bench, server: Server, args: Any) -> None:
-    """Commits new versions of the index under load."""
+    """Commits new versions of the index while it is under load."""
     rate = 0.3 * _saturation(server, args)
     wait = server.start_load(30, rate=rate)
     num_versions = 4
@@ -404,7 +404,7 @@ def swap(bench: Bench, server: Server, args: Any) -> None:
 
 
 def reranking(bench: Bench, server: Server, edje: str, args: Any) -> None:
-    """Measures EDJE's second stage: pairs per second, and its latency at equal load.
+    """Measures pairs per second of EDJE's second stage, and its latency at equal load.
 
     Args:
         bench: Record of the results.

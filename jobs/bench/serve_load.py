@@ -46,7 +46,7 @@ class Load:
         """Sends one search.
 
         Args:
-            due: Time at which it was due, by `time.perf_counter`; None for now.
+            due: Time at which it was due, by `time.perf_counter`, or None for now.
         """
         start = time.perf_counter() if due is None else due
         query = self._random.choice(self._queries)
@@ -75,7 +75,7 @@ class Load:
         await asyncio.gather(*(ask() for _ in range(clients)))
 
     async def open(self, rate: float, seconds: float) -> None:
-        """Runs an open loop with exponential gaps between requests.
+        """Runs an open loop in which the gaps between requests are exponentially distributed.
 
         Args:
             rate: Requests per second.
@@ -91,7 +91,7 @@ class Load:
 
 
 def main(fields: dict[str, Any]) -> dict[str, Any]:
-    """Runs a load; returns the responses and the duration in seconds."""
+    """Runs a load and returns the responses and its duration in seconds."""
 
     async def run() -> dict[str, Any]:
         load = Load(fields["url"], fields["body"], fields["queries"], fields["retries"])

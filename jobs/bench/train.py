@@ -119,7 +119,7 @@ def states(bench: Bench, folder: Path, args: Any) -> None:
 
 
 def lora(bench: Bench, folder: Path, args: Any) -> None:
-    """Measures steps on pages with LoRA of rank 128 on the language model."""
+    """Measures training steps on pages with LoRA of rank 128 applied to the language model."""
     args.items = args.batch
     encoder = encode.write(folder, args.family, args)
     given = {
@@ -180,7 +180,7 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
 
 
 class OneBatch(TrainingData[ComponentSpec]):
-    """Training data that consists of one batch, with default relevance labels.
+    """Training data that consists of a single batch with default relevance labels.
 
     Args:
         spec: Spec of the data that the batch replaces.
@@ -201,7 +201,7 @@ class OneBatch(TrainingData[ComponentSpec]):
 
 
 def language_model(learner: Learner[Any]) -> PreTrainedModel:
-    """Returns the language model of a contrastive learner's encoder.
+    """Returns the language model inside the encoder of a contrastive learner.
 
     Raises:
         TypeError: The learner is not a contrastive one.
@@ -212,7 +212,7 @@ def language_model(learner: Learner[Any]) -> PreTrainedModel:
 
 
 def matrix_rate(device: str) -> float:
-    """Measures operations per second of a large bfloat16 matrix product."""
+    """Measures the operations per second of a large matrix product in bfloat16."""
     size = RATE_SIZE[device]
     matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     _timed(lambda: matrix @ matrix, 2)

@@ -2,9 +2,9 @@
 
     python jobs/data/make_clips.py
 
-`talk.mp4` shows four slides, cut out of PDF pages, with speech from second 5 to 16; `tables.mp4`
+`talk.mp4` shows four slides, cut out of PDF pages, with speech from second 5 to 16. `tables.mp4`
 shows two others and has no audio track. `clips.json` lists the slides and the speech with their
-times; the text of a slide is that of the page's text layer. The files are reproducible bit by bit
+times. The text of a slide is that of the page's text layer. The files are reproducible bit by bit
 with the same versions of PyAV, Pillow and PDFium.
 """
 
@@ -29,7 +29,7 @@ SPEECH_STARTS = 5.0
 
 @dataclass(frozen=True)
 class Slide:
-    """A crop of a page, in points from its upper left corner; the rest of the frame is white."""
+    """Section of a page, in points from its upper left corner. The rest of the frame is white."""
 
     file: str
     page: int
@@ -68,7 +68,7 @@ TABLES = [
 def make(
     name: str, slides: list[Slide], seconds_each: float, speech: Path | None
 ) -> dict[str, Any]:
-    """Writes a video and returns a description of its contents."""
+    """Writes a video and returns a description of what it contains."""
     total = len(slides) * seconds_each
     shown = []
     spoken = None
@@ -103,7 +103,7 @@ def make(
 
 
 def soundtrack(speech: Path, total: float) -> tuple[np.ndarray, dict[str, Any]]:
-    """Returns samples (1, N) with the speech between silence, and its times and text."""
+    """Returns samples (1, N) of the speech surrounded by silence, with its times and its text."""
     recording, rate = soundfile.read(speech, dtype="float32", always_2d=True)
     assert rate == SOUND_RATE
     samples = np.zeros((1, round(total * rate)), np.float32)

@@ -1,4 +1,4 @@
-"""Codecs, which quantise and store token vectors."""
+"""Codecs, which quantise token vectors for storage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from pipeline.config import ComponentSpec, ComponentSpecT
 from pipeline.tokens import TokenBatch, flat_from_arrow, flat_rows, lists_of
 
-#: Representation of T quantised vectors: named arrays (T, width).
+#: T quantised vectors, as named tensors of shape (T, width).
 Parts = Mapping[str, torch.Tensor]
 
 
@@ -21,28 +21,28 @@ class Codec(ABC, Generic[ComponentSpecT]):
     """Base class of codecs, which convert vectors (T, D) to named parts with T rows and back.
 
     Subclasses define a nested `Spec` whose first field is `name: Literal["..."]` and implement
-    `parts`, `quantise` and `dequantise`. The parts of a vector are independent of other vectors. In
-    an Arrow column, the parts of a token are concatenated as bytes; in packed files and during
-    scoring, each part is a separate array.
+    `parts`, `quantise` and `dequantise`. Each vector must be quantised independently of the others.
+    In an Arrow column, the parts of a token are stored as one byte string. In packed files and
+    during scoring, each part is a separate array.
 
-    The similarity of a stored vector is the dot product of the query token returned by
-    `transform_queries` with the vector returned by `dequantise`. All optimised kernels are tested
-    against this definition.
+    The similarity of a query token and a stored vector is defined as the dot product of the outputs
+    of `transform_queries` and `dequantise`. All optimised kernels are tested against this
+    definition.
 
     Args:
-        spec: Settings of the codec.
-        artefact: Result of `fit`, for codecs with `needs_fit`. A codec without its artefact can
-            neither quantise nor dequantise.
+        spec: Options of the codec.
+        artefact: Result of `fit`, for codecs with `needs_fit`. A codec that needs fitting cannot
+            quantise or dequantise vectors without its artefact.
     """
 
     Spec: ClassVar[type[ComponentSpec]]
     spec: ComponentSpecT
-    #: Whether the codec must be fitted on a sample of the corpus.
+    #: Whether the codec must be fitted to a sample of the corpus before it can be used.
     needs_fit: bool = False
-    #: Maximum number of vectors passed to `fit`.
+    #: Maximum number of vectors that are passed to `fit`.
     num_fit_tokens: int = 0
-    #: Whether similarities approximate those of the uncompressed vectors rather than use another
-    #: scale.
+    #: Whether similarities approximate those of the uncompressed vectors. If False, they are on
+    #: another scale.
     keeps_scores: bool = True
 
     def __init__(self, spec: ComponentSpecT, artefact: dict[str, np.ndarray] | None = None):
@@ -50,7 +50,7 @@ class Codec(ABC, Generic[ComponentSpecT]):
 
     @property
     def fitted(self) -> dict[str, np.ndarray]:
-        """Artefact of a fitted codec."""
+        """Artefact of a fitted codec. Raises an error if the codec was constructed without one."""
         assert self.artefact is not None, "fit first"
         return self.artefact
 
@@ -61,15 +61,15 @@ class Codec(ABC, Generic[ComponentSpecT]):
         """Fits the codec to a sample of token vectors.
 
         Args:
-            spec: Settings of the codec.
-            sample_TD: Vectors (T, D) float32.
+            spec: Options of the codec.
+            sample_TD: Vectors (T, D) float32 drawn from the corpus.
             seed: Random seed.
 
         Returns:
             The artefact, which is stored in the index together with its hash.
 
         Raises:
-            SpecError: The sample is too small for the settings.
+            SpecError: The sample is too small for the options.
         """
         raise AssertionError(f"{cls.__name__} sets needs_fit but does not implement fit")
 
@@ -79,17 +79,19 @@ class Codec(ABC, Generic[ComponentSpecT]):
 
     @abstractmethod
     def quantise(self, vectors_TD: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Converts finite vectors (T, D) float32 to parts (T, width) on the same device."""
+        """Quantises finite vectors (T, D) float32 to parts (T, width) on the same device."""
 
     @abstractmethod
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
-        """Converts parts to vectors (T, D) float32 on the same device."""
+        """Restores vectors (T, D) float32 from their parts, on the same device."""
 
     def factors(self, parts: Parts, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns two factors of the dequantised vectors.
+        """Factorises the dequantised vectors into values and scales.
+
+        Kernels use the factors to apply the scales after the dot products.
 
         Returns:
-            Values (T, D) of any dtype and scales (T, 1), or None if all scales are 1.
+            Values (T, D) of any dtype, and scales (T, 1), or None if all scales are 1.
         """
         return self.dequantise(parts, dim), None
 
@@ -108,7 +110,7 @@ class Codec(ABC, Generic[ComponentSpecT]):
         return pa.list_(pa.list_(pa.uint8(), self.token_bytes(dim)))
 
     def encode(self, batch: TokenBatch) -> pa.Array:
-        """Quantises the tokens under the mask to a column of type `column_type`."""
+        """Quantises the tokens that the mask selects and returns a column of type `column_type`."""
         vectors_TD, lengths = flat_rows(batch.vectors, batch.mask)
         parts = self.quantise(vectors_TD.float())
         part_bytes = [part.contiguous().view(torch.uint8) for part in parts.values()]
@@ -117,8 +119,9 @@ class Codec(ABC, Generic[ComponentSpecT]):
     def unpack(
         self, column: pa.ListArray | pa.ChunkedArray, dim: int
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Splits a column into its parts.
+        """Splits a column into its parts without dequantising them.
 
+        Returns:
         Returns:
             Parts (T, width) and the number of tokens per item (B,) int64, 0 for null.
         """

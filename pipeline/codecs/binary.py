@@ -1,4 +1,4 @@
-"""Binary codec, which stores the sign of each dimension: 1/32 of the size of float32."""
+"""Binary codec, which stores one bit per dimension and needs 1/32 of the memory of float32."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pipeline.codecs.packing import look_up, pack, packed_width
 
 
 class Binary(Codec["Binary.Spec"]):
-    """Stores the part `bits` (T, ceil(D / 8)) uint8, where bit j of byte i is `x[8 i + j] > 0`.
+    """Stores the sign of each dimension in the part `bits` (T, ceil(D / 8)) uint8.
 
-    Bits 1 and 0 are dequantised to 1 / sqrt(D) and -1 / sqrt(D), which yields unit vectors. Padding
-    bits of the last byte are 0 and ignored. Similarities are on a different scale than cosines.
+    Bit j of byte i is `x[8 i + j] > 0`. Padding bits of the last byte are 0 and are ignored.
+    Dequantisation maps the bits 1 and 0 to 1 / sqrt(D) and -1 / sqrt(D), which yields unit vectors.
+    The resulting similarities are on a different scale than cosine similarities.
 
     >>> codec = Binary(Binary.Spec())
     >>> parts = codec.quantise(torch.tensor([[0.3, -0.2, 0.0, 0.1]]))
@@ -28,8 +29,9 @@ class Binary(Codec["Binary.Spec"]):
 
         name: Literal["binary"] = "binary"
         query: Literal["float", "binary"] = "float"
-        """Representation of query tokens. "float" leaves them unchanged; "binary" uses their signs,
-        so that the similarity of two tokens is `1 - 2 Hamming / D`."""
+        """Representation of the query tokens. "float" leaves them unchanged. "binary" uses their
+        signs, so that the similarity of two tokens is `1 - 2 Hamming / D`.
+        """
 
     keeps_scores = False
 
@@ -38,16 +40,16 @@ class Binary(Codec["Binary.Spec"]):
         return {"bits": (torch.uint8, packed_width(dim, 1))}
 
     def quantise(self, vectors_TD: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Packs the signs of the vectors."""
+        """Stores the signs of the vectors as bits."""
         return {"bits": pack((vectors_TD > 0).to(torch.uint8), 1)}
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
-        """Converts bits to vectors of 1 / sqrt(D) and -1 / sqrt(D)."""
+        """Converts each bit to 1 / sqrt(D) or -1 / sqrt(D)."""
         signs = torch.tensor([-1.0, 1.0], device=parts["bits"].device) / dim**0.5
         return look_up(parts["bits"], signs, dim)
 
     def transform_queries(self, tokens_QD: torch.Tensor) -> torch.Tensor:
-        """Replaces query tokens by their signs if `query` is "binary"."""
+        """Replaces the query tokens by their signs if the option `query` is "binary"."""
         if self.spec.query == "float":
             return tokens_QD
         return self.dequantise(self.quantise(tokens_QD), tokens_QD.shape[1])

@@ -1,4 +1,4 @@
-"""Packing of codes of 1, 2, 4 or 8 bits into bytes, least significant bits first."""
+"""Functions that pack codes of 1, 2, 4 or 8 bits into bytes, least significant bits first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def packed_width(dim: int, num_bits: int) -> int:
-    """Returns the number of bytes of `dim` codes.
+    """Returns the number of bytes that `dim` codes of `num_bits` bits occupy.
 
     >>> packed_width(48, 1), packed_width(9, 4)
     (6, 5)
@@ -15,7 +15,7 @@ def packed_width(dim: int, num_bits: int) -> int:
 
 
 def pack(codes_TD: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Packs codes (T, D) uint8 less than 2^num_bits into bytes (T, packed_width), padded with 0.
+    """Packs codes (T, D) uint8 of `num_bits` bits into bytes (T, packed_width) and pads with zeros.
 
     >>> pack(torch.tensor([[1, 0, 3, 2, 1]], dtype=torch.uint8), 2).tolist()
     [[177, 1]]
@@ -30,12 +30,12 @@ def pack(codes_TD: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def look_up(packed: torch.Tensor, values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Unpacks codes and replaces each by its value, with one table look-up per byte.
+    """Unpacks codes and maps each code to a value, using one table look-up per byte.
 
     Args:
-        packed: Bytes (T, W) returned by `pack`.
-        values: Value of each code, (2^num_bits,) of any dtype, on the device of `packed`.
-        dim: Number of codes per row D.
+        packed: Bytes (T, W) as returned by `pack`.
+        values: The value of each code, (2^num_bits,) of any dtype, on the same device as `packed`.
+        dim: Number of codes per row, D.
 
     Returns:
         Values (T, D).

@@ -1,4 +1,4 @@
-"""Residual codec of ColBERTv2: a centroid index and a residual of 2 or 4 bits per dimension."""
+"""Residual codec of ColBERTv2, with a centroid and 2 or 4 bits of residual per dimension."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pipeline.codecs.packing import look_up, pack, packed_width
 from pipeline.config import SpecError
 from pipeline.tokens import normalise
 
-#: Maximum number of tokens per centroid and number of iterations of k-means.
+#: Number of tokens per centroid and number of iterations of k-means.
 TOKENS_PER_CENTROID, NUM_ITERATIONS = 256, 20
-#: Maximum number of tokens whose residuals determine the buckets.
+#: Maximum number of tokens from which the buckets of the residuals are computed.
 MAX_BUCKET_TOKENS = 1 << 16
-#: Maximum number of elements of intermediate tensors: 32 MiB of float32.
+#: Maximum number of elements of an intermediate tensor, which corresponds to 32 MiB of float32.
 MAX_BLOCK_ELEMENTS = 1 << 23
-#: Tolerance for the norm of unit vectors that were rounded to a lower precision.
+#: Tolerance for the norms of unit vectors that have been rounded to a lower precision.
 NORM_TOLERANCE = 0.01
 
 
@@ -29,17 +29,18 @@ class Residual(Codec["Residual.Spec"]):
     """Stores the parts `centroids` (T, 1) int32 and `residuals` (T, ceil(D bits / 8)) uint8.
 
     As in ColBERTv2 (Santhanam et al. 2022, section 3.3), a vector is represented by the nearest of
-    C centroids and the quantised residual, with 2^bits buckets per dimension. The cutoffs between
-    buckets are the quantiles i / 2^bits of the residuals of the sample over all dimensions; buckets
-    are dequantised to their middle quantiles (i + 1/2) / 2^bits. Codes are packed with the first
-    dimension in the least significant bits.
+    C centroids and a quantised residual with 2^bits buckets per dimension. The boundaries of the
+    buckets are the quantiles i / 2^bits of the residuals in the sample, pooled over all dimensions.
+    Dequantisation maps a bucket to its median, which is the quantile (i + 1/2) / 2^bits. Codes are
+    packed such that the first dimension is in the least significant bits.
 
     The nearest centroid is the one with the smallest Euclidean distance, which minimises the
-    residuals. ColBERTv2 uses the largest dot product, which is equivalent if all centroids have the
-    same norm.
+    residual. ColBERTv2 uses the largest dot product. Both criteria are equivalent if all centroids
+    have the same norm.
 
-    If the sample consists of unit vectors, dequantised vectors are normalised, as in ColBERTv2.
-    `fit` detects unit vectors by their norms, with a tolerance of 1 % for rounded vectors.
+    If the codec was fitted to unit vectors, dequantised vectors are normalised, as in ColBERTv2.
+    `fit` recognises unit vectors by their norms and tolerates a deviation of 1 %, because vectors
+    may have been rounded.
     """
 
     class Spec(config.ComponentSpec):
@@ -60,21 +61,22 @@ class Residual(Codec["Residual.Spec"]):
 
     @classmethod
     def fit(cls, spec: Spec, sample_TD: np.ndarray, seed: int = 0) -> dict[str, np.ndarray]:
-        """Fits the codebook, deterministically for a given sample and seed.
+        """Fits the codebook by k-means. The result depends only on the sample and the seed.
 
         Args:
-            spec: Settings of the codec.
-            sample_TD: Vectors (T, D) float32.
+            spec: Options of the codec.
+            sample_TD: Vectors (T, D) float32 drawn from the corpus.
             seed: Random seed of k-means.
 
         Returns:
-            `centroids` (C, D), `cutoffs` (2^bits - 1,) and `weights` (2^bits,), all float32, and
-            `normalised`, whether the sample consists of unit vectors.
+            The arrays `centroids` (C, D), `cutoffs` (2^bits - 1,) and `weights` (2^bits,) of type
+            float32, and the flag `normalised`, which is True if the sample consists of unit
+            vectors.
 
         Raises:
             SpecError: The sample has fewer tokens than `num_centroids`.
         """
-        import faiss  # not needed for encoding and search
+        import faiss  # only needed for fitting
 
         if len(sample_TD) < spec.num_centroids:
             rule = f"at most {len(sample_TD)}, the number of vectors in the sample to fit on"
@@ -114,7 +116,7 @@ class Residual(Codec["Residual.Spec"]):
         return {"centroids": (torch.int32, 1), "residuals": (torch.uint8, width)}
 
     def quantise(self, vectors_TD: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Quantises vectors to their nearest centroids and residuals."""
+        """Assigns each vector to its nearest centroid and quantises the residual."""
         codebook = self.codebook(vectors_TD.device)
         index_T = nearest(vectors_TD, codebook.centroids_CD)
         residuals = vectors_TD.new_empty(
@@ -127,14 +129,14 @@ class Residual(Codec["Residual.Spec"]):
         return {"centroids": index_T.int().unsqueeze(1), "residuals": residuals}
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
-        """Adds residuals to centroids and normalises the sum if the sample was normalised."""
+        """Adds the residuals to the centroids. Normalises the sums if the sample was normalised."""
         codebook = self.codebook(parts["residuals"].device)
         vectors_TD = look_up(parts["residuals"], codebook.weights, dim)
         vectors_TD = vectors_TD + codebook.centroids_CD[parts["centroids"].squeeze(1)]
         return normalise(vectors_TD) if codebook.normalised else vectors_TD
 
     def codebook(self, device: torch.device) -> Codebook:
-        """Returns the codebook on a device; codebooks are cached per device."""
+        """Returns the codebook on the given device. Codebooks are cached per device."""
         if device not in self._codebooks:
             names = ("centroids", "cutoffs", "weights")
             tensors = {name: torch.tensor(self.fitted[name], device=device) for name in names}
@@ -146,12 +148,12 @@ class Residual(Codec["Residual.Spec"]):
 
 
 class Codebook(NamedTuple):
-    """Fitted codebook of a `Residual` codec.
+    """Codebook of a fitted `Residual` codec.
 
     Attributes:
-        centroids_CD: Centroids.
-        cutoffs: Boundaries between buckets, (2^bits - 1,).
-        weights: Dequantised value of each bucket, (2^bits,).
+        centroids_CD: Centroids of the token vectors.
+        cutoffs: Boundaries between neighbouring buckets, (2^bits - 1,).
+        weights: The value to which each bucket is dequantised, (2^bits,).
         normalised: Whether dequantised vectors are normalised to unit length.
     """
 
@@ -162,7 +164,10 @@ class Codebook(NamedTuple):
 
 
 def nearest(vectors_TD: torch.Tensor, centroids_CD: torch.Tensor) -> torch.Tensor:
-    """Returns the centroid (T,) int64 with the smallest Euclidean distance to each vector.
+    """Finds the centroid with the smallest Euclidean distance to each vector.
+
+    Returns:
+        Indices of the centroids, (T,) int64.
 
     >>> nearest(torch.tensor([[0.9, 0.2], [0.0, 2.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
     tensor([1, 0])

@@ -1,6 +1,6 @@
 """Post-hoc compressors, which reduce the N token vectors of an item to at most K vectors.
 
-Each module implements one method.
+Each module of this package implements one method from the literature, or a baseline.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from pipeline.config import ComponentSpec, ComponentSpecT, MissingField, SpecErr
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, unit_vectors
 
-#: Maximum number of tokens per item. Assignments are stored as uint16, and 65535 means "none".
+#: Maximum number of tokens per item. Assignments are stored as uint16, where 65535 means "none".
 MAX_TOKENS = 65534
 
-#: Type of a vector budget K.
+#: Type of spec fields with the vector budget K.
 NumVectors = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
-#: Maximum number of elements of the largest intermediate tensor, by device type. 8 MiB of float32
-#: fit into the caches of a CPU; 256 MiB keep a GPU busy and bound its memory for any batch size.
+#: Maximum number of elements of the largest intermediate tensor by device type. 8 MiB of float32
+#: fit into the cache of a CPU. 256 MiB are enough to keep a GPU busy, and limit the memory that
+#: large batches need.
 MAX_BLOCK_ELEMENTS = {"cpu": 1 << 21}
 DEFAULT_MAX_BLOCK_ELEMENTS = 1 << 26
 
@@ -34,32 +35,33 @@ class Compressor(ABC, Generic[ComponentSpecT]):
     """Base class of compressors, which reduce the number of tokens in a `TokenBatch`.
 
     Subclasses define a nested `Spec` whose first field is `name: Literal["..."]` and implement
-    `_compress`. Methods with a vector budget derive from `Budgeted`. Compressors run batched on any
-    device, without Python loops over tokens. The result for an item is independent of the other
-    items in the batch and of the values at padding. Vectors and attention statistics of real tokens
-    must be finite; the index job rejects all other items before compression.
+    `_compress`. Methods with a vector budget should derive from `Budgeted` instead. Compressors
+    process whole batches on any device, without Python loops over tokens. The result for an item
+    must not depend on the other items in the batch or on the values at padding. Compressors can
+    rely on finite vectors and attention statistics, because the index job rejects all other items
+    before compression.
 
-    Compressors treat all token kinds alike unless documented otherwise: the mask of the encoder
-    already excludes tokens that are not indexed, such as special tokens and prompts.
+    Unless documented otherwise, compressors treat all kinds of tokens alike. Tokens that should not
+    be indexed, such as special tokens and prompts, have already been masked by the encoder.
 
-    Construction is cheap. A compressor with `needs_fit` can be constructed without its artefact,
-    but then `compress` must not be called.
+    Constructing a compressor is cheap. A compressor with `needs_fit` can be constructed without its
+    artefact, but `compress` must not be called in this case.
 
     Args:
-        spec: Settings of the compressor.
+        spec: Options of the compressor.
         artefact: Result of `fit`, for compressors with `needs_fit`.
     """
 
     Spec: ClassVar[type[ComponentSpec]]
     spec: ComponentSpecT
-    #: Whether the compressor must be fitted on a sample of the corpus.
+    #: Whether the compressor must be fitted to a sample of the corpus before it can be used.
     needs_fit: bool = False
     #: Stored form of the token assignment: "assignment" stores the output of each input token, or
     #: none; "indices" stores the input token of each output, for methods that select tokens.
     assignment_form: Literal["assignment", "indices"] = "assignment"
     #: Whether output vectors have unit length.
     normalised: bool = True
-    #: Whether items whose budget covers all their tokens keep the vectors unchanged.
+    #: Whether items with no more tokens than their budget keep their vectors unchanged.
     keeps_tokens: bool = True
 
     def __init__(self, spec: ComponentSpecT, artefact: dict[str, np.ndarray] | None = None):
@@ -67,18 +69,18 @@ class Compressor(ABC, Generic[ComponentSpecT]):
 
     @property
     def needs_taps(self) -> tuple[Tap, ...]:
-        """Attention statistics required in `TokenBatch.taps`."""
+        """Attention statistics that the compressor reads from `TokenBatch.taps`."""
         return ()
 
     @property
     def fitted(self) -> dict[str, np.ndarray]:
-        """Artefact of a fitted compressor."""
+        """Artefact of a fitted compressor. Raises an error if it was constructed without one."""
         assert self.artefact is not None, "fit first"
         return self.artefact
 
     @classmethod
     def fit(cls, spec: ComponentSpecT, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:
-        """Fits the compressor to a seeded sample of the corpus.
+        """Fits the compressor to a random sample of the corpus.
 
         Returns:
             The artefact, which is stored in the index together with its hash.
@@ -90,20 +92,21 @@ class Compressor(ABC, Generic[ComponentSpecT]):
         return dim
 
     def transform_queries(self, tokens_QD: torch.Tensor) -> torch.Tensor:
-        """Transforms query tokens (Q, D) into the space of the compressed vectors."""
+        """Transforms query tokens (Q, D) for comparison with the compressed vectors."""
         return tokens_QD
 
     def compress(self, batch: TokenBatch) -> TokenBatch:
         """Compresses the items of a batch.
 
-        Items whose budget covers all their tokens keep their vectors if `keeps_tokens` is set.
+        If `keeps_tokens` is set, items with no more tokens than their budget are returned
+        unchanged.
 
         Returns:
             A batch with vectors (B, <= K, D) and `assignment` (B, N), the output position to which
             each input token is assigned. Real outputs come first in each row.
 
         Raises:
-            SpecError: The batch lacks a required attention statistic.
+            SpecError: The batch lacks an attention statistic that the compressor needs.
         """
         assert not self.needs_fit or self.artefact is not None, "fit first"
         for tap in self.needs_taps:
@@ -111,31 +114,32 @@ class Compressor(ABC, Generic[ComponentSpecT]):
                 field, problem = f"taps of {self.spec.name}", "is not in the batch"
                 raise SpecError.unknown_name(field, tap.name, batch.taps, problem)
         packed, order = pack_left(batch)
-        # Distances and means stay in float32 inside the autocast region of a training loop.
+        # Distances and means are computed in float32, even inside the autocast region of a training
+        # loop.
         with torch.autocast(batch.vectors.device.type, enabled=False):
             result = self._compress(packed)
         if result.assignment is None:
             return result
-        # Map packed positions back to positions in `batch`.
+        # Convert positions in the packed batch back to positions in `batch`.
         assignment = torch.full_like(batch.mask, -1, dtype=torch.int64)
         assignment.scatter_(1, order, result.assignment.masked_fill(~packed.mask, -1))
         return replace(result, assignment=assignment)
 
     def remark(self, extents_N6: np.ndarray) -> str | None:
-        """Returns a warning if a setting is unsuitable for the given item, else None.
+        """Returns a warning if an option is unsuitable for the given item, or None.
 
         Args:
-            extents_N6: Extents of the item's tokens, as in `TokenBatch.extents`.
+            extents_N6: Extents of the tokens of the item, see `TokenBatch.extents`.
         """
         return None
 
     @abstractmethod
     def _compress(self, batch: TokenBatch) -> TokenBatch:
-        """Implements `compress` for batches whose real tokens come first in each row."""
+        """Compresses a batch in which padding is at the end of each row."""
 
 
 class Budget(ComponentSpec):
-    """Base class of the specs of compressors with a vector budget.
+    """Base class of the specs of compressors that have a vector budget.
 
     Exactly one of `num_vectors` and `ratio` must be set.
     """
@@ -143,10 +147,11 @@ class Budget(ComponentSpec):
     num_vectors: NumVectors | None = None
     """Maximum number of vectors per item."""
     ratio: float | None = Field(None, gt=0, le=1)
-    """Fraction of an item's tokens to keep; at least one vector is kept."""
+    """Fraction of the tokens of an item to keep. At least one vector is kept."""
     rounding: Literal["floor", "half_even"] = "floor"
-    """Rounding of the number of vectors with `ratio`. Published methods and their implementations
-    differ; "floor" never exceeds the ratio."""
+    """Rounding of the number of vectors when `ratio` is used. Published methods and their
+    implementations round differently. With "floor", the ratio is never exceeded.
+    """
 
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
@@ -157,18 +162,21 @@ class Budget(ComponentSpec):
         return self
 
     def budgets(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns the vector budget (B,) int64 of items with the given numbers of tokens.
+        """Computes the vector budget of items with the given numbers of tokens.
 
-        A budget never exceeds the number of tokens.
+        The budget of an item is never larger than its number of tokens.
+
+        Returns:
+            Budgets, (B,) int64.
 
         >>> Budget(name="any", ratio=0.1).budgets(torch.tensor([0, 4, 30, 39])).tolist()
         [0, 1, 3, 3]
         """
         if self.num_vectors is not None:
             return lengths.clamp(max=self.num_vectors)
-        assert self.ratio is not None  # see _check_budget
+        assert self.ratio is not None  # guaranteed by _check_budget
         counts = lengths.double() * self.ratio
-        # In float64, 100 * 0.29 is 28.999...96.
+        # In float64, 100 * 0.29 evaluates to 28.999...96.
         counts = (counts + 1e-9).floor() if self.rounding == "floor" else counts.round()
         return torch.minimum(counts.long().clamp_min(1), lengths)
 
@@ -177,35 +185,38 @@ BudgetT = TypeVar("BudgetT", bound=Budget)
 
 
 class Budgeted(Compressor[BudgetT]):
-    """Base class of compressors with a vector budget."""
+    """Base class of compressors that have a vector budget."""
 
     def _compress(self, batch: TokenBatch) -> TokenBatch:
         return self.reduce(batch, self.spec.budgets(batch.lengths))
 
     @abstractmethod
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
-        """Compresses a batch with the given budget per item.
+        """Compresses a batch with an individual budget for each item.
 
-        Items whose budget equals their number of tokens keep them if `keeps_tokens` is set.
+        If `keeps_tokens` is set, items with no more tokens than their budget are returned
+        unchanged.
 
         Args:
-            batch: Items to compress; real tokens come first in each row.
-            budgets_B: Number of output vectors per item, int64, at most the number of its tokens
-                and 0 only for items without tokens.
+            batch: Items to compress. Padding must be at the end of each row.
+            budgets_B: Number of output vectors per item, int64. It is at most the number of tokens
+                of the item, and 0 only if the item has no tokens.
         """
 
 
 def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
-    """Moves the real tokens of each row to the front, in order, and truncates trailing padding.
+    """Moves padding to the end of each row and truncates it to the longest item.
+
+    The order of the tokens is preserved.
 
     Returns:
-        The packed batch, padded to the longest item (N'), and the input position (B, N') of each
-        packed token.
+        The packed batch, padded to the longest item (N'), and the input position of each packed
+        token (B, N').
     """
     max_length = int(batch.lengths.max()) if len(batch) else 0
     if bool(batch.mask[:, :max_length].sum() == batch.mask.sum()) and bool(
         (batch.mask[:, : max(0, max_length - 1)] >= batch.mask[:, 1:max_length]).all()
-    ):  # already packed, like all batches read from an index
+    ):  # the batch is already packed, which is the case for all batches read from an index
         order = torch.arange(max_length, device=batch.mask.device).expand(len(batch), -1)
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
@@ -235,13 +246,12 @@ def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
 
 
 def blocks(items_B: torch.Tensor, elements_per_item: int) -> Iterator[slice]:
-    """Yields slices of the items such that intermediate tensors stay small.
+    """Yields slices of the items that are small enough to limit the size of intermediate tensors.
 
-    Slices have about equal sizes, because small blocks cost more per item.
+    All slices have about the same size, because the cost per item is higher for small slices.
 
-    Args:
-        items_B: Tensor whose first dimension is the batch; determines the device.
-        elements_per_item: Number of elements per item of the largest intermediate tensor.
+    items_B: Tensor whose first dimension is the batch. Its device determines the limit.
+    elements_per_item: Number of elements of the largest intermediate tensor per item.
     """
     max_elements = MAX_BLOCK_ELEMENTS.get(items_B.device.type, DEFAULT_MAX_BLOCK_ELEMENTS)
     max_items = max(1, max_elements // max(1, elements_per_item))
@@ -251,7 +261,7 @@ def blocks(items_B: torch.Tensor, elements_per_item: int) -> Iterator[slice]:
 
 
 def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> TokenBatch:
-    """Selects the tokens at `index` (B, K) where `index_mask` (B, K) is True.
+    """Selects the tokens at the positions `index` (B, K) for which `index_mask` (B, K) is True.
 
     Returns:
         A batch with unit vectors (B, K, D) and the assignment of tokens.
@@ -260,7 +270,7 @@ def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> 
     vectors = batch.vectors.gather(1, index.unsqueeze(-1).expand(-1, -1, dim))
     assignment = torch.full(batch.mask.shape, -1, dtype=torch.int64, device=batch.mask.device)
     outputs = torch.arange(index.shape[1], device=index.device).expand_as(index)
-    # Masked slots write to an additional column, which is dropped.
+    # Masked slots are written to an additional column, which is dropped at the end.
     padded = torch.cat([assignment, assignment.new_full((len(batch), 1), -1)], dim=1)
     padded.scatter_(1, torch.where(index_mask, index, batch.mask.shape[1]), outputs)
     selected = TokenBatch(
@@ -272,7 +282,7 @@ def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> 
 def largest(
     scores_BN: torch.Tensor, mask_BN: torch.Tensor, budgets_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the positions of the largest scores of each item, in ascending order.
+    """Returns the positions of the largest scores of each item in ascending order.
 
     Ties are broken in favour of the earlier position.
 
@@ -356,7 +366,7 @@ def group_sums(values_BNV: torch.Tensor, groups_BN: torch.Tensor, num_groups: in
 
 
 def group_sizes(groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Returns the number of tokens of each group, (B, K) float32; a group index of -1 is ignored.
+    """Returns the number of tokens of each group, (B, K) float32. A group index of -1 is ignored.
 
     >>> group_sizes(torch.tensor([[0, 1, 0, -1]]), 2).tolist()
     [[2.0, 1.0]]

@@ -1,4 +1,4 @@
-"""Adaptive budgets: more vectors for items with more information, at the same total."""
+"""Adaptive budgets, which assign more vectors to items that contain more information."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from pipeline.registry import COMPRESSORS, CompressorSpec
 from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, unit_vectors
 
-#: Number of bisection steps for theta, enough to reach float64 precision.
+#: Number of bisection steps. It is sufficient to determine theta with float64 precision.
 NUM_BISECTIONS = 60
 
 
 class Adaptive(Compressor["Adaptive.Spec"]):
-    """Runs a compressor with a budget per item that averages `num_vectors` over the corpus.
+    """Runs another compressor with an individual budget for each item.
 
-    The SAP paper enforces "a uniform token budget across all documents" (section 7); the AGC paper
-    suggests a budget "in proportion to a document's inherent information" as future work.
+    The budgets average `num_vectors` over the corpus. The SAP paper enforces "a uniform token
+    budget across all documents" (section 7), and the AGC paper suggests a budget "in proportion to
+    a document's inherent information" as future work. This class implements such a budget.
 
-    `fit` determines the largest total budget of the sample that does not exceed the total of a
-    uniform budget, in which items with fewer tokens use only as many vectors as they have tokens.
+    `fit` maximises the total budget of a sample, subject to the constraint that it does not exceed
+    the total of a uniform budget. In the uniform budget, items that have fewer than `num_vectors`
+    tokens use only as many vectors as they have tokens.
     """
 
     class Spec(config.ComponentSpec):
@@ -39,23 +41,25 @@ class Adaptive(Compressor["Adaptive.Spec"]):
         num_vectors: NumVectors
         """Mean number of vectors per item."""
         method: CompressorSpec = Field(default="hpool", validate_default=True)
-        """Compressor that is run with the budgets; its own budget must be omitted."""
+        """Compressor that is run with the budgets. Its own budget must be omitted."""
         criterion: Literal["gain", "entropy", "length"] = "gain"
-        """Definition of the budget of an item, where theta is a constant for the corpus.
+        """Definition of the budget of an item. Theta is a constant of the corpus, determined by
+        `fit`.
 
         - "gain": `1 + #{Ward merges that increase the squared error by more than theta}`. The next
-          vector of any item then reduces the error by about the same amount, which equals Ward
-          clustering of the corpus with merges restricted to the same item.
-        - "entropy": `theta exp(H)`, where H is the entropy of the saliency over the tokens; exp(H)
-          is the effective number of salient tokens.
-        - "length": `theta N` for N tokens, a baseline that equals a constant ratio.
+          vector of any item then reduces the error by about the same amount. This is equivalent to
+          Ward clustering of the whole corpus in which tokens of different items are never merged.
+        - "entropy": `theta exp(H)`, where H is the entropy of the saliency over the tokens. exp(H)
+          can be interpreted as the effective number of salient tokens.
+        - "length": `theta N` for an item with N tokens. This baseline is equivalent to a constant
+          ratio.
         """
         lowest: float = Field(0.25, ge=0, le=1)
-        """Minimum budget relative to `num_vectors`."""
+        """Minimum budget of an item as a fraction of `num_vectors`."""
         highest: float = Field(4.0, ge=1, allow_inf_nan=False)
-        """Maximum budget relative to `num_vectors`."""
+        """Maximum budget of an item as a multiple of `num_vectors`."""
         saliency: TapName = "pooled_row/mean/last"
-        """Attention statistic for the criterion "entropy", see `pipeline.taps`."""
+        """Attention statistic that the criterion "entropy" uses, see `pipeline.taps`."""
 
         @model_validator(mode="before")
         @classmethod
@@ -86,22 +90,22 @@ class Adaptive(Compressor["Adaptive.Spec"]):
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray] | None = None):
         super().__init__(spec, artefact)
         method = COMPRESSORS.build(spec.method)
-        assert isinstance(method, Budgeted)  # checked by the spec
+        assert isinstance(method, Budgeted)  # guaranteed by the spec
         self._method = method
         self.assignment_form = self._method.assignment_form
         self.normalised = self._method.normalised
 
     @cached_property
     def needs_taps(self) -> tuple[Tap, ...]:
-        """Attention statistics of the method and, for the criterion "entropy", the saliency."""
+        """Attention statistics of the compressor and, for the criterion "entropy", the saliency."""
         taps = (Tap.parse(self.spec.saliency),) if self.spec.criterion == "entropy" else ()
         return tuple(dict.fromkeys((*self._method.needs_taps, *taps)))
 
     @classmethod
     def fit(cls, spec: Spec, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:
-        """Returns theta as `{"theta": (1,) float64}`.
+        """Determines theta and returns it as `{"theta": (1,) float64}`.
 
-        The total budget of the sample does not exceed that of the uniform budget.
+        The total budget of the sample never exceeds the total of the uniform budget.
         """
         measured: list[tuple[torch.Tensor, torch.Tensor]] = []
         for batch in sample:
@@ -112,7 +116,7 @@ class Adaptive(Compressor["Adaptive.Spec"]):
         def total(theta: float) -> int:
             return sum(int(budgets(spec, *item, theta).sum()) for item in measured)
 
-        # Geometric bisection. For "gain", smaller values of theta yield more vectors.
+        # Bisection on a logarithmic scale. For "gain", smaller values of theta yield more vectors.
         few, many = (1e3, 1e-12) if spec.criterion == "gain" else (1e-6, 1e6)
         for _ in range(NUM_BISECTIONS):
             middle = (few * many) ** 0.5
@@ -126,14 +130,15 @@ class Adaptive(Compressor["Adaptive.Spec"]):
 
 
 def information(batch: TokenBatch, spec: Adaptive.Spec) -> torch.Tensor:
-    """Measures the information of each item by the criterion of the spec.
+    """Measures the information in each item by the criterion of the spec.
 
     Args:
-        batch: Items whose real tokens come first in each row.
+        batch: Items to measure. Padding must be at the end of each row.
         spec: Options of the compressor.
 
     Returns:
-        Costs of Ward merges (B, N) for "gain"; else the effective number of tokens (B, 1).
+        Costs of the Ward merges (B, N) for "gain", or the effective number of tokens (B, 1) for the
+        other criteria.
     """
     lengths_B1 = batch.lengths.double().unsqueeze(1)
     if spec.criterion == "length":
@@ -148,13 +153,16 @@ def information(batch: TokenBatch, spec: Adaptive.Spec) -> torch.Tensor:
 def budgets(
     spec: Adaptive.Spec, measure: torch.Tensor, lengths_B: torch.Tensor, theta: float
 ) -> torch.Tensor:
-    """Returns the number of vectors (B,) int64 of each item, at most its number of tokens.
+    """Computes the budget of each item from its information.
 
     Args:
         spec: Options of the compressor.
-        measure: Result of `information`.
+        measure: Information of the items, as returned by `information`.
         lengths_B: Number of tokens per item.
         theta: Constant determined by `Adaptive.fit`.
+
+    Returns:
+        Number of vectors per item, (B,) int64. It is at most the number of tokens.
 
     >>> spec = Adaptive.Spec(num_vectors=4, criterion="length")
     >>> measure, lengths = torch.tensor([[2.0], [40.0], [90.0]]), torch.tensor([2, 40, 90])

@@ -20,13 +20,14 @@ TAP = Tap("eos_row")
 class AdaptiveEos(Compressor["AdaptiveEos.Spec"]):
     """Keeps the tokens whose EOS attention exceeds `mu + k sigma` of their item (eq. 13).
 
-    k is the `1 - ratio` quantile of the z-scores of the tokens in a sample (eq. 14), so that the
-    fraction `ratio` of all tokens of the corpus is kept, with different fractions for different
-    items. If no token of an item exceeds the threshold, the token with the highest score is kept.
+    k is the `1 - ratio` quantile of the z-scores of all tokens in a sample (eq. 14). The method
+    therefore keeps a fraction `ratio` of the tokens of the corpus, while the fraction of individual
+    items varies. If no token of an item exceeds the threshold, the token with the highest score is
+    kept.
 
-    The paper does not specify the standard deviation. As in the reference implementation, it
-    divides by N - 1, and 1e-8 is added. The paper calibrates on 128 separate documents; here, the
-    sample is the one configured for fitting in the index job.
+    The paper does not define the standard deviation. This implementation follows the reference
+    implementation, which divides by N - 1 and adds 1e-8. The paper calibrates k on 128 separate
+    documents. Here, the sample that the index job uses for fitting is used instead.
     """
 
     class Spec(config.ComponentSpec):
@@ -34,7 +35,7 @@ class AdaptiveEos(Compressor["AdaptiveEos.Spec"]):
 
         name: Literal["adaptive_eos"] = "adaptive_eos"
         ratio: float = Field(gt=0, lt=1)
-        """Fraction of the tokens of the corpus to keep."""
+        """Fraction of all tokens of the corpus to keep."""
 
     needs_fit = True
     needs_taps = (TAP,)
@@ -42,7 +43,7 @@ class AdaptiveEos(Compressor["AdaptiveEos.Spec"]):
 
     @classmethod
     def fit(cls, spec: Spec, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:
-        """Returns the quantile k of eq. 14, linearly interpolated, as `{"k": (1,) float64}`."""
+        """Computes the quantile k of eq. 14 with linear interpolation, as `{"k": (1,) float64}`."""
         scores = []
         for batch in sample:
             packed, _ = pack_left(batch)
@@ -54,17 +55,20 @@ class AdaptiveEos(Compressor["AdaptiveEos.Spec"]):
         if not z_BN.numel():
             return select(batch, batch.mask.long(), batch.mask)
         is_best_BN = z_BN == z_BN.amax(dim=1, keepdim=True)
-        is_best_BN &= is_best_BN.cumsum(dim=1) == 1  # first of tied scores
+        is_best_BN &= is_best_BN.cumsum(dim=1) == 1  # the first of several equal scores
         keep_BN = ((z_BN > float(self.fitted["k"][0])) | is_best_BN) & batch.mask
         lengths = keep_BN.sum(dim=1)
-        # Move selected positions to the front, in order.
+        # Move the selected tokens to the front without changing their order.
         index_BN = (~keep_BN).to(torch.int8).argsort(dim=1, stable=True)[:, : int(lengths.max())]
         slots = torch.arange(index_BN.shape[1], device=index_BN.device)
         return select(batch, index_BN, slots < lengths.unsqueeze(1))
 
 
 def z_scores(batch: TokenBatch) -> torch.Tensor:
-    """Returns the z-scores (B, N) float32 of the EOS attention per item; -inf at padding."""
+    """Standardises the EOS attention of each item.
+
+    Returns z-scores (B, N) float32 that are -inf at padding.
+    """
     scores_BN = batch.taps[TAP.name].float().masked_fill(~batch.mask, 0.0)
     lengths_B1 = batch.lengths.unsqueeze(1)
     mean_B1 = scores_BN.sum(dim=1, keepdim=True) / lengths_B1.clamp_min(1)

@@ -1,4 +1,4 @@
-"""Semantic clustering, k-means of the projected tokens (SAP paper, appendix C.3, eq. 12)."""
+"""Semantic clustering by k-means on the projected tokens (SAP paper, appendix C.3, eq. 12)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.compression.hpool import cosine_distances, hierarchical_groups
 from pipeline.compression.random import mix, random_draws
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
-#: Squared distances up to this value are set to 0, consistent with the tolerance of
+#: Squared distances up to this value are considered zero, which matches the tolerance of
 #: `first_minimum`.
 ZERO_TOLERANCE = 1e-5
 
@@ -22,13 +22,13 @@ class SemanticCluster(Budgeted["SemanticCluster.Spec"]):
     """Partitions the tokens of an item into K clusters and stores the centroid of each cluster.
 
     Tokens are normalised to unit length before clustering. Clusters are ordered by their first
-    token. Items with fewer than K distinct tokens have fewer clusters.
+    token. Items that have fewer than K distinct tokens yield fewer clusters.
 
-    The paper specifies neither the initialisation nor the number of iterations. Centroids are
-    initialised by k-means++ with random numbers that are a hash of the item, so that results do not
-    depend on the state of a generator. On token vectors of all-MiniLM-L6-v2 (30 Cranfield abstracts
-    with about 480 tokens each, K = 64), the resulting sum of squares is 5 % lower than with seeds
-    uniform in token order; on pages of synthetic clusters, it is never larger.
+    The paper specifies neither the initialisation nor the number of iterations. This implementation
+    uses k-means++. Its random numbers are a hash of the item, so that the result does not depend on
+    the state of a random number generator. On token vectors of all-MiniLM-L6-v2 (30 Cranfield
+    abstracts with about 480 tokens each, K = 64), the sum of squares is 5 % lower than with seeds
+    that are uniform in token order. On pages of synthetic clusters, it is never larger.
     """
 
     class Spec(Budget):
@@ -38,17 +38,20 @@ class SemanticCluster(Budgeted["SemanticCluster.Spec"]):
         algorithm: Literal["kmeans", "average"] = "kmeans"
         """Clustering algorithm.
 
-        - "kmeans": Minimises `sum_k sum_{v in C_k} |v - mu_k|^2` (eq. 12) by Lloyd's algorithm, as
-          in the paper.
-        - "average": Agglomerative clustering with average linkage on `1 - cos`, cut at K clusters,
-          as in the reference implementation.
+        - "kmeans": Minimises `sum_k sum_{v in C_k} |v - mu_k|^2` (eq. 12) with Lloyd's algorithm,
+          as in the paper.
+        - "average": Agglomerative clustering with average linkage on `1 - cos` into K clusters, as
+          in the reference implementation.
         """
         num_iterations: int = Field(10, ge=1)
-        """Maximum number of k-means iterations; iteration stops earlier at convergence. 90 more
-        iterations than the default reduce the sum of squares by less than 0.5 %."""
+        """Maximum number of k-means iterations. Iteration stops early when the clusters have
+        converged. Increasing the default by 90 iterations reduces the sum of squares by less than
+        0.5 %.
+        """
         normalise: bool = False
-        """Whether to normalise the centroids to unit length. Without it, centroids are means of
-        unit vectors, as in the paper, and MaxSim favours tight clusters, whose means are longer."""
+        """Whether to normalise the centroids to unit length. If False, the centroids are means of
+        unit vectors, as in the paper. Tight clusters then have longer means, which MaxSim favours.
+        """
 
     def __init__(self, spec: Spec, artefact: dict[str, np.ndarray] | None = None):
         super().__init__(spec, artefact)
@@ -95,21 +98,22 @@ def kmeans_plus_plus(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selects seeds by k-means++.
 
-    The first seed is drawn uniformly, each further seed with probability proportional to the
-    squared distance from the nearest previous seed. Seeds are drawn by exponential races: the token
-    with the smallest `-log(u_n) / w_n` is selected, with new uniform numbers `u_n` for each seed,
-    which has probability `w_n / sum w`. Unlike inverse transform sampling, this is insensitive to
-    rounding errors of the weights and thus independent of the shape of the batch.
+    The first seed is drawn uniformly. Each further seed is drawn with a probability proportional to
+    the squared distance from the nearest previous seed. Instead of inverse transform sampling, this
+    function uses exponential races: it selects the token with the smallest `-log(u_n) / w_n`, where
+    the `u_n` are new uniform random numbers for each seed. A token wins the race with probability
+    `w_n / sum w`. The outcome is insensitive to rounding errors in the weights and therefore does
+    not depend on the shape of the batch.
 
     Args:
-        tokens_BND: Unit vectors, zero at padding.
-        draws_BN: Random numbers, from `random_draws`.
-        batch: Items of the tokens.
+        tokens_BND: Unit vectors that are zero at padding.
+        draws_BN: Random numbers, see `random_draws`.
+        batch: The items to which the tokens belong.
         budgets_B: Number of seeds per item.
 
     Returns:
-        Positions (B, K) int64 and their mask, which is False beyond the budget or the number of
-        distinct tokens of an item.
+        Positions of the seeds (B, K) int64, and their mask. The mask is False beyond the budget of
+        an item and beyond its number of distinct tokens.
     """
     num_seeds = int(budgets_B.max())
     rows = torch.arange(len(batch), device=draws_BN.device)
@@ -141,21 +145,22 @@ def lloyd(
     slot_mask_BK: torch.Tensor,
     num_iterations: int,
 ) -> torch.Tensor:
-    """Assigns tokens to clusters by Lloyd's algorithm.
+    """Assigns tokens to clusters with Lloyd's algorithm.
 
-    The first iteration assigns every token to the nearest seed. Each further iteration moves the
-    centroids to the means of their tokens before assigning the tokens. Centroids without tokens are
-    not moved. The centroids of eq. 12 are the means of the returned clusters.
+    The first iteration assigns every token to the nearest seed. Each of the following iterations
+    first moves the centroids to the means of their tokens and then assigns the tokens again.
+    Centroids without tokens are not moved. The centroids of eq. 12 are the means of the returned
+    clusters.
 
     Args:
-        tokens_BND: Unit vectors, zero at padding.
-        mask_BN: True at real tokens.
-        seeds_BK: Positions of the tokens that are the initial centroids.
-        slot_mask_BK: True at the centroids of an item, False at padding.
+        tokens_BND: Unit vectors that are zero at padding.
+        mask_BN: True for tokens and False for padding.
+        seeds_BK: Positions of the tokens that serve as initial centroids.
+        slot_mask_BK: True for centroids and False for padding.
         num_iterations: Maximum number of iterations, at least 1.
 
     Returns:
-        Cluster indices (B, N) int64; undefined at padding.
+        Indices of the clusters, (B, N) int64. They are undefined at padding.
     """
     num_outputs, dim = seeds_BK.shape[1], tokens_BND.shape[2]
     assigned = []
@@ -169,7 +174,7 @@ def lloyd(
                 sums_BKD = group_sums(tokens, nearest_BN, num_outputs)
                 sizes_BK1 = group_sizes(nearest_BN, num_outputs).unsqueeze(2)
                 centres_BKD = torch.where(sizes_BK1 > 0, sums_BKD / sizes_BK1, centres_BKD)
-            # |x|^2 is omitted, because it is the same for all centroids.
+            # |x|^2 can be omitted because it is the same for all centroids.
             squares_B1K = centres_BKD.square().sum(dim=2).unsqueeze(1)
             distance_BNK = torch.baddbmm(squares_B1K, tokens, centres_BKD.mT, alpha=-2)
             previous_BN = nearest_BN
@@ -177,13 +182,13 @@ def lloyd(
             nearest_BN = nearest_BN.masked_fill(~mask, -1)
             if previous_BN is not None and torch.equal(previous_BN, nearest_BN):
                 break
-        assert nearest_BN is not None  # num_iterations >= 1
+        assert nearest_BN is not None  # because num_iterations >= 1
         assigned.append(nearest_BN)
     return torch.cat(assigned)
 
 
 def order_by_first(groups_BN: torch.Tensor, mask_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Renumbers the groups of each item in the order of their first tokens.
+    """Renumbers the groups of each item by the order of their first tokens.
 
     >>> order_by_first(torch.tensor([[4, 1, 4, 0]]), torch.ones(1, 4, dtype=torch.bool), 5).tolist()
     [[0, 1, 0, 2]]

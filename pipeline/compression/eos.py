@@ -1,4 +1,4 @@
-"""Pruning by the attention of the end-of-sequence token (SAP, appendix C, eq. 11)."""
+"""Pruning by the attention of the end-of-sequence (EOS) token (SAP, appendix C, eq. 11)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.tokens import TokenBatch
 
 
 class Eos(Budgeted["Eos.Spec"]):
-    """Keeps the K tokens with the highest attention from the last token of the sequence.
+    """Keeps the K tokens to which the last token of the sequence pays the most attention.
 
     The score of token j is `1/H sum_h A_eos,j` in the last layer (eq. 11).
     """
@@ -24,13 +24,13 @@ class Eos(Budgeted["Eos.Spec"]):
 
         name: Literal["eos"] = "eos"
         layers: list[int] = Field([-1], min_length=1)
-        """Layers over which the scores are averaged; negative indices count from the end."""
+        """Layers over which the scores are averaged. Negative indices count from the end."""
 
     assignment_form = "indices"
 
     @cached_property
     def needs_taps(self) -> tuple[Tap, ...]:
-        """Attention row of the last token in the layers of the spec."""
+        """Attention of the last token in the layers of the spec."""
         return (Tap("eos_row", layers=",".join(map(str, self.spec.layers))),)
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:

@@ -1,4 +1,4 @@
-"""HPC-ColPali: codebook quantisation, attention-guided pruning and binary codes."""
+"""HPC-ColPali, which combines a codebook, attention-guided pruning and binary codes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from pipeline.config import SpecError
 from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
-#: Maximum number of tokens per centroid on which the codebook is fitted.
+#: Number of tokens per centroid to which the codebook is fitted. Additional tokens are not used.
 TOKENS_PER_CENTROID = 256
 
 
 class HPC(Budgeted["HPC.Spec"]):
     """Keeps the most salient tokens of an item and replaces each by the nearest of C centroids.
 
-    The method has three steps (HPC-ColPali, Bach 2025):
+    The method consists of three steps (HPC-ColPali, Bach 2025):
 
     1. `fit` runs k-means on the tokens of a sample of the corpus.
-    2. Attention-guided pruning keeps the fraction p of an item's tokens with the highest saliency
-       (`ratio`), or a fixed number (`num_vectors`).
-    3. Each remaining token is replaced by its nearest centroid. Tokens of an item with equal codes
-       share one vector.
+    2. Attention-guided pruning keeps the tokens with the highest saliency. It keeps either a
+       fraction p of the tokens of an item (`ratio`) or a fixed number (`num_vectors`).
+    3. Each remaining token is replaced by its nearest centroid. Tokens of an item that have the
+       same code share one vector.
 
-    Items within their budget are not pruned, but quantised as well.
+    Items that are within their budget are not pruned, but their tokens are quantised as well.
 
-    K-means is spherical: centroids have unit length, and tokens are assigned by cosine similarity,
-    so that similarities of quantised vectors are cosines, too. It is fitted on at most 256 tokens
-    per centroid, drawn uniformly. If the sample has fewer than `num_centroids` tokens, each of them
-    is a centroid.
+    This implementation uses spherical k-means: centroids have unit length, and tokens are assigned
+    by cosine similarity. The similarities of quantised vectors are therefore cosines as well. The
+    codebook is fitted to at most 256 tokens per centroid, which are drawn uniformly. If the sample
+    has fewer than `num_centroids` tokens, each token becomes a centroid.
     """
 
     class Spec(Budget):
@@ -44,18 +44,20 @@ class HPC(Budgeted["HPC.Spec"]):
 
         name: Literal["hpc"] = "hpc"
         saliency: TapName = "eos_row/mean/last"
-        """Attention statistic used as saliency, see `pipeline.taps`."""
+        """Attention statistic that is used as the saliency, see `pipeline.taps`."""
         num_centroids: int = Field(256, ge=1, le=65536)
         """Number of centroids C."""
         seed: int = Field(0, ge=0, lt=2**31)
-        """Random seed of the sample of tokens and of k-means."""
+        """Random seed for sampling tokens and for k-means."""
         num_iterations: int = Field(20, ge=1)
         """Number of k-means iterations."""
         binary: bool = False
-        """Whether to store centroid indices as b = ceil(log2 C) bits, to be scored by Hamming
-        distance. Bits are stored as 1 / sqrt(b) and -1 / sqrt(b), so that the dot product of two
-        vectors is `1 - 2 Hamming / b`. Query tokens are replaced by the bits of their nearest
-        centroids. As centroid indices have no order, only distance 0 implies similar tokens."""
+        """Whether to store the index of a centroid as b = ceil(log2 C) bits, which are compared by
+        Hamming distance. The bits are stored as 1 / sqrt(b) and -1 / sqrt(b), so that the dot
+        product of two vectors is `1 - 2 Hamming / b`. Query tokens are replaced by the bits of
+        their nearest centroids. The order of the centroid indices has no meaning, so only a
+        distance of 0 implies that two tokens are similar.
+        """
 
     needs_fit = True
     keeps_tokens = False
@@ -66,19 +68,19 @@ class HPC(Budgeted["HPC.Spec"]):
 
     @property
     def needs_taps(self) -> tuple[Tap, ...]:
-        """Attention statistic used as saliency."""
+        """Attention statistic that is used as the saliency."""
         return (Tap.parse(self.spec.saliency),)
 
     @classmethod
     def fit(cls, spec: Spec, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:
-        """Returns the codebook as `{"codebook": (C, D) float32}`, with centroids of unit length.
+        """Fits the codebook and returns it as `{"codebook": (C, D) float32}`.
 
-        The codebook does not depend on the batching of the sample.
+        The centroids have unit length. The result does not depend on how the sample is batched.
 
         Raises:
             SpecError: The sample has no tokens.
         """
-        import faiss  # not needed for compression and search
+        import faiss  # only needed for fitting
 
         tokens = sample_tokens(sample, spec.seed, TOKENS_PER_CENTROID * spec.num_centroids)
         if not len(tokens):
@@ -97,7 +99,7 @@ class HPC(Budgeted["HPC.Spec"]):
         return {"codebook": kmeans.centroids.reshape(-1, tokens.shape[1])}
 
     def output_dim(self, dim: int) -> int:
-        """Returns the number of bits with `binary`, else `dim`."""
+        """Returns the number of bits of a code if `binary` is set, otherwise `dim`."""
         return self.num_bits if self.spec.binary else dim
 
     def transform_queries(self, tokens_QD: torch.Tensor) -> torch.Tensor:
@@ -119,8 +121,8 @@ class HPC(Budgeted["HPC.Spec"]):
         codebook_CD = self._codebook(batch.vectors.device)
         codes_BK = nearest_codes(selected_BKD, codebook_CD)
 
-        # Tokens with equal codes share one output. Masked slots write to an additional column,
-        # which is dropped.
+        # Tokens with equal codes share one output. Masked slots are written to an additional
+        # column, which is dropped at the end.
         num_tokens, num_slots = batch.mask.shape[1], index_BK.shape[1]
         outputs_BK = order_by_first(codes_BK, slot_mask_BK, len(codebook_CD))
         slots_BK = outputs_BK.masked_fill(~slot_mask_BK, num_slots)
@@ -145,7 +147,12 @@ class HPC(Budgeted["HPC.Spec"]):
 
 
 def nearest_codes(tokens_BKD: torch.Tensor, codebook_CD: torch.Tensor) -> torch.Tensor:
-    """Returns the centroid (B, K) int64 with the highest cosine similarity, or the first of ties.
+    """Finds the centroid with the highest cosine similarity to each token.
+
+    If several centroids are equally similar, the first one is returned.
+
+    Returns:
+        Indices of the centroids, (B, K) int64.
 
     >>> tokens = torch.tensor([[[0.8, 0.6], [0.0, -1.0]]])
     >>> nearest_codes(tokens, torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
@@ -158,9 +165,9 @@ def nearest_codes(tokens_BKD: torch.Tensor, codebook_CD: torch.Tensor) -> torch.
 
 
 def code_signs(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Converts codes to unit vectors (..., b) float32 of their bits, least significant bit first.
+    """Converts codes to unit vectors (..., b) float32 that represent their bits.
 
-    Bits 1 and 0 become 1 / sqrt(b) and -1 / sqrt(b).
+    The least significant bit comes first. The bits 1 and 0 become 1 / sqrt(b) and -1 / sqrt(b).
 
     >>> code_signs(torch.tensor([1, 2]), 4).tolist()
     [[0.5, -0.5, -0.5, -0.5], [-0.5, 0.5, -0.5, -0.5]]

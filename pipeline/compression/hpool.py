@@ -1,4 +1,4 @@
-"""H-Pool, hierarchical pooling with Ward linkage (AGC paper, section 4.3)."""
+"""Hierarchical pooling (H-Pool) with Ward linkage (AGC paper, section 4.3)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from threadpoolctl import threadpool_limits
 from pipeline.compression import Budget, Budgeted, group_sizes, group_sums
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
-#: Squared distances below this fraction of the squared norms are recomputed by subtraction.
+#: If a squared distance is below this fraction of the squared norms, it is recomputed by
+#: subtraction to avoid cancellation.
 CANCELLATION_LIMIT = 1e-10
 
-#: Maps unit vectors (n, D) float64 to distances in the condensed form of SciPy, (n (n - 1) / 2,).
+#: Type of functions that map unit vectors (n, D) float64 to distances in the condensed form of
+#: SciPy, (n (n - 1) / 2,).
 Distances = Callable[[np.ndarray], np.ndarray]
 
 
 class HPool(Budgeted["HPool.Spec"]):
     """Groups similar tokens by agglomerative clustering and stores the mean of each group.
 
-    Tokens are normalised to unit length before clustering, and means after it. The linkage is
-    computed on the CPU in float64, for as many items in parallel as torch has threads. It yields up
-    to K groups, or fewer if merges are tied at the cut, for example for items with fewer than K
-    distinct tokens. Groups are ordered by their first token.
+    Tokens are normalised to unit length before clustering, and means are normalised afterwards. The
+    linkage is computed on the CPU in float64. Items are processed in parallel by as many threads as
+    torch uses. An item yields up to K groups. It yields fewer if merges are tied at the cut, for
+    example because it has fewer than K distinct tokens. Groups are ordered by their first token.
     """
 
     class Spec(Budget):
@@ -39,18 +41,19 @@ class HPool(Budgeted["HPool.Spec"]):
 
         name: Literal["hpool"] = "hpool"
         linkage: Literal["vectors", "rows", "condensed"] = "vectors"
-        """Input of the Ward linkage.
+        """Observations or distances to which Ward linkage is applied.
 
-        - "vectors": Token vectors, so that merges minimise the increase in squared error, as in the
-          paper.
-        - "rows": Rows of the cosine distance matrix, as in the reference implementation and in
+        - "vectors": The token vectors, so that each merge minimises the increase in squared error,
+          as in the paper.
+        - "rows": The rows of the cosine distance matrix, as in the reference implementation and in
           colpali-engine.
-        - "condensed": Cosine distances in place of the Euclidean distances of the observations.
+        - "condensed": The cosine distances themselves, in place of Euclidean distances.
         """
         num_protected: int = Field(1, ge=0)
-        """Number m' of initial tokens that are not merged. The paper specifies no value; the
-        default is the one of the reference implementation. At most K - 1 tokens are protected, so
-        that at least one group remains for the other tokens."""
+        """Number m' of tokens at the beginning of an item that are never merged. The paper
+        specifies no value, and the default follows the reference implementation. At most K - 1
+        tokens are protected, so that at least one group remains for the other tokens.
+        """
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""
@@ -68,11 +71,11 @@ def group_means(
     assignment_BN: torch.Tensor,
     budgets_B: torch.Tensor,
 ) -> TokenBatch:
-    """Returns a batch with the normalised mean of the unit vectors of each group."""
+    """Returns a batch that contains the normalised mean of the unit vectors of each group."""
     num_outputs = int(budgets_B.max()) if len(batch) else 0
     sums_BKD = group_sums(tokens_BND, assignment_BN, num_outputs)
     return TokenBatch(
-        vectors=normalise(sums_BKD),  # dividing by the counts does not change the direction
+        vectors=normalise(sums_BKD),  # division by the counts would not change the direction
         mask=group_sizes(assignment_BN, num_outputs) > 0,
         normalised=True,
         pooled=batch.pooled,
@@ -91,16 +94,16 @@ def hierarchical_groups(
     """Groups the tokens of each item by agglomerative clustering.
 
     Args:
-        tokens_BND: Unit vectors; real tokens come first in each row.
+        tokens_BND: Unit vectors with padding at the end of each row.
         lengths_B: Number of tokens per item.
-        budgets_B: Maximum number of groups per item, including protected tokens.
-        distances: Distances on which the linkage operates.
-        method: Linkage method.
-        num_protected: Number of initial tokens that form groups of size 1, at most the budget
-            minus 1.
+        budgets_B: Maximum number of groups per item, including those of protected tokens.
+        distances: Function that computes the distances for the linkage.
+        method: Name of the linkage method.
+        num_protected: Number of tokens at the beginning of an item that form groups of size 1. It
+            is limited to the budget minus 1.
 
     Returns:
-        Group indices (B, N) int64; -1 at padding.
+        Indices of the groups, (B, N) int64. They are -1 at padding.
     """
 
     def group_item(vectors: np.ndarray, length: int, budget: int) -> np.ndarray:
@@ -120,17 +123,17 @@ def hierarchical_groups(
 
 
 def merge_costs(tokens_BND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Computes the increase in squared error caused by each merge of the Ward linkage.
+    """Computes the increase in squared error caused by each merge of a Ward linkage.
 
-    An item of n tokens has n - 1 merges. The squared error of k groups is the sum of all costs
-    except the k - 1 largest.
+    An item with n tokens has n - 1 merges. If its tokens are merged into k groups, their squared
+    error is the sum of all costs except the k - 1 largest.
 
     Args:
-        tokens_BND: Vectors; real tokens come first in each row.
+        tokens_BND: Vectors with padding at the end of each row.
         lengths_B: Number of tokens per item.
 
     Returns:
-        Costs (B, N) float64 in descending order; -1 at padding.
+        Costs (B, N) float64 in descending order. They are -1 at padding.
     """
 
     def item_costs(vectors: np.ndarray, length: int) -> np.ndarray:
@@ -150,16 +153,20 @@ def merge_costs(tokens_BND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tens
 def map_items(
     function: Callable[..., np.ndarray], tokens_BND: torch.Tensor, *arguments: Sequence[int]
 ) -> list[np.ndarray]:
-    """Applies a function to each item, for as many items in parallel as torch has threads.
+    """Applies a function to each item, in parallel threads.
+
+    The number of threads is the one that torch uses.
 
     Args:
-        function: Called with the vectors (N, D) of an item and its element of each of `arguments`.
+        function: Function of the vectors (N, D) of an item and of its element of each of
+            `arguments`.
         tokens_BND: Vectors of the items.
-        *arguments: Sequences with one element per item.
+        *arguments: Sequences that contain one element per item.
     """
     vectors = tokens_BND.detach().cpu().numpy()
-    # Matrix products and linkages release the GIL, so one thread per item scales. BLAS is limited
-    # to one thread, because nested threads would compete for the cores and be many times slower.
+    # Matrix products and linkages release the GIL, so one thread per item scales well. BLAS is
+    # limited to one thread, because nested threads would compete for the cores and be many times
+    # slower.
     with (
         _BLAS_LOCK,
         threadpool_limits(1, "blas"),
@@ -168,17 +175,19 @@ def map_items(
         return list(pool.map(function, vectors, *arguments))
 
 
-#: The limit on BLAS threads is global to the process, so concurrent callers must not change it.
+#: The limit on BLAS threads affects the whole process, so only one caller may change it at a time.
 _BLAS_LOCK = threading.Lock()
 
 
 def cut_linkage(
     distances: np.ndarray, num_groups: int, method: Literal["ward", "average"]
 ) -> np.ndarray:
-    """Returns the group of each token for at most `num_groups` groups, ordered by first member.
+    """Merges tokens into at most `num_groups` groups and returns the group of each token.
+
+    Groups are numbered in the order of their first members.
 
     Args:
-        distances: Distances in the condensed form of SciPy; overwritten.
+        distances: Distances in the condensed form of SciPy. The array is overwritten.
         num_groups: Maximum number of groups.
         method: Linkage method.
 
@@ -193,15 +202,15 @@ def cut_linkage(
 
 
 def vector_distances(tokens_ND: np.ndarray) -> np.ndarray:
-    """Computes `|x_i - x_j|` in condensed form."""
+    """Computes the distances `|x_i - x_j|` in condensed form."""
     return euclidean_distances(tokens_ND, tokens_ND)
 
 
 def row_distances(tokens_ND: np.ndarray) -> np.ndarray:
-    """Computes `|R_i - R_j|` for the rows of `R = 1 - X X^T` in condensed form.
+    """Computes the distances `|R_i - R_j|` of the rows of `R = 1 - X X^T` in condensed form.
 
-    Because `R_i - R_j = -X (x_i - x_j)`, the distance equals `|S^(1/2) (x_i - x_j)|` with
-    `S = X^T X`, which reduces the dimension from N to D.
+    Because `R_i - R_j = -X (x_i - x_j)`, the distance equals `|S^(1/2) (x_i - x_j)|` with `S = X^T
+    X`. This reduces the dimension of the points from N to D.
     """
     num_tokens, dim = tokens_ND.shape
     if dim >= num_tokens:
@@ -212,7 +221,7 @@ def row_distances(tokens_ND: np.ndarray) -> np.ndarray:
 
 
 def cosine_distances(tokens_ND: np.ndarray) -> np.ndarray:
-    """Computes `1 - x_i . x_j = |x_i - x_j|^2 / 2` in condensed form."""
+    """Computes the distances `1 - x_i . x_j = |x_i - x_j|^2 / 2` in condensed form."""
     distances = vector_distances(tokens_ND)
     distances *= distances
     distances /= 2
@@ -229,14 +238,15 @@ DISTANCES: dict[str, Distances] = {
 def euclidean_distances(points_NP: np.ndarray, tokens_ND: np.ndarray) -> np.ndarray:
     """Computes Euclidean distances in condensed form by `|a - b|^2 = |a|^2 + |b|^2 - 2 a.b`.
 
-    The formula loses precision for nearby points. In particular, the distance between equal tokens
-    must be exactly 0, or else their merges are not tied. If any two points of an item are too
-    close, all distances are computed by subtraction, which is several times slower.
+    The formula suffers from cancellation if two points are close to each other. In particular, the
+    distance of equal tokens must be exactly 0, because otherwise their merges are not tied. If any
+    two points of an item are too close, all distances of the item are computed by subtraction,
+    which is several times slower.
 
     Args:
-        points_NP: One float64 point per token; points of equal tokens differ at most by rounding
+        points_NP: One float64 point per token. The points of equal tokens may differ by rounding
             errors.
-        tokens_ND: Tokens of the points, used to identify equal points.
+        tokens_ND: The tokens, which are used to identify equal points.
 
     >>> points = np.array([[0.0, 3.0], [4.0, 0.0], [0.0, 3.0]])
     >>> euclidean_distances(points, points)

@@ -1,4 +1,4 @@
-"""Token merging of Light-ColPali, without its training: Ward linkage on cosine distances."""
+"""Training-free token merging of Light-ColPali, using Ward linkage on cosine distances."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pipeline.tokens import TokenBatch, unit_vectors
 class LightColPali(Budgeted["LightColPali.Spec"]):
     """Merges the projected tokens by hierarchical clustering of their cosine distances.
 
-    The rows of the cosine distance matrix are the observations of a Ward linkage, which is cut at K
-    clusters, or fewer if merges are tied. The output is the mean of the unit vectors of each
-    cluster, normalised to unit length. Apart from the rounding of distances, the method equals
-    `hpool` with `linkage: rows` and `num_protected: 0`.
+    The rows of the cosine distance matrix are used as observations of a Ward linkage. The linkage
+    is cut at K clusters, or at fewer if merges are tied. Each cluster is represented by the mean of
+    its unit vectors, normalised to unit length. Apart from the rounding of the distances, the
+    method is equivalent to `hpool` with `linkage: rows` and `num_protected: 0`.
     """
 
     class Spec(Budget):
@@ -32,8 +32,9 @@ class LightColPali(Budgeted["LightColPali.Spec"]):
         name: Literal["light_colpali"] = "light_colpali"
         distances: Literal["float16", "float64"] = "float16"
         """Precision to which the distance matrix is rounded. The reference implementation uses
-        "float16". Rounding prevents the reduction from N to D dimensions and therefore takes 2.5
-        times as long as "float64" for 1030 tokens of dimension 128."""
+        "float16". The reduction from N to D dimensions is impossible with rounded distances, so
+        "float16" takes 2.5 times as long as "float64" for 1030 tokens of dimension 128.
+        """
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""
@@ -44,7 +45,7 @@ class LightColPali(Budgeted["LightColPali.Spec"]):
 
 
 def rounded_distances(tokens_ND: np.ndarray) -> np.ndarray:
-    """Computes distances between rows of the cosine distance matrix rounded to float16.
+    """Computes distances between the rows of the cosine distance matrix, rounded to float16.
 
     Returns:
         Distances in the condensed form of SciPy.

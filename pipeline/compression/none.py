@@ -1,4 +1,4 @@
-"""Identity compressor, the reference for all budgets."""
+"""Identity compressor, which is the reference for all budgets."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pipeline.tokens import TokenBatch, unit_vectors
 
 
 class Uncompressed(Compressor["Uncompressed.Spec"]):
-    """Keeps all tokens, normalised to unit length.
+    """Keeps all tokens and normalises them to unit length.
 
     The output has no `assignment`, because it is the identity.
     """
 
     class Spec(config.ComponentSpec):
-        """Spec of `Uncompressed`, which has no options."""
+        """Options of `Uncompressed`. There are none apart from the name."""
 
         name: Literal["none"] = "none"
 

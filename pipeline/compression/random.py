@@ -1,4 +1,4 @@
-"""Random pruning, uniform without replacement and bit-reproducible (SAP, appendix C, eq. 10)."""
+"""Reproducible random pruning, uniform without replacement (SAP, appendix C, eq. 10)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pipeline.tokens import TokenBatch, unit_vectors
 
 
 class Random(Budgeted["Random.Spec"]):
-    """Keeps K tokens drawn at random, in their original order.
+    """Keeps K randomly drawn tokens in their original order.
 
-    Random numbers are computed by hashing the seed and the item instead of by a generator, so
-    results do not depend on resuming, batching or the device.
+    The random numbers are a hash of the seed and the item. Unlike the output of a generator, they
+    do not depend on the batch size, the device, or whether a job has been resumed.
     """
 
     class Spec(Budget):
@@ -31,22 +31,26 @@ class Random(Budgeted["Random.Spec"]):
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""
-        # float64 represents the draws exactly.
+        # The draws are less than 2^32, which float64 represents exactly.
         draws_BN = -random_draws(batch, self.spec.seed).double()
         return select(batch, *largest(draws_BN, batch.mask, budgets_B))
 
 
 def random_draws(batch: TokenBatch, seed: int) -> torch.Tensor:
-    """Returns a pseudo-random integer in [0, 2^32) per token, (B, N) int64.
+    """Computes a pseudo-random integer in [0, 2^32) for each token.
 
-    The numbers are a hash of the seed, the item and the token position. Items are hashed by their
-    length and the signs of their vectors. Signs are free of rounding errors: they are identical on
-    all devices, before and after normalisation, and before and after conversion to float16. Items
-    of equal length whose vectors have no negative elements have equal numbers.
+    The numbers are a hash of the seed, the item and the position of the token. The hash of an item
+    covers its length and the signs of its vectors. Signs are not affected by rounding: they are the
+    same on all devices, before and after normalisation, and before and after conversion to float16.
+    Two items of the same length get the same numbers if none of their vectors has a negative
+    element.
 
     Args:
-        batch: Items whose real tokens come first in each row; numbers at padding are undefined.
+        batch: Items whose padding is at the end of each row. Numbers at padding are undefined.
         seed: Random seed in [0, 2^32).
+
+    Returns:
+        Random numbers, (B, N) int64.
     """
     _, num_tokens, dim = batch.vectors.shape
     device = batch.vectors.device
@@ -54,7 +58,7 @@ def random_draws(batch: TokenBatch, seed: int) -> torch.Tensor:
     dimension_D = mix(torch.arange(1, dim + 1, device=device))
     token_BN = torch.where(torch.signbit(batch.vectors), dimension_D, 0).sum(dim=2)
     token_BN = mix(mix(token_BN & _MAX) ^ position_N).masked_fill(~batch.mask, 0)
-    mixed_seed = mix(torch.tensor(seed ^ 0x9E3779B9, device=device))  # mix maps 0 to 0
+    mixed_seed = mix(torch.tensor(seed ^ 0x9E3779B9, device=device))  # because mix maps 0 to 0
     item_B1 = mix(token_BN.sum(dim=1, keepdim=True) & _MAX) ^ mixed_seed
     return mix(mix(item_B1) ^ position_N)
 
@@ -64,8 +68,8 @@ def sample_tokens(
 ) -> np.ndarray:
     """Draws tokens uniformly at random from a sample.
 
-    The selection and its order depend on neither the order nor the batching of the items. At most
-    `num_tokens` tokens and one batch are in memory at a time.
+    The result does not depend on the order of the items or on how they are batched. At most
+    `num_tokens` tokens and one batch are in memory at any time.
 
     Args:
         sample: Batches of items.
@@ -86,7 +90,7 @@ def sample_tokens(
         new_tokens = vectors.cpu()[mask].numpy()
         tokens = np.concatenate([tokens, new_tokens]) if len(tokens) else new_tokens
         draws = np.concatenate([draws, random_draws(packed, seed).cpu()[mask].numpy()])
-        order = np.lexsort((tokens[:, 0], draws))[:num_tokens]  # draws may be tied
+        order = np.lexsort((tokens[:, 0], draws))[:num_tokens]  # several draws may be equal
         tokens, draws = tokens[order], draws[order]
     return tokens
 
@@ -95,9 +99,9 @@ _MAX = 2**32 - 1
 
 
 def mix(bits: torch.Tensor) -> torch.Tensor:
-    """Applies a bijective mixing function to 32-bit integers stored as int64.
+    """Applies a bijective mixing function to 32-bit integers that are stored as int64.
 
-    Intermediate products stay below 2^59.
+    Intermediate products are less than 2^59, so they do not overflow.
     """
     for _ in range(2):
         bits = (bits ^ (bits >> 16)) * 0x45D9F3B & _MAX

@@ -30,7 +30,7 @@ Axis = Literal["x", "y", "t"]
 
 #: Distance of representatives beyond the budget of an item.
 MASKED_DISTANCE = 1e20
-#: Epsilon of eq. 5. The paper specifies no value; this is the one of the reference implementation.
+#: Epsilon of eq. 5. The paper specifies no value. This is the one of the reference implementation.
 EPSILON = 1e-6
 
 
@@ -39,7 +39,7 @@ class SaMer(SeededCompressor):
 
     K seeds are refined to centroids by `num_iterations` iterations of hard k-means under the
     distance of eq. 2. Each representative is then a softly weighted mean of tokens (eq. 3). The
-    paper does not specify the hyperparameters; the defaults are those of the reference
+    paper does not specify the hyperparameters. The defaults are those of the reference
     implementation. For items without boxes, only the feature term remains, which is soft spherical
     k-means.
 
@@ -72,7 +72,7 @@ class SaMer(SeededCompressor):
         """Representative of a group (appendix A).
 
         "soft" is the soft mean of eq. 3 (or eq. 6). The other values use the tokens whose nearest
-        centroid is the given one; centroids without tokens yield no vector.
+        centroid is the given one. Centroids without tokens yield no vector.
 
         - "mean": Mean of the tokens. Only this variant has vectors that are not of unit length.
         - "normalised": Mean of the tokens, normalised to unit length.
@@ -87,7 +87,7 @@ class SaMer(SeededCompressor):
         """Whether to add the penalty of eq. 5 to the distance (eq. 6). Only affects batches with
         annotated objects, which occur in training."""
         penalty_assignment: Literal["final", "previous"] = "final"
-        """Hard assignment c_i in eq. 5. "final" uses the distance of eq. 6, as in the paper;
+        """Hard assignment c_i in eq. 5. "final" uses the distance of eq. 6, as in the paper.
         "previous" is the assignment before the last update of the centroids, as in the reference
         implementation."""
 
@@ -292,7 +292,7 @@ def token_coordinates(
     Args:
         batch: Items with or without extents.
         axes: Axes of the result.
-        seconds_per_unit: Unit of t, in seconds. Defaults to the duration of the item; if that is
+        seconds_per_unit: Unit of t, in seconds. Defaults to the duration of the item. If that is
             zero or undefined, t is 0 for all tokens.
 
     Returns:
@@ -323,7 +323,7 @@ def seed_positions(
     budgets_B: torch.Tensor,
     geometry: Geometry,
 ) -> torch.Tensor:
-    """Returns the positions (B, K) int64 of the seed tokens; 0 beyond the budget of an item."""
+    """Returns the positions (B, K) int64 of the seed tokens, or 0 beyond the budget of an item."""
     if seeds == "lattice":
         coords_BNA = token_coordinates(batch, ("t", "y", "x"))
         return lattice_positions(coords_BNA, batch.mask, budgets_B)[0]
@@ -436,7 +436,7 @@ def object_labels(
     Args:
         coords_BN2: Coordinates x and y of the tokens in [0, 1], NaN if undefined.
         boxes_BM4: Boxes x0, y0, x1, y1 relative to the width and height of the image.
-        box_mask_BM: True at real boxes; M may be 0.
+        box_mask_BM: True at real boxes. M may be 0.
 
     Returns:
         Box indices (B, N) int64.

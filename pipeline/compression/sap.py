@@ -36,7 +36,7 @@ class Sap(Budgeted["Sap.Spec"]):
         window: tuple[float, float] = (0.4, 0.6)
         """First and last layer relative to the depth of the model, alpha and beta of eq. 5."""
         layers: list[int] | None = None
-        """Layer indices that replace the window; negative indices count from the end."""
+        """Layer indices that replace the window. Negative indices count from the end."""
 
         @model_validator(mode="after")
         def _check_layers(self):

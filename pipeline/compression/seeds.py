@@ -92,7 +92,7 @@ def lattice_positions(
     without any coordinates use `uniform_positions`.
 
     Args:
-        coords_BN3: Coordinates t, y and x of the tokens, NaN if undefined; real tokens come first
+        coords_BN3: Coordinates t, y and x of the tokens, NaN if undefined. Real tokens come first
             in each row. The last dimension may be 0.
         mask_BN: True at real tokens.
         budgets_B: Number of seeds per item, int64, at most its length.

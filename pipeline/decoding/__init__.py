@@ -1,16 +1,17 @@
 """Decoding of untrusted files in separate processes.
 
-A file that crashes, hangs or exhausts the memory of a decoder affects only its own result.
-`process` is the client and `serve` the process. All other modules read one file format each; they
-import nothing else of this package, so that processes start quickly.
+A file that crashes a decoder, hangs it or exhausts its memory only affects its own result. The
+module `process` is the client of a decoding process, and `serve` is its main program. Every other
+module reads one file format. These modules import nothing else from this package, so that processes
+start quickly.
 """
 
 
 class Unreadable(Exception):
-    """A file, or a part of it, cannot be read.
+    """Raised if a file or a part of it cannot be read.
 
     Args:
-        reason: Short reason, suitable for grouping.
+        reason: Short reason by which errors can be grouped.
         detail: Description of the problem.
     """
 

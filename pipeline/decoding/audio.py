@@ -1,4 +1,4 @@
-"""Reads one channel of audio from a file, window by window."""
+"""Reader that decodes the audio of a file to a single channel, one window at a time."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ import soxr
 from pipeline.decoding import Unreadable
 from pipeline.decoding.truncation import is_truncated
 
-#: Number of audio frames in memory at the same time during resampling.
+#: Maximum number of audio frames that are in memory during resampling.
 BLOCK = 1 << 16
-#: Additional audio on both sides of a window, the support of the resampling filter.
+#: Additional audio on both sides of a window. It covers the support of the resampling filter.
 MARGIN_SECONDS = 0.05
-#: Compressed audio is decoded from this time before a window, because the first decoded packets are
-#: distorted.
+#: Decoding of compressed audio begins this long before a window, because the first packets that a
+#: decoder returns are distorted.
 WARM_UP_SECONDS = 0.25
-#: Timestamps of packets are rounded; only longer gaps between packets are filled with silence.
+#: Timestamps of packets are rounded. Gaps are filled with silence only if they are longer than
+#: this.
 GAP_SECONDS = 0.05
-#: Duration over which loudness is averaged to find pauses; pauses between sentences are longer.
+#: Duration over which the loudness is averaged to detect pauses. Pauses between sentences are
+#: longer.
 PAUSE_SECONDS = 0.4
-#: Number of loudness values per second.
+#: Number of loudness measurements per second.
 LOUDNESS_RATE = 100
-#: Times with at most twice the power (3 dB) of the quietest, or digital silence, are equally good.
+#: Times whose power is at most twice (3 dB) that of the quietest time are considered equally quiet.
+#: The same holds for digital silence.
 QUIET_FACTOR, SILENCE = 2.0, (1.5 / 32768) ** 2
 
-#: Time of the first sample in seconds, and samples (n, channels).
+#: Time of the first sample in seconds, and the samples (n, channels).
 Block = tuple[float, np.ndarray]
 
 
 class SoundFile:
-    """An audio file read by libsndfile: WAV, FLAC, Ogg or MP3.
+    """Audio file that is read by libsndfile, in WAV, FLAC, Ogg or MP3 format.
 
     Args:
         path: Path of the file.
@@ -50,7 +53,7 @@ class SoundFile:
         self.is_truncated = is_truncated(path)
 
     def is_complete(self) -> bool:
-        """Returns whether the last frame declared in the header is readable."""
+        """Checks whether the last frame that the header declares can be read."""
         try:
             self._file.seek(max(self._file.frames - 1, 0))
             return len(self._file.read(1)) == min(self._file.frames, 1)
@@ -58,7 +61,7 @@ class SoundFile:
             return False
 
     def blocks(self, start: float, end: float) -> Iterator[Block]:
-        """Yields the readable audio between two times in seconds."""
+        """Yields the readable audio between two times, which are given in seconds."""
         position = max(0, math.floor(start * self.sample_rate))
         stop = min(self._file.frames, end * self.sample_rate)
         try:
@@ -78,15 +81,16 @@ class SoundFile:
 
 
 class AudioTrack:
-    """The audio track of a file read by FFmpeg, such as AAC, Opus or a video.
+    """Audio track that is read by FFmpeg, for example AAC or Opus, or the audio of a video.
 
-    decord can read audio tracks, too, but decodes the entire track on opening: 30 minutes of stereo
-    take 460 MB at 16 kHz and 1.2 GB at 44.1 kHz, compared to 17 MB here. It also downmixes stereo
-    as a sum with the factor 0.7 instead of the mean.
+    decord can read audio tracks as well, but it decodes the entire track when a file is opened: 30
+    minutes of stereo need 460 MB at 16 kHz and 1.2 GB at 44.1 kHz, compared to 17 MB with this
+    class. In addition, decord downmixes stereo to 0.7 times the sum of the channels instead of
+    their mean.
 
     Args:
-        container: The opened file.
-        stream: Audio stream of the file.
+        container: The open file.
+        stream: The audio stream to read.
         zero: Timestamp of the beginning of the file, in seconds.
         is_truncated: Whether the file is shorter than its header specifies.
     """
@@ -100,13 +104,13 @@ class AudioTrack:
     ):
         self.is_truncated = is_truncated
         self._container, self._stream, self._zero = container, stream, zero
-        stream.codec_context.thread_count = 1  # processes run in parallel
+        stream.codec_context.thread_count = 1  # decoding processes run in parallel
         self.sample_rate, self.channels = stream.codec_context.rate, stream.codec_context.channels
         self.duration = self._end()
 
     def _end(self) -> float:
         """Returns the end of the last packet, in seconds."""
-        for target in (1 << 62, None):  # from near the end if the file is seekable
+        for target in (1 << 62, None):  # read only the end if the file is seekable
             end = 0.0
             try:
                 self._seek(target)
@@ -115,16 +119,19 @@ class AudioTrack:
                         stop = (packet.pts + (packet.duration or 0)) * packet.time_base
                         end = max(end, float(stop) - self._zero)
             except av.FFmpegError:
-                pass  # uses the packets before the error
+                pass  # use the packets before the error
             if end:
                 return end
         return 0.0
 
     def _seek(self, target: int | None) -> None:
-        """Seeks to a timestamp or the packet before it; None: to the beginning."""
+        """Seeks to a timestamp or to the packet before it.
+
+        None seeks to the beginning of the file.
+        """
         stream = self._stream
         if target is None:
-            # The first packets prime the decoder and precede the beginning.
+            # The first packets only initialise the decoder. They have earlier timestamps.
             first = stream.start_time or 0
             try:
                 self._container.seek(first - int(1 / time_base(stream)), stream=stream)
@@ -134,7 +141,10 @@ class AudioTrack:
         self._container.seek(target, stream=stream, backward=True)
 
     def blocks(self, start: float, end: float) -> Iterator[Block]:
-        """Yields the decodable audio between two times in seconds; gaps are filled with silence."""
+        """Yields the audio between two times in seconds that can be decoded.
+
+        Gaps in the track are filled with silence.
+        """
         unit = time_base(self._stream)
         first = start - WARM_UP_SECONDS
         try:
@@ -160,7 +170,7 @@ class AudioTrack:
                 time += seconds
 
     def _frames(self) -> Iterator[av.AudioFrame]:
-        """Yields the frames from the current position on, skipping corrupted packets."""
+        """Yields the frames from the current position to the end. Corrupted packets are skipped."""
         packets = self._container.demux(self._stream)
         while True:
             try:
@@ -181,11 +191,11 @@ class AudioTrack:
 
 
 def open_audio(path: str, trust: bool = False) -> SoundFile | AudioTrack:
-    """Opens a file with audio, detecting the format from its content.
+    """Opens a file that contains audio. The format is detected from the content of the file.
 
     Args:
         path: Path of the file.
-        trust: Whether to skip the check that the end of the file is readable, which requires a
+        trust: Whether to skip the check that the end of the file can be read. The check requires a
             search in FLAC files.
 
     Raises:
@@ -200,7 +210,7 @@ def open_audio(path: str, trust: bool = False) -> SoundFile | AudioTrack:
         file = SoundFile(path)
         if trust or file.is_complete():
             audio = file
-        else:  # FFmpeg reads more of a truncated file than libsndfile
+        else:  # FFmpeg recovers more of a truncated file
             file.close()
             audio = _open_track(path, head, "its end is missing", is_incomplete=True)
     except soundfile.LibsndfileError as error:
@@ -229,13 +239,13 @@ def _open_track(path: str, head: bytes, detail: str, is_incomplete: bool = False
 
 
 def audio_stream(container: av.container.InputContainer) -> av.AudioStream | None:
-    """Returns the audio stream that FFmpeg selects by default, or None."""
+    """Returns the audio stream that FFmpeg selects by default, or None if there is none."""
     stream = container.streams.best("audio")
     return stream if isinstance(stream, av.AudioStream) else None
 
 
 def time_base(stream: av.stream.Stream) -> Fraction:
-    """Returns the unit of the timestamps of a stream, in seconds.
+    """Returns the unit of the timestamps of a stream in seconds.
 
     Raises:
         ValueError: The stream has no time base.
@@ -246,14 +256,14 @@ def time_base(stream: av.stream.Stream) -> Fraction:
 
 
 def is_audio(head: bytes) -> bool:
-    """Returns whether a file begins with the signature of an audio format."""
+    """Checks whether the first bytes of a file are the signature of an audio format."""
     return head.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")) or head[4:8] == b"ftyp"
 
 
 def describe(path: str) -> dict[str, Any]:
-    """Returns `duration` in seconds, `sample_rate` and `channels` of a file.
+    """Returns the `duration` in seconds, the `sample_rate` and the number of `channels` of a file.
 
-    Files that are shorter than their header specifies also have `truncated`, True.
+    If the file is shorter than its header specifies, the result also contains `truncated: True`.
     """
     audio = open_audio(path)
     info = _info(audio)
@@ -269,16 +279,16 @@ def _info(audio: SoundFile | AudioTrack) -> dict[str, Any]:
 def read_windows(
     path: str, windows: Sequence[tuple[float, float | None]], settings: dict[str, Any]
 ) -> Iterator[dict[str, Any] | Unreadable]:
-    """Yields one result per window of a file.
+    """Decodes windows of a file and yields one result per window.
 
     Args:
         path: Path of the file.
-        windows: (start, end) of each window in seconds; None: the end of the file.
-        settings: `sample_rate` of the result in Hz; `border_shift`, see `shift_to_pauses`.
+        windows: Start and end of each window in seconds. An end of None is the end of the file.
+        settings: The `sample_rate` of the result in Hz, and `border_shift`, see `shift_to_pauses`.
 
     Yields:
-        `samples` (n,) float32, the mean of the channels; `audio_start`, the time of the first
-        sample in seconds; `info`, the result of `describe`.
+        Mappings with `samples` (n,) float32, the mean over the channels, `audio_start`, the time of
+        the first sample in seconds, and `info`, the result of `describe`.
     """
     audio, is_trusted = open_audio(path, trust=True), True
     info = _info(audio)
@@ -302,20 +312,20 @@ def read_windows(
 def shift_to_pauses(
     audio: SoundFile | AudioTrack, start: float, end: float, settings: dict[str, Any]
 ) -> tuple[float, float]:
-    """Moves the borders of a window to pauses, so that few sentences are divided.
+    """Moves the borders of a window to pauses, so that sentences are rarely split.
 
-    A border depends only on the audio around it, so adjacent windows agree. The beginning and the
-    end of the file are unchanged.
+    The position of a border depends only on the audio around it. Adjacent windows therefore choose
+    the same position for a shared border. The beginning and the end of the file are not moved.
 
     Args:
-        audio: The audio.
-        start: Start of the window, in seconds.
-        end: End of the window, in seconds.
-        settings: `sample_rate` in Hz; `border_shift`, the maximum displacement of a border in
-            seconds.
+        audio: The audio track.
+        start: Start of the window in seconds.
+        end: End of the window in seconds.
+        settings: The `sample_rate` in Hz, and `border_shift`, the maximum displacement of a border
+            in seconds.
 
     Returns:
-        The new start and end, in seconds.
+        The new start and end in seconds.
     """
     if not (max_shift := settings.get("border_shift", 0.0)):
         return start, end
@@ -330,9 +340,10 @@ def shift_to_pauses(
 def _nearest_pause(
     audio: SoundFile | AudioTrack, border: float, max_shift: float, rate: int
 ) -> float:
-    """Returns the time of the nearest pause, or `border` if it is negligibly close.
+    """Finds the pause that is nearest to `border` and returns its time.
 
-    Pauses are as quiet as the quietest time within `max_shift` seconds of the border.
+    A pause is a time that is as quiet as the quietest one within `max_shift` seconds of the border.
+    If the border itself is practically in a pause, it is returned unchanged.
     """
     first, samples = read_samples(audio, max(0.0, border - max_shift), border + max_shift, rate)
     step = rate // LOUDNESS_RATE
@@ -350,13 +361,15 @@ def _nearest_pause(
 def read_samples(
     audio: SoundFile | AudioTrack, start: float, end: float, sample_rate: int
 ) -> tuple[float, np.ndarray]:
-    """Returns the audio of a window, with only the result and one block in memory.
+    """Decodes the audio of a window and resamples it.
+
+    Only the result and one block of audio are in memory at any time.
 
     Args:
-        audio: The audio.
-        start: Start of the window, in seconds.
-        end: End of the window, in seconds.
-        sample_rate: Sample rate of the result, in Hz.
+        audio: The audio track.
+        start: Start of the window in seconds.
+        end: End of the window in seconds.
+        sample_rate: Sample rate of the result in Hz.
 
     Returns:
         Time of the first sample in seconds, and the samples (n,) float32.
@@ -383,13 +396,13 @@ def read_samples(
 
 
 def _mono(block: np.ndarray) -> np.ndarray:
-    """Returns the mean of the channels, as a matrix product, which is faster than `mean`."""
+    """Averages the channels. A matrix product is faster than `np.mean` for this purpose."""
     channels = block.shape[1]
     return block[:, 0] if channels == 1 else block @ np.full(channels, 1 / channels, np.float32)
 
 
 def _resample(blocks: Iterator[np.ndarray], source_rate: int, rate: int) -> Iterator[np.ndarray]:
-    """Yields the audio at another sample rate, in blocks of varying size."""
+    """Yields the audio at another sample rate. The blocks vary in size."""
     if source_rate == rate:
         yield from blocks
         return

@@ -1,4 +1,4 @@
-"""Reads images: upright RGB of limited size."""
+"""Reader that converts images to upright RGB images of limited size."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from PIL import Image, ImageFile
 
 from pipeline.decoding import Unreadable
 
-#: Supported formats, independent of the file name. Pillow's other formats require external programs
-#: or are not images.
+#: Supported formats. They are detected from the content of a file. The other formats of Pillow
+#: require external programs or are not images.
 FORMATS = ("BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-#: First bytes of supported formats: a file that begins with them and cannot be opened is corrupted.
+#: First bytes of the supported formats. A file that begins with them but cannot be opened is
+#: corrupted.
 SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
-#: Formats that are not re-encoded: all image readers support them, and so does the schema.
+#: Images in these formats are not re-encoded, because the schema and all readers support them.
 UNCHANGED_FORMATS = ("JPEG", "PNG", "WEBP")
-#: Maximum side of a JPEG, in pixels.
+#: Maximum length of the side of a JPEG in pixels.
 MAX_JPEG_SIDE = 65_500
 QUALITY = 95
 
-ORIENTATION = 0x0112  # the tag of EXIF
+ORIENTATION = 0x0112  # EXIF tag
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -34,7 +35,7 @@ UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 
-Image.MAX_IMAGE_PIXELS = None  # `max_input_pixels` is checked before decoding
+Image.MAX_IMAGE_PIXELS = None  # `max_input_pixels` is checked instead
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
@@ -43,34 +44,34 @@ def read_image(path: str, settings: dict[str, Any]) -> Iterator[dict[str, Any] |
 
     Args:
         path: Path of the file.
-        settings: `max_pixels`, the maximum size of the result in pixels, larger images are scaled
-            down; `max_input_pixels`, images that declare more pixels are not decoded.
+        settings: `max_pixels` is the maximum size of the result in pixels. Larger images are scaled
+            down. Images that declare more than `max_input_pixels` pixels are not decoded.
     """
     with open(path, "rb") as file:
         data = file.read()
     try:
         yield decode(data, **settings)
-    except Unreadable as error:  # yielded, because raising it would restart the process
+    except Unreadable as error:  # raising it would restart the process
         yield error
     except MemoryError:
         yield Unreadable("out of memory", "the image exceeds the memory limit of the process")
 
 
 def decode(data: bytes, max_pixels: int, max_input_pixels: int) -> dict[str, Any]:
-    """Decodes an image.
+    """Decodes an image and converts it to upright RGB.
 
-    The first frame of an animation is rotated according to its EXIF orientation, and transparent
-    areas become white. Images that need no conversion are decoded for validation and returned
-    unchanged.
+    Only the first frame of an animation is used. It is rotated according to its EXIF orientation,
+    and transparent areas become white. An image that needs no conversion is decoded to validate it,
+    but its original data is returned.
 
     Args:
         data: Content of the file.
-        max_pixels: Maximum size of the result, in pixels; larger images are scaled down.
-        max_input_pixels: Maximum size of the image, in pixels.
+        max_pixels: Maximum size of the result in pixels. Larger images are scaled down.
+        max_input_pixels: Maximum size of the input in pixels.
 
     Returns:
-        `image`, a JPEG, PNG or WebP; `width` and `height` of the upright original; `frames`, the
-        number of frames.
+        A mapping with `image`, the data of a JPEG, PNG or WebP file, the `width` and `height` of
+        the original image after rotation, and the number of `frames`.
 
     Raises:
         Unreadable: The data is not an image, is corrupted, or declares too many pixels.
@@ -81,7 +82,7 @@ def decode(data: bytes, max_pixels: int, max_input_pixels: int) -> dict[str, Any
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except MemoryError:
         raise
-    except Exception as error:  # Pillow raises many types for corrupted files
+    except Exception as error:  # Pillow raises various errors for corrupted files
         if data.startswith(SIGNATURES) and (data[:4] != b"RIFF" or data[8:12] == b"WEBP"):
             raise Unreadable("corrupted image", _one_line(error)) from None
         raise Unreadable("not an image", f"starts with {data[:8]!r}") from None
@@ -103,16 +104,16 @@ def _decode(image: Image.Image, data: bytes, max_pixels: int) -> dict[str, Any]:
     size = max(1, int(width * scale)), max(1, int(height * scale))
     is_plain = image.format in UNCHANGED_FORMATS and image.mode == "RGB" and not is_deep_png(data)
     if scale < 1:
-        image.draft(None, size)  # decodes a JPEG at 1/2, 1/4 or 1/8 of its size
+        image.draft(None, size)  # decode a JPEG at 1/2, 1/4 or 1/8 of its size
     image.load()
     exif_orientation = orientation(image)
     transpose = UPRIGHT.get(exif_orientation)
     is_plain = is_plain and scale == 1 and transpose is None and "transparency" not in image.info
     upright = to_averageable(image)
-    if scale < 1:  # before the conversion to RGB on white, which doubles the memory
+    if scale < 1:  # before the conversion to RGB, which doubles the memory
         upright = upright.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
     upright = to_rgb(upright)
-    num_frames = getattr(image, "n_frames", 1)  # seeks, so it must follow all reads of frame 0
+    num_frames = getattr(image, "n_frames", 1)  # seeks, so frame 0 must have been read before
     if transpose is not None and exif_orientation >= 5:
         width, height = height, width
     result = {"width": width, "height": height, "frames": num_frames}
@@ -124,7 +125,7 @@ def _decode(image: Image.Image, data: bytes, max_pixels: int) -> dict[str, Any]:
 
 
 def to_averageable(image: Image.Image) -> Image.Image:
-    """Converts an image to a mode without palette, whose pixels can be averaged.
+    """Converts an image to a mode whose pixels can be averaged, that is, one without a palette.
 
     >>> grey = Image.fromarray(np.array([[0, 32768, 65535]], np.uint16))
     >>> to_averageable(grey).mode, list(to_averageable(grey).tobytes())
@@ -138,12 +139,12 @@ def to_averageable(image: Image.Image) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Converts an image to 8-bit RGB on white, without applying colour profiles.
+    """Converts an image to 8-bit RGB on a white background. Colour profiles are not applied.
 
     >>> to_rgb(Image.new("RGBA", (1, 1), (255, 0, 0, 0))).getpixel((0, 0))
     (255, 255, 255)
     """
-    if image.mode in ("I", "F"):  # without a fixed range: scaled from minimum to maximum
+    if image.mode in ("I", "F"):  # the range is not fixed, so it is mapped from minimum to maximum
         values = np.nan_to_num(np.asarray(image, np.float32), posinf=0.0, neginf=0.0)
         low, high = float(values.min()), float(values.max())
         values = (values - low) * (255 / (high - low or 1.0))
@@ -157,25 +158,28 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def orientation(image: Image.Image) -> int:
-    """Returns the EXIF orientation of an image, 1 to 8; 1 if it cannot be read."""
+    """Returns the EXIF orientation of an image, which is from 1 to 8, or 1 if it cannot be read."""
     try:
         return int(image.getexif().get(ORIENTATION, 1))
-    except Exception:  # corrupted EXIF data in an intact image
+    except Exception:  # the EXIF data may be corrupted in an intact image
         return 1
 
 
 def is_deep_png(data: bytes) -> bool:
-    """Returns whether the data is a PNG with 16 bits per channel."""
+    """Checks whether the data is a PNG file with 16 bits per channel."""
     return data.startswith(b"\x89PNG") and data[24:25] == b"\x10"
 
 
 def encode(image: Image.Image) -> bytes:
-    """Encodes an image as JPEG without chroma subsampling, or as PNG if a side is too long."""
+    """Encodes an image as JPEG without chroma subsampling.
+
+    Images that are too long become PNG files.
+    """
     buffer = io.BytesIO()
     if max(image.size) > MAX_JPEG_SIDE:
         image.save(buffer, "PNG")
     else:
-        image.info.clear()  # profiles and comments do not apply to the converted image
+        image.info.clear()  # profiles and comments do not apply to the result
         image.save(buffer, "JPEG", quality=QUALITY, subsampling=0)
     return buffer.getvalue()
 

@@ -1,4 +1,4 @@
-"""The reading order of a page, with columns of text and tables."""
+"""Detection of the reading order of a page that may contain columns of text and tables."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-#: Maximum number of words of a table cell, unless other criteria identify the table.
+#: Maximum number of words in a table cell, unless other criteria identify the table.
 MAX_CELL_WORDS = 4
-#: Minimum number of words of a line of prose, and the minimum share of the column width it fills.
+#: Minimum number of words in a line of prose, and minimum fraction of the column width it fills.
 MIN_PROSE_WORDS, MIN_PROSE_FILL = 4, 0.7
-#: Minimum share of non-empty cells in a table whose rows are single lines.
+#: Minimum fraction of non-empty cells in a table whose rows are single lines.
 MIN_FILLED_CELLS = 0.85
-#: Minimum space between rows of a table beyond the space between lines of a cell, in line heights,
-#: and the maximum mean number of lines per row.
+#: Minimum space between table rows in addition to the space between the lines of a cell, measured
+#: in line heights, and maximum mean number of lines per row.
 MIN_ROW_GAP, MAX_LINES_PER_ROW = 0.3, 8
 
 Item = TypeVar("Item")
@@ -25,12 +25,12 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class TextLine(Generic[Item]):
-    """A line of a page, or a cell of a table.
+    """Line of text on a page, or cell of a table.
 
     Attributes:
-        box: x0 y0 x1 y1 in [0, 1] of the page.
+        box: Bounding box x0 y0 x1 y1 in [0, 1] of the page.
         text: Words of the line.
-        item: Object that the line represents.
+        item: The object that the line represents.
     """
 
     box: np.ndarray
@@ -39,7 +39,7 @@ class TextLine(Generic[Item]):
 
     @property
     def num_words(self) -> int:
-        """Number of words; dot leaders do not count."""
+        """Number of words in the line. Dot leaders are not counted."""
         return sum(any(c.isalnum() for c in word) for word in self.text.split())
 
     @property
@@ -48,14 +48,14 @@ class TextLine(Generic[Item]):
         return 2 * sum(c.isalpha() for c in self.text) < len(self.text.replace(" ", ""))
 
 
-#: Lines of text from top to bottom.
+#: Lines of a block from top to bottom.
 Block = Sequence[TextLine[Item]]
-#: Items of a row: a line of text, or the cells of a table row.
+#: Contents of a row, which are either one line of text or the cells of a table row.
 LayoutRow = list[Item]
 
 
 def is_right_to_left(text: str) -> bool:
-    """Returns whether most letters belong to right-to-left scripts."""
+    """Checks whether most letters of a text belong to right-to-left scripts."""
     directions = Counter(map(unicodedata.bidirectional, text))
     return directions["R"] + directions["AL"] > directions["L"]
 
@@ -63,10 +63,10 @@ def is_right_to_left(text: str) -> bool:
 def reading_order(
     blocks: Sequence[Block[Item]], from_right: bool = False
 ) -> list[list[LayoutRow[Item]]]:
-    """Returns blocks in reading order, by recursive cuts along white space.
+    """Sorts the blocks of a page in reading order by recursive cuts along white space.
 
-    Columns of text are read one after the other, and then from top to bottom. Columns of a table
-    are read together, row by row. Blocks without a gap between them keep the given order.
+    Each column of text is read to its end before the next one. In contrast, the columns of a table
+    are read together, row by row. Blocks that are not separated by a gap keep their original order.
 
     Args:
         blocks: Blocks of lines.
@@ -103,9 +103,9 @@ def _hull(block: Block) -> np.ndarray:
 
 
 def _split_at_gap(starts: np.ndarray, ends: np.ndarray, min_gap: float) -> list[list[int]]:
-    """Returns the indices of intervals in two groups, divided at the widest gap.
+    """Divides intervals into two groups at the widest gap and returns the indices in each group.
 
-    All intervals are in one group if the gap is at most `min_gap`.
+    If the gap is not wider than `min_gap`, all intervals are in one group.
     """
     order = np.argsort(starts, kind="stable")
     gaps = starts[order][1:] - np.maximum.accumulate(ends[order])[:-1]
@@ -118,7 +118,7 @@ def _split_at_gap(starts: np.ndarray, ends: np.ndarray, min_gap: float) -> list[
 def _table(
     left: Sequence[Block[Item]], right: Sequence[Block[Item]], from_right: bool
 ) -> list[list[LayoutRow[Item]]] | None:
-    """Returns the rows of the lines on both sides of a gap as one block, or None if not a table."""
+    """Returns the lines beside a gap as rows of a table, or None if they are not a table."""
     sides = [[line for block in side for line in block] for side in (left, right)]
     lines = sides[0] + sides[1]
     column = dict(zip(map(id, lines), _columns(lines), strict=True))
@@ -136,10 +136,10 @@ def _table(
 
 
 def _is_table(sides: Sequence[Sequence[TextLine]], rows: Sequence[Sequence[TextLine]]) -> bool:
-    """Returns whether the sides of a gap are columns of one table, with short cells in shared rows.
+    """Checks whether the sides of a gap are columns of one table with short cells in shared rows.
 
-    Lines of two text columns may have equal heights, too, but they are longer, and neither column
-    consists of numbers.
+    The lines of two text columns can be at equal heights as well. However, they are longer than
+    table cells, and neither of the columns consists of numbers.
     """
     shared = _num_shared(sides, rows)
     per_side = [len(_rows(side)) for side in sides]
@@ -147,16 +147,16 @@ def _is_table(sides: Sequence[Sequence[TextLine]], rows: Sequence[Sequence[TextL
         return False
     lines = [*sides[0], *sides[1]]
     if any(np.mean([line.is_numeric for line in side]) > 0.5 for side in sides):
-        # Numbers next to a column of text may belong to a chart.
+        # Numbers next to a column of text may be part of a chart.
         return shared >= 0.7 * max(per_side) or not _num_prose(lines)
     is_short = np.mean([line.num_words <= MAX_CELL_WORDS for line in lines]) >= 0.75
-    # Two columns of a few short lines may be lists or addresses.
+    # Two columns with a few short lines may be lists or addresses.
     is_long = len(rows) >= (3 if max(_columns(lines)) > 1 else 5)
     return bool(is_short and is_long and _is_full(rows))
 
 
 def _is_full(rows: Sequence[Sequence[TextLine]]) -> bool:
-    """Returns whether nearly all rows have a cell in each column."""
+    """Checks whether nearly all rows have a cell in every column."""
     lines = [line for row in rows for line in row]
     return len(lines) >= MIN_FILLED_CELLS * len(rows) * (1 + max(_columns(lines)))
 
@@ -166,9 +166,10 @@ def _is_banded(
     rows: Sequence[Sequence[TextLine]],
     bands: Sequence[Sequence[TextLine]],
 ) -> bool:
-    """Returns whether white space divides both sides into the same rows of multi-line cells.
+    """Checks whether white space divides both sides into the same rows of multi-line cells.
 
-    One column may be prose, such as definitions; two columns of prose are columns of text.
+    One of the columns may be prose, for example in a list of definitions. Two columns of prose are
+    considered columns of text.
     """
     shared = _num_shared(sides, bands)
     has_cells = len(bands) < len(rows) <= MAX_LINES_PER_ROW * len(bands)
@@ -177,13 +178,13 @@ def _is_banded(
 
 
 def _num_shared(sides: Sequence[Sequence[TextLine]], rows: Sequence[Sequence[TextLine]]) -> int:
-    """Returns the number of rows with lines on both sides."""
+    """Counts the rows that have lines on both sides."""
     left = {id(line) for line in sides[0]}
     return sum(0 < sum(id(line) in left for line in row) < len(row) for row in rows)
 
 
 def _num_prose(lines: Sequence[TextLine]) -> int:
-    """Returns the number of prose columns, in which long lines contain most of the words."""
+    """Counts the columns of prose, in which most words belong to long lines."""
     columns: dict[int, list[TextLine]] = {}
     for line, number in zip(lines, _columns(lines), strict=True):
         columns.setdefault(number, []).append(line)
@@ -199,7 +200,7 @@ def _is_prose(column: Sequence[TextLine]) -> bool:
 
 
 def _rows(lines: Sequence[TextLine[Item]]) -> list[list[TextLine[Item]]]:
-    """Groups lines at equal heights into rows, from top to bottom."""
+    """Groups lines that are at the same height into rows and sorts the rows from top to bottom."""
     ordered = sorted(lines, key=lambda line: line.box[1] + line.box[3])
     rows: list[list[TextLine[Item]]] = []
     for line in ordered:
@@ -211,7 +212,7 @@ def _rows(lines: Sequence[TextLine[Item]]) -> list[list[TextLine[Item]]]:
 
 
 def _is_beside(row: Sequence[TextLine], line: TextLine) -> bool:
-    """Returns whether a line is at the height of a row without overlapping its lines."""
+    """Checks whether a line is at the height of a row and does not overlap its lines."""
     middles = [(other.box[1] + other.box[3]) / 2 for other in row]
     height = min(line.box[3] - line.box[1], *(other.box[3] - other.box[1] for other in row))
     is_level = (line.box[1] + line.box[3]) / 2 - np.mean(middles) <= 0.3 * height
@@ -221,7 +222,7 @@ def _is_beside(row: Sequence[TextLine], line: TextLine) -> bool:
 
 
 def _bands(rows: Sequence[list[TextLine[Item]]]) -> list[list[TextLine[Item]]]:
-    """Merges rows with no more space between them than between the lines of a cell."""
+    """Merges rows whose distance is not larger than that between the lines of a cell."""
     tops = np.array([min(line.box[1] for line in row) for row in rows])
     ends = np.array([max(line.box[3] for line in row) for row in rows])
     gaps = tops[1:] - np.maximum.accumulate(ends)[:-1]
@@ -237,7 +238,7 @@ def _bands(rows: Sequence[list[TextLine[Item]]]) -> list[list[TextLine[Item]]]:
 
 
 def _columns(lines: Sequence[TextLine]) -> list[int]:
-    """Returns the column number of each line; columns are divided by white space."""
+    """Returns the column number of each line. Columns are separated by white space."""
     boxes = np.stack([line.box for line in lines])
     order = np.argsort(boxes[:, 0], kind="stable")
     is_new = boxes[order, 0][1:] > np.maximum.accumulate(boxes[order, 2])[:-1]

@@ -1,4 +1,4 @@
-"""Reads the words of PDF pages with their boxes, and renders pages."""
+"""Reader that extracts the words of PDF pages with their bounding boxes, and renders pages."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import pypdfium2.raw as raw
 from pipeline.decoding import Unreadable
 from pipeline.decoding.layout import TextLine, is_right_to_left, reading_order
 
-#: Reasons of PDFium's error codes when opening a document.
+#: Reasons for the error codes that PDFium returns when it opens a document.
 OPEN_ERRORS = {3: "corrupted PDF", 4: "encrypted", 5: "encrypted", 6: "corrupted PDF"}
 
-#: Number of pages after which a document is reopened, because PDFium caches what it reads.
+#: A document is reopened after this number of pages, because PDFium caches everything it reads.
 PAGES_PER_OPENING = 100
 
-#: Code of a hyphen at the end of a line whose word continues in the next line.
+#: Character code of a hyphen that splits a word at the end of a line.
 HYPHEN = 0x02
 
-#: Codes that separate words: white space, control characters and non-characters.
+#: Codes that separate words, which are white space, control characters and non-characters.
 _BREAKS = frozenset(
     code for code in range(0x10000) if code < 32 or chr(code).isspace() or code >= 0xFFFE
 )
 
 
 def open_document(path: str) -> pdfium.PdfDocument:
-    """Opens a PDF.
+    """Opens a PDF document.
 
     Raises:
         Unreadable: The file is not a PDF, is corrupted or encrypted, or has no pages.
@@ -45,7 +45,7 @@ def open_document(path: str) -> pdfium.PdfDocument:
     try:
         document = pdfium.PdfDocument(path)
     except pdfium.PdfiumError as error:
-        # PDFium reports "Success" for a file without pages.
+        # PDFium reports "Success" for a file that has no pages.
         reason = "no pages" if "Success" in str(error) else None
         reason = reason or OPEN_ERRORS.get(getattr(error, "err_code", 0), "corrupted PDF")
         raise Unreadable(reason, str(error)) from None
@@ -64,14 +64,15 @@ def describe(path: str) -> dict[str, Any]:
 def read_pages(
     path: str, numbers: list[int], settings: dict[str, Any]
 ) -> Iterator[dict[str, Any] | Unreadable]:
-    """Yields one result per page.
+    """Reads pages of a document and yields one result per page.
 
     Args:
         path: Path of the file.
-        numbers: Page numbers, from 1.
-        settings: `text`, whether to read the words; `image`, whether to render the page, or "no
-            text" to render it only if it has no words; `dpi`, the resolution of the image;
-            `max_pixels`, the maximum size of the image in pixels, larger ones are scaled down.
+        numbers: Page numbers, starting from 1.
+        settings: Mapping with the following keys. `text` selects whether the words are read.
+            `image` selects whether the page is rendered, where "no text" renders it only if it
+            contains no words. `dpi` is the resolution of the image. `max_pixels` is the maximum
+            size of the image in pixels, and larger images are scaled down.
     """
     for first in range(0, len(numbers), PAGES_PER_OPENING):
         document = open_document(path)
@@ -88,7 +89,7 @@ def read_pages(
 
 
 def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the requested content of a page.
+    """Reads the requested content of a page.
 
     Args:
         page: The page.
@@ -96,8 +97,9 @@ def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dic
         settings: See `read_pages`.
 
     Returns:
-        `label`; `size` in points as displayed; `num_objects`; `text`, `word_spans` (W, 2) int32 and
-        `word_boxes` (W, 4) float32, see `page_words`; `image`, a JPEG, if the page was rendered.
+        A mapping with the `label`, the `size` in points as displayed and `num_objects`. If
+        requested, it also contains `text`, `word_spans` (W, 2) int32 and `word_boxes` (W, 4)
+        float32, see `page_words`, and `image`, the page as a JPEG file.
     """
     result = {
         "label": label or None,
@@ -113,12 +115,12 @@ def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dic
 
 
 def render(page: pdfium.PdfPage, dpi: float, max_pixels: int) -> bytes:
-    """Renders a page as a JPEG, as displayed: rotated, and clipped to its crop box.
+    """Renders a page as a JPEG file. The page is rotated and clipped to its crop box.
 
     Args:
         page: The page.
-        dpi: Resolution, in pixels per inch.
-        max_pixels: Maximum size of the image, in pixels; larger images are scaled down.
+        dpi: Resolution in pixels per inch.
+        max_pixels: Maximum size of the image in pixels. Larger images are scaled down.
     """
     width, height = page.get_size()
     scale = min(dpi / 72, (max_pixels / (width * height)) ** 0.5)
@@ -129,15 +131,16 @@ def render(page: pdfium.PdfPage, dpi: float, max_pixels: int) -> bytes:
 
 
 def page_words(page: pdfium.PdfPage) -> tuple[str, np.ndarray, np.ndarray]:
-    """Returns the words of a page in reading order.
+    """Extracts the words of a page in reading order.
 
-    Lines and table rows end with a line break, and blocks with two. A word that is hyphenated at
-    the end of a line is one word of the text with two boxes.
+    Lines and table rows end with a line break, and blocks end with two. A word that is hyphenated
+    at the end of a line is a single word of the text that has two boxes. Words outside the page are
+    omitted.
 
     Returns:
-        (text, spans, boxes): the text; for each box its characters in the text, (W, 2) int32; the
-        boxes x0 y0 x1 y1, (W, 4) float32, in [0, 1] of the displayed page from its upper left
-        corner. Words outside of the page are omitted.
+        The text, the range of characters in the text that each box covers, (W, 2) int32, and the
+        boxes x0 y0 x1 y1, (W, 4) float32. Boxes are in [0, 1] of the displayed page, and the origin
+        is its upper left corner.
     """
     codes, corners = read_characters(page)
     boxes = to_display_boxes(page, corners)
@@ -164,12 +167,12 @@ def page_words(page: pdfium.PdfPage) -> tuple[str, np.ndarray, np.ndarray]:
 
 
 def read_characters(page: pdfium.PdfPage) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the characters of a page in drawing order.
+    """Reads the characters of a page in drawing order.
 
     Returns:
-        (codes, corners): code points (n,), and left, top, right, bottom in points (n, 4). Only the
-        first and last character of each word have corners, others are zero, because querying them
-        takes most of the time.
+        Code points (n,), and the left, top, right and bottom of each character in points (n, 4).
+        Querying positions takes most of the time. They are therefore set only for the first and
+        last character of each word, and zero otherwise.
     """
     textpage = page.get_textpage()
     number = textpage.count_chars()
@@ -178,7 +181,7 @@ def read_characters(page: pdfium.PdfPage) -> tuple[np.ndarray, np.ndarray]:
     previous, following = np.r_[False, in_word[:-1]], np.r_[in_word[1:], False]
     rectangles = (raw.FS_RECTF * number)()
     pointer, size = ctypes.POINTER(raw.FS_RECTF), ctypes.sizeof(raw.FS_RECTF)
-    # Loose boxes have the height of the font, so all words of a line have the same height.
+    # Loose boxes are as high as the font, so all words of a line have the same height.
     for i in np.flatnonzero(in_word & ~(previous & following)).tolist():
         rectangle = ctypes.cast(ctypes.byref(rectangles, i * size), pointer)
         raw.FPDFText_GetLooseCharBox(textpage, i, rectangle)
@@ -187,16 +190,16 @@ def read_characters(page: pdfium.PdfPage) -> tuple[np.ndarray, np.ndarray]:
 
 
 def to_display_boxes(page: pdfium.PdfPage, corners: np.ndarray) -> np.ndarray:
-    """Converts boxes in points to [0, 1] of the displayed page.
+    """Converts boxes in points to coordinates in [0, 1] of the displayed page.
 
     Args:
         page: The page.
-        corners: (n, 4) left, top, right, bottom in points.
+        corners: Left, top, right and bottom of each box in points, (n, 4).
 
     Returns:
-        (n, 4) x0 y0 x1 y1.
+        Boxes x0 y0 x1 y1, (n, 4).
     """
-    unit, distance = 10**8, 1000.0  # a device resolution that makes rounding errors negligible
+    unit, distance = 10**8, 1000.0  # a resolution at which rounding errors are negligible
     x, y = ctypes.c_int(), ctypes.c_int()
 
     def at(point_x: float, point_y: float) -> np.ndarray:
@@ -216,7 +219,7 @@ Line = list[Piece]
 
 
 def _lines(codes: np.ndarray, boxes: np.ndarray) -> list[Line]:
-    """Returns lines of words in drawing order, without invisible words."""
+    """Returns the visible lines of words in drawing order."""
     lines: list[Line] = [[]]
     letters: list[str] = []
     first = 0
@@ -226,7 +229,7 @@ def _lines(codes: np.ndarray, boxes: np.ndarray) -> list[Line]:
         if not letters:
             return
         corners = boxes[first:stop]
-        # Generated characters have empty boxes.
+        # Characters that PDFium generates have empty boxes.
         corners = corners[(corners[:, 2] > corners[:, 0]) | (corners[:, 3] > corners[:, 1])]
         string = "".join(letters).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         letters.clear()
@@ -252,7 +255,7 @@ def _lines(codes: np.ndarray, boxes: np.ndarray) -> list[Line]:
 
 
 def _blocks(lines: list[Line]) -> list[list[TextLine[Line]]]:
-    """Groups consecutive lines that are drawn below each other."""
+    """Groups consecutive lines that are drawn one below the other."""
     blocks: list[list[TextLine[Line]]] = []
     for line in lines:
         boxes = np.stack([box for _, box, _ in line])

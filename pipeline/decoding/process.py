@@ -1,4 +1,4 @@
-"""The client of decoding processes, which read untrusted files with limits of time and memory."""
+"""Client of decoding processes, which read untrusted files with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from pipeline.config import Spec
 from pipeline.decoding import Unreadable
 from pipeline.decoding.serve import send
 
-#: Reasons that may be temporary: the next run retries items rejected with them.
+#: Reasons that may be temporary. The next run retries items that were rejected for one of them.
 RETRYABLE = ("timed out", "out of memory", "unreadable")
 
-#: Time limit of starting a process, sufficient for a busy machine.
+#: Time limit for starting a process, which is long enough for a busy machine.
 START_SECONDS = 120.0
-#: Environment that makes glibc reuse the memory of large results. By default, glibc returns blocks
-#: of the size of an image to the kernel, and allocating and clearing them takes a fifth of the
-#: decoding time. All threads share one arena, because the threads of a decoder free each other's
-#: memory; separate arenas increase the memory of a long video by a fifth.
+#: Environment variables that make glibc reuse the memory of large results. By default, glibc
+#: returns blocks of the size of an image to the kernel. Allocating and clearing them again takes a
+#: fifth of the decoding time. All threads share one arena, because the threads of a decoder free
+#: each other's memory. With separate arenas, a long video needs a fifth more memory.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
     "MALLOC_ARENA_MAX": "1",
 }
-#: The same for the client, as glibc constants: large blocks are not allocated with mmap.
+#: The corresponding glibc settings of the client: large blocks are not allocated with mmap.
 M_TRIM_THRESHOLD, M_MMAP_MAX, TRIM_BYTES = -1, -4, 512 << 20
-#: Size of the pipe, and thus the maximum lead of the process over its reader.
+#: Size of the pipe, which limits how far the process can run ahead of its reader.
 PIPE_BYTES = 1 << 20
 
-#: Number of files that a process reads before it is replaced. Video decoders leak memory, about 50
-#: kB per short clip, which would reach the memory limit without any file being at fault.
+#: Number of files that a process reads before it is replaced. Video decoders leak about 50 kB per
+#: short clip. Eventually, this would exceed the memory limit although no file is at fault.
 FILES_PER_PROCESS = 1000
 
 _ROOT = str(Path(__file__).parents[2])
@@ -54,16 +54,16 @@ _processes = threading.local()
 
 
 class PipedProcess:
-    """A Python process with pipes to its standard input and output.
+    """Python process with pipes to its standard input and output.
 
     Args:
-        arguments: Command line arguments of the Python interpreter, such as `-m` and a module.
-        environment: Environment variables in addition to those of this process.
-        options: Further options of `subprocess.Popen`.
+        arguments: Command line arguments of the Python interpreter, such as `-m` and a module name.
+        environment: Environment variables to set in addition to those of this process.
+        options: Additional options of `subprocess.Popen`.
 
     Attributes:
-        stdin: Pipe to the standard input of the process.
-        stdout: Pipe from the standard output of the process.
+        stdin: Pipe that is connected to the standard input of the process.
+        stdout: Pipe that is connected to the standard output of the process.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class PipedProcess:
         return self._process.pid
 
     def has_ended(self) -> bool:
-        """Returns whether the process has exited."""
+        """Checks whether the process has exited."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """Kills the process without waiting for its exit."""
+        """Kills the process, but does not wait for its exit."""
         self._process.kill()
 
     def wait(self) -> int:
-        """Waits for the process to exit, and returns its exit code."""
+        """Waits until the process exits and returns its exit code."""
         return self._process.wait()
 
     def close(self) -> None:
-        """Kills the process, waits for its exit, and closes the pipes."""
+        """Kills the process, waits until it has exited and closes the pipes."""
         self.kill()
         self.wait()
         with contextlib.suppress(OSError):
@@ -113,7 +113,7 @@ class PipedProcess:
 
 
 class Limits(Spec):
-    """Limits of reading one result, such as a page, an image or the frames of a window."""
+    """Limits for reading a single result, such as a page, an image or the frames of a window."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "seconds": "max_seconds",
@@ -121,19 +121,20 @@ class Limits(Spec):
     }
 
     max_seconds: float = Field(30.0, gt=0, le=86_400)
-    """Time limit, in seconds."""
+    """Time limit in seconds."""
     max_memory_bytes: int = Field(4 << 30, ge=256 << 20)
-    """Maximum size of the address space of the process, in bytes."""
+    """Maximum size of the address space of the process in bytes."""
 
 
 class DecodingProcess:
-    """A process that reads files of one format, started on demand and restarted after a crash.
+    """Process that reads files of one format.
 
-    An instance serves one thread (see `decoding_process`). The process ends with the instance.
+    The process is started on demand and restarted after a crash. An instance must only be used by
+    one thread, see `decoding_process`. The process exits when the instance is deleted.
 
     Args:
-        module: Name of the module of `pipeline.decoding` that the process runs.
-        limits: Limits per result.
+        module: Name of a module of `pipeline.decoding`, which the process runs.
+        limits: Limits that apply to each result.
     """
 
     def __init__(self, module: str, limits: Limits):
@@ -142,32 +143,33 @@ class DecodingProcess:
         self._num_requests = 0
 
     def call(self, function: str, *arguments: Any) -> dict[str, Any]:
-        """Calls a function of the module that returns one result.
+        """Calls a function of the module that returns a single result.
 
         Args:
             function: Name of the function.
-            arguments: Arguments, JSON values.
+            arguments: Arguments of the function, which must be JSON values.
 
         Raises:
-            Unreadable: The file cannot be read, or the process crashed or timed out.
+            Unreadable: The file cannot be read, or the process has crashed or timed out.
         """
         reply = self._reply(self._request(function, *arguments))
         if "reason" in reply:
-            self.stop()  # libraries may report the error again with the next file
+            self.stop()  # a library may report the error again for the next file
             raise Unreadable(reply["reason"], reply["detail"])
         return reply
 
     def stream(
         self, number: int, function: str, *arguments: Any
     ) -> Iterator[dict[str, Any] | Unreadable]:
-        """Calls a generator function of the module, and yields its results.
+        """Calls a generator function of the module and yields its results.
 
-        After a crash, a timeout or an error of the entire file, all remaining results are errors.
+        If the process crashes or times out, or if the file as a whole cannot be read, all remaining
+        results are errors.
 
         Args:
-            number: Number of results.
+            number: Expected number of results.
             function: Name of the function.
-            arguments: Arguments, JSON values.
+            arguments: Arguments of the function, which must be JSON values.
         """
         num_remaining = number
         try:
@@ -185,17 +187,17 @@ class DecodingProcess:
                     num_remaining -= 1
                     yield Unreadable(reply["reason"], reply["detail"])
         finally:
-            if num_remaining:  # the caller stopped early, and later replies would be misattributed
+            if num_remaining:  # the caller has stopped early, so replies would be misattributed
                 self.stop()
 
     def stop(self) -> None:
-        """Kills the process; the next request starts a new one."""
+        """Kills the process. The next request starts a new one."""
         if self._process is not None:
             self._process.close()
             self._process = None
 
     def _request(self, *request: Any) -> PipedProcess:
-        """Sends a request to the process, and returns the process."""
+        """Sends a request to the process, which is started if necessary."""
         is_old = self._num_requests >= FILES_PER_PROCESS
         if self._process is not None and (is_old or self._process.has_ended()):
             self.stop()
@@ -213,16 +215,16 @@ class DecodingProcess:
             bufsize=0,
         )
         self._process, self._num_requests = process, 1
-        with contextlib.suppress(OSError):  # lets the process read ahead
+        with contextlib.suppress(OSError):  # allows the process to read ahead
             fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self._read(process, 1, time.monotonic() + START_SECONDS)  # excluded from the time limit
+        self._read(process, 1, time.monotonic() + START_SECONDS)  # not part of the time limit
         return process
 
     def _reply(self, process: PipedProcess) -> dict[str, Any]:
-        """Returns the next reply.
+        """Reads the next reply.
 
         Raises:
-            Unreadable: The process crashed or timed out; it is stopped.
+            Unreadable: The process has crashed or timed out. It is stopped.
         """
         deadline = time.monotonic() + self.limits.max_seconds
         try:
@@ -238,9 +240,9 @@ class DecodingProcess:
         return reply
 
     def _read(self, process: PipedProcess, length: int, deadline: float) -> memoryview:
-        if not 0 <= length <= self.limits.max_memory_bytes:  # exceeds the memory of the process
+        if not 0 <= length <= self.limits.max_memory_bytes:  # more than the process can allocate
             raise ValueError(f"of {length:,} bytes")
-        view = np.empty(length, np.uint8).data  # uninitialised, because frames are large
+        view = np.empty(length, np.uint8).data  # not initialised, because frames are large
         stream = process.stdout.fileno()
         done = 0
         with selectors.DefaultSelector() as selector:
@@ -261,10 +263,10 @@ class DecodingProcess:
 
 
 def keep_memory() -> None:
-    """Makes this process reuse the memory of large results, including Arrow buffers.
+    """Configures this process to reuse the memory of large results, including Arrow buffers.
 
-    Allocating and clearing the memory of the frames of a window can take a fifth of the decoding
-    time. Has no effect with C libraries other than glibc.
+    Otherwise, allocating and clearing the memory of the frames of a window can take a fifth of the
+    decoding time. The function has no effect with C libraries other than glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -274,11 +276,11 @@ def keep_memory() -> None:
 
 
 def decoding_process(module: str, limits: Limits) -> DecodingProcess:
-    """Returns this thread's process for a module and limits.
+    """Returns the decoding process of the current thread for a module and limits.
 
     Args:
-        module: Name of the module of `pipeline.decoding`.
-        limits: Limits per result.
+        module: Name of a module of `pipeline.decoding`.
+        limits: Limits that apply to each result.
     """
     processes = _processes.__dict__.setdefault("by_module", {})
     if (module, limits) not in processes:

@@ -1,8 +1,9 @@
-"""The decoding process: `python -m pipeline.decoding.serve MODULE MEMORY_BYTES`.
+"""Main program of decoding processes: `python -m pipeline.decoding.serve MODULE MEMORY_BYTES`.
 
-A request is [function, arguments...] and calls a function of the module. If the function returns a
-mapping, the reply is that mapping; if it is a generator, each value is a reply. A yielded
-`Unreadable` replaces one result. A raised one replaces all remaining results (`is_last`).
+A request has the form [function, arguments...] and calls a function of the module. If the function
+returns a mapping, this mapping is the reply. If it is a generator, there is one reply per value. An
+`Unreadable` that is yielded replaces one result. An `Unreadable` that is raised replaces all
+remaining results (`is_last`).
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from pipeline.decoding import Unreadable
 
 
 def send(stream: IO[bytes], value: Any) -> None:
-    """Writes a value as JSON, followed by the arrays and bytes of a mapping as raw data.
+    """Writes a value as JSON, followed by the raw data of arrays and bytes.
 
-    Values are not pickled, so that a compromised process cannot run code in its parent.
+    Values are not pickled. A compromised process could otherwise run code in its parent process.
 
     Args:
-        stream: The stream.
-        value: A JSON value, or a mapping whose values may be arrays or bytes.
+        stream: The stream to write to.
+        value: A JSON value, or a mapping whose values may also be arrays or bytes.
     """
     bulk = {}
     if isinstance(value, Mapping):
@@ -46,11 +47,11 @@ def send(stream: IO[bytes], value: Any) -> None:
 
 
 def main() -> None:
-    """Answers requests from standard input until it is closed."""
+    """Processes requests from standard input until it is closed."""
     module, limit = sys.argv[1], int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of libraries must not mix with the replies
+    os.dup2(2, 1)  # keep the output of libraries out of the replies
     reader = importlib.import_module(f"pipeline.decoding.{module}")
     replies.write(b"!")  # signals that the process is ready
     replies.flush()

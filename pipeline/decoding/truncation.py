@@ -7,15 +7,15 @@ from typing import BinaryIO
 
 #: Ids of Matroska and WebM elements.
 EBML, SEGMENT = bytes.fromhex("1a45dfa3"), bytes.fromhex("18538067")
-#: RIFF sizes from this value on mean that the size was unknown when the header was written.
+#: RIFF sizes from this value on indicate that the size was unknown when the header was written.
 UNKNOWN_RIFF = 0xFFFFFF00
 
 
 def is_truncated(path: str) -> bool:
-    """Returns whether a file is shorter than its header specifies.
+    """Checks whether a file is shorter than its header specifies.
 
-    MP4, MOV, Matroska, WebM, AVI and WAV are supported. Returns False for all other formats, and
-    for streams of unknown length.
+    MP4, MOV, Matroska, WebM, AVI and WAV files are supported. The result is False for all other
+    formats, and for streams of unknown length.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -32,7 +32,7 @@ def is_truncated(path: str) -> bool:
 
 
 def _boxes_end(file: BinaryIO, size: int) -> int:
-    """Returns the end offset of the last top-level box of an MP4 or MOV file."""
+    """Returns the offset at which the last top-level box of an MP4 or MOV file ends."""
     end = 0
     while end + 8 <= size:
         file.seek(end)
@@ -40,14 +40,14 @@ def _boxes_end(file: BinaryIO, size: int) -> int:
         length = int.from_bytes(head[:4], "big")
         if length == 1:
             length = int.from_bytes(head[8:], "big")
-        if length < 8:  # 0 means that the box extends to the end of the file
+        if length < 8:  # a length of 0 means that the box extends to the end of the file
             return end
         end += length
     return end
 
 
 def _segment_end(file: BinaryIO) -> int:
-    """Returns the end offset of the first Matroska segment, or 0 if its length is unknown."""
+    """Returns the offset of the end of the first Matroska segment, or 0 if it is unknown."""
     file.seek(len(EBML))
     file.seek(_varint(file) or 0, os.SEEK_CUR)
     if file.read(len(SEGMENT)) != SEGMENT or (length := _varint(file)) is None:
@@ -56,7 +56,7 @@ def _segment_end(file: BinaryIO) -> int:
 
 
 def _varint(file: BinaryIO) -> int | None:
-    """Reads a variable-length integer of Matroska; None if it encodes an unknown length.
+    """Reads a variable-length integer of Matroska. Returns None if it encodes an unknown length.
 
     >>> import io
     >>> [_varint(io.BytesIO(bytes.fromhex(code))) for code in ("83", "4102", "ff")]

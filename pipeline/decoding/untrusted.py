@@ -1,4 +1,4 @@
-"""Safe reading of untrusted files in this process, with limits on declared sizes."""
+"""Functions that read untrusted files in this process with limits on declared sizes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from fsspec.spec import AbstractBufferedFile
 
 from pipeline.decoding import Unreadable
 
-#: Maximum size of a line; longer lines are errors or rejects, and are never entirely in memory.
+#: Maximum size of a line. Longer lines cause an error or a reject and are never read entirely into
+#: memory.
 MAX_LINE_BYTES = 16 << 20
-#: Maximum size of an extended header of a tar member, which is read into memory.
+#: Maximum size of the extended header of a tar member, which is read into memory.
 MAX_TAR_HEADER_BYTES = 1 << 20
-#: Maximum distance of the search for the next member of a corrupted tar archive.
+#: Maximum number of bytes to search for the next member of a corrupted tar archive.
 MAX_SEARCHED_BYTES = 1 << 30
 
-#: Errors of reading a malformed tar archive. Extended headers are read by recursion, and their
-#: numbers may have any length.
+#: Errors that reading a malformed tar archive can raise. Extended headers are read recursively, and
+#: the numbers that they contain may have any length.
 TAR_ERRORS = (tarfile.TarError, ValueError, OverflowError, RecursionError)
 
 _HEADERS = (
@@ -42,16 +43,16 @@ _KINDS = {
 def open_file(
     fs: AbstractFileSystem, path: str, *, compression: str | None = None, **options: Any
 ) -> BinaryIO:
-    """Opens a regular file for reading, without blocking on a pipe.
+    """Opens a regular file for reading. The call never blocks on a pipe.
 
     Args:
         fs: The file system.
         path: Path of the file.
-        compression: Compression in the notation of fsspec; None: uncompressed.
-        options: Options of non-local file systems, such as `block_size`.
+        compression: Compression as defined by fsspec, or None for uncompressed files.
+        options: Options for remote file systems, such as `block_size`.
 
     Raises:
-        Unreadable: The path is a pipe, a socket or a device, which may never end.
+        Unreadable: The path is a pipe, a socket or a device, from which reading may never end.
         OSError: The file cannot be opened.
     """
     if not isinstance(fs, LocalFileSystem):
@@ -59,8 +60,8 @@ def open_file(
     check_regular(fs, path)  # opening a device may have side effects
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _check_mode(os.fstat(descriptor).st_mode)  # the path may have been replaced
-        stream = os.fdopen(descriptor, "rb")  # raises for a folder
+        _check_mode(os.fstat(descriptor).st_mode)  # the path may have been replaced in the meantime
+        stream = os.fdopen(descriptor, "rb")  # raises an error for a folder
     except BaseException:
         os.close(descriptor)
         raise
@@ -68,10 +69,10 @@ def open_file(
 
 
 def buffered(stream: Any) -> BinaryIO:
-    """Returns a stream whose `readline` accepts a size, which that of remote files does not.
+    """Wraps a stream so that its `readline` accepts a size, which is not supported by remote files.
 
     Args:
-        stream: Stream opened by fsspec. Closing the returned stream closes it, too.
+        stream: Stream that was opened by fsspec. It is closed together with the returned stream.
     """
     return io.BufferedReader(stream) if isinstance(stream, AbstractBufferedFile) else stream
 
@@ -90,7 +91,7 @@ def _check_mode(mode: int) -> None:
 class _Member(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """Parses a header; rejects sizes that exhaust memory or move the reader backwards."""
+        """Parses a header. Rejects sizes that would exhaust memory or move the reader backwards."""
         member = super().frombuf(buf, encoding, errors)
         if member.size < 0:
             raise InvalidHeaderError(f"the size of a member must be >= 0, got {member.size}")
@@ -101,26 +102,26 @@ class _Member(tarfile.TarInfo):
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
-        """Reads the header at the offset of the archive."""
+        """Reads the header at the current offset of the archive."""
         if isinstance(archive, TarArchive):
             archive.check_search()
         return super().fromtarfile(archive)
 
 
 class TarArchive(tarfile.TarFile):
-    """A tar archive whose headers cannot exhaust memory or move the reader backwards."""
+    """Tar archive that rejects headers which would exhaust memory or move the reader backwards."""
 
     tarinfo = _Member
-    members: list[tarfile.TarInfo]  # set by TarFile; absent from its stubs
-    _search_start = 0  # offset where the search for the next member begins
+    members: list[tarfile.TarInfo]  # set by TarFile, but missing in its stubs
+    _search_start = 0  # offset at which the search for the next member began
 
     def check_search(self) -> None:
-        """Raises `tarfile.ReadError` if the search for the next member exceeds the limit."""
+        """Raises `tarfile.ReadError` if the search for the next member has exceeded the limit."""
         if self.offset - self._search_start > MAX_SEARCHED_BYTES:
             raise tarfile.ReadError(f"no member within {MAX_SEARCHED_BYTES:,} bytes")
 
     def next(self) -> tarfile.TarInfo | None:
-        """Returns the next member, or None at the end.
+        """Returns the next member, or None at the end of the archive.
 
         Raises:
             tarfile.ReadError: The archive is malformed.

@@ -42,7 +42,10 @@ Size = tuple[int, int]  # width, height as displayed
 
 
 class UnreadableVideo(Exception):
-    """A reader cannot read the video; another reader may."""
+    """A reader cannot read the video.
+
+    Another reader may.
+    """
 
 
 class DecordFrames:
@@ -50,7 +53,7 @@ class DecordFrames:
 
     Args:
         path: Path of the file.
-        start: Start of the track in the file, in seconds; decord's times are relative to it.
+        start: Start of the track in the file, in seconds. Decord's times are relative to it.
         size: Size to which frames are scaled; None: unscaled.
     """
 
@@ -74,7 +77,7 @@ class DecordFrames:
         """Reads frames.
 
         Args:
-            indices: Numbers of the frames, ascending.
+            indices: Numbers of the frames in ascending order.
 
         Returns:
             The numbers, and the frames (F, H, W, 3) uint8.
@@ -128,7 +131,7 @@ class FFmpegFrames:
         """Reads the frames that can be decoded.
 
         Args:
-            indices: Numbers of the frames, ascending.
+            indices: Numbers of the frames in ascending order.
 
         Returns:
             The numbers of the decoded frames, and the frames (F, H, W, 3) uint8.
@@ -171,7 +174,7 @@ class Video:
 
     Args:
         path: Path of the file.
-        max_pixels: Maximum size of a frame, in pixels; larger frames are scaled down.
+        max_pixels: Maximum size of a frame, in pixels. Larger frames are scaled down.
 
     Raises:
         Unreadable: The file contains neither video nor audio.
@@ -295,7 +298,7 @@ def describe(path: str) -> dict[str, Any]:
         `duration` in seconds, the end of the last frame or audio packet, independent of the header;
         `has_video`, `has_audio` and `audio_duration`; for files with video, `num_frames`, the
         average `fps`, `width` and `height` as displayed, and `rotation`, the clockwise rotation of
-        the frames for display in degrees; `truncated`, True, if the file is shorter than its header
+        the frames for display in degrees. `truncated`, True, if the file is shorter than its header
         specifies, and `stated_duration`, the duration in the header if it is known.
     """
     with closing(Video(path)) as video:
@@ -310,9 +313,9 @@ def read_windows(
     Args:
         path: Path of the file.
         windows: (start, end) of each window in seconds; None: the end of the file.
-        settings: `frames` and `audio`, whether to read them; `sampling` and its options, see
+        settings: `frames` and `audio`, whether to read them. `sampling` and its options, see
             `WindowReader.select_frames`; `max_pixels`, the maximum size of a frame; `sample_rate`
-            of the audio in Hz; `border_shift`, see `audio.shift_to_pauses`.
+            of the audio in Hz. `border_shift`, see `audio.shift_to_pauses`.
 
     Yields:
         `pixels` (F, H, W, 3) uint8, `indices` (F,) int32 and `seconds` (F,) float64 of the frames;
@@ -357,7 +360,7 @@ def read_frame(path: str, seconds: float, max_pixels: int) -> dict[str, Any]:
     Args:
         path: Path of the file.
         seconds: Time in seconds.
-        max_pixels: Maximum size of the frame, in pixels; a larger frame is scaled down.
+        max_pixels: Maximum size of the frame, in pixels. A larger frame is scaled down.
 
     Raises:
         Unreadable: The file has no frames, or the frame cannot be decoded.
@@ -397,7 +400,7 @@ class WindowReader:
         """Returns `pixels`, `indices` and `seconds` of frames.
 
         Args:
-            indices: Numbers of the frames, ascending.
+            indices: Numbers of the frames in ascending order.
 
         Raises:
             UnreadableVideo: No frame can be decoded.
@@ -409,7 +412,7 @@ class WindowReader:
         return {"pixels": pixels, "indices": np.array(decoded, np.int32), "seconds": seconds}
 
     def select_frames(self, start: float, end: float) -> list[int]:
-        """Returns the numbers of the selected frames of a window, ascending.
+        """Returns the numbers of the selected frames of a window in ascending order.
 
         `uniform` selects the frames in the middle of `num_frames` equal intervals; `fps` the frames
         at intervals of 1 / fps seconds, or an evenly spaced subset of at most `num_frames`;

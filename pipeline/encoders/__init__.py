@@ -25,7 +25,7 @@ QUERY_KINDS = {"text": "a text", "image": "an image", "composed": "a text with a
 
 
 class AttentionInfo(NamedTuple):
-    """Attention statistics that an encoder can compute; see `pipeline.taps`.
+    """Attention statistics that an encoder can compute. See `pipeline.taps`.
 
     Attributes:
         statistics: Names of the statistics.
@@ -53,20 +53,20 @@ class Encoder(ABC, Generic[ComponentSpecT]):
     """Base class of encoders: one vector per token, and for most models one pooled vector.
 
     Subclasses define a nested `Spec`, the only constructor argument, whose first field is `name:
-    Literal["..."]`. Constructing an encoder may load a model; jobs call `check` before.
+    Literal["..."]`. Constructing an encoder may load a model. Jobs call `check` before.
 
     Attributes:
         default_inputs: Names in `schema.PAYLOAD` of the inputs that every item must have, unless
             `required_inputs` is overridden.
         has_preprocessor: Whether `preprocessor` does any work.
-        supports_device_map: Whether the model can be distributed over the GPUs of an actor; see
+        supports_device_map: Whether the model can be distributed over the GPUs of an actor. See
             `sequences`.
         empty_reason: Reason recorded for items that are rejected because they have no tokens.
         dim: Width D of the token vectors.
         num_states: Number of hidden states concatenated in a token vector.
-        pooled_dim: Width P of the pooled vector; None if the model has none.
-        logit_scale: Factor by which the model was trained to multiply single-vector scores; None if
-            it has none.
+        pooled_dim: Width P of the pooled vector, or None if the model has none.
+        logit_scale: Factor by which the model was trained to multiply single-vector scores, or None
+            if it has none.
         normalised: Whether the token vectors have unit length.
         has_spans: Whether tokens have character offsets.
         has_extents: Whether tokens have boxes or times.
@@ -126,7 +126,7 @@ class Encoder(ABC, Generic[ComponentSpecT]):
 
     @classmethod
     def query_kinds(cls, spec: ComponentSpecT) -> tuple[str, ...]:
-        """Returns the supported keys of `QUERY_KINDS`; empty if queries are precomputed vectors."""
+        """Returns the supported keys of `QUERY_KINDS`, empty if queries are vectors."""
         return ("text",)
 
     @classmethod
@@ -153,7 +153,7 @@ class Encoder(ABC, Generic[ComponentSpecT]):
 
     @classmethod
     def has_warnings(cls, spec: ComponentSpecT) -> bool:
-        """Returns whether `warnings` may report anything.
+        """Checks whether `warnings` may report anything.
 
         If not, an index job skips the task that computes them, which takes seconds.
         """
@@ -323,7 +323,7 @@ def batches_by_size(sizes: np.ndarray, budget: int) -> Iterator[np.ndarray]:
             batch by itself.
 
     Yields:
-        Indices of the items of a batch. Sizes ascend over the batches; items of equal size keep
+        Indices of the items of a batch. Sizes ascend over the batches. Items of equal size keep
         their order.
 
     >>> [rows.tolist() for rows in batches_by_size(np.array([3, 1, 9, 1, 2]), budget=6)]

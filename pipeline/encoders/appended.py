@@ -86,7 +86,7 @@ class AppendedTokens(torch.nn.Module):
 
 
 def append_positions(inputs: ModelInput, num_tokens: int) -> ModelInput:
-    """Appends the positions of learned tokens to a sequence; none of them is a token of the item.
+    """Appends the positions of learned tokens to a sequence. None of them is a token of the item.
 
     Args:
         inputs: Sequence of L positions.

@@ -38,7 +38,10 @@ _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs of an attention layer; see `Recording.record`."""
+    """Inputs of an attention layer.
+
+    See `Recording.record`.
+    """
 
     query_BHND: torch.Tensor
     key_BGND: torch.Tensor
@@ -81,9 +84,9 @@ class Recording:
         Args:
             query_BHND: Queries, after positional encoding.
             key_BGND: Keys, after positional encoding.
-            mask: Attention mask of the layer; see `weighted_rows`.
-            scaling: Factor of the logits; see `weighted_rows`.
-            is_causal: Whether attention is causal; see `weighted_rows`.
+            mask: Attention mask of the layer. See `weighted_rows`.
+            scaling: Factor of the logits. See `weighted_rows`.
+            is_causal: Whether attention is causal. See `weighted_rows`.
         """
         layer, self._num_layers = self._num_layers, self._num_layers + 1
         if layer in self._row_weights:
@@ -97,7 +100,7 @@ class Recording:
 
 
 def can_record(model_config: PretrainedConfig) -> bool:
-    """Returns whether the model's attention uses the attention interface of transformers."""
+    """Checks whether the model's attention uses the attention interface of transformers."""
     model_class = MODEL_MAPPING.get(type(model_config), None)
     return getattr(model_class, "_supports_attention_backend", False)
 
@@ -184,16 +187,16 @@ def weighted_rows(
     """Computes weighted sums over the rows of the attention matrix.
 
     The sum of column j is `sum_i w_i softmax(q_i k^T scaling)_j`. Weights of 1 on all content rows
-    give the column sums of SAP (its equation 2); a weight of 1 on a single row gives that row
+    give the column sums of SAP (its equation 2). A weight of 1 on a single row gives that row
     (equation 11). Rows with zero weight in all items are skipped.
 
     Args:
         query_BHND: Queries of H heads, after rotary position embedding if the model has it.
         key_BGND: Keys of G heads, where G divides H: each is shared by H / G query heads.
         mask: Boolean mask (B, 1, N or 1, N), True where attention is allowed, or a float mask that
-            is added to the logits; None for no mask.
+            is added to the logits, or None for no mask.
         weights_SBN: S weightings of the rows.
-        scaling: Factor of the logits; None for one over the square root of the head width.
+        scaling: Factor of the logits, or None for one over the square root of the head width.
         is_causal: Whether, without a mask, each row attends only to columns up to its own position.
 
     Returns:

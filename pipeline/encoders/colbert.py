@@ -177,7 +177,10 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
 
     @classmethod
     def attention(cls, spec: Spec) -> AttentionInfo:
-        """Returns column sums and the row of the last token; the model has no pooled vector."""
+        """Returns column sums and the row of the last token.
+
+        The model has no pooled vector.
+        """
         return attention_info(check_checkpoint(spec, *TYPES), ("column_sums", "eos_row"), spec)
 
     @classmethod
@@ -247,7 +250,10 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
 
 @dataclass(frozen=True)
 class Usage:
-    """Formatting of queries and documents with defaults applied; see `ColBERT.Spec`."""
+    """Formatting of queries and documents with defaults applied.
+
+    See `ColBERT.Spec`.
+    """
 
     query_prefix: str
     document_prefix: str
@@ -312,11 +318,11 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         tokenizer = load_processor(spec, AutoTokenizer)
         if not tokenizer.is_fast:
             rule = "a model with a fast tokenizer (which provides character offsets)"
-            raise SpecError("model", spec.model, rule, "has none")
+            raise SpecError("model", spec.model, rule, "has no fast tokenizer")
         for name in ("cls_token_id", "sep_token_id", "mask_token_id"):
             if getattr(tokenizer, name) is None:
                 rule = f"a model whose tokenizer has a {name.removesuffix('_id')}"
-                raise SpecError("model", spec.model, rule, "has none")
+                raise SpecError("model", spec.model, rule, f"has no {name.removesuffix('_id')}")
         self.tokenizer = tokenizer
         self.max_positions = load_model_config(
             spec, checkpoint_folder(spec, SETTINGS)
@@ -380,7 +386,10 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         return ModelInput.create(sequence, {}, kind, spans=all_spans)
 
     def _tokenise(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the token ids and spans of a text; spans exclude the space before a token."""
+        """Returns the token ids and spans of a text.
+
+        Spans exclude the space before a token.
+        """
         encoded = self.tokenizer(
             text,
             add_special_tokens=False,

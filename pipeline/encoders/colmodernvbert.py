@@ -77,7 +77,7 @@ class ColModernVBert(Retrieval["ColModernVBert.Spec"]):
         output_tokens: Literal["all", "visual", "tiles"] = "all"
         """"all" keeps patches, prompt and tile boundaries, as transformers does. "visual" keeps
         only patches. "tiles" keeps only patches of tiles, which form one grid, without the
-        downscaled image; an image that is not split keeps all its patches.
+        downscaled image. An image that is not split keeps all its patches.
         """
 
     model_class = ColModernVBertForRetrieval

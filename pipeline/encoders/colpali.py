@@ -29,7 +29,7 @@ class ColPaliReader(RetrievalReader["ColPali.Spec"]):
         super().__init__(spec)
         if self.processor.tokenizer.bos_token is None:
             rule = "a checkpoint whose tokenizer has a bos_token"
-            raise SpecError("model", spec.model, rule, "has none")
+            raise SpecError("model", spec.model, rule, "has no bos_token")
         self.query_affixes = (self.processor.tokenizer.bos_token, "\n")
 
     def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
@@ -62,7 +62,7 @@ class ColPali(Retrieval["ColPali.Spec"]):
     class Spec(RetrievalSpec):
         """Checkpoint, the tokens that are kept, and the attention mask of queries.
 
-        The default query prefix is "Question: ", as in transformers; the authors' public engine
+        The default query prefix is "Question: ", as in transformers. The authors' public engine
         uses none.
         """
 
@@ -72,7 +72,7 @@ class ColPali(Retrieval["ColPali.Spec"]):
         output_tokens: Literal["all", "visual"] = "all"
         """"all" keeps patches and prompt tokens, as the paper does; "visual" only patches."""
         bidirectional_queries: bool = True
-        """Use bidirectional attention in queries, as transformers does; the authors' public engine
+        """Use bidirectional attention in queries, as transformers does. The authors' public engine
         uses causal attention.
         """
 

@@ -1,7 +1,7 @@
 """ColQwen2: pages in their aspect ratio through Qwen2-VL, projected.
 
 Checkpoints are those of the transformers class, such as `vidore/colqwen2-v1.0-hf`. As in that
-class, tokens have consecutive positions; the authors' public engine uses three-dimensional
+class, tokens have consecutive positions. The authors' public engine uses three-dimensional
 positions for image patches.
 """
 
@@ -77,7 +77,7 @@ class ColQwen2(Retrieval["ColQwen2.Spec"]):
         max_pixels: int | None = Field(None, ge=1)
         """Maximum number of pixels per image after resizing; null: the checkpoint's value."""
         bidirectional: bool = False
-        """Use bidirectional attention; the checkpoints are trained with causal attention."""
+        """Use bidirectional attention. The checkpoints are trained with causal attention."""
 
     model_class = ColQwen2ForRetrieval
     reader_class = ColQwen2Reader

@@ -118,7 +118,7 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         settings = check_checkpoint(spec, *CLASSES)
         if not getattr(settings.vision_config, "vision_use_head", True):
             rule = "a checkpoint whose vision tower has a pooling head"
-            raise SpecError("model", spec.model, rule, "has none")
+            raise SpecError("model", spec.model, rule, "has no pooling head")
         resolve_layer(spec, settings)
         if spec.keep_class and settings.model_type != "clip":
             rule = f"false (a {settings.model_type} has no class token)"
@@ -164,7 +164,10 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         return self.model.vision_model
 
     def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
-        """Concatenates the pixels of all images; NaFlex images are padded to equal length."""
+        """Concatenates the pixels of all images.
+
+        NaFlex images are padded to equal length.
+        """
         if self.model.config.model_type != "siglip2" or not inputs[0].media:
             return super().join_media(inputs)
         pixels = [sequence.media["pixel_values"] for sequence in inputs]
@@ -320,7 +323,7 @@ class DualReader(Reader["Dual.Spec"]):
     def read_image_query(self, image: Image.Image) -> tuple[ModelInput, list[str]]:
         """Returns the sequence of an image query, built like that of an item."""
         inputs = self._read_image(image, torch.nan, torch.nan)
-        # Patches have no token ids; `token_names` names them by location.
+        # Patches have no token ids. `token_names` names them by location.
         ids = torch.zeros(len(inputs), dtype=torch.int64)
         with_ids = dataclasses.replace(inputs, sequence={"input_ids": ids})
         names = token_names(self.processor.tokenizer, with_ids)

@@ -68,7 +68,7 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         """Checkpoint, task, and the tokens that are kept.
 
         The field `adapter` names a folder or hub model with the adapters of all tasks. Null: the
-        checkpoint's folder `adapters`; if there is none, the weights are assumed to be trained for
+        checkpoint's folder `adapters`. If there is none, the weights are assumed to be trained for
         the task.
         """
 
@@ -277,7 +277,7 @@ def _find_adapters(spec: JinaV4.Spec) -> Path | None:
 
 
 def _load_products(spec: JinaV4.Spec, folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Loads the two matrices of the task's adapter, by layer; their product is the weight update.
+    """Loads the two matrices of the task's adapter, by layer. Their product is the weight update.
 
     The second matrix includes the scale of the adapter.
 

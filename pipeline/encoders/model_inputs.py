@@ -18,8 +18,8 @@ class ModelInput:
         media: Tensors that collation concatenates along the first axis, such as pixels and grids.
         kind: Codes of `tokens.KINDS`, (L,) int8.
         keep: True for positions that become tokens of the item, (L,) bool.
-        extents: Boxes and times x0 y0 x1 y1 t0 t1, (L, 6) float32; NaN if unknown.
-        spans: Character offsets in the item's text, (L, 2) int32; -1 if none.
+        extents: Boxes and times x0 y0 x1 y1 t0 t1, (L, 6) float32, or NaN if unknown.
+        spans: Character offsets in the item's text, (L, 2) int32, or -1 if none.
     """
 
     sequence: dict[str, torch.Tensor]

@@ -62,7 +62,7 @@ class Precomputed(Encoder["Precomputed.Spec"]):
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-        """Batches the column `vectors`, `list<fixed_size_list<float>[dim]>`; null means no vectors.
+        """Batches the column `vectors`, `list<fixed_size_list<float>[dim]>`. Null means no vectors.
 
         Raises:
             SpecError: The vectors have another width, or a list contains a null vector.

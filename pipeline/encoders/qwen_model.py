@@ -15,7 +15,7 @@ from transformers import (
 
 from pipeline.encoders.loading import CheckpointSpec, check_checkpoint, load_model
 
-#: Model classes by model type; the backbone is the submodule `model` of each.
+#: Model classes by model type. The backbone is the submodule `model` of each.
 MODELS = {
     "qwen2_vl": Qwen2VLForConditionalGeneration,
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,

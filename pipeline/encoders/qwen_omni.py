@@ -48,7 +48,7 @@ class QwenOmni(StatesEncoder["QwenOmni.Spec"]):
     An audio token has the times of the 40 ms that it covers, and no box.
 
     Audio longer than `max_audio_seconds` or than the checkpoint's window (300 s in published
-    checkpoints) is truncated. A video that exceeds the token limit is subsampled; its audio is not.
+    checkpoints) is truncated. A video that exceeds the token limit is subsampled. Its audio is not.
     An item is rejected if its audio exceeds the limit, alone or with a single pair of frames.
     """
 
@@ -62,20 +62,20 @@ class QwenOmni(StatesEncoder["QwenOmni.Spec"]):
 
         name: Literal["qwen_omni"] = "qwen_omni"
         output_tokens: Literal["code", "paper", "media"] = "code"
-        """"paper" drops only the pooled token (SMART, eq. 4); "code" drops special tokens,
-        including the boundaries of images and audio; "media" keeps only image and audio tokens,
-        or for inputs without media the same as "code".
+        """"paper" drops only the pooled token (SMART, eq. 4). "code" drops special tokens,
+        including the boundaries of images and audio. "media" keeps only image and audio tokens, or
+        for inputs without media the same as "code".
         """
         documents: Literal["media", "text", "both"] = "media"
         """Content of an item that is encoded: "media" (images, video and audio, or the text of
         items without media), "text", or "both" in one sequence, the text last.
         """
         interleave: bool = True
-        """Interleave the frames of a video with its audio by time, as in training of the model;
-        otherwise the audio follows the frames.
+        """Interleave the frames of a video with its audio by time, as in training of the model.
+        Otherwise the audio follows the frames.
         """
         max_audio_seconds: float = Field(300.0, gt=0)
-        """Maximum length of the audio of an item, in seconds; longer audio is truncated."""
+        """Maximum length of the audio of an item, in seconds. Longer audio is truncated."""
 
     ITEM_FIELDS = (
         *("documents", "interleave", "document_prompt", "max_frames", "max_audio_seconds"),
@@ -180,7 +180,7 @@ def chunk_indices(times: Iterable[int], length: int) -> torch.Tensor:
     chunk apart, the first tokens are assigned to earlier chunks.
 
     Args:
-        times: Positions in time, ascending.
+        times: Positions in time in ascending order.
         length: Length of a chunk.
 
     >>> chunk_indices([0, 0, 50, 50, 150, 150, 150], 50).tolist()
@@ -391,7 +391,10 @@ class QwenOmniReader(StatesReader["QwenOmni.Spec"]):
         return writer
 
     def _position(self, seconds: float) -> int:
-        """Returns a position in time; values just below an integer are rounded up."""
+        """Returns a position in time.
+
+        Values just below an integer are rounded up.
+        """
         return math.floor(round(seconds * self.settings.position_id_per_seconds, 3))
 
     def _video_tokens(

@@ -25,7 +25,7 @@ from pipeline.encoders.reader import Reader
 from pipeline.encoders.tokenizing import token_names
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
 
-#: Tokens treated as special even if a tokenizer does not list them; SMART's code drops them.
+#: Tokens treated as special even if a tokenizer does not list them. SMART's code drops them.
 BOUNDARIES = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>"),
@@ -72,7 +72,7 @@ class QwenReader(Reader[QwenSpecT]):
         self.token_ids(self.PADS)
         if not self.tokenizer.is_fast:
             rule = "a model with a fast tokenizer (which provides character offsets)"
-            raise SpecError("model", spec.model, rule, "has none")
+            raise SpecError("model", spec.model, rule, "has no fast tokenizer")
         pads = {getattr(settings, field) for field in self.PADS.values()}
         boundaries = {names[name] for name in BOUNDARIES if name in names}
         self.special = ({*self.tokenizer.all_special_ids} | boundaries) - pads
@@ -186,7 +186,10 @@ class QwenReader(Reader[QwenSpecT]):
         return number, write(number)
 
     def with_token_names(self, inputs: ModelInput, text: str = "") -> tuple[ModelInput, list[str]]:
-        """Returns a query with the names of its tokens; text tokens are named by their text."""
+        """Returns a query with the names of its tokens.
+
+        Text tokens are named by their text.
+        """
         names = token_names(self.tokenizer, inputs)
         for number, (start, stop) in enumerate(inputs.spans[inputs.keep].tolist()):
             if start >= 0:
@@ -203,7 +206,7 @@ class QwenReader(Reader[QwenSpecT]):
     def video_inputs(self, video: Sequence[Sequence[TimedImage]]) -> dict[str, torch.Tensor]:
         """Returns the inputs of the vision tower for a video.
 
-        A patch covers the same location in two consecutive frames; a patch of an image contains the
+        A patch covers the same location in two consecutive frames. A patch of an image contains the
         image twice. The patches of a pair of frames are therefore halves of those of the two
         images.
         """
@@ -229,7 +232,7 @@ class SequenceWriter:
     """Builder of a sequence, from its first token to its last.
 
     Attributes:
-        ids, kinds, types, spans: Values per token; `types` are `mm_token_type_ids`.
+        ids, kinds, types, spans: Values per token. `types` are `mm_token_type_ids`.
         extents: Start index of each image, and the extents of its tokens.
     """
 
@@ -337,7 +340,7 @@ class SequenceWriter:
 
         Args:
             media: Media inputs of the sequence.
-            keep: True for positions that become tokens; None keeps all.
+            keep: True for positions that become tokens. None keeps all.
             kind: Codes of `tokens.KINDS` that replace those of the builder.
             sequence: Additional model inputs per position.
         """

@@ -55,7 +55,7 @@ class QwenSpec(AppendedTokensSpec, CheckpointSpec):
     """
     max_pixels: int | None = Field(None, ge=1)
     """Maximum number of pixels per image after resizing; null: the checkpoint's value. Qwen3-VL
-    allows 16384 tokens per image; Qwen3-VL-Embedding uses 1843200, at most 1800 tokens.
+    allows 16384 tokens per image. Qwen3-VL-Embedding uses 1843200, at most 1800 tokens.
     """
     max_item_tokens: int = Field(8192, ge=1)
     """Maximum number of tokens per item or query, including the prompt, further limited by the
@@ -81,11 +81,11 @@ class StatesSpec(QwenSpec):
     last layer.
     """
     document_prompt: Prompt = DOCUMENT_PROMPT
-    """Prompt of items; `{content}` is replaced with the item."""
+    """Prompt of items. `{content}` is replaced with the item."""
     query_prompt: Prompt = QUERY_PROMPT
-    """Prompt of queries; `{content}` is replaced with the query."""
+    """Prompt of queries. `{content}` is replaced with the query."""
     mask_composed: bool = True
-    """Drop the image tokens of composed queries (SMART, appendix B); the text tokens have attended
+    """Drop the image tokens of composed queries (SMART, appendix B). The text tokens have attended
     to them.
     """
     bidirectional: bool = False

@@ -41,7 +41,7 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
     media and words has no tokens.
 
     A video that exceeds the token limit is subsampled to evenly spaced frames including the first
-    and the last, as many as `max_frames` and the limit allow; `frames_read` in the item's metadata
+    and the last, as many as `max_frames` and the limit allow. `frames_read` in the item's metadata
     is their number. An image or text that exceeds the limit is rejected.
 
     Attributes:
@@ -91,7 +91,10 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
 
     @classmethod
     def attention(cls, spec: StatesSpecT) -> AttentionInfo:
-        """Returns all statistics; the last token is the pooled one."""
+        """Returns all statistics.
+
+        The last token is the pooled one.
+        """
         return attention_info(cls.settings(spec).get_text_config(), MODEL_STATISTICS, spec)
 
     @classmethod

@@ -27,9 +27,9 @@ class QwenVL(StatesEncoder["QwenVL.Spec"]):
 
         name: Literal["qwen_vl"] = "qwen_vl"
         output_tokens: Literal["code", "paper", "visual"] = "code"
-        """"paper" drops only the pooled token (SMART, eq. 4); "code" drops special tokens and keeps
-        image tokens, as SMART's public code does; "visual" keeps only image tokens, or for
-        inputs without images the same as "code".
+        """"paper" drops only the pooled token (SMART, eq. 4). "code" drops special tokens and keeps
+        image tokens, as SMART's public code does. "visual" keeps only image tokens, or for inputs
+        without images the same as "code".
         """
         documents: Literal["images", "text", "both"] = "images"
         """Content of an item that is encoded: `images` (the images, or the text of items without

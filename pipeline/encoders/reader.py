@@ -31,7 +31,7 @@ class Reader(ABC, Generic[CheckpointSpecT]):
 
     @abstractmethod
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
-        """Returns the sequences of an item, in order; empty if the item has no readable content.
+        """Returns the sequences of an item, in order, or empty if the item has no readable content.
 
         Raises:
             Unreadable: The item cannot be read by this model.

@@ -114,7 +114,10 @@ class Retrieval(SequenceEncoder[RetrievalSpecT]):
 
     @classmethod
     def attention(cls, spec: RetrievalSpecT) -> AttentionInfo:
-        """Returns column sums and the row of the last token; the model has no pooled vector."""
+        """Returns column sums and the row of the last token.
+
+        The model has no pooled vector.
+        """
         settings = check_checkpoint(spec, cls.model_class.config_class.model_type)
         return attention_info(settings.vlm_config.text_config, ("column_sums", "eos_row"), spec)
 
@@ -183,7 +186,7 @@ class RetrievalReader(Reader[RetrievalSpecT]):
             processor.query_prefix = spec.query_prefix
         if processor.query_augmentation_token is None:
             rule = "a checkpoint whose tokenizer has a pad_token"
-            raise SpecError("model", spec.model, rule, "has none")
+            raise SpecError("model", spec.model, rule, "has no pad_token")
 
     @abstractmethod
     def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
@@ -191,7 +194,7 @@ class RetrievalReader(Reader[RetrievalSpecT]):
 
         Args:
             image: Image in RGB.
-            start: Start of its display, in seconds; NaN if it has no time.
+            start: Start of its display, in seconds, or NaN if it has no time.
             stop: End of its display, likewise.
 
         Raises:

@@ -47,7 +47,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
     the module whose attention is recorded (`attention_module`).
 
     An item may consist of several sequences, such as the frames of a video for a model that
-    processes one image at a time. Its tokens are those of its sequences in order; its pooled vector
+    processes one image at a time. Its tokens are those of its sequences in order. Its pooled vector
     is the normalised mean of theirs.
 
     The next batch is collated in pinned memory while the model runs. A batch that exceeds the GPU
@@ -84,7 +84,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
 
         Args:
             spec: Spec of the encoder.
-            device_map: "auto" distributes the model over the visible GPUs; None uses one device.
+            device_map: "auto" distributes the model over the visible GPUs. None uses one device.
         """
 
     @classmethod

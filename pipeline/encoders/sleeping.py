@@ -27,7 +27,10 @@ class Sleeping(Encoder["Sleeping.Spec"]):
     """
 
     class Spec(config.ComponentSpec):
-        """Latency and output size of the encoder; the defaults yield 264 kB per item."""
+        """Latency and output size of the encoder.
+
+        The defaults yield 264 kB per item.
+        """
 
         name: Literal["sleeping"] = "sleeping"
         seconds: float = Field(0.1, ge=0)

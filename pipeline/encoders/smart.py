@@ -86,7 +86,7 @@ class Adapter(torch.nn.Module):
             folder: Folder that training wrote.
             width: Width of the hidden states of one layer.
             num_layers: Number of layers of the frozen encoder's token vectors.
-            encoder: Fingerprint of the frozen encoder; empty to skip the check.
+            encoder: Fingerprint of the frozen encoder. Empty to skip the check.
 
         Raises:
             SpecError: For `adapter`: it does not exist, was modified after training, or was trained
@@ -213,7 +213,7 @@ class Smart(Encoder["Smart.Spec"]):
 
     @classmethod
     def has_warnings(cls, spec: Spec) -> bool:
-        """Returns whether the frozen encoder may report warnings."""
+        """Checks whether the frozen encoder may report warnings."""
         return cls._inner_class(spec).has_warnings(spec.encoder)
 
     @classmethod

@@ -131,7 +131,7 @@ def write_trained_compressor(
 
 
 def supports_appended_tokens(encoder_class: type[Any]) -> bool:
-    """Returns whether learned tokens can be appended to the items of an encoder."""
+    """Checks whether learned tokens can be appended to the items of an encoder."""
     return issubclass(encoder_class.Spec, AppendedTokensSpec)
 
 
@@ -141,7 +141,7 @@ def weight_hashes(encoder_class: type[Trainable[Any]], spec: Any) -> list[str]:
 
 
 def appended_hashes(spec: AppendedTokensSpec) -> dict[str, str]:
-    """Returns the hash of the appended tokens for fingerprints; empty without any.
+    """Returns the hash of the appended tokens for fingerprints, or empty without any.
 
     Appended tokens do not affect query vectors, but the items of an index must have the same ones.
     """
@@ -194,7 +194,7 @@ def check_appended_tokens(
         width: Width of the model's input embeddings.
         field: Field with the maximum size of the sequence to which the tokens are appended.
         size: Value of that field.
-        limit: Maximum number of positions of the model; 0 for no limit.
+        limit: Maximum number of positions of the model, or 0 for no limit.
 
     Raises:
         SpecError: The folder has no such tokens, or they do not fit the model.
@@ -217,7 +217,7 @@ def check_positions(num_tokens: int, field: str, size: int, limit: int) -> None:
         num_tokens: Number of appended tokens.
         field: Field with the maximum size of the sequence to which the tokens are appended.
         size: Value of that field.
-        limit: Maximum number of positions of the model; 0 for no limit.
+        limit: Maximum number of positions of the model, or 0 for no limit.
 
     Raises:
         SpecError: They do.

@@ -82,7 +82,7 @@ class Transcript(Encoder["Transcript.Spec"]):
 
     @classmethod
     def check_queries(cls, spec: Spec) -> None:
-        """Checks that the model is available; queries need no recogniser.
+        """Checks that the model is available. Queries need no recogniser.
 
         Raises:
             SpecError: It is not available.
@@ -114,7 +114,7 @@ class Transcript(Encoder["Transcript.Spec"]):
 
     @classmethod
     def has_warnings(cls, spec: Spec) -> bool:
-        """Returns whether a recogniser reads precomputed results from files."""
+        """Checks whether a recogniser reads precomputed results from files."""
         return any(_registry(field).load(part.name).has_ids for field, part in _recognisers(spec))
 
     @classmethod
@@ -139,7 +139,10 @@ class Transcript(Encoder["Transcript.Spec"]):
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-        """Encodes the column `text` with MiniLM; an item without words has no tokens."""
+        """Encodes the column `text` with MiniLM.
+
+        An item without words has no tokens.
+        """
         if "text" not in items.column_names:
             items = pa.table({"text": pa.nulls(items.num_rows, pa.string())})
         for rows, batch in self._minilm.encode(items, taps):

@@ -17,10 +17,10 @@ class Words:
 
     Attributes:
         first: Index of the first word of each item, (B + 1,) int64.
-        spans: Character offsets in the item's text, (W, 2) int32, ascending.
-        extents: Boxes and times x0 y0 x1 y1 t0 t1, (W, 6) float32; NaN if unknown.
+        spans: Character offsets in the item's text, (W, 2) int32 in ascending order.
+        extents: Boxes and times x0 y0 x1 y1 t0 t1, (W, 6) float32, or NaN if unknown.
         kinds: Kind of the text tokens in each word, (W,) int8.
-        confidences: Confidence of the recogniser, (W,) float32; NaN if unknown.
+        confidences: Confidence of the recogniser, (W,) float32, or NaN if unknown.
     """
 
     first: np.ndarray

@@ -14,7 +14,7 @@ class JudgedQueries:
     """Queries of a benchmark with their relevance judgments.
 
     Attributes:
-        queries: Text by query id, in the order of the benchmark; each query has a judgment.
+        queries: Text by query id, in the order of the benchmark. Each query has a judgment.
         qrels: Grades by document id, by query id. Grade 0 means judged not relevant. Documents are
             items or parents, as the spec says.
         num_unjudged: Number of queries left out because they have no judgment.
@@ -30,7 +30,7 @@ class JudgedQueries:
 
 
 class Benchmark(ABC, Generic[ComponentSpecT]):
-    """Source of judged queries. Subclasses have a nested `Spec` with a literal `name`."""
+    """Base class of benchmarks. Subclasses have a nested `Spec` whose `name` is a literal."""
 
     Spec: ClassVar[type[ComponentSpec]]
 

@@ -1,4 +1,4 @@
-"""Benchmarks in BEIR format: queries.jsonl and qrels/<split>.tsv in a folder."""
+"""Benchmarks in the format of BEIR: a folder with queries.jsonl and qrels/<split>.tsv."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pipeline.eval.topics import read_categories, read_lines, read_queries
 
 
 class Beir(Benchmark["Beir.Spec"]):
-    """Folder with `queries.jsonl` (`_id`, `text`) and `qrels/<split>.tsv`.
+    """Benchmark in a folder with `queries.jsonl` (`_id`, `text`) and `qrels/<split>.tsv`.
 
-    Other fields of the queries are categories; see `read_categories`.
+    All other fields of the queries are used as categories, see `read_categories`.
     """
 
     class Spec(ComponentSpec):
@@ -34,7 +34,7 @@ class Beir(Benchmark["Beir.Spec"]):
         queries = {query_id: text for query_id, text in texts.items() if query_id in qrels}
         if not queries:
             rule = "a benchmark with a judged query"
-            raise SpecError("benchmark.path", self.spec.path, rule, "has none")
+            raise SpecError("benchmark.path", self.spec.path, rule, "has no judged queries")
         return JudgedQueries(
             queries,
             {query_id: qrels[query_id] for query_id in queries},
@@ -49,9 +49,10 @@ MAX_GRADE = 2**31 - 1
 
 
 def read_qrels(path: str) -> dict[str, dict[str, int]]:
-    """Returns grades by document id and query id, from lines `query-id<TAB>corpus-id<TAB>score`.
+    """Reads grades by document id and query id from lines `query-id<TAB>corpus-id<TAB>score`.
 
-    Negative grades are kept; all metrics count them as 0, judged not relevant.
+    Negative grades are returned unchanged. All metrics treat them as 0, which means that a document
+    was judged and is not relevant.
 
     Raises:
         SpecError: For `benchmark.split`: the file is missing or malformed.

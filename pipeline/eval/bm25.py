@@ -1,4 +1,4 @@
-"""BM25 over the texts of an index: the lexical baseline."""
+"""BM25 over the texts of an index, which is the lexical baseline of evaluations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.search.score import top_rows
 
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # it logs every index that it builds
 
-#: Ranking parameters; k1 and b are Lucene's defaults.
+#: Ranking parameters. K1 and b are Lucene's defaults.
 SETTINGS = {"method": "lucene", "k1": 1.2, "b": 0.75}
 LANGUAGE = "english"
 
@@ -24,27 +24,30 @@ HAS_TEXT = "{} <> ''"
 
 
 def has_texts(index: Index, column: str = "text", filter: str | None = None) -> bool:
-    """Returns whether any item of the index has a text."""
+    """Checks whether any item of the index has a text."""
     filter = combine_filters(filter, HAS_TEXT.format(column))
     return any(batch.num_rows for batch in index.batches(["item_id"], filter=filter))
 
 
 class Bm25:
-    """BM25 (Lucene's variant, k1 = 1.2, b = 0.75) over a text column of an index.
+    """BM25 in Lucene's variant (k1 = 1.2, b = 0.75) over a text column of an index.
 
-    Tokens are lower-cased words of at least two characters, without English stop words and stemmed
-    by the Snowball stemmer for English. It is a weak baseline for texts in other languages. Items
-    without a text, or without a word of the query, are not returned.
+    Tokens are lower-case words of at least two characters. English stop words are removed, and the
+    remaining words are stemmed by the Snowball stemmer for English. For texts in other languages,
+    it is therefore a weak baseline. Items that have no text or share no word with the query are not
+    returned.
     """
 
     def __init__(self, index: Index, judged: str, column: str = "text", filter: str | None = None):
-        """Builds the index from a stream of texts; only ids and postings stay in memory.
+        """Builds the index from a stream of texts.
+
+        Only the ids and the postings are kept in memory.
 
         Args:
             index: Index whose items are searched.
             judged: "parent" to rank parents by their best item, or "item" to rank items.
             column: Column that is searched, "text" or "caption".
-            filter: SQL condition on the items; None for all of them.
+            filter: SQL condition on the items, or None for all of them.
         """
         extras.require("bm25s", "Stemmer")
         import bm25s
@@ -73,7 +76,7 @@ class Bm25:
         self._groups = np.unique(parent_ids, return_inverse=True)[1] if judged == "parent" else None
 
     def rank(self, queries: Sequence[str], k: int) -> list[dict[str, float]]:
-        """Returns the scores of the k best documents per query, best first."""
+        """Returns the scores of the k best documents for each query in descending order."""
         return [self._rank(words, k) for words in self._words(queries, update_vocab=False)]
 
     def _rank(self, words: list[int], k: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Cache of evaluation results, keyed by a hash of everything that they depend on."""
+"""Cache of evaluation results. Its keys are hashes of everything that a result depends on."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pipeline.atomic import write_atomic
 from pipeline.config import absolute, digest
 from pipeline.eval.diagnostics import Diagnosis
 
-#: Version of the code that computes the entries; increase it when their values change.
+#: Version of the code that computes the entries. Increase it when their values change.
 VERSION = 2
 
 
 class CacheEntry(BaseModel):
-    """Base class of cached values: a missing, unknown or mistyped field makes a file invalid."""
+    """Base class of cached values. Files with missing, unknown or mistyped fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class CachedResult(CacheEntry):
-    """Measurements of one row; see `Result` for the fields.
+    """Measurements of one row of an evaluation. See `Result` for the fields.
 
     Attributes:
         rankings: Scores by document id, best first, of each query.
@@ -49,7 +49,7 @@ class CachedDiagnosis(CacheEntry):
 
 
 class CachedGrounding(CacheEntry):
-    """Grounding metrics of one representation; empty if they do not apply to it."""
+    """Grounding metrics of a representation. Empty if the metrics do not apply to it."""
 
     numbers: dict[str, float]
 
@@ -58,12 +58,12 @@ EntryT = TypeVar("EntryT", bound=CacheEntry)
 
 
 def cache_key(**dependencies: Any) -> str:
-    """Returns a hash of the inputs of a value and of the version of the code."""
+    """Computes a hash of the inputs of a value and of the version of the code."""
     return digest({**dependencies, "logic": VERSION})
 
 
 class Cache:
-    """Cache in the folder `entries` of an evaluation's output.
+    """Cache that is stored in the folder `entries` of the output of an evaluation.
 
     A folder of an earlier version, named `cells`, is renamed.
     """

@@ -1,4 +1,4 @@
-"""Row-by-row comparison of two evaluations of the same judged queries."""
+"""Comparison of two evaluations that use the same judged queries, row by row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.eval.significance import holm, randomisation_p
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of one row between two evaluations, under one metric.
+    """Difference between two evaluations in one row and one metric.
 
     Attributes:
         name: Name of the row.
@@ -31,7 +31,7 @@ class Difference:
 
     @property
     def change(self) -> float:
-        """Mean in the second evaluation minus mean in the first."""
+        """Mean of the second evaluation minus mean of the first."""
         return self.b - self.a
 
 
@@ -53,7 +53,7 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """Main metric: that of the first evaluation if both have it."""
+        """Main metric, which is that of the first evaluation if both evaluations contain it."""
         return next(iter(self.differences))
 
 

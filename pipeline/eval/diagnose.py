@@ -1,4 +1,4 @@
-"""Diagnoses of the representations of an index on judged queries."""
+"""Diagnoses of the representations of an index, computed on judged queries."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ CODEC_PREFERENCE = ("float16", "float32", "int8")
 def uncompressed_representation(index: Index, name: str) -> str | None:
     """Returns the uncompressed representation of the same encoder and field, or None.
 
-    The result is also None for representations that transform queries, or whose codec does not
-    preserve scores (such as binary): their scores are not comparable with a cosine.
+    The result is also None for representations that transform queries and for codecs that do not
+    preserve scores, such as binary. Their scores cannot be compared with cosine similarities.
     """
     info = index.representation(name)
     if info.encoder.dim != info.dim or not _codec_class(info).keeps_scores:
@@ -63,9 +63,9 @@ def _codec_class(info: RepresentationInfo) -> type[Codec]:
 class Diagnoser:
     """Diagnoses representations one after another and shares computations between them.
 
-    A judged parent is represented by its best item for the query under the uncompressed
-    representation, so that all representations of an encoder are compared on the same pairs.
-    Without an uncompressed representation, it is the best item under the diagnosed one.
+    A judged parent is represented by the item that is best for the query under the uncompressed
+    representation. All representations of an encoder are therefore compared on the same pairs. The
+    best item under the diagnosed representation is used if no representation is uncompressed.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Diagnoser:
         filter: str | None,
         encode: Callable[[str], EncodedQueries | list[np.ndarray]],
     ):
-        """Lists the rows of the index and of the relevant documents.
+        """Determines the rows of the index and of the relevant documents.
 
         Args:
             searcher: Searcher of the index.
             judged: Queries and their relevance judgments.
             by: Level of the judgments, "parent" or "item".
-            filter: SQL condition on the items; None for all of them.
+            filter: SQL condition on the items, or None for all of them.
             encode: Function that returns the judged queries as vectors, for a representation.
         """
         self._searcher, self._judged, self._by, self._filter = searcher, judged, by, filter
@@ -122,7 +122,7 @@ class Diagnoser:
     def _scores(
         self, matches: Matches, pair_rows: list[np.ndarray], full: str
     ) -> dict[str, list[list[float]]]:
-        """Returns the pairs of each query: their score, and their uncompressed score."""
+        """Returns the pairs of each query with their scores and their uncompressed scores."""
         full_rows = self._pairs(full)
         ends = np.cumsum([len(rows) for rows in full_rows])[:-1]
         if full not in self._full_scores:
@@ -140,7 +140,7 @@ class Diagnoser:
         return {query_id: scores.tolist() for query_id, scores in by_query if len(scores)}
 
     def _pairs(self, reference: str) -> list[np.ndarray]:
-        """Returns the ascending rows (P,) of the items that represent relevant documents.
+        """Returns the rows (P,) of the items that represent relevant documents, in ascending order.
 
         Args:
             reference: Representation that selects the best item of a parent.
@@ -197,7 +197,7 @@ class Diagnoser:
 
 
 def _best_items(documents: list[list[int]], scores: dict[int, float]) -> np.ndarray:
-    """Returns the ascending rows of the best items; documents without scores are skipped."""
+    """Returns the rows of the best items in ascending order. Items without a score are skipped."""
     scored = [[row for row in rows if row in scores] for rows in documents]
     return np.array(sorted(max(rows, key=scores.__getitem__) for rows in scored if rows), np.int64)
 

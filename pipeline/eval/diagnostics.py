@@ -1,9 +1,9 @@
-"""Diagnostics of compressed indexes: score retention, use of the vectors, inter-token similarity.
+"""Diagnostics of compressed indexes: score retention, vector usage and token similarity.
 
-The metrics are those of the papers, computed from the best matches between query tokens and stored
-vectors. A *match record* is a query token, the best-matching vector of a relevant item, and their
-similarity. A *position* is an index into the sequence of stored vectors of an item, or into the
-tokens of a query.
+The metrics are defined in the papers. They are computed from the best matches between query tokens
+and stored vectors. A *match record* consists of a query token, the best-matching vector of a
+relevant item, and their similarity. A *position* is an index into the sequence of the stored
+vectors of an item or of the tokens of a query.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOKENS_PER_BATCH = 1280
 MAX_ROWS = 64
 #: Maximum number of bars of a strength profile.
 MAX_BARS = 256
-#: Maximum number of items to average similarities over; larger indexes are sampled.
+#: Maximum number of items to average similarities over. Larger indexes are sampled.
 MAX_ITEMS = 1000
 
 #: Scores of a relevant pair: compressed, and uncompressed.
@@ -33,7 +33,7 @@ Scores = Sequence[float]
 
 
 class Retention(NamedTuple):
-    """Oracle Score Retention, averaged in both ways in use.
+    """Oracle Score Retention, averaged in the two ways that are in use.
 
     Attributes:
         mean: Mean of the ratios of the pairs, as the paper defines it.
@@ -79,11 +79,11 @@ def score_retention(pairs: Sequence[Scores]) -> Retention | None:
 def used_vectors(
     queries: Sequence[torch.Tensor], packed: PackedVectors, rows: np.ndarray
 ) -> np.ndarray:
-    """Marks the stored vectors that are the best match of any query token in their item.
+    """Marks the stored vectors of an item that are the best match of at least one query token.
 
-    All pairs of a query and an item count. AGC (section 6.5) instead counts vectors that are
-    "active during a single evaluation pass", using only the records of relevant pairs; these are
-    the `vectors` of `Matches`.
+    All pairs of a query and an item are considered. In contrast, AGC (section 6.5) counts the
+    vectors that are "active during a single evaluation pass" and only considers relevant pairs.
+    These vectors are available as the `vectors` of `Matches`.
 
     Args:
         queries: Token vectors (M, D) of each query.
@@ -125,12 +125,12 @@ class Matches(NamedTuple):
 def match_pairs(
     queries: Sequence[torch.Tensor], packed: PackedVectors, rows: Sequence[np.ndarray]
 ) -> Matches:
-    """Returns the match records of each query with its items.
+    """Computes the match records of each query and its items.
 
     Args:
         queries: Token vectors (M, D) of each query.
         packed: Stored vectors of the items.
-        rows: Ascending rows (P,) of the items of each query; the items must have vectors.
+        rows: Ascending rows (P,) of the items of each query. The items must have vectors.
     """
     parts = []
     for query_MD, rows_P in zip(queries, rows, strict=True):
@@ -172,11 +172,11 @@ def matching_strength(matches: Matches, num_positions: int) -> np.ndarray:
 
 
 def coefficient_of_variation(strengths: np.ndarray) -> float | None:
-    """Computes CV = sigma / mu x 100 of matching strengths (AGC, section 6.5); lower is more even.
+    """Computes the coefficient of variation sigma / mu x 100 of matching strengths (AGC, 6.5).
 
-    The standard deviation is that of the population (divided by n). Strengths are sums of
-    similarities and can be negative. Neither CV nor Gini is defined there, so negative strengths
-    count as 0.
+    Lower values indicate more even matching. The standard deviation is that of the population
+    (division by n). Strengths are sums of similarities and may therefore be negative. As neither CV
+    nor Gini is defined for negative values, they are replaced by 0.
 
     Returns:
         None if no strength is positive.
@@ -194,8 +194,8 @@ def gini(strengths: np.ndarray) -> float | None:
 
         G = 2 (sum over i of i x_i) / (n (sum of x_i)) - (n + 1) / n,  x ascending, i from 1
 
-    The paper prints the numerator as a sum of squared x_i, which would depend on the unit of x;
-    this is the standard formula. Negative strengths count as 0.
+    The paper prints the numerator as a sum of squared x_i, which would depend on the unit of x.
+    This is the standard formula. Negative strengths count as 0.
 
     Returns:
         None if no strength is positive.
@@ -217,8 +217,8 @@ class TokenSimilarity(NamedTuple):
     Attributes:
         map: Mean cosine between positions (rows, rows), including each vector with itself. In items
             longer than `MAX_ROWS`, a row is a run of adjacent positions.
-        mean: Mean over all pairs of different vectors of an item, averaged over items; None without
-            such pairs.
+        mean: Mean over all pairs of different vectors of an item, averaged over items, or None
+            without such pairs.
         num_items: Number of items averaged over.
     """
 
@@ -232,12 +232,12 @@ def inter_token_similarity(
 ) -> TokenSimilarity:
     """Averages the cosines between the vectors of an item over items, by position (AGC, 6.5).
 
-    The sum over all pairs from two runs of positions is the product of the sums of the runs, so the
-    memory is that of one item, however long it is.
+    The sum over all pairs of two runs of positions is the dot product of the sums of both runs. The
+    required memory is therefore independent of the length of the items.
 
     Args:
         packed: Stored vectors of the items.
-        rows: Rows of the evaluated items; those without vectors are ignored.
+        rows: Rows of the evaluated items. Those without vectors are ignored.
         max_items: Maximum number of items; of more items, a random sample is used.
         seed: Seed of the sample.
     """
@@ -265,7 +265,7 @@ def inter_token_similarity(
 
 
 def strength_profile(strength: np.ndarray, max_bars: int = MAX_BARS) -> list[float]:
-    """Returns the mean strength of each position, or of runs of adjacent positions.
+    """Averages the strengths of each position, or of runs of neighbouring positions.
 
     >>> strength_profile(np.array([[1.0, 3.0], [0.0, 0.0], [4.0, 4.0]]), max_bars=2)
     [1.0, 4.0]
@@ -282,8 +282,8 @@ class Diagnosis:
     """Diagnostics of one representation.
 
     Attributes:
-        full: Uncompressed representation that retention is relative to; empty without one.
-        pairs: (score, uncompressed score) of each relevant pair, by query id; empty without an
+        full: Uncompressed representation that retention is relative to, or empty without one.
+        pairs: (score, uncompressed score) of each relevant pair, by query id, or empty without an
             uncompressed representation.
         num_missing: Number of relevant pairs left out because the item has no vectors in this
             representation.
@@ -291,10 +291,10 @@ class Diagnosis:
             pairs of a query and an item.
         used_relevant: The same fraction over relevant pairs and the vectors of their items, as in
             AGC.
-        cv: Coefficient of variation of the matching strengths; None if nothing matches.
-        gini: Gini coefficient of the matching strengths; None if nothing matches.
+        cv: Coefficient of variation of the matching strengths, or None if nothing matches.
+        gini: Gini coefficient of the matching strengths, or None if nothing matches.
         num_positions: Length of the longest item among the relevant pairs.
-        strengths: Matching strength of each position; adjacent positions are averaged beyond
+        strengths: Matching strength of each position. Adjacent positions are averaged beyond
             `MAX_BARS`.
         similarity: Similarity map between positions.
         similarity_mean: Mean similarity of two vectors of an item.
@@ -315,15 +315,15 @@ class Diagnosis:
     num_sampled: int
 
     def retention(self, query_ids: Sequence[str] | None = None) -> Retention | None:
-        """Returns the score retention over all queries, or over some of them."""
+        """Computes the score retention over all queries or over a subset of them."""
         wanted = self.pairs if query_ids is None else query_ids
         return score_retention([pair for q in wanted for pair in self.pairs.get(q, ())])
 
 
 def mean_diagnosis(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
-    """Returns the mean over the seeds of a method.
+    """Averages the diagnoses of several seeds of a method.
 
-    Retention is linear in the score of a pair, so the mean scores have the mean retention.
+    Retention is linear in the score of a pair, so the mean of the scores has the mean retention.
     """
     first, *others = diagnoses
 

@@ -1,4 +1,4 @@
-"""Query categories by modality or metadata of the relevant documents, as in SAP's analysis."""
+"""Query categories that are derived from the relevant documents, as in the analysis of SAP."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ METADATA = "metadata."
 def queries_by_document_category(
     index: Index, judged: JudgedQueries, field: str, by: str, filter: str | None
 ) -> dict[str, list[str]]:
-    """Groups query ids by the categories of their relevant documents, in sorted order.
+    """Groups query ids by the categories of their relevant documents.
 
-    A query whose relevant documents have several categories is in each of these groups.
+    If the relevant documents of a query belong to several categories, the query is part of all
+    these groups.
 
     Args:
         index: Index of the documents.
         judged: Queries and their relevance judgments.
         field: Text column of the items such as "modality", or "metadata.KEY".
-        by: Level of the judgments, "item" or "parent"; a parent has the categories of its items.
-        filter: SQL condition on the items; None for all of them.
+        by: Level of the judgments, "item" or "parent". A parent has the categories of its items.
+        filter: SQL condition on the items, or None for all of them.
 
     Raises:
         SpecError: The column does not exist, or no item has the key.

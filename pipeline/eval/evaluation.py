@@ -1,4 +1,4 @@
-"""Evaluation of the representations of an index, under each score, on one benchmark."""
+"""Evaluation of the representations of an index on a benchmark, with each type of score."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ NUM_SEEDS = 5
 def run(
     spec: EvaluateSpec, report: Callable[[str], None], draw_hit: DrawHit | None = None
 ) -> Evaluation:
-    """Evaluates rows that are not cached in the output folder, and writes their runs to it.
+    """Evaluates the rows that are not cached in the output folder and writes their runs.
 
     Args:
         spec: Spec of the evaluation.
         report: Function that reports a line of progress.
-        draw_hit: Function that draws the images of a hit in the examples; see `DrawHit`.
+        draw_hit: Function that draws the images of a hit in the examples. See `DrawHit`.
 
     Raises:
         SpecError: The benchmark, the index or a representation is missing or invalid.
@@ -153,13 +153,13 @@ def run(
 
 
 class _Samples:
-    """Overlap between the samples that representations were fitted on and the evaluated items."""
+    """Overlap between the evaluated items and the samples on which representations were fitted."""
 
     def __init__(self, index: Index, filter: str | None):
         self._index, self._filter = index, filter
 
     def fit_sample(self, representation: str) -> dict[str, Any]:
-        """Describes the sample that a representation was fitted on; see `Result.fit_sample`."""
+        """Describes the sample on which a representation was fitted. See `Result.fit_sample`."""
         info = self._index.representation(representation)
         if not info.is_fitted:
             return {}
@@ -181,7 +181,7 @@ class _Samples:
 
 
 def _diagnosis(ranker: Ranker, representation: str, cache: Cache) -> Diagnosis:
-    """Returns the diagnosis of a representation, cached if its inputs are unchanged."""
+    """Diagnoses a representation, unless a cached diagnosis with the same inputs exists."""
     key = ranker.diagnosis_key(representation)
     entry = cache.read(key, CachedDiagnosis)
     if entry is None:
@@ -191,7 +191,7 @@ def _diagnosis(ranker: Ranker, representation: str, cache: Cache) -> Diagnosis:
 
 
 def _phrases(spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row]) -> list[Phrase]:
-    """Returns the phrases to ground; none if the spec does not ask for grounding.
+    """Returns the phrases for grounding, or None if the spec does not request grounding.
 
     Raises:
         SpecError: The phrases are invalid, or their items are missing or have no regions.
@@ -209,7 +209,7 @@ def _phrases(spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row]) -> lis
 def _grounding(
     index: Index, grounder: Grounder, phrases: Sequence[Phrase], name: str, cache: Cache
 ) -> dict[str, float]:
-    """Returns the grounding metrics of a representation, cached if its inputs are unchanged."""
+    """Computes the grounding metrics of a representation, unless they are cached."""
     columns = grounder.columns(name)
     if columns is None:
         return {}
@@ -227,7 +227,7 @@ def _grounding(
 
 
 def _result_notes(results: Sequence[Result]) -> Iterator[str]:
-    """Yields notes on missing diagnostics, and on rows with few seeds."""
+    """Yields notes about missing diagnostics and about rows with only a few seeds."""
     maxsim = [result for result in results if result.score == "maxsim"]
     ungrounded = [result.representation for result in maxsim if not result.grounding]
     if len(ungrounded) < len(maxsim) and ungrounded:
@@ -261,7 +261,7 @@ def _examples(
     keys: dict[str, str],
     draw_hit: DrawHit | None,
 ) -> Examples:
-    """Returns the example queries, cached if their inputs are unchanged."""
+    """Selects the example queries, unless they are cached."""
     shown = compared_rows(evaluation)
     key = cache_key(
         rows=keys,
@@ -284,7 +284,7 @@ def _examples(
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Maxray, its main dependencies and the platform."""
+    """Returns the versions of Maxray and its main dependencies, and the platform."""
     packages = {"torch": "torch", "lance": "pylance", "ray": "ray", "transformers": "transformers"}
     return {
         "maxray": __version__,
@@ -319,7 +319,7 @@ def _result(searcher: Searcher, row: Row, entry: CachedResult) -> Result:
 
 
 def _reranked(result: Result, spec: RerankSpec) -> Result:
-    """Returns the row of a reranker, given the measurements under its first stage's name."""
+    """Builds the row of a reranker from the measurements of its first stage."""
     settings = {
         "model": spec.model,
         "rerank_depth": spec.rerank_depth,
@@ -349,12 +349,12 @@ def _count(index: Index, filter: str | None) -> int:
     with filtering(index, filter) as condition:
         number = index.dataset.count_rows(filter=condition)
     if filter is not None and not number:
-        raise SpecError("filter", filter, "a filter that matches items", "matches none")
+        raise SpecError("filter", filter, "a filter that matches items", "matches no items")
     return number
 
 
 def _benchmark_notes(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterator[str]:
-    """Yields notes on queries and relevant documents that are left out.
+    """Yields notes about queries and relevant documents that the evaluation omits.
 
     Raises:
         SpecError: No query has a relevant document.

@@ -32,10 +32,11 @@ FAILURE_THRESHOLD = 0.2
 
 
 def compared_rows(evaluation: Evaluation) -> list[Result]:
-    """Returns the rows whose hits are shown: the reference, then a compressed row.
+    """Selects the rows whose hits are shown, which are the reference and a compressed row.
 
-    The compressed row is the cheapest that retains the quality of the uncompressed rows, or else
-    the best. Without compressed rows, it is the best multi-vector row alone.
+    The compressed row is the cheapest one that retains the quality of the uncompressed rows. If
+    there is none, it is the best compressed row. If no row is compressed, only the best
+    multi-vector row is shown.
     """
     tokens = [result for result in evaluation.results if result.score in ("maxsim", "hybrid")]
     compressed = [result for result in tokens if result.is_compressed]
@@ -48,7 +49,7 @@ def compared_rows(evaluation: Evaluation) -> list[Result]:
 
 
 def select_queries(evaluation: Evaluation, shown: list[Result]) -> dict[str, Reason]:
-    """Selects the queries with the largest losses, the largest gains, and failures of all rows.
+    """Selects the queries with the largest losses and gains, and those on which all rows fail.
 
     Returns:
         The reason of each selection, by query id.
@@ -155,9 +156,9 @@ def _document(
 
 
 def _texts(index: Index, id_column: str, ids: set[str]) -> dict[str, tuple[str, str]]:
-    """Returns the title and the beginning of the text by document id.
+    """Returns the title and the beginning of the text of documents by id.
 
-    A parent has those of its first item.
+    Parents use their first item.
     """
     texts: dict[str, tuple[str, str]] = {}
     if ids:
@@ -171,6 +172,6 @@ def _texts(index: Index, id_column: str, ids: set[str]) -> dict[str, tuple[str, 
 
 
 def _best_passage(hit: Hit) -> str:
-    """Returns the best passage of a hit's text, with delimiters around the matched words."""
+    """Returns the best passage in the text of a hit and marks the matching words."""
     spans = highlighted_spans(hit.passages[0]) if hit.passages else []
     return snippet(hit.text or "", spans, delimiters=HIGHLIGHT_DELIMITERS)

@@ -27,8 +27,8 @@ class Document(CacheEntry):
 
     Attributes:
         snippet: Best passage, with `HIGHLIGHT_DELIMITERS` around matched words.
-        grade: Grade of the document; None if it was not judged for the query.
-        ranks: Rank of the document, by compared row; None if it is not in the run.
+        grade: Grade of the document, or None if it was not judged for the query.
+        ranks: Rank of the document, by compared row, or None if it is not in the run.
     """
 
     document_id: str
@@ -40,7 +40,7 @@ class Document(CacheEntry):
 
 
 class Example(CacheEntry):
-    """One query with its judged documents and the hits of the compared rows.
+    """Example query with its judged documents and the hits of the rows that are compared.
 
     Attributes:
         why: Reason for the selection of the query.

@@ -1,8 +1,9 @@
-"""Grounding: how well compressed vectors preserve the locations of phrases (SaMer, appendix C).
+"""Grounding metrics: how well compressed vectors preserve the locations of phrases.
 
-A phrase is compared with every input token of its item, using the vector that the token is assigned
-to. The similarities are drawn on a grid over the page or image, and three metrics compare the
-resulting relevance map with the boxes of the phrase.
+The metrics are defined in appendix C of the SaMer paper. A phrase is compared with every input
+token of its item, using the vector to which the token is assigned. The similarities are drawn on a
+grid over the page or image. Three metrics compare the resulting relevance map with the bounding
+boxes of the phrase.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Box = Sequence[float]
 
 
 class GeneratedPhrases(Spec):
-    """Phrases of consecutive words that occur once in the text of their item."""
+    """Phrases of consecutive words that occur exactly once in the text of an item."""
 
     num_phrases: PositiveInt = 200
     """Maximum number of phrases."""
@@ -87,10 +88,10 @@ def grounding_metrics(map_YX: np.ndarray, region_YX: np.ndarray) -> GroundingMet
 
 
 def region_mask(boxes: Sequence[Box], side: int = GRID_SIZE) -> np.ndarray:
-    """Returns the union of boxes on the grid, (Y, X) bool.
+    """Rasterises the union of boxes on the grid and returns it as a (Y, X) bool array.
 
-    A box covers all cells that it overlaps: text lines are lower than a cell and could miss the
-    cell centres.
+    A box covers all cells with which it overlaps. Testing the centres of cells would miss lines of
+    text, which are lower than a cell.
 
     >>> region_mask([(0.0, 0.0, 0.5, 0.1)], side=2).astype(int).tolist()
     [[1, 0], [0, 0]]
@@ -103,7 +104,7 @@ def region_mask(boxes: Sequence[Box], side: int = GRID_SIZE) -> np.ndarray:
 def relevance_map(
     similarity_T: np.ndarray, boxes_T4: np.ndarray, side: int = GRID_SIZE
 ) -> np.ndarray:
-    """Computes the relevance of each grid cell: the maximum over the tokens that overlap it.
+    """Computes the relevance of each cell as the maximum over the tokens that overlap with it.
 
     Args:
         similarity_T: Similarity of each input token with the phrase (T,), NaN for a token without a
@@ -112,7 +113,7 @@ def relevance_map(
         side: Number of cells per axis.
 
     Returns:
-        (side, side) float64 in [0, 1], rows from top to bottom; 0 where no token overlaps.
+        (side, side) float64 in [0, 1], rows from top to bottom, or 0 where no token overlaps.
     """
     valid_T = ~np.isnan(similarity_T)
     if not valid_T.any():
@@ -127,7 +128,7 @@ def relevance_map(
 
 
 def _box_cells(boxes_T4: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns box and cell indices of all overlaps of a box with a cell, at least one per box.
+    """Finds all overlaps of boxes and cells and returns their indices, at least one per box.
 
     Cells are numbered row by row.
 
@@ -181,7 +182,7 @@ def read_phrases(path: str) -> list[Phrase]:
 
 
 def check_phrases(phrases: Sequence[Phrase], index: Index, names: Sequence[str]) -> None:
-    """Checks that all items of phrases are in the index and have token locations.
+    """Checks that the items of all phrases are in the index and have token locations.
 
     Raises:
         SpecError: An item is missing, or has no token locations in any representation.
@@ -195,21 +196,21 @@ def check_phrases(phrases: Sequence[Phrase], index: Index, names: Sequence[str])
             raise SpecError("grounding", item_id, "the id of an item in the index")
         if not any(_has_boxes(items[item_id][column]) for column in columns):
             rule = "an item with stored token positions (keep_positions)"
-            raise SpecError("grounding", item_id, rule, "has none")
+            raise SpecError("grounding", item_id, rule, "has no token positions")
 
 
 def generate_phrases(
     spec: GeneratedPhrases, index: Index, names: Sequence[str], filter: str | None
 ) -> list[Phrase]:
-    """Generates phrases from the texts of items, with the boxes of their tokens.
+    """Generates phrases from the texts of items and determines the boxes of their tokens.
 
-    Items are sampled without replacement until every item was used once.
+    Items are sampled without replacement. When all items have been used, sampling starts again.
 
     Args:
         spec: Number and length of the phrases.
         index: Index of the items.
         names: Representations; the first with token positions provides the boxes.
-        filter: SQL condition on the items; None for all of them.
+        filter: SQL condition on the items, or None for all of them.
 
     Raises:
         SpecError: No item has words with locations.
@@ -239,7 +240,7 @@ def generate_phrases(
 
 
 class _Words:
-    """Words of an item, with the locations of their tokens."""
+    """Words of an item together with the locations of their tokens."""
 
     def __init__(self, text: str, spans: list, extents: list):
         self._text = text
@@ -272,7 +273,7 @@ class _Words:
 
 
 class Grounder:
-    """Grounding metrics of representations; each phrase is encoded once per encoder."""
+    """Computes grounding metrics of representations. Each phrase is encoded once per encoder."""
 
     def __init__(self, searcher: Searcher, phrases: Sequence[Phrase]):
         self._searcher, self._phrases = searcher, phrases
@@ -280,10 +281,10 @@ class Grounder:
         self._token_boxes: dict[tuple[str, str], np.ndarray | None] = {}
 
     def columns(self, name: str) -> list[str] | None:
-        """Returns the columns that the metrics depend on, or None without token locations.
+        """Returns the columns that the metrics depend on, or None if there are no token locations.
 
-        These are the vectors, the extents of the input tokens and, for compressed representations,
-        the assignments.
+        They consist of the vectors and the extents of the input tokens. Compressed representations
+        also need the assignments.
         """
         index = self._searcher.index
         info, extents = index.representation(name), _extents_column(index, name)
@@ -297,7 +298,10 @@ class Grounder:
         return [name, extents, assignment]
 
     def measure(self, name: str) -> dict[str, float]:
-        """Returns the mean metrics over the phrases whose items have vectors, and their number."""
+        """Averages the metrics over the phrases whose items have vectors.
+
+        Also returns their number.
+        """
         index = self._searcher.index
         info = index.representation(name)
         columns = self.columns(name)
@@ -333,7 +337,7 @@ class Grounder:
         return self._searcher.queries(self._encoded[fingerprint], name).tokens
 
     def _item_boxes(self, table: Any, column: str, row: int) -> np.ndarray | None:
-        """Returns the boxes of an item's tokens (T, 4), or None without any."""
+        """Returns the boxes of an item's tokens (T, 4), or None if no token has a box."""
         key = column, table["item_id"][row].as_py()
         if key not in self._token_boxes:
             extents = table[column][row].as_py()
@@ -352,7 +356,7 @@ class Grounder:
 
 
 def _extents_column(index: Index, name: str) -> str | None:
-    """Returns the column of the extents of a representation's input tokens, if it is stored."""
+    """Returns the column with the extents of a representation's input tokens, if it is stored."""
     column = index.representation(name).positions.get("extents")
     return column if column in index.schema.names else None
 

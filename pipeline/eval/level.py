@@ -18,16 +18,16 @@ def judged_level(
     level: Literal["auto", "parent", "item"],
     filter: str | None,
 ) -> Level:
-    """Returns the level of the ids in the judgments.
+    """Determines whether the ids in the judgments refer to items or to parents.
 
-    With `auto`, it is the level at which the index has the judged ids. Ids that are both an item's
-    and its parent's, such as those of whole documents, do not distinguish the levels.
+    With `auto`, the level is the one at which the index contains the judged ids. Ids that an item
+    shares with its parent, as is the case for undivided documents, are not taken into account.
 
     Args:
         index: Index of the documents.
         judged: Queries and their relevance judgments.
         level: Level in the spec, or `auto`.
-        filter: SQL condition on the items; None for all of them.
+        filter: SQL condition on the items, or None for all of them.
 
     Raises:
         SpecError: For `judged`: the index has no judged id at the level; or, with `auto`, each

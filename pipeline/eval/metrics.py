@@ -1,7 +1,7 @@
-"""Retrieval metrics by their ir-measures names, and runs in TREC format.
+"""Retrieval metrics with the names of ir-measures, and runs in TREC format.
 
-A run is `{query id: {document id: score}}`. Ties are ordered as in trec_eval, so metrics equal
-those that trec_eval computes for the written run.
+A run is a mapping `{query id: {document id: score}}`. Ties are ordered as in trec_eval. The metrics
+are therefore equal to those that trec_eval computes from the file of the run.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def parse_measure(name: str) -> ir_measures.Measure:
 def per_query(
     run: Run, qrels: Mapping[str, Grades], measures: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Computes the metrics of each judged query: `{query id: {metric: value}}`.
+    """Computes the metrics of each judged query as `{query id: {metric: value}}`.
 
-    A judged query that is not in the run counts 0, and a query without judgments is ignored.
-    Negative grades count as grade 0.
+    The metrics of a judged query are 0 if the run does not contain it. Queries without judgments
+    are ignored. Negative grades are treated as 0.
 
     >>> per_query({"q": {"a": 2.0, "b": 1.0}}, {"q": {"b": 1}, "r": {"c": 1}}, ["RR@10"])
     {'q': {'RR@10': 0.5}, 'r': {'RR@10': 0.0}}
@@ -80,9 +80,10 @@ def per_query(
 
 
 def ranking(scores: Mapping[str, float]) -> list[str]:
-    """Returns the documents, best first; ties are ordered by descending id, as in trec_eval.
+    """Sorts the documents of a query by descending score. Ties are sorted by descending id.
 
-    trec_eval stores scores in single precision, so scores that are equal in float32 are ties.
+    The order matches that of trec_eval, which stores scores in single precision. Scores that are
+    equal in float32 are therefore ties.
 
     >>> ranking({"a": 1.0, "b": 1.0, "c": 2.0, "d": 1.0 + 1e-9})
     ['c', 'd', 'b', 'a']
@@ -98,12 +99,12 @@ def _provided(
     graded: dict[str, dict[str, int]],
     measure: ir_measures.Measure,
 ) -> dict[str, float]:
-    """Computes one metric with its provider.
+    """Computes a single metric with its provider.
 
-    Each metric has its own call: within one call, nDCG may get the gains of another metric, and
-    equal metrics share one value. Scores are replaced by ranks so that providers have no ties to
-    break. pytrec_eval is slow or crashes on unusual grades, so it gets 1 for relevant documents and
-    0 otherwise.
+    Metrics are computed by separate calls, because within one call, nDCG may use the gains of
+    another metric, and equal metrics share a value. Scores are replaced by ranks so that providers
+    do not have to break ties. pytrec_eval is slow for unusual grades or crashes. It therefore
+    receives 1 for relevant documents and 0 for all others.
     """
     run = {
         query_id: {document_id: -float(rank) for rank, document_id in enumerate(order)}
@@ -122,9 +123,10 @@ def _provided(
 
 
 def _ndcg(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) -> float:
-    """Computes nDCG: the gain of grade g is g, or `2^g - 1` if `dcg` is exp-log2 (SAP, equation 7).
+    """Computes nDCG from graded judgments.
 
-    The discount of rank i, counted from 1, is `log2(i + 1)`. `gains` maps grades to other grades.
+    The gain of grade g is g, or `2^g - 1` if `dcg` is exp-log2 (SAP, equation 7). The discount of
+    rank i, counted from 1, is `log2(i + 1)`. `gains` replaces grades by other grades.
     """
     replaced = measure.params.get("gains", {})
     grades = {document_id: replaced.get(grade, grade) for document_id, grade in grades.items()}
@@ -152,7 +154,7 @@ def _reciprocal_rank(order: Sequence[str], grades: Grades, measure: ir_measures.
 
 
 def _truncated(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) -> Sequence[str]:
-    """Returns the part of a ranking that a metric considers."""
+    """Returns the part of a ranking that a metric takes into account."""
     if measure["judged_only"]:
         order = [document_id for document_id in order if document_id in grades]
     return order[: _cutoff(measure)]
@@ -178,9 +180,10 @@ def means(values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def write_run(uri: str, run: Run | Iterable[tuple[str, Mapping[str, float]]], tag: str) -> None:
-    """Writes lines `query Q0 document rank score tag` atomically.
+    """Writes a run to a file atomically, as lines `query Q0 document rank score tag`.
 
-    The format does not allow white space in ids: it is percent-encoded, and `read_run` decodes it.
+    The format does not allow white space in ids. It is percent-encoded and decoded again by
+    `read_run`.
 
     Args:
         uri: Path or URI of the file.
@@ -197,7 +200,7 @@ def write_run(uri: str, run: Run | Iterable[tuple[str, Mapping[str, float]]], ta
 
 
 def _escape(name: str) -> str:
-    """Percent-encodes white space in an id, and every % that would be decoded as white space or %.
+    """Percent-encodes white space in an id. Existing % signs are encoded if they would be decoded.
 
     >>> _escape("my file.txt"), _escape("50%"), _escape("a%20b")
     ('my%20file.txt', '50%', 'a%2520b')

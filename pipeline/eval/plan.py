@@ -14,9 +14,9 @@ from pipeline.search.searcher import Searcher
 
 
 class Row(NamedTuple):
-    """Representation and score of a row; both are `bm25` for BM25.
+    """Representation and score of a row. Both are `bm25` for the row of BM25.
 
-    With `rerank`, they are those of the first stage.
+    For a row with `rerank`, they are those of the first stage.
     """
 
     representation: str
@@ -25,14 +25,16 @@ class Row(NamedTuple):
 
 
 def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
-    """Yields the rows of the table; the single vector of each encoder comes first, and once.
+    """Yields the rows of the table. Single vectors come first and appear once per encoder.
 
     Raises:
         SpecError: A representation is missing, or lacks single vectors that a score needs.
     """
     names = spec.representations or _nonempty_representations(searcher.index, spec.filter)
     if not names:
-        raise SpecError("index", spec.index, "an index with a representation", "has none")
+        raise SpecError(
+            "index", spec.index, "an index with a representation", "has no representations"
+        )
     infos = [searcher.representation(name) for name in names]
     for info in infos:
         single_scores = [score for score in spec.scores if score != "maxsim"]
@@ -67,7 +69,7 @@ def _reranked_row(reranker: RerankSpec, searcher: Searcher, names: Sequence[str]
 
 
 def _nonempty_representations(index: Index, filter: str | None) -> list[str]:
-    """Returns the representations that at least one item has."""
+    """Returns the representations that are stored for at least one item."""
     filters = {
         name: combine_filters(filter, f"`{name}` IS NOT NULL") for name in index.representations()
     }

@@ -1,4 +1,4 @@
-"""Pooling of evaluations of collections that differ only by chance, with their spread."""
+"""Pooling of evaluations on collections that are random draws of the same distribution."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pipeline.eval.significance import holm, randomisation_p
 
 
 def pool(outputs: Sequence[str]) -> Evaluation:
-    """Pools the evaluations in output folders of `jobs.evaluate` over all of their queries.
+    """Pools the evaluations in several output folders of `jobs.evaluate` over all queries.
 
-    The result has the rows and metrics that all evaluations have in common. The `seeds` of a row
-    are the collections, so `spread` is the standard deviation over collections.
+    The result contains the rows and metrics that are part of all evaluations. The `seeds` of a row
+    are the collections. Its `spread` is therefore the standard deviation over collections.
 
     Raises:
         SpecError: An evaluation is missing, two have the same queries, or they have no metric or
@@ -35,7 +35,9 @@ def pool(outputs: Sequence[str]) -> Evaluation:
     names = [name for name in rows[0] if all(name in by_name for by_name in rows[1:])]
     if not measures or not names:
         lacks = "row" if measures else "measure"
-        raise SpecError("OUT", list(outputs), f"evaluations with a common {lacks}", "have none")
+        raise SpecError(
+            "OUT", list(outputs), f"evaluations with a common {lacks}", f"have no common {lacks}"
+        )
     return replace(
         first,
         headline=first.headline if first.headline in measures else measures[0],
@@ -50,7 +52,7 @@ def pool(outputs: Sequence[str]) -> Evaluation:
 
 
 def _pooled(rows: Sequence[Result], measures: Sequence[str]) -> Result:
-    """Pools a row of all collections; query ids are prefixed with the number of the collection."""
+    """Pools the rows of all collections. Query ids get the number of the collection as a prefix."""
     diagnoses = [row.diagnosis for row in rows if row.diagnosis]
     diagnosis = None
     if len(diagnoses) == len(rows):
@@ -83,17 +85,21 @@ def _pooled(rows: Sequence[Result], measures: Sequence[str]) -> Result:
 
 
 def query_retention(row: Result) -> dict[str, float]:
-    """Returns the score retention of each query, the mean over its relevant pairs (SAP, eq. 8)."""
+    """Computes the score retention of each query as the mean over its relevant pairs (SAP, eq.
+
+    8).
+    """
     pairs = row.diagnosis.pairs if row.diagnosis else {}
     retentions = {query_id: score_retention(scores) for query_id, scores in pairs.items()}
     return {query_id: retention.mean for query_id, retention in retentions.items() if retention}
 
 
 def retention_p_values(rows: Sequence[Result], methods: Sequence[str]) -> list[dict[str, float]]:
-    """Returns p values of the OSR by row, compared with each of some methods.
+    """Computes p values of the OSR of each row, compared with some reference methods.
 
-    They come from paired randomisation tests over the queries between a row and the method's row at
-    the same budget, with Holm's correction over the rows. Rows of the method itself have none.
+    A paired randomisation test over all queries compares the row with the row of the reference
+    method at the same budget. Holm's correction is applied over the rows. The rows of a reference
+    method are not compared with the method itself.
 
     Args:
         rows: Rows of a pooled evaluation.

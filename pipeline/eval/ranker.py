@@ -42,7 +42,7 @@ _CACHED_SCORES: dict[str, str] = {new: former for former, new in RENAMED.items()
 
 
 class Ranker:
-    """Ranker of the judged queries by one row after another; encoders are loaded on first use."""
+    """Ranks the judged queries by one row after another. Encoders are loaded on first use."""
 
     def __init__(self, spec: EvaluateSpec, judged: JudgedQueries, searcher: Searcher):
         self._spec, self._judged, self._searcher = spec, judged, searcher
@@ -56,7 +56,7 @@ class Ranker:
         self.judgments = digest([judged.queries, judged.qrels, spec.judged])
 
     def key(self, row: Row) -> str:
-        """Returns the cache key of `measure`, a hash of everything that it depends on."""
+        """Computes the cache key of `measure`, which is a hash of everything that it depends on."""
         index = self._searcher.index
         if row.score == BM25:
             columns = ["item_id", "parent_id", self._spec.text, *self._filter_columns]
@@ -96,7 +96,10 @@ class Ranker:
         return self._rerankers[spec.row]
 
     def _load_reranker(self, spec: RerankSpec) -> Reranker:
-        """Returns the reranker of a model and precision, shared by rows that differ in depth."""
+        """Returns the reranker for a model and a precision.
+
+        Rows that differ only in depth share it.
+        """
         key = spec.model, spec.precision
         if key not in self._loaded:
             from pipeline.search.rerank import Reranker
@@ -111,7 +114,7 @@ class Ranker:
         return self._loaded[key]
 
     def _rerank_key(self, spec: RerankSpec) -> list[Any]:
-        """Returns everything that the output of a reranker depends on."""
+        """Returns everything on which the output of a reranker depends."""
         index, reranker = self._searcher.index, self.reranker(spec)
         stored = index.content_key([RERANK_TOKENS])
         fingerprints = reranker.metadata["fingerprints"]
@@ -158,7 +161,7 @@ class Ranker:
         return ITEM.names if self._spec.filter else []
 
     def measure(self, row: Row) -> CachedResult:
-        """Ranks all queries by a row in one batch, then some of them one at a time."""
+        """Ranks all queries by a row in one batch, and then some of them individually."""
         rank = self._bm25_ranker() if row.score == BM25 else self._vector_ranker(row)
         all_queries = range(len(self._judged.queries))
         rank(all_queries[:1])  # warm-up
@@ -181,7 +184,7 @@ class Ranker:
         )
 
     def _row_sizes(self, row: Row) -> dict[str, float]:
-        """Returns the sizes of what a row reads per item, including the tokens of a reranker."""
+        """Computes the bytes per item that a row reads, including the tokens of a reranker."""
         index, filter = self._searcher.index, self._spec.filter
         sizes = _sizes(index, row, filter)
         if row.rerank is not None:
@@ -193,7 +196,7 @@ class Ranker:
         return sizes
 
     def hits(self, result: Result, query_ids: Sequence[str]) -> list[list[Hit]]:
-        """Returns the best hits of some queries, with explanations."""
+        """Returns the best hits of a few queries with explanations."""
         if not query_ids:
             return []
         numbers = {query_id: number for number, query_id in enumerate(self._judged.queries)}
@@ -234,7 +237,7 @@ class Ranker:
         return {**options, "weights": self.weights(score) or EQUAL}
 
     def _queries(self, representation: str, numbers: Sequence[int]) -> AnyQueries:
-        """Returns some judged queries as vectors, either given in a file or encoded."""
+        """Returns some of the judged queries as vectors, which are read from a file or encoded."""
         if self._vectors is not None:
             return [self._vectors[number] for number in numbers]
         encoder = self._searcher.index.representation(representation).encoder.fingerprint
@@ -256,7 +259,7 @@ def _query_vectors(spec: EvaluateSpec, judged: JudgedQueries) -> list[np.ndarray
     for query_id in judged.queries:
         if query_id not in vectors:
             rule = "vectors for every judged query"
-            raise SpecError("query_vectors", query_id, rule, "has none")
+            raise SpecError("query_vectors", query_id, rule, "has no vectors")
     return [vectors[query_id] for query_id in judged.queries]
 
 
@@ -268,7 +271,7 @@ def _vectors_digest(vectors: Sequence[np.ndarray]) -> str:
 
 
 def fitting_key(info: RepresentationInfo) -> list[Any]:
-    """Returns the fitted codec and its artefact, as part of cache keys."""
+    """Returns the fitted codec and the hash of its artefact, which is part of cache keys."""
     return [*info.codec_fit.values(), *([info.codec_artefact] if info.codec_artefact else [])]
 
 
@@ -281,7 +284,7 @@ def _columns(row: Row, info: RepresentationInfo) -> list[str]:
 
 
 def _sizes(index: Index, row: Row, filter: str | None) -> dict[str, float]:
-    """Returns the number of vectors and bytes per item that a row's score reads."""
+    """Returns the number of vectors and bytes per item that are read to compute a row's score."""
     sizes = dict.fromkeys(SIZES, 0.0)
     if row.score in ("maxsim", "hybrid"):
         stored_sizes = representation_stats(index, row.representation, filter)

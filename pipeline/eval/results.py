@@ -1,4 +1,4 @@
-"""Results of an evaluation: its rows, their comparisons, and the results file."""
+"""Results of an evaluation, which consist of rows, comparisons of rows, and a results file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ AXES = ("num_vectors", "ratio", "seed")
 
 
 class Budget(NamedTuple):
-    """Number or fraction of vectors per item; neither for a method that adapts to the item."""
+    """Number or fraction of vectors per item. Adaptive methods have neither."""
 
     num_vectors: int | None
     ratio: float | None
@@ -69,7 +69,7 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Row of the table: a representation under one score, or BM25.
+    """Row of the results table, which is a representation under one score, or BM25.
 
     Attributes:
         representation: Column that is searched.
@@ -79,7 +79,7 @@ class Result:
         score: maxsim, single_vector, hybrid, bm25 or edje.
         encoder: Fingerprint of the query encoder; empty for BM25.
         values: Metrics by name, by query id.
-        vectors_per_item: Mean number of stored vectors per item; 0 for BM25, as all sizes are.
+        vectors_per_item: Mean number of stored vectors per item, or 0 for BM25, as all sizes are.
         vector_bytes: Mean bytes per item of the vectors that the score reads.
         all_bytes: Mean bytes per item including assignments and token positions.
         assignment_bytes: Part of `all_bytes` that stores the assignments of input tokens to
@@ -89,11 +89,11 @@ class Result:
             memory; for BM25, of ranking query texts.
         median_ms: Median latency of a single query, in milliseconds.
         p95_ms: 95th percentile of the latency of a single query, in milliseconds.
-        compressor: Resolved spec of the compressor; empty for BM25 and single vectors.
+        compressor: Resolved spec of the compressor, or empty for BM25 and single vectors.
         codec: Resolved spec of the codec.
-        diagnosis: Diagnostics of a MaxSim row; None for other rows or if they are disabled.
-        grounding: Grounding metrics by name; empty if they were not measured.
-        weights: Weights of the single-vector and the MaxSim score in the hybrid score; None if
+        diagnosis: Diagnostics of a MaxSim row, or None for other rows or if they are disabled.
+        grounding: Grounding metrics by name, or empty if they were not measured.
+        weights: Weights of the single-vector and the MaxSim score in the hybrid score, or None if
             equal.
         first_stage: Row of a reranker's first stage, which it is compared with.
         rerank: Settings of a reranker: `model`, `rerank_depth`, `precision` and
@@ -102,7 +102,7 @@ class Result:
             (the number of them that are evaluated), and the `origin` of a separate sample; the
             numbers are None if an older version did not record them. Empty if nothing was fitted.
         seeds: Mean metrics and score retention by representation, for a row that is the mean over
-            seeds; empty for methods without a seed.
+            seeds, or empty for methods without a seed.
     """
 
     representation: str
@@ -131,7 +131,7 @@ class Result:
 
     @property
     def label(self) -> str:
-        """Score, with its weights if they are not equal, such as hybrid 1:0.25."""
+        """Name of the score. Unequal weights are part of the name, for example hybrid 1:0.25."""
         if self.weights is None:
             return self.score
         return f"{self.score} {':'.join(f'{weight:g}' for weight in self.weights)}"
@@ -155,7 +155,10 @@ class Result:
 
     @property
     def budget(self) -> Budget:
-        """Budget of the method; 100 % if only the codec differs from the uncompressed row."""
+        """Budget of the method.
+
+        100 % if only the codec differs from the uncompressed row.
+        """
         if self.is_compressed and self.compressor.get("name") == "none":
             return Budget(None, 1.0)
         return Budget(self.num_vectors, self.compressor.get("ratio"))
@@ -171,7 +174,7 @@ class Result:
         return None if self.diagnosis is None else self.diagnosis.retention()
 
     def spread(self, name: str) -> float | None:
-        """Returns the standard deviation over seeds of a metric or the OSR; None for one seed."""
+        """Returns the standard deviation of a metric or the OSR over seeds. None for one seed."""
         values = [numbers[name] for numbers in self.seeds.values() if name in numbers]
         return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
@@ -179,9 +182,9 @@ class Result:
 def method_name(
     compressor: Mapping[str, Any], codec: Mapping[str, Any] = DEFAULT_CODEC, field: str = "content"
 ) -> str:
-    """Returns the name of a compressor with non-default settings, codec and field.
+    """Returns the name of a method, which includes non-default settings, the codec and the field.
 
-    Budget and seed, which are axes of tables and plots, are left out.
+    The budget and the seed are omitted, because they are axes of tables and plots.
 
     >>> method_name({"name": "none"}), method_name({"name": "hpool", "num_vectors": 32})
     ('full', 'hpool')
@@ -210,10 +213,10 @@ def method_name(
 
 
 def merge_seeds(results: Sequence[Result]) -> list[Result]:
-    """Merges rows that differ only in their seed into their mean over seeds, query by query.
+    """Merges rows that differ only in their seed by averaging them query by query.
 
-    The merged row has the name of the lowest seed and the mean of the costs. A second column with
-    the same seed remains a separate row.
+    The merged row has the name of the row with the lowest seed, and the mean of the costs. If two
+    columns have the same seed, the second one remains a separate row.
     """
     groups: dict[str, list[Result]] = {}
     for result in results:
@@ -272,19 +275,19 @@ def mean_costs(rows: Sequence[Result]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RowComparison:
-    """Comparison of a row with other rows, by the headline metric.
+    """Comparison of a row with other rows in the headline metric.
 
     Attributes:
         reference: Name of the row that it is compared with: the uncompressed row of the encoder
             under the same score, or else under MaxSim; without uncompressed rows the row with the
             most bytes; for a reranker its first stage.
-        retention: Mean divided by that of the reference; None if the reference is compressed or has
-            a mean of 0.
-        p_reference: Corrected p value of the difference from the reference; None for the reference
-            itself.
-        p_bm25: Corrected p value of the difference from BM25; None without BM25.
+        retention: Mean divided by that of the reference, or None if the reference is compressed or
+            has a mean of 0.
+        p_reference: Corrected p value of the difference from the reference, or None for the
+            reference itself.
+        p_bm25: Corrected p value of the difference from BM25, or None without BM25.
         p_random: Corrected p value of the difference from random pruning with the same budget,
-            codec and score; None without such a row.
+            codec and score, or None without such a row.
         below_bm25: Whether the mean is lower than BM25's.
         pareto: Whether no row has better quality with at most as many bytes of vectors. BM25 is not
             compared, because the size of its postings is not measured.
@@ -313,7 +316,7 @@ class RowComparison:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of an evaluation, with everything that its report shows.
+    """Results of an evaluation, including everything that its report shows.
 
     Attributes:
         spec: Resolved `EvaluateSpec`.
@@ -377,7 +380,7 @@ class Evaluation:
         return next(result for result in self.results if result.name == name)
 
     def value(self, name: str, query_id: str) -> float:
-        """Returns the headline metric of one query in the row with a name."""
+        """Returns the headline metric of a query in the row called `name`."""
         return self.row(name).values[query_id][self.headline]
 
     def quality(self, result: Result) -> float:
@@ -385,7 +388,10 @@ class Evaluation:
         return result.means[self.headline]
 
     def best(self, results: Sequence[Result]) -> Result | None:
-        """Returns the row with the highest quality, the smallest of ties; None without rows."""
+        """Returns the row with the highest quality.
+
+        Ties are broken by size. None if there are no rows.
+        """
         return max(results, key=lambda r: (self.quality(r), -r.vector_bytes), default=None)
 
     def cheapest(self, results: Sequence[Result]) -> Result | None:
@@ -462,7 +468,7 @@ def sort_results(results: Sequence[Result]) -> list[Result]:
 
 
 def row_comparisons(results: Sequence[Result], measure: str) -> list[RowComparison]:
-    """Compares each row with the others; each family of tests is corrected over the rows."""
+    """Compares each row with the others. Each family of tests has its own correction."""
     references = [_reference(result, results) for result in results]
     bm25s = [next((r for r in results if r.method == BM25), None)] * len(results)
     randoms = [_random(result, results) for result in results]
@@ -496,7 +502,7 @@ def pareto_front(
     """Returns the Pareto front of quality and bytes, smallest first.
 
     Args:
-        results: Rows to choose from; BM25 is ignored, because it has no vectors.
+        results: Rows to choose from. BM25 is ignored, because it has no vectors.
         measure: Metric of quality.
         size: Attribute of rows with the bytes per item, `vector_bytes` or `all_bytes`.
     """
@@ -524,7 +530,7 @@ def _reference(result: Result, results: Sequence[Result]) -> Result:
 
 
 def _random(result: Result, results: Sequence[Result]) -> Result | None:
-    """Returns the plainest random pruning row with the budget, codec and score of a row."""
+    """Returns the random pruning row with the budget, codec and score of a row, if there is one."""
     candidates = [
         r
         for r in results
@@ -540,7 +546,7 @@ def _random(result: Result, results: Sequence[Result]) -> Result | None:
 def _p_values(
     results: Sequence[Result], others: Sequence[Result | None], measure: str
 ) -> dict[int, float]:
-    """Returns corrected p values by row number, without rows that have nothing to compare with."""
+    """Corrects the p values of all rows that are compared. Returns them by row number."""
     pairs = {
         i: query_differences(result, other, measure)
         for i, (result, other) in enumerate(zip(results, others, strict=True))
@@ -553,7 +559,7 @@ def _p_values(
 
 
 def query_differences(result: Result, other: Result, measure: str) -> np.ndarray:
-    """Returns the differences (Q,) of one row from another, query by query."""
+    """Returns the difference of one row from another for each query, (Q,)."""
     return np.array(
         [row[measure] - other.values[query_id][measure] for query_id, row in result.values.items()]
     )

@@ -1,4 +1,4 @@
-"""Significance: randomisation tests of differences and bootstrap intervals of means."""
+"""Significance tests: randomisation tests of differences and bootstrap confidence intervals."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def randomisation_p(
 ) -> np.ndarray:
     """Computes two-sided p values of R paired randomisation tests over the same Q queries.
 
-    Under the null hypothesis, the difference of each query is equally likely to have the other
-    sign. p is the fraction of random sign vectors whose mean difference is at least as far from 0
-    as the observed one, counting the observed one: (1 + count) / (1 + num_permutations), which is
-    never 0.
+    Under the null hypothesis, the difference of each query is equally likely to have the opposite
+    sign. The p value is the fraction of random sign vectors for which the mean difference is at
+    least as far from 0 as the observed difference. The observed difference itself is included, so
+    that p = (1 + count) / (1 + num_permutations) is never 0.
 
     Args:
         differences_RQ: Value of one system minus that of the other for each query, (R, Q).
@@ -47,7 +47,7 @@ def randomisation_p(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Returns p values with Holm's correction for multiple tests.
+    """Applies Holm's correction for multiple tests to p values.
 
     >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03, 0.005])]
     [0.03, 0.06, 0.06, 0.02]
@@ -62,10 +62,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def bootstrap_interval(
     values_N: np.ndarray, share: float = 0.95, num_samples: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
-    """Computes the bootstrap percentile interval of a mean.
+    """Computes a bootstrap confidence interval of a mean by the percentile method.
 
     Args:
-        values_N: Independent values (N,); dependent queries must be averaged to one value.
+        values_N: Independent values (N,). Dependent queries must be averaged to one value.
         share: Confidence level of the interval, in (0, 1).
         num_samples: Number of bootstrap samples of N values, drawn with replacement.
         seed: Seed of the samples.

@@ -25,20 +25,21 @@ class RerankSpec(Spec):
     name: Literal["edje"] = "edje"
     """Kind of the reranker."""
     model: Uri
-    """Folder of an EDJE model; the index must contain the tokens of its adapter."""
+    """Folder of an EDJE model. The index must contain the tokens of its adapter."""
     rerank_depth: PositiveInt = DEFAULT_RERANK_DEPTH
     """Number of first-stage items that are reranked; of a parent only the best."""
     add_first_stage: bool = False
     """Whether the score of the first stage is added."""
     precision: Precision | None = None
-    """Precision of the joint encoder; null for that of the model folder."""
+    """Precision of the joint encoder, or null for that of the model folder."""
     representation: str | None = None
-    """Representation of the first stage; null for `full` if it is evaluated, else the first one."""
+    """Representation of the first stage, or null for `full` if it is evaluated, else the first one.
+    """
     score: Score | None = None
     """Score of the first stage; null for `single_vector` if the representation has single vectors,
     else `maxsim`."""
     label: str = Field("", pattern=r"^[\w.-]*$")
-    """Name of the row; empty for a generated one such as edje_10 or edje_10_int8."""
+    """Name of the row, or empty for a generated one such as edje_10 or edje_10_int8."""
 
     @property
     def row(self) -> str:
@@ -66,7 +67,7 @@ class EvaluateSpec(Spec):
     """Parquet file with the columns `id` and `vectors`, for an index of your own vectors; empty to
     encode the query texts."""
     representations: list[str] = Field(default_factory=list)
-    """Representations to evaluate; empty for all."""
+    """Representations to evaluate, or empty for all."""
     scores: list[Score] = Field(default_factory=list)
     """Scores to evaluate: maxsim, hybrid, single_vector; empty for all that the index has vectors
     for."""
@@ -75,7 +76,7 @@ class EvaluateSpec(Spec):
     measures: list[str] = Field(default_factory=lambda: list(DEFAULT_MEASURES))
     """Metrics, by their ir-measures names."""
     k: PositiveInt = 100
-    """Number of hits per query; no metric can have a larger cutoff."""
+    """Number of hits per query. No metric can have a larger cutoff."""
     judged: Literal["auto", "parent", "item"] = "auto"
     """Level of the judged ids: `item`, `parent` (ranked by its best item), or `auto` to detect it
     from the index."""
@@ -94,9 +95,9 @@ class EvaluateSpec(Spec):
     generate phrases from the texts of the items; null for none."""
     document_categories: str | None = None
     """Item column such as modality, or metadata.KEY: adds a table by category of the relevant
-    documents; null for none."""
+    documents, or null for none."""
     rerank: list[RerankSpec] = Field(default_factory=list)
-    """Rerankers; each adds a row."""
+    """Rerankers. Each adds a row."""
 
     @field_validator("rerank")
     @classmethod

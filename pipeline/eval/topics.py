@@ -1,4 +1,4 @@
-"""Query files: texts as JSON lines or tab-separated lines, vectors as .npy or Parquet."""
+"""Readers of query files. Texts are JSON lines or tab-separated, vectors are .npy or Parquet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
 
 def read_lines(path: str, field: str) -> Iterator[tuple[int, str]]:
-    """Yields the non-blank lines of a UTF-8 text file with their numbers, from 1.
+    """Yields the non-blank lines of a UTF-8 text file with their numbers, which start from 1.
 
     Args:
         path: Path or URI of the file.
@@ -70,12 +70,13 @@ NO_CATEGORY = "(none)"
 
 
 def read_categories(path: str, query_ids: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-    """Returns the query ids of each category, by the fields of JSON lines that hold categories.
+    """Groups query ids by category, using the fields of JSON lines that contain categories.
 
     Candidates are all fields except `_id`, `text` and `title`, and the fields of an object
-    `metadata`. A field holds categories if its values are short strings or lists of them, if there
-    are between 2 and `MAX_CATEGORIES` distinct values, and if they have two queries or more on
-    average. A query with several values is in each of their categories.
+    `metadata`. A field is assumed to contain categories if it satisfies three conditions: its
+    values are short strings or lists of short strings, there are between 2 and `MAX_CATEGORIES`
+    distinct values, and each value has two or more queries on average. A query with several values
+    belongs to several categories.
 
     Args:
         path: File that `read_queries` reads.
@@ -105,12 +106,12 @@ def read_categories(path: str, query_ids: Iterable[str]) -> dict[str, dict[str, 
     return found
 
 
-#: Maximum length of a category name in characters; longer values are texts.
+#: Maximum length of a category name in characters. Longer values are texts.
 MAX_CATEGORY_LENGTH = 60
 
 
 def categories(value: Any) -> Iterator[str]:
-    """Yields the category names of a value; a list has several.
+    """Yields the category names that a value contains. A list contains several.
 
     >>> list(categories(["table", 3])), list(categories(None)), list(categories(""))
     (['table', '3'], ['(none)'], ['(none)'])

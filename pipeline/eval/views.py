@@ -1,4 +1,4 @@
-"""Data behind the figures of an evaluation: lines, scans over layers, correlations."""
+"""Data of the figures in a report, such as lines, scans over layers, and correlations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def codec_names(evaluation: Evaluation) -> list[str]:
 
 
 def line_name(evaluation: Evaluation, result: Result) -> str:
-    """Returns the name of a row's line: its method, and its encoder if there are several."""
+    """Returns the label of a row's line, which is its method.
+
+    With several encoders, it names both.
+    """
     encoders = {r.encoder for r in evaluation.results if r.encoder}
     return result.method if len(encoders) < 2 else f"{result.method}, {result.encoder[:6]}"
 
@@ -34,7 +37,7 @@ def late_rows(evaluation: Evaluation) -> list[Result]:
 
 
 def full_row(evaluation: Evaluation, result: Result) -> Result | None:
-    """Returns the uncompressed row of a row's encoder under the MaxSim score."""
+    """Returns the uncompressed row of the same encoder under the MaxSim score."""
     candidates = [r for r in evaluation.results if r.method == FULL and r.score == "maxsim"]
     candidates = [r for r in candidates if r.encoder == result.encoder]
     return max(candidates, key=lambda r: r.vector_bytes, default=None)
@@ -42,13 +45,13 @@ def full_row(evaluation: Evaluation, result: Result) -> Result | None:
 
 @dataclass(frozen=True)
 class Scan:
-    """Rows that differ only in the one layer that they read.
+    """Rows that differ only in the single layer that they read.
 
     Attributes:
         name: Method with its other settings.
         budget: Budget of the rows.
         encoder: Encoder of the rows.
-        rows: Rows by layer, ascending.
+        rows: Rows by layer in ascending order.
     """
 
     name: str
@@ -58,9 +61,10 @@ class Scan:
 
 
 def layer_scans(evaluation: Evaluation, score: str = "maxsim") -> list[Scan]:
-    """Returns a scan per method and budget that was measured at two or more single layers.
+    """Returns a scan for each method and budget that was measured at two or more single layers.
 
-    Layers counted from the end are ignored: the results do not contain the number of layers.
+    Layers that are counted from the end are ignored, because the results do not contain the number
+    of layers.
     """
     found: dict[tuple[str, Budget, str], dict[int, Result]] = {}
     for result in evaluation.results:
@@ -74,7 +78,7 @@ def layer_scans(evaluation: Evaluation, score: str = "maxsim") -> list[Scan]:
 
 
 def scanned_rows(evaluation: Evaluation) -> set[str]:
-    """Returns the names of the rows that are part of a layer scan, under any score."""
+    """Returns the names of all rows that are part of a layer scan, regardless of their score."""
     scores = {result.score for result in evaluation.results}
     scans = [scan for score in scores for scan in layer_scans(evaluation, score)]
     return {result.name for scan in scans for result in scan.rows.values()}
@@ -87,7 +91,7 @@ class DepthScan:
     Attributes:
         name: Name of the reranker and the first stage, with precision and score addition.
         first: Row of the first stage.
-        rows: Rows by rerank depth, ascending.
+        rows: Rows by rerank depth in ascending order.
     """
 
     name: str
@@ -96,7 +100,7 @@ class DepthScan:
 
 
 def depth_scans(evaluation: Evaluation) -> list[DepthScan]:
-    """Returns a scan per reranker that was measured at two or more rerank depths."""
+    """Returns a scan for each reranker that was measured at two or more rerank depths."""
     found: dict[tuple[str, str, str, bool], dict[int, Result]] = {}
     for row in evaluation.results:
         if settings := row.rerank:
@@ -115,7 +119,7 @@ def depth_scans(evaluation: Evaluation) -> list[DepthScan]:
 
 
 def common_budget(evaluation: Evaluation) -> Budget | None:
-    """Returns the budget of the most methods under the MaxSim score, the smallest of equals."""
+    """Returns the budget with the most methods under the MaxSim score. Ties go to the smallest."""
     methods: dict[Budget, set[str]] = {}
     scanned = scanned_rows(evaluation)
     for result in late_rows(evaluation):
@@ -133,7 +137,7 @@ def common_budget(evaluation: Evaluation) -> Budget | None:
 
 
 def comparable_rows(evaluation: Evaluation) -> list[Result]:
-    """Returns the diagnosed uncompressed rows, and the row of each method at the common budget."""
+    """Returns the diagnosed uncompressed rows, and a row at the common budget for each method."""
     budget, scanned = common_budget(evaluation), scanned_rows(evaluation)
     rows = [
         result
@@ -160,10 +164,10 @@ class RetentionPoint(NamedTuple):
 
 
 def retention_lines(evaluation: Evaluation) -> dict[str, list[RetentionPoint]]:
-    """Returns quality and fraction of stored vectors, relative to uncompressed, by method.
+    """Returns quality and fraction of stored vectors by method, relative to uncompressed rows.
 
-    Only rows whose budget is a ratio are included. The fraction is measured, because methods that
-    adapt to an item may miss their target.
+    Only rows whose budget is a ratio are included. The fraction is measured rather than taken from
+    the spec, because adaptive methods may deviate from their target.
     """
     measure = retention_measure(evaluation)
     scanned = scanned_rows(evaluation)
@@ -187,7 +191,7 @@ def retention_measure(evaluation: Evaluation) -> str:
 
 
 class Correlation(NamedTuple):
-    """Correlation of a quantity with quality over rows.
+    """Correlation between a quantity and the quality of rows.
 
     Attributes:
         quantity: Name of the quantity.

@@ -17,12 +17,14 @@ PARTS = (ITEMS, REJECTS, ARTEFACTS, JOBS)
 
 
 def missing_index(uri: str) -> SpecError:
-    """Returns the error for a URI that contains no index."""
-    return SpecError("index", uri, "the URI of an index made by jobs.index", "contains no index")
+    """Returns the error for a URI that does not exist or contains no index."""
+    is_missing = "://" not in uri and not Path(absolute(uri)).exists()
+    problem = "does not exist" if is_missing else "contains no index"
+    return SpecError("index", uri, "the URI of an index made by jobs.index", problem)
 
 
 def check_index(uri: str) -> None:
-    """Checks that a local folder contains an index; URIs with a scheme are not checked.
+    """Checks that a local folder contains an index. URIs with a scheme are not checked.
 
     No slow module is imported, so that jobs report a wrong path immediately.
 

@@ -84,7 +84,7 @@ def load_artefact(index: str, name: str, metadata: dict[str, Any]) -> dict[str, 
 
 
 def load_sample(index: str, name: str) -> Sample | None:
-    """Returns the items that an artefact was fitted on; None if they were not recorded.
+    """Returns the items that an artefact was fitted on, or None if they were not recorded.
 
     Raises:
         SpecError: The file is missing or corrupted.
@@ -103,7 +103,7 @@ def _read(index: str, name: str) -> dict[str, np.ndarray]:
         with fsspec.open(path, "rb") as file:
             archive = np.load(file, allow_pickle=False)
             stored = {key: archive[key] for key in archive.files}
-    # Errors of NumPy and zipfile on corrupted files; NotImplementedError is a RuntimeError.
+    # Errors of NumPy and zipfile on corrupted files. NotImplementedError is a RuntimeError.
     except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, KeyError):
         raise SpecError("index", index, rule, "is corrupted", note) from None
     if _hash(stored) != name:

@@ -2,7 +2,7 @@
 
 Items are read and encoded again in the units of the index job, so that the tokens equal those the
 index job would have written. The job processes the rows without tokens whose source item is
-unchanged, fragment by fragment; it is resumable and modifies no other column.
+unchanged, fragment by fragment. It is resumable and modifies no other column.
 """
 
 from __future__ import annotations

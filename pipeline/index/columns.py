@@ -293,8 +293,8 @@ def representation_fields(
     Args:
         representation: Spec of the representation.
         encoder_info: Encoder of the token vectors.
-        artefact: Hash of the fitted state of the compressor; None without one.
-        codec_artefact: Hash of the fitted state of the codec; None without one.
+        artefact: Hash of the fitted state of the compressor, or None without one.
+        codec_artefact: Hash of the fitted state of the codec, or None without one.
     """
     info = representation_info(representation, encoder_info)
     info = replace(info, artefact=artefact, codec_artefact=codec_artefact)

@@ -30,7 +30,7 @@ MAX_DEPTH = 20
 MAX_VALUES = 50_000
 #: Maximum number of characters per literal.
 MAX_LITERAL_CHARS = 4_096
-#: Maximum number of % per LIKE pattern; each adds work per character of a text.
+#: Maximum number of % per LIKE pattern. Each adds work per character of a text.
 MAX_WILDCARDS = 16
 
 #: Functions whose result is at most about as large as their arguments.
@@ -101,7 +101,10 @@ def condition_sql(filter: str, schema: pa.Schema) -> str:
 
 
 class _Parser:
-    """Recursive-descent parser of a condition; `_out` holds the SQL of the parsed tokens."""
+    """Recursive-descent parser of a condition.
+
+    `_out` holds the SQL of the parsed tokens.
+    """
 
     def __init__(self, filter: str, schema: pa.Schema):
         self._filter, self._schema = filter, schema
@@ -223,7 +226,10 @@ class _Parser:
             )
 
     def _pattern(self) -> None:
-        """Parses a literal pattern; a pattern from a column would be compiled for each item."""
+        """Parses a literal pattern.
+
+        A pattern from a column would be compiled for each item.
+        """
         token = self._token
         if token is None or token.text[0] not in "'\"":
             raise self._expected("a pattern in quotes")
@@ -234,7 +240,10 @@ class _Parser:
     # -- values ------------------------------------------------------------------------------
 
     def _sum(self, any_column: bool = False) -> None:
-        """Parses values joined by arithmetic operators; Lance applies their precedence."""
+        """Parses values joined by arithmetic operators.
+
+        Lance applies their precedence.
+        """
         while True:
             if self._take("+", "-"):
                 self._operator()
@@ -293,7 +302,10 @@ class _Parser:
             self._emit(token.text)
 
     def _literals(self) -> None:
-        """Parses comma-separated literals; columns would be read again for each element."""
+        """Parses comma-separated literals.
+
+        Columns would be read again for each element.
+        """
         while True:
             self._num_values += 1
             if self._num_values > MAX_VALUES:

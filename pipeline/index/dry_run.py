@@ -64,7 +64,7 @@ def dry_run(
     Args:
         spec: Spec of the job.
         resources: Resources profile of the job.
-        limit: Maximum number of items to list; None for all.
+        limit: Maximum number of items to list, or None for all.
         report: Called with each line of the estimate.
     """
     check(spec)

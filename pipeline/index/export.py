@@ -64,7 +64,7 @@ def export(
     - `npy`: a folder with vectors.npy (T, D), the concatenated vectors of all items, lengths.npy
       (N,), ids.txt, items.jsonl and metadata.json.
 
-    Float vectors keep their stored precision; other codecs are decoded to float32. Memory use does
+    Float vectors keep their stored precision. Other codecs are decoded to float32. Memory use does
     not depend on the size of the index.
 
     Args:
@@ -158,7 +158,7 @@ def _count(index: Index, condition: str, filter: str | None, representation: str
     if num_items == 0:
         if filter is not None:
             raise SpecError(
-                "filter", filter, "a condition that matches items with vectors", "matches none"
+                "filter", filter, "a condition that matches items with vectors", "matches no items"
             )
         rule = "a representation with vectors"
         raise SpecError("representation", representation, rule, "is empty")
@@ -282,7 +282,10 @@ def _write_header(stream: Any, dtype: np.dtype, shape: tuple[int, ...]) -> None:
 
 @contextmanager
 def _unfinished(filesystem: AbstractFileSystem, path: str) -> Iterator[Path]:
-    """Yields a local temporary path for the export; removes what is left of it on exit."""
+    """Yields a local temporary path for the export.
+
+    Removes what is left of it on exit.
+    """
     if isinstance(filesystem, LocalFileSystem):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)

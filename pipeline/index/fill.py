@@ -1,7 +1,7 @@
 """Filling of new columns: actors write them fragment by fragment and the driver commits them.
 
 `recompress` and `backfill` define the actors. A fragment is complete when one of its data files
-contains the column; an interrupted job resumes with the incomplete fragments.
+contains the column. An interrupted job resumes with the incomplete fragments.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FilledFragment(NamedTuple):
     """Result of filling the new columns of a fragment.
 
     Attributes:
-        fragment: Fragment metadata with the new data file, as parsed JSON; None if nothing was
+        fragment: Fragment metadata with the new data file, as parsed JSON, or None if nothing was
             written.
         fields: Field ids of the columns in that file.
         rows: Number of rows that received data.

@@ -1,6 +1,6 @@
 """Filters: SQL conditions over the columns of the items, validated before Lance executes them.
 
-Lance silently ignores the rest of `a = 1 b = 2` or `a = 1) OR (b = 2`; here such a filter is an
+Lance silently ignores the rest of `a = 1 b = 2` or `a = 1) OR (b = 2`. Here such a filter is an
 error with the position of the mistake. A filter cannot write, crash the process or exhaust its
 memory, see `pipeline.index.conditions`.
 """

@@ -22,9 +22,9 @@ class LearnedState(NamedTuple):
     """Learned state of a representation.
 
     Attributes:
-        compressor: Fitted state of the compressor; None if it needs no fitting.
-        codec: Fitted state of the codec; None if it needs no fitting.
-        sample: Items on which both were fitted; None if not recorded.
+        compressor: Fitted state of the compressor, or None if it needs no fitting.
+        codec: Fitted state of the codec, or None if it needs no fitting.
+        sample: Items on which both were fitted, or None if not recorded.
     """
 
     compressor: dict[str, np.ndarray] | None = None

@@ -76,7 +76,10 @@ class WriteFragments:
 
 
 def write_table(table: pa.Table, uri: str) -> list[FragmentMetadata]:
-    """Writes rows as one uncommitted fragment of the dataset at `uri`; missing columns are null."""
+    """Writes rows as one uncommitted fragment of the dataset at `uri`.
+
+    Missing columns are null.
+    """
     schema = lance.dataset(uri).schema
     schema = pa.schema([column for column in schema if column.name in table.column_names])
     table = encode_positions(table.select(schema.names), schema)

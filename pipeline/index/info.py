@@ -30,14 +30,14 @@ class EncoderInfo:
         spec: Settings of the encoder in the form of `dump_stored`.
         fingerprint: Hash of the weights and of the settings that affect the vectors.
         dim: Dimensions of the token vectors.
-        pooled_dim: Dimensions of the single vectors; None without them.
+        pooled_dim: Dimensions of the single vectors, or None without them.
         normalised: Whether token vectors have unit length.
         has_spans: Whether tokens have character ranges.
         has_extents: Whether tokens have boxes or times.
         has_confidence: Whether tokens have recognition confidences.
         prefix: Prefix of the columns that all representations of the encoder share.
-        num_layers: Number of layers with attention statistics; None without them.
-        query_kinds: Supported members of `QUERY_KINDS`; empty if queries must be vectors.
+        num_layers: Number of layers with attention statistics, or None without them.
+        query_kinds: Supported members of `QUERY_KINDS`, or empty if queries must be vectors.
     """
 
     spec: dict[str, Any]
@@ -76,7 +76,10 @@ class EncoderInfo:
         return self.spec["name"]
 
     def for_field(self, field: str) -> EncoderInfo:
-        """Returns the info for an item field; captions have a separate column prefix."""
+        """Returns the info for an item field.
+
+        Captions have a separate column prefix.
+        """
         if field == "content":
             return self
         prefix = f"{self.prefix}_{field}"
@@ -84,12 +87,15 @@ class EncoderInfo:
 
     @property
     def pooled_column(self) -> str | None:
-        """Name of the column of single vectors; None without them."""
+        """Name of the column of single vectors, or None without them."""
         return f"{self.prefix}_pooled" if self.pooled_dim else None
 
     @property
     def position_types(self) -> dict[str, pa.DataType]:
-        """In-memory types of the token positions by `TokenBatch` field; see `stored_type`."""
+        """In-memory types of the token positions by `TokenBatch` field.
+
+        See `stored_type`.
+        """
         types = {}
         if self.has_spans:
             types["spans"] = pa.list_(pa.list_(pa.int32(), 2))
@@ -117,16 +123,16 @@ class RepresentationInfo:
         encoder: Encoder of the token vectors. Its `has_*` flags refer to columns in the index.
         compressor: Settings of the compressor in the form of `dump_stored`.
         codec: Settings of the codec in the form of `dump_stored`.
-        artefact: Hash of the fitted state of the compressor; None without one.
-        codec_artefact: Hash of the fitted state of the codec; None without one.
+        artefact: Hash of the fitted state of the compressor, or None without one.
+        codec_artefact: Hash of the fitted state of the codec, or None without one.
         dim: Dimensions of the stored vectors.
         normalised: Whether vectors have unit length before the codec encodes them.
         field: Encoded item field, "content" or "caption".
         text_column: Column of the text to which the token spans refer.
-        pooled_column: Column of the single vectors of the encoder; None without one.
+        pooled_column: Column of the single vectors of the encoder, or None without one.
         positions: Columns of token positions, by `TokenBatch` field.
-        assignment_column: Column of the assignment of tokens to vectors; None without one.
-        assignment_form: Encoding of the assignment; None if the index lacks the column.
+        assignment_column: Column of the assignment of tokens to vectors, or None without one.
+        assignment_form: Encoding of the assignment, or None if the index lacks the column.
         format_version: Version of the index format in which the column was written.
     """
 
@@ -286,7 +292,7 @@ class RerankInfo:
 
     Attributes:
         name: Name of the column.
-        adapter: Fingerprint of the adapter; "unknown" if it was not stored.
+        adapter: Fingerprint of the adapter. "unknown" if it was not stored.
         encoder: Registered name of the encoder whose vectors the adapter reads.
         dim: Dimensions of the tokens.
     """
@@ -353,7 +359,7 @@ def tap_names(schema: pa.Schema) -> list[str]:
 
 
 def newest_format(schema: pa.Schema) -> int:
-    """Returns the highest format version of all representations; 0 without any."""
+    """Returns the highest format version of all representations, or 0 without any."""
     names = columns_with_role(schema, "search")
     versions = (column_metadata(schema.field(name)).get("format_version", 0) for name in names)
     return max(versions, default=0)

@@ -2,7 +2,7 @@
 
 The phases are: take the lease, list the source, plan the columns, fit, stream (encode, compress,
 write, commit) and finish. However a job ends, its commits persist and the next run resumes from
-them; the index is its own checkpoint.
+them. The index is its own checkpoint.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def run(
         spec: Spec of the job.
         resources: Resources profile of the job.
         job: Identifier of the job.
-        limit: Maximum number of items to list; None for all.
+        limit: Maximum number of items to list, or None for all.
         remove_missing: Whether to remove rows that the source no longer lists.
         retry_rejects: Reasons whose rejects are retried.
         report: Called with each progress line.
@@ -103,7 +103,7 @@ def run(
         Counts of the run.
 
     Raises:
-        SpecError: An input is invalid; raised before anything is written.
+        SpecError: An input is invalid. Raised before anything is written.
         LeaseHeld: Another job is writing to the index.
         Stopped: SIGTERM was received. Finished work is committed and the lease is released.
     """
@@ -301,7 +301,7 @@ def remove_stale(context: Context, listing: Listing) -> None:
     """Removes the rows that the source no longer lists, in one commit.
 
     Raises:
-        JobError: Parts of the source are unreadable; their items would be removed by mistake.
+        JobError: Parts of the source are unreadable. Their items would be removed by mistake.
     """
     if listing.num_unreadable:
         raise JobError(

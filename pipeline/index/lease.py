@@ -19,7 +19,7 @@ class Lease:
     """Exclusive right of a process to write to an index until it expires.
 
     Attributes:
-        owner: Unique id of the holder; empty if the lease was released.
+        owner: Unique id of the holder, or empty if the lease was released.
         epoch: Number of times that the lease was taken.
         expires: Expiry, in seconds since 1970.
         job: Identifier of the holder's job.
@@ -59,7 +59,7 @@ class Lease:
 
     @classmethod
     def from_dataset(cls, dataset: LanceDataset) -> Lease | None:
-        """Returns the last lease in the config of the dataset; None if it was never taken."""
+        """Returns the last lease in the config of the dataset, or None if it was never taken."""
         text = dataset.config().get(LEASE_KEY)
         return cls(**json.loads(text)) if text else None
 
@@ -76,7 +76,7 @@ def _host() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """Returns the start of a local process in clock ticks; "" if it has ended."""
+    """Returns the start of a local process in clock ticks, or "" if it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, *fields = file.read().rpartition(")")[2].split()

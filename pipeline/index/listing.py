@@ -2,7 +2,7 @@
 
 A job first *plans* (splits the source into numbered shards), then *lists* each shard in a task
 (scans it and looks up its ids in the index) and finally marks duplicate ids. The results are small
-files in the folder of the job; the driver holds only a few counts per shard. `unit_reader` reads
+files in the folder of the job. The driver holds only a few counts per shard. `unit_reader` reads
 the listed items.
 """
 
@@ -278,7 +278,7 @@ CONTENT = ("revision", "span")
 def content_hashes(items: pa.Table | pa.RecordBatch) -> np.ndarray:
     """Returns the content hashes of items, (N,) uint64, computed from the columns `CONTENT`.
 
-    The hash of a part of a file includes its span; the hash does not depend on item ids.
+    The hash of a part of a file includes its span. The hash does not depend on item ids.
     """
     rows = zip(items["revision"].to_pylist(), items["span"].to_pylist(), strict=True)
     hashes = (id_hash(f"{revision} {span and tuple(span.values())}") for revision, span in rows)

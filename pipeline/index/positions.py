@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-#: In-memory extents, see `TokenBatch`: x0 y0 x1 y1 in [0, 1], t0 t1 in seconds; NaN if absent.
+#: In-memory extents, see `TokenBatch`: x0 y0 x1 y1 in [0, 1], t0 t1 in seconds, or NaN if absent.
 EXTENTS = pa.list_(pa.list_(pa.float32(), 6))
 #: Stored extents since format 2: boxes in units of 1 / 65535, and times in seconds. Each list is
 #: null for items without it, such as the times of a page. Indexes of format 1 store `EXTENTS`.
@@ -17,7 +17,7 @@ STORED_EXTENTS = pa.struct(
     ]
 )
 STEPS = 65535
-#: Marker of a token without a box, in items with boxes; no valid box ends before it begins.
+#: Marker of a token without a box, in items with boxes. No valid box ends before it begins.
 NO_BOX = (STEPS, STEPS, 0, 0)
 
 

@@ -61,7 +61,7 @@ def open_folder(uri: str, *names: str) -> tuple[AbstractFileSystem, str]:
 
 
 def check_location(uri: str) -> None:
-    """Raises `SpecError` if no index can be written at the URI; does not write.
+    """Raises `SpecError` if no index can be written at the URI. Does not write.
 
     For remote stores only the scheme is checked.
     """
@@ -76,7 +76,10 @@ def check_location(uri: str) -> None:
 
 
 def _check_scheme(uri: str) -> str:
-    """Returns the scheme of a URI, "file" for paths; raises `SpecError` if it is not supported."""
+    """Returns the scheme of a URI, "file" for paths.
+
+    Raises `SpecError` if it is not supported.
+    """
     scheme, separator, _ = uri.partition("://")
     if separator and scheme not in SCHEMES:
         rule = f"a local path, or a URI with one of the schemes {', '.join(SCHEMES)}"
@@ -154,7 +157,10 @@ def contains_index(uri: str) -> bool:
 
 @contextlib.contextmanager
 def _access_errors(uri: str) -> Iterator[None]:
-    """Translates the errors of storage libraries to `SpecError`; each raises its own classes."""
+    """Translates the errors of storage libraries to `SpecError`.
+
+    Each raises its own classes.
+    """
     try:
         yield
     except (OSError, MissingExtra):
@@ -183,7 +189,7 @@ def corruption_errors(uri: str) -> Iterator[None]:
 
 
 class Edition(NamedTuple):
-    """Identifier of an index version; it changes if another index replaces it at the same URI.
+    """Identifier of an index version. It changes if another index replaces it at the same URI.
 
     Attributes:
         version: Lance version.
@@ -217,7 +223,10 @@ class Index:
 
     @property
     def edition(self) -> Edition:
-        """Identifier of the version; another index at the same URI may have the same number."""
+        """Identifier of the version.
+
+        Another index at the same URI may have the same number.
+        """
         names = [file.path for f in self.dataset.get_fragments() for file in f.data_files()]
         names.append(str(self.dataset.schema))
         return Edition(self.version, hashlib.sha256("\n".join(names).encode()).hexdigest()[:16])
@@ -314,7 +323,7 @@ class Index:
             fragments: Fragments to read, ascending; all by default.
             with_address: Whether to add a column `_rowaddr`, whose lower 32 bits are the offset of
                 the row in its fragment; deleted rows leave gaps.
-            ahead: Number of batches to read ahead; None for the default of Lance.
+            ahead: Number of batches to read ahead, or None for the default of Lance.
 
         Raises:
             SpecError: Data files are missing or corrupted.
@@ -353,7 +362,7 @@ class Index:
             yield batch.select(ids), *codec.decode(batch[representation], dim)
 
     def items(self, item_ids: Sequence[str], columns: Sequence[str] | None = None) -> pa.Table:
-        """Returns the rows of the given items, in the given order; unknown ids are skipped.
+        """Returns the rows of the given items, in the given order. Unknown ids are skipped.
 
         Token positions have their in-memory types, see `pipeline.index.positions`.
         """
@@ -367,7 +376,7 @@ class Index:
         return decode_positions(table.take(pa.array(rows, pa.int64())))
 
     def content_key(self, columns: Iterable[str]) -> str:
-        """Returns a hash that changes with the content of the columns; unknown ones are skipped.
+        """Returns a hash that changes with the content of the columns. Unknown ones are skipped.
 
         It is computed from fragment numbers and the names of deletion files and data files with the
         columns. It therefore reads no data, and does not change when other columns are added or a
@@ -382,7 +391,10 @@ class Index:
         return digest([ids, fragments])
 
     def field_ids(self, columns: Iterable[str]) -> dict[str, list[int]]:
-        """Returns the Lance field ids of columns by name; unknown columns are skipped."""
+        """Returns the Lance field ids of columns by name.
+
+        Unknown columns are skipped.
+        """
         fields = {field.name(): field for field in self.dataset.lance_schema.fields()}
         return {name: nested_ids(fields[name]) for name in columns if name in fields}
 
@@ -394,7 +406,7 @@ class Index:
             return REJECT.empty_table()
 
     def lease(self) -> Lease | None:
-        """Returns the lease of the current writer; None if it is free or its holder has died."""
+        """Returns the lease of the current writer, or None if it is free or its holder has died."""
         lease = Lease.from_dataset(self.dataset)
         return None if lease is None or lease.is_free(time.time()) else lease
 

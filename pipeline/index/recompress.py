@@ -1,7 +1,7 @@
 """Recompression job: adds representations computed from stored uncompressed token vectors.
 
 Each column is added empty (metadata only) and then filled fragment by fragment, which makes the job
-resumable; the encoder is not loaded. The result equals that of the index job up to the rounding of
+resumable. The encoder is not loaded. The result equals that of the index job up to the rounding of
 the stored vectors by their codec, by default float16.
 """
 
@@ -202,7 +202,7 @@ def check_sample(
             item_ids = matching_ids(index, spec.fit_filter)
         if not len(item_ids):
             rule = "a condition that matches items"
-            raise SpecError("fit_filter", spec.fit_filter, rule, "matches none")
+            raise SpecError("fit_filter", spec.fit_filter, rule, "matches no items")
 
 
 @contextlib.contextmanager
@@ -268,7 +268,10 @@ class FillFragment:
         return {"filled": [self.fill(int(number)).to_json() for number in batch["fragment"]]}
 
     def fill(self, number: int) -> FilledFragment:
-        """Fills one fragment; rows without the source representation remain null."""
+        """Fills one fragment.
+
+        Rows without the source representation remain null.
+        """
         start = time.perf_counter()
         fragment = get_fragment(self.index.dataset, number)
         with self.index.corruption_errors():

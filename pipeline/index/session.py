@@ -31,7 +31,7 @@ class Session:
         spec: Spec of the job, for the record.
         kind: Type of the job, such as "index", for the record.
         job: Identifier of the job.
-        summary: Returns the counts to record; called for each write of the record.
+        summary: Returns the counts to record. Called for each write of the record.
         lease_seconds: Lifetime of the lease in seconds, renewed after a quarter of it.
     """
 

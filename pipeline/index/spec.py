@@ -63,7 +63,7 @@ class IndexSpec(Spec):
     """Sample on which compressors and codecs that need it are fitted."""
 
     def calibration(self) -> IndexSpec | None:
-        """Returns this spec with the calibration source as source; None without one."""
+        """Returns this spec with the calibration source as source, or None without one."""
         if self.fit.source is None:
             return None
         return self.model_copy(update={"source": self.fit.source})
@@ -111,7 +111,7 @@ class IndexResources(Spec):
     device_map: Literal["auto"] | None = None
     """Set to `auto` to distribute a model that exceeds one GPU over the GPUs of its actor."""
     object_store_bytes: int | None = Field(default=None, ge=75 * 2**20)
-    """Size of the object store of a local cluster, in bytes; Ray requires at least 75 MiB."""
+    """Size of the object store of a local cluster, in bytes. Ray requires at least 75 MiB."""
 
     @property
     def placement(self) -> dict[str, Any]:

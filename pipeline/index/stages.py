@@ -108,7 +108,7 @@ class Encode(Stage):
         encoder_info: Description of the encoder.
         item_fields: Fields to encode.
         taps: Single-layer attention statistics to add.
-        rerank: Folder of an EDJE whose adapter tokens are added; None for none.
+        rerank: Folder of an EDJE whose adapter tokens are added, or None for none.
         prepare: Whether this stage prepares the items itself, without an earlier `Prepare`.
         placement: Options of the encoder's constructor that place its weights on devices.
     """
@@ -299,7 +299,10 @@ class Method(NamedTuple):
 
 
 class TokenCompressor(LoadedStage):
-    """A loaded `Compress`; representations that differ only in the codec are compressed once."""
+    """A loaded `Compress`.
+
+    Representations that differ only in the codec are compressed once.
+    """
 
     name = Compress.name
 

@@ -93,7 +93,7 @@ def representation_stats(
 
 
 def rerank_token_stats(index: Index, filter: str | None = None) -> dict[str, Any] | None:
-    """Returns the size statistics of the column `rerank_tokens`; None if the index lacks it.
+    """Returns the size statistics of the column `rerank_tokens`, or None if the index lacks it.
 
     Returns:
         The means `tokens` and `bytes` over the items that have tokens, the fraction `filled` of

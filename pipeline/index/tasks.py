@@ -48,7 +48,7 @@ def map_shards(
         shards: Shards to process.
         max_running: Maximum number of concurrent tasks. Each starts a process, which on a small
             machine takes longer than the listing itself.
-        check: Called between results; raises an error to stop the job.
+        check: Called between results. Raises an error to stop the job.
     """
     running: list[ray.ObjectRef] = []
     shards = iter(shards)
@@ -141,7 +141,7 @@ def fit_representation(
                         yield with_taps(batch, taps, stage.encoder_info)
         if not hashes:
             rule = "a source with at least one readable item"
-            problem = f"has none on which to fit {representation.id}"
+            problem = f"has no items on which {representation.id} can be fitted"
             field = "fit.source" if fit_sample.source else "source"
             raise SpecError(field, job.source.name, rule, problem)
 

@@ -144,7 +144,7 @@ def batch_from(items: pa.Table, encoder_info: EncoderInfo) -> TokenBatch:
 def padded_positions(
     column: pa.ChunkedArray, mask: torch.Tensor, fill: float
 ) -> torch.Tensor | None:
-    """Returns positions padded to the shape of `mask` with `fill`; None if all rows are null."""
+    """Returns positions padded to the shape of `mask` with `fill`, or None if all rows are null."""
     if column.null_count == len(column):
         return None
     flat, lengths = flat_from_arrow(column)
@@ -157,5 +157,5 @@ def padded_positions(
 
 
 def flat_lengths(column: pa.ChunkedArray) -> np.ndarray:
-    """Returns the lengths of a list column, (B,) int64; 0 for null."""
+    """Returns the lengths of a list column, (B,) int64, or 0 for null."""
     return flat_from_arrow(column)[1]

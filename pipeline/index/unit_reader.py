@@ -182,7 +182,7 @@ def preview(
 
     Args:
         source: Source to list.
-        limit: Maximum number of entries; None for all.
+        limit: Maximum number of entries, or None for all.
         num_sample: Number of items to decode.
 
     Returns:

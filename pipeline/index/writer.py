@@ -48,14 +48,17 @@ class LeaseHeld(SpecError):
 
 
 class LeaseLost(JobError):
-    """The lease of this job expired and another job took it; this job can no longer commit."""
+    """The lease of this job expired and another job took it.
+
+    This job can no longer commit.
+    """
 
 
 class IndexWriter:
     """Exclusive writer of an index.
 
     Args:
-        uri: URI of the index; the dataset is created if it does not exist.
+        uri: URI of the index. The dataset is created if it does not exist.
         job: Identifier of the job, which other writers report.
         ttl: Time in seconds after which another job can take a lease that was not renewed.
 
@@ -111,7 +114,10 @@ class IndexWriter:
             self._lease = lease
 
     def release(self) -> None:
-        """Releases the lease; does nothing if another job has taken it."""
+        """Releases the lease.
+
+        Does nothing if another job has taken it.
+        """
         with self._lock, contextlib.suppress(LeaseLost):
             free = replace(self._lease, owner="", expires=0.0)
             self._apply(lambda: self.dataset.update_config(free.entry()))
@@ -146,7 +152,10 @@ class IndexWriter:
     # -- commits -----------------------------------------------------------------------------
 
     def add_columns(self, fields: Sequence[pa.Field]) -> None:
-        """Adds columns with their metadata; they are null in all existing rows."""
+        """Adds columns with their metadata.
+
+        They are null in all existing rows.
+        """
         with self._lock:
             if fields:
                 self._apply(lambda: self.dataset.add_columns(pa.schema(fields)))
@@ -244,7 +253,7 @@ class IndexWriter:
         """Records rejects, one row per item id, and deletes those of items that are now indexed.
 
         Args:
-            rejects: Rejects to record; they replace earlier rejects of the same items.
+            rejects: Rejects to record. They replace earlier rejects of the same items.
             solved: Ids of items that are now indexed.
         """
         uri = part_uri(self.uri, REJECTS)

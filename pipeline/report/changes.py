@@ -14,7 +14,7 @@ Change = tuple[float, float, float]
 
 
 def changes_png(rows: Mapping[str, Mapping[str, Change]], metrics: Sequence[str]) -> bytes:
-    """Returns a PNG with one panel per metric and one line per row, from before to after.
+    """Draws one panel per metric, in which each row is a line from before to after, as a PNG.
 
     Args:
         rows: Changes of each metric, by row name, in order from top to bottom.

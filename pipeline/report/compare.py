@@ -7,7 +7,10 @@ from pipeline.report.text import p_value
 
 
 def table(compared: Comparison) -> list[list[str]]:
-    """Returns the headline metric of every common row as table cells, header first."""
+    """Formats the headline metric of all common rows as table cells.
+
+    The first row is the header.
+    """
     rows = [
         [row.name, f"{row.a:.4f}", f"{row.b:.4f}", f"{row.change:+.4f}", p_value(row.p)]
         for row in compared.differences[compared.headline]
@@ -16,9 +19,9 @@ def table(compared: Comparison) -> list[list[str]]:
 
 
 def csv_rows(compared: Comparison) -> list[list[object]]:
-    """Returns every metric of every row as CSV rows, header first.
+    """Formats all metrics of all rows as CSV rows. The first row is the header.
 
-    A row that only one evaluation has gets an empty mean for the other.
+    If only one of the evaluations contains a row, the mean of the other one is empty.
     """
     rows: list[list[object]] = [["row", "measure", "a", "b", "difference", "p"]]
     for differences in compared.differences.values():

@@ -1,4 +1,7 @@
-"""Figures of the diagnostics, as in the papers; figures without data are skipped."""
+"""Figures of the diagnostics, as in the papers.
+
+Figures without data are skipped.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +137,7 @@ def _single(name: str, title: str, caption: str, draw: Callable[[], Figure]) -> 
 
 
 def _min_similarity(rows: Sequence[Result]) -> float:
-    """Returns the lower end of the colour scale: 0, or the smallest similarity if negative."""
+    """Returns the lower limit of the colour scale, which is 0 unless a similarity is negative."""
     diagnoses = [row.diagnosis for row in rows if row.diagnosis]
     return min(0.0, *(float(np.min(diagnosis.similarity)) for diagnosis in diagnoses))
 
@@ -156,7 +159,7 @@ def _utilisation_grid(rows: Sequence[Result]) -> Figure:
 
 
 def _draw_utilisation(figure: FigureBase, row: Result, lowest: float) -> None:
-    """Draws the matching strength by position, above the similarity between positions."""
+    """Draws the matching strength by position above the similarity between positions."""
     bars, heat = figure.subplots(2, 1, height_ratios=(1, 1.5))
     diagnosis = row.diagnosis
     assert diagnosis is not None

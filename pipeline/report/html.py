@@ -1,4 +1,4 @@
-"""HTML pages of evaluations and comparisons, self-contained and without scripts."""
+"""HTML pages of evaluations and comparisons, which are self-contained and use no scripts."""
 
 from __future__ import annotations
 

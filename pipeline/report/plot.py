@@ -51,9 +51,9 @@ def to_svg(figure: Figure, name: str) -> str:
 
 
 def styles(evaluation: Evaluation) -> dict[str, Style]:
-    """Returns the style of each line, the same in all figures.
+    """Assigns a style to each line that is the same in all figures.
 
-    With several codecs, colours represent codecs and markers represent methods.
+    If there are several codecs, colours distinguish codecs and markers distinguish methods.
     """
     scanned = scanned_rows(evaluation)
     rows = [r for r in evaluation.results if r.is_compressed and r.name not in scanned]

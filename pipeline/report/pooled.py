@@ -16,7 +16,7 @@ def table(evaluation: Evaluation, against: Sequence[str]) -> list[list[str]]:
 
     Args:
         evaluation: Pooled evaluation.
-        against: Methods to compare the OSR with; see `retention_p_values`.
+        against: Methods to compare the OSR with. See `retention_p_values`.
 
     Raises:
         SpecError: No row has one of the methods.

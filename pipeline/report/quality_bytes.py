@@ -63,9 +63,10 @@ def quality_bytes_svg(evaluation: Evaluation, panel: Panel) -> str:
 
 
 def panels(evaluation: Evaluation) -> list[Panel]:
-    """Returns the panels: each multi-vector score (or the single-vector score) and size.
+    """Returns the panels, one for each combination of a multi-vector score and a size.
 
-    Without assignments and positions both sizes are equal, and only one is plotted.
+    If no multi-vector score was evaluated, the single-vector score is used. If neither assignments
+    nor positions are stored, both sizes are equal and only one is plotted.
     """
     measured = {result.score for result in evaluation.results}
     scores: list[str] = [score for score in ("maxsim", "hybrid") if score in measured] or [
@@ -76,11 +77,11 @@ def panels(evaluation: Evaluation) -> list[Panel]:
 
 
 def _figure(evaluation: Evaluation, shown: Sequence[Panel]) -> Figure:
-    """Draws panels of quality against bytes per item.
+    """Draws panels that show quality against bytes per item.
 
-    Uncompressed rows, the single vector and BM25 are horizontal lines, as bounds for the compressed
-    rows. Rows of layer scans have their own figure. The Pareto front is computed over all rows,
-    also those in other panels.
+    Uncompressed rows, single vectors and BM25 are drawn as horizontal lines, because they are
+    bounds for the compressed rows. Rows of layer scans are shown in a separate figure. The Pareto
+    front is computed over all rows, including those of other panels.
     """
     rows = len({panel.size for panel in shown})
     columns = len(shown) // rows
@@ -97,9 +98,9 @@ def _figure(evaluation: Evaluation, shown: Sequence[Panel]) -> Figure:
 
 
 def _quality_range(evaluation: Evaluation) -> tuple[float, float]:
-    """Returns the ends of the quality axis, which include BM25 if it is close to the vector rows.
+    """Returns the limits of the quality axis. They include BM25 if it is close to the vector rows.
 
-    A distant BM25 would compress all other rows into a corner; see `_draw_bm25`.
+    If BM25 is far away, including it would compress all other rows into a corner, see `_draw_bm25`.
     """
     vectors = [result for result in evaluation.results if result.method != BM25]
     low, high = _ends(evaluation, vectors or evaluation.results)
@@ -182,7 +183,7 @@ def _draw(axis: Axes, evaluation: Evaluation, panel: Panel) -> None:
 
 
 def _draw_bm25(axis: Axes, quality: float) -> None:
-    """Draws BM25 as a horizontal line, or as an arrow with its value if it is outside the axis."""
+    """Draws BM25 as a horizontal line. If it is outside the axis, draws an arrow with its value."""
     low, high = axis.get_ylim()
     if low <= quality <= high:
         axis.axhline(
@@ -210,7 +211,7 @@ def _draw_line(
     method: str,
     style: Style,
 ) -> None:
-    """Draws a method's rows by ascending size, with their spread over seeds."""
+    """Draws the rows of a method in ascending order of size, with their spread over seeds."""
     spreads = [row.spread(measure) or 0.0 for row in line]
     panel.errorbar(
         [size_of(row) for row in line],
@@ -239,7 +240,7 @@ def _label_point(panel: Axes, row: Result, size: float, quality: float, color: s
 
 
 def _label_budgets(panel: Axes, sizes: dict[Budget, float]) -> None:
-    """Writes each budget above its points, with budgets of similar size on separate lines.
+    """Labels the points with their budgets. Budgets of similar size are on different lines.
 
     Args:
         panel: Axes to write on.

@@ -1,4 +1,4 @@
-"""Sentences of a report: summary, comparisons with BM25, fitting samples, metrics."""
+"""Sentences for a report, which summarise the results and explain samples and metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline.report.text import p_equals, share
 
 
 def summary(evaluation: Evaluation) -> Iterator[str]:
-    """Yields the sentences that summarise the table."""
+    """Yields sentences that summarise the results table."""
     measure, results = evaluation.headline, evaluation.results
     best = evaluation.best(results)
     assert best is not None, "an evaluation has at least one row"
@@ -62,7 +62,7 @@ def _bm25_sentence(evaluation: Evaluation) -> Iterator[str]:
 
 
 def against_bm25(comparison: RowComparison) -> str:
-    """Returns how a row below BM25 compares with it; empty for other rows."""
+    """Describes how a row that is below BM25 compares with it. Empty for all other rows."""
     if not comparison.below_bm25:
         return ""
     is_significant = comparison.loses_to_bm25
@@ -71,7 +71,7 @@ def against_bm25(comparison: RowComparison) -> str:
 
 
 def fitting(result: Result) -> str:
-    """Describes the sample that a row was fitted on; empty if nothing was fitted."""
+    """Describes the sample on which a row was fitted. Empty if nothing was fitted."""
     fit_sample = result.fit_sample
     if not fit_sample:
         return ""
@@ -91,7 +91,7 @@ def fitting(result: Result) -> str:
 
 
 def fitting_samples(results: Sequence[Result]) -> dict[str, list[str]]:
-    """Returns the fitted representations by the description of their sample."""
+    """Groups the fitted representations by the description of their sample."""
     found: dict[str, list[str]] = {}
     for result in results:
         names = found.setdefault(fitting(result), [])
@@ -102,7 +102,7 @@ def fitting_samples(results: Sequence[Result]) -> dict[str, list[str]]:
 
 
 def measure_description(measure: str) -> str:
-    """Returns the description of a metric; empty for an unknown one.
+    """Returns the description of a metric, or empty for an unknown one.
 
     >>> measure_description("P@5"), measure_description("Bpref")
     ('fraction of the first 5 results that are relevant', '')

@@ -10,10 +10,10 @@ from pipeline.report.text import as_csv, decimal, p_value, share
 
 
 def table(evaluation: Evaluation) -> list[list[str]]:
-    """Returns the rows as table cells, header first.
+    """Formats the rows as table cells. The first row is the header.
 
-    `pareto` is * if no row has better quality with at most as many bytes of vectors, and `pareto
-    all` if none has with at most as many stored bytes.
+    The column `pareto` is * if no other row has better quality with at most as many bytes of
+    vectors. The column `pareto all` counts all stored bytes instead.
     """
     header = ["representation", "method", "K", "score", *evaluation.measures]
     header += ["retention", "p", "against", "p BM25", "p random"]
@@ -45,7 +45,7 @@ def table(evaluation: Evaluation) -> list[list[str]]:
 
 
 def method(result: Result) -> str:
-    """Returns the method, with its number of seeds if there are several."""
+    """Returns the name of the method. If there are several seeds, their number is appended."""
     return (
         f"{result.method} ({len(result.seeds)} seeds)" if len(result.seeds) > 1 else result.method
     )
@@ -61,19 +61,19 @@ def budget(result: Result) -> str:
 
 
 def spread(result: Result, name: str) -> str:
-    """Returns the standard deviation of a metric or the OSR over seeds; empty without seeds."""
+    """Formats the standard deviation of a metric or the OSR over seeds. Empty without seeds."""
     deviation = result.spread(name)
     return "" if deviation is None else f"±{deviation:.3f}"
 
 
 def summary_diagnostics(result: Result) -> list[str]:
-    """Returns the diagnostics in the main table: OSR, fraction of matched vectors, Gini."""
+    """Formats the diagnostics of the main table: OSR, fraction of matched vectors, and Gini."""
     values = diagnostics(result)
     return [decimal(values[OSR]), share(values["used"]), decimal(values["gini"])]
 
 
 def diagnostics(result: Result) -> dict[str, float | None]:
-    """Returns all diagnostics of a row by their names in `metrics.csv`; None if missing."""
+    """Returns all diagnostics of a row by their names in `metrics.csv`. Missing ones are None."""
     retention, diagnosis = result.retention, result.diagnosis
     names = ("used", "used_relevant", "gini", "cv", "similarity_mean")
     return {
@@ -128,7 +128,7 @@ def diagnostic_cells(result: Result, columns: dict[str, str]) -> list[str]:
 
 
 def sizes(result: Result) -> list[str]:
-    """Returns vectors, bytes of vectors and all stored bytes per item; dashes for BM25."""
+    """Formats the vectors, their bytes and all stored bytes per item. BM25 has dashes instead."""
     if result.method == BM25:
         return ["-"] * 3
     sizes = f"{result.vector_bytes:,.0f}", f"{result.all_bytes:,.0f}"
@@ -136,7 +136,7 @@ def sizes(result: Result) -> list[str]:
 
 
 def size_parts(result: Result) -> list[str]:
-    """Returns bytes per item of vectors, assignments, positions and their sum, and the overhead."""
+    """Formats bytes per item of vectors, assignments and positions, their sum, and the overhead."""
     if result.method == BM25:
         return ["-"] * 5
     parts = [result.vector_bytes, result.assignment_bytes, result.position_bytes, result.all_bytes]
@@ -186,7 +186,7 @@ def per_query_csv(evaluation: Evaluation) -> str:
 def document_category_metrics(
     evaluation: Evaluation, result: Result, category: str
 ) -> tuple[float, float | None]:
-    """Returns the headline metric and OSR of a row on the queries of one document category."""
+    """Returns headline metric and OSR of a row for the queries of one document category."""
     query_ids = evaluation.document_categories[category]
     quality = sum(evaluation.value(result.name, q) for q in query_ids) / len(query_ids)
     retention = None if result.diagnosis is None else result.diagnosis.retention(query_ids)

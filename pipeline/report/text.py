@@ -1,4 +1,4 @@
-"""Numbers and tables as text: plain, Markdown and CSV."""
+"""Formatting of numbers and tables as plain text, Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """Returns table cells as plain text, with numeric columns aligned to the right.
+    """Formats table cells as plain text. Numeric columns are aligned to the right.
 
     >>> print(aligned([["method", "K"], ["hpool", "8"], ["samer", "16"]]))
     method   K

@@ -26,12 +26,12 @@ ACTIVATIONS = {"gelu": torch.nn.GELU, "relu": torch.nn.ReLU, "silu": torch.nn.Si
 class Adapter(torch.nn.Module):
     """Token-compression adapter, or its local variant, for items with one or several frames.
 
-    Each frame (a video frame, an image or a page) is compressed separately, to `num_tokens` tokens
-    or, in the local variant, to one token per state. The tokens of the frames are concatenated. If
-    an item has more than `max_tokens` tokens, its frames are subsampled evenly to
-    `max_tokens // (tokens of the longest frame)`. If a single frame is too long, which is possible
-    only in the local variant, its tokens are subsampled evenly. An item without states has no
-    tokens.
+    Each frame, which is a video frame, an image or a page, is compressed separately. It yields
+    `num_tokens` tokens or, in the local variant, one token per state. The tokens of all frames are
+    concatenated. If an item would have more than `max_tokens` tokens, its frames are subsampled
+    evenly to `max_tokens // (tokens of the longest frame)`. In the local variant, a single frame
+    may already exceed the limit. In this case, its tokens are subsampled evenly. An item without
+    states has no tokens.
 
     Args:
         spec: Settings.
@@ -40,7 +40,7 @@ class Adapter(torch.nn.Module):
     """
 
     class Spec(config.Spec):
-        """Settings of the adapter. The defaults are the values of the paper, where specified."""
+        """Options of the adapter. Defaults are the values of the paper, if it specifies them."""
 
         kind: Literal["compressed", "local"] = "compressed"
         """`compressed` for `num_tokens` tokens per frame, `local` for one token per state."""
@@ -113,7 +113,7 @@ class Adapter(torch.nn.Module):
         Args:
             states_BND: Hidden states of the vision encoder.
             mask_BN: bool, False for padding.
-            frames_BN: int64, frame number of each state, non-decreasing within an item; None if
+            frames_BN: int64, frame number of each state, non-decreasing within an item, or None if
                 each item is a single frame.
 
         Returns:
@@ -171,7 +171,7 @@ class Adapter(torch.nn.Module):
         return self.projection(hidden_FMD)
 
     def tokens(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the tokens of encoded items and their mask, without prompt tokens."""
+        """Computes the tokens of encoded items and their mask. Prompt tokens are ignored."""
         device = next(self.parameters()).device
         mask_BN = batch.mask if batch.kind is None else batch.mask & (batch.kind != PROMPT)
         frames_BN = None
@@ -188,7 +188,7 @@ class Adapter(torch.nn.Module):
 
 
 def frame_numbers(extents_BN6: torch.Tensor, mask_BN: torch.Tensor) -> torch.Tensor:
-    """Returns the frame number of each token (B, N). A new frame begins when the time changes.
+    """Determines the frame number of each token (B, N). A change of the time starts a new frame.
 
     >>> times = torch.tensor([[0.0, 0.0, 2.0, torch.nan, 4.0]])
     >>> extents = torch.zeros(1, 5, 6)
@@ -209,9 +209,9 @@ def frame_numbers(extents_BN6: torch.Tensor, mask_BN: torch.Tensor) -> torch.Ten
 
 
 def subsample_mask(count_B: torch.Tensor, limit_B: torch.Tensor) -> torch.Tensor:
-    """Returns a mask that subsamples groups evenly.
+    """Returns a mask that subsamples each group evenly.
 
-    A group is divided into equal intervals, and the middle element of each interval is selected.
+    A group is divided into equal intervals, and the element in the middle of each is selected.
 
     Args:
         count_B: int64, size of each group.

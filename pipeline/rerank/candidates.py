@@ -1,4 +1,4 @@
-"""Selection of candidates for reranking, and merging of their scores into the ranking."""
+"""Selects candidates for reranking and merges their new scores into the ranking."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def candidate_pairs(first_QB: torch.Tensor, rerank_depth: int) -> torch.Tensor:
-    """Returns each query paired with its best candidates of the first stage.
+    """Pairs each query with its best candidates from the first stage.
 
     Args:
         first_QB: Scores of the first stage.
@@ -28,10 +28,10 @@ def candidate_pairs(first_QB: torch.Tensor, rerank_depth: int) -> torch.Tensor:
 def rerank_scores(
     first_QB: torch.Tensor, pairs_P2: torch.Tensor, scores_P: torch.Tensor, add_first: bool = False
 ) -> torch.Tensor:
-    """Returns scores that rank the reranked candidates above all others.
+    """Shifts scores such that the reranked candidates are above all others.
 
     Args:
-        first_QB: Scores of the first stage; the other candidates keep their order.
+        first_QB: Scores of the first stage. The other candidates keep their order.
         pairs_P2: int64, reranked pairs (query, candidate).
         scores_P: Scores of the joint encoder for the pairs.
         add_first: Whether to add the scores of the first stage to those of the joint encoder.

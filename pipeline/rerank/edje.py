@@ -37,7 +37,7 @@ NOT_IN_FINGERPRINTS = (*FROM, "max_batch_tokens", "trust_remote_code")
 
 
 class Edje(torch.nn.Module):
-    """EDJE model: an adapter and the joint encoder of its tokens.
+    """EDJE model, which consists of an adapter and the joint encoder that reads its tokens.
 
     Args:
         adapter: Adapter that computes the tokens of items.
@@ -101,7 +101,7 @@ PARTS = {"adapter": [ADAPTER], "joint": [HEADS, "model*.safetensors", *SETTINGS]
 
 
 def fingerprint(folder: Path, part: str, metadata: Mapping[str, Any]) -> str:
-    """Returns the hash of a part's weights and settings and of the adapter's vision encoder."""
+    """Hashes the weights and settings of a part, and those of the adapter's vision encoder."""
     ignored = NOT_IN_FINGERPRINTS if part == "joint" else ()
     settings = {name: value for name, value in metadata[part].items() if name not in ignored}
     vision = metadata["vision"]["fingerprint"] if part == "adapter" else None
@@ -110,7 +110,7 @@ def fingerprint(folder: Path, part: str, metadata: Mapping[str, Any]) -> str:
 
 
 def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
-    """Reads and validates the metadata of a folder: settings, dimensions and fingerprints.
+    """Reads and validates the metadata of a model: settings, dimensions and fingerprints.
 
     Raises:
         SpecError: The folder does not contain an EDJE model, or its files were modified.
@@ -141,7 +141,10 @@ def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
 
 
 def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
-    """Loads only the adapter of a model; see `Edje.load`."""
+    """Loads only the adapter of a model.
+
+    See `Edje.load`.
+    """
     metadata = read_metadata(folder, field)
     with _readable(folder, field):
         spec = config.parse(Adapter.Spec, metadata["adapter"], stored=True)
@@ -152,7 +155,7 @@ def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
 
 
 def precision_fields(precision: Precision | None) -> dict[str, Any]:
-    """Returns the fields of a joint encoder's spec for a precision; empty for None.
+    """Returns the fields of a joint encoder's spec for a precision, or empty for None.
 
     >>> precision_fields("int8"), precision_fields(None)
     ({'dtype': 'float32', 'quantise': 'int8'}, {})
@@ -164,7 +167,10 @@ def precision_fields(precision: Precision | None) -> dict[str, Any]:
 
 
 def load_joint(folder: str | Path, field: str = "edje", **changes: Any) -> JointEncoder:
-    """Loads only the joint encoder of a model; see `Edje.load`."""
+    """Loads only the joint encoder of a model.
+
+    See `Edje.load`.
+    """
     metadata = read_metadata(folder, field)
     with _readable(folder, field):
         spec = config.parse(
@@ -196,7 +202,7 @@ def _readable(folder: str | Path, field: str) -> Iterator[None]:
 
 
 def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> None:
-    """Checks that stored tokens were computed by the adapter of a model.
+    """Checks that stored tokens were computed by the adapter of this model.
 
     Args:
         folder: Folder of the model.
@@ -212,7 +218,10 @@ def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> No
 def check_adapter(
     metadata: Mapping[str, Any], folder: str | Path, written_by: str, field: str = "edje"
 ) -> None:
-    """Checks stored tokens against the metadata of a model; see `check_tokens`."""
+    """Checks stored tokens against the metadata of a model.
+
+    See `check_tokens`.
+    """
     adapter = metadata["fingerprints"]["adapter"]
     if adapter != written_by:
         rule = f"an EDJE model with the adapter of the index, {written_by}"

@@ -1,8 +1,8 @@
-"""Joint encoder of EDJE: a small language model over an item's cached tokens and a text.
+"""Joint encoder of EDJE, a small language model that reads the tokens of an item and a text.
 
-The input sequence is [vision tokens ; text]. Vision tokens replace word embeddings, "as if they
-originated from text" (EDJE, Figure 2), and are followed by [CLS], the words and [SEP] as produced
-by the tokenizer of the model. The heads are applied to the state of [CLS].
+The input sequence is [vision tokens ; text]. Vision tokens take the place of word embeddings, "as
+if they originated from text" (EDJE, Figure 2). They are followed by [CLS], the words and [SEP], as
+produced by the tokenizer of the model. The heads are applied to the hidden state of [CLS].
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Texts:
         return len(self.ids)
 
     def take(self, rows: slice | torch.Tensor) -> Texts:
-        """Returns the texts at some rows, with the same padding."""
+        """Selects texts by row. The padding does not change."""
         return Texts(self.ids[rows], self.mask[rows], self.is_word[rows], self.num_truncated[rows])
 
     def to(self, device: torch.device) -> Texts:
@@ -76,14 +76,14 @@ class Texts:
 class JointEncoder(torch.nn.Module):
     """Language model with heads for matching, masked words and text embeddings.
 
-    By default, a text has the same positions as without an item, and all vision tokens share the
-    first position, that of [CLS]. The model therefore treats vision tokens as a set and infers the
-    location of a patch only from its state. See `Spec.positions` for alternatives. In models with
-    two token types, vision tokens have the second type.
+    By default, a text has the same positions as it would have without an item, and all vision
+    tokens share the first position, which is that of [CLS]. The model therefore treats the vision
+    tokens as a set and can infer the location of a patch only from its state. See `Spec.positions`
+    for alternatives. If the model has two token types, vision tokens have the second type.
 
-    The masked-language head is loaded from the checkpoint or, if that has none, newly initialised
-    and tied to the word embeddings. The heads for matching (one logit per pair) and for text
-    embeddings are linear layers on [CLS].
+    The masked-language head is loaded from the checkpoint. If the checkpoint has none, it is
+    initialised randomly and tied to the word embeddings. The heads for matching (one logit per
+    pair) and for text embeddings are linear layers on top of [CLS].
 
     Args:
         spec: Settings.
@@ -92,9 +92,9 @@ class JointEncoder(torch.nn.Module):
     """
 
     class Spec(CheckpointFields):
-        """Settings of the joint encoder.
+        """Options of the joint encoder.
 
-        In `scores`, `max_batch_tokens` is limited to `CPU_BATCH_TOKENS` on a CPU.
+        On a CPU, `scores` limits `max_batch_tokens` to `CPU_BATCH_TOKENS`.
         """
 
         model: str = BUNDLED
@@ -170,7 +170,7 @@ class JointEncoder(torch.nn.Module):
 
     @property
     def _base(self) -> Any:
-        """The model without its head; Any because torch does not type submodules."""
+        """The model without its head. The type is Any because torch does not type submodules."""
         return self.language.base_model
 
     @property
@@ -238,10 +238,11 @@ class JointEncoder(torch.nn.Module):
             text_mask_PL: bool, False for padding of the texts.
             tokens_PVD: Vision tokens.
             mask_PV: bool, False for padding of the vision tokens.
-            first: Number of text tokens whose states are computed in the last layer; None for all.
+            first: Number of text tokens whose states are computed in the last layer, or None for
+                all.
 
         Returns:
-            States (P, L, H) or (P, first, H); the first is that of [CLS].
+            States (P, L, H) or (P, first, H). The first is that of [CLS].
 
         Raises:
             SpecError: A sequence is longer than the position table of the model.
@@ -335,7 +336,7 @@ class JointEncoder(torch.nn.Module):
             tokens_BVD: Vision tokens of B items.
             mask_BV: bool, False for padding.
             pairs_P2: int64, pairs (text, item).
-            words_QLD: Word embeddings of the texts; None to compute them.
+            words_QLD: Word embeddings of the texts. None to compute them.
         """
         text_P, item_P = pairs_P2.unbind(1)
         words_QLD = self.words(texts.ids) if words_QLD is None else words_QLD
@@ -364,16 +365,16 @@ class JointEncoder(torch.nn.Module):
         mask_BV: torch.Tensor,
         pairs_P2: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes the matching logits (P,) float32 of pairs, in batches of similar length.
+        """Computes the matching logits (P,) float32 of pairs in batches of similar length.
 
-        Texts and items shared by several pairs are copied and embedded once, and the last layer
-        computes only the state of [CLS]. In float32 without `quantise`, the result equals that of
-        `logits` up to rounding.
+        Texts and items that belong to several pairs are copied and embedded only once, and the last
+        layer computes only the state of [CLS]. In float32 and without `quantise`, the result equals
+        that of `logits` up to rounding errors.
 
         Args:
             texts: Q texts.
             tokens_BVD: Vision tokens of B items, of any dtype, right-padded.
-            mask_BV: bool, False for padding; an item may have no tokens.
+            mask_BV: bool, False for padding. An item may have no tokens.
             pairs_P2: int64, pairs (text, item); None pairs text i with item i.
 
         Raises:
@@ -445,9 +446,9 @@ class JointEncoder(torch.nn.Module):
             return self.match(states_PH).squeeze(1).float()
 
     def _layers(self) -> _Layers | None:
-        """Returns the layers optimised for inference; None in training or for custom layers.
+        """Returns the layers optimised for inference. None during training and for custom layers.
 
-        The layers are cached and rebuilt when the weights change.
+        The layers are cached and built again when the weights change.
         """
         base = self._base
         weights = list(base.encoder.parameters())
@@ -487,10 +488,10 @@ def _apply_layer(
 
 
 class _Layers:
-    """Layers of a BERT-like language model, optimised for inference.
+    """Layers of a BERT-like language model that are optimised for inference.
 
-    Queries, keys and values are computed by one matrix product. On a CPU, weights are packed for
-    oneDNN or quantised to 8 bits. Padding is masked only if the batch is padded, and the last layer
+    A single matrix product computes queries, keys and values. On a CPU, weights are packed for
+    oneDNN or quantised to 8 bits. Padding is masked only if the batch contains any. The last layer
     computes only one position.
 
     Args:
@@ -586,7 +587,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _resolve_model(spec: JointEncoder.Spec) -> JointEncoder.Spec:
-    """Replaces the name of the bundled model by its folder."""
+    """Replaces the name of the bundled model by the path of its folder."""
     if spec.model != BUNDLED:
         return spec
     package = importlib.util.find_spec(BUNDLED_PACKAGE)
@@ -601,6 +602,6 @@ def _tokenizer(spec: JointEncoder.Spec) -> Any:
     tokenizer = load_processor(_resolve_model(spec), AutoTokenizer)
     if not tokenizer.is_fast or tokenizer.mask_token_id is None or tokenizer.cls_token_id is None:
         rule = "a model with a fast tokenizer that defines [CLS] and [MASK]"
-        raise SpecError("model", spec.model, rule, "has none")
+        raise SpecError("model", spec.model, rule, "has no such tokenizer")
     tokenizer.truncation_side = "right"
     return tokenizer

@@ -81,7 +81,7 @@ def hard_negatives(
         count: Number K of negatives per anchor.
         temperature: If None, the K most similar candidates are selected. Otherwise K are sampled
             without replacement with probabilities softmax(similarity / temperature).
-        top_k: Number of most similar candidates to sample from; None for all.
+        top_k: Number of most similar candidates to sample from, or None for all.
 
     Returns:
         Candidates (A, K) int64, and their validity (A, K) bool, which is False if an anchor has

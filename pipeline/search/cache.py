@@ -42,7 +42,7 @@ from pipeline.search.packed_file import (
 
 log = logging.getLogger("maxray.cache")
 
-#: Number of rows per batch when writing a file; a row may have a thousand vectors.
+#: Number of rows per batch when writing a file. A row may have a thousand vectors.
 BATCH_ROWS = 256
 #: Minimum age in seconds of files that are deleted because the newest version does not need them.
 KEEP_SECONDS = 24 * 3600
@@ -74,7 +74,7 @@ class Column:
 
     @functools.cached_property
     def _size(self) -> int | None:
-        """Dimension of single vectors; None for a column of token vectors."""
+        """Dimension of single vectors, or None for a column of token vectors."""
         type = self.index.schema.field(self.name).type
         return type.list_size if pa.types.is_fixed_size_list(type) else None
 
@@ -94,7 +94,10 @@ class Column:
 
     @functools.cached_property
     def _encoding(self) -> list:
-        """Settings that determine the bytes of a vector; part of the file names."""
+        """Settings that determine the bytes of a vector.
+
+        Part of the file names.
+        """
         artefact = None if self._size else self.index.representation(self.name).codec_artefact
         layout = {name: [str(dtype), width] for name, (dtype, width) in self.layout.items()}
         return [dump_stored(self.codec.spec), artefact, self.dim, layout]
@@ -112,7 +115,7 @@ class Column:
         return cache_folder() / f"{name}-{digest(uri)}" / self.name
 
     def key(self, fragment: lance.LanceFragment) -> str | None:
-        """Returns the hash that names a fragment's packed file; None if it has no vectors."""
+        """Returns the hash that names a fragment's packed file, or None if it has no vectors."""
         files = files_with(fragment, self._fields)
         uri = absolute(self.index.uri)
         dependencies = [uri, fragment.fragment_id, files, self._fields, self._encoding]
@@ -272,7 +275,7 @@ def _segment(
     fragment: lance.LanceFragment,
     on_corruption: Callable[[], None],
 ) -> Segment | None:
-    """Opens the packed file of a fragment; returns None if the file lacks rows.
+    """Opens the packed file of a fragment. Returns None if the file lacks rows.
 
     Raises:
         CorruptedError: The file is corrupted.

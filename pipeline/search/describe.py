@@ -111,10 +111,10 @@ class _InputTokens:
     """Locations of an item's T input tokens and their assignment to vectors.
 
     Attributes:
-        spans, extents, confidence: Lists of length T; None if not stored.
-        assignment: Stored assignment of input tokens to vectors, see `explain.input_tokens`; None
-            if not stored.
-        form: Form of the assignment; "identity" if input token i has vector i.
+        spans, extents, confidence: Lists of length T, or None if not stored.
+        assignment: Stored assignment of input tokens to vectors, see `explain.input_tokens`, or
+            None if not stored.
+        form: Form of the assignment. "identity" if input token i has vector i.
     """
 
     spans: list[Sequence[int]] | None
@@ -166,7 +166,7 @@ class _InputTokens:
         return find_passages(query_tokens, sim_MN, output_T, spans, extents, text, confidence)
 
     def _inputs(self, vector: int) -> Sequence[int]:
-        """Returns the input tokens assigned to a vector; empty if no assignment is stored."""
+        """Returns the input tokens assigned to a vector, or empty if no assignment is stored."""
         if self.form == "identity":
             return [vector]
         return [] if self.assignment is None else input_tokens(vector, self.assignment, self.form)

@@ -24,7 +24,7 @@ MIN_SHARE = 0.25
 TOKEN_CHARACTERS = 48
 #: Characters of speech per second, which converts pauses to characters.
 SPEECH_CHARACTERS = 15
-#: Maximum number of query tokens used to find passages, by contribution; image queries have
+#: Maximum number of query tokens used to find passages, by contribution. Image queries have
 #: hundreds.
 MAX_QUERY_TOKENS = 32
 #: Maximum number of matching tokens per passage.
@@ -44,8 +44,8 @@ def input_tokens(token: int, assignment: Sequence[int], form: str) -> list[int]:
     Args:
         token: Index of the compressed vector.
         assignment: Stored assignment of the item.
-        form: "assignment" if it contains the vector of each input token, or `DROPPED`; "indices"
-            if it contains the only input token of each vector.
+        form: "assignment" if it contains the vector of each input token, or `DROPPED`. "indices" if
+            it contains the only input token of each vector.
 
     >>> input_tokens(1, [0, 1, 65535, 1], "assignment"), input_tokens(1, [4, 7], "indices")
     ([1, 3], [7])
@@ -94,11 +94,11 @@ def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
 def token_location(
     span: Sequence[int], extent: Sequence[float], confidence: float = math.nan
 ) -> Location | None:
-    """Returns the location of a token; None if it has neither a box nor times.
+    """Returns the location of a token, or None if it has neither a box nor times.
 
     Args:
         span: Start and end of the token in the item's text, in characters.
-        extent: x0 y0 x1 y1 in [0, 1] and t0 t1 in seconds; NaN for missing values.
+        extent: x0 y0 x1 y1 in [0, 1] and t0 t1 in seconds, or NaN for missing values.
         confidence: Recognition confidence of the token's word in [0, 1], or NaN.
 
     >>> nan = float("nan")
@@ -163,10 +163,10 @@ def find_passages(
     Args:
         query_tokens: Texts of the M query tokens.
         sim_MN: Similarities between the M query tokens and the N vectors of the item.
-        output_T: Vector that each of the T input tokens is assigned to; -1 for none.
-        spans_T2: Start and end of each input token in `text`; -1 for image patches.
+        output_T: Vector that each of the T input tokens is assigned to, or -1 for none.
+        spans_T2: Start and end of each input token in `text`, or -1 for image patches.
         extents_T6: x0 y0 x1 y1 in [0, 1] and t0 t1 in seconds of each input token, or NaN.
-        text: Text of the item; passages are extended to whole words.
+        text: Text of the item. Passages are extended to whole words.
         confidence_T: Recognition confidence of each input token in [0, 1], or NaN.
     """
     num_tokens = len(output_T)
@@ -314,7 +314,7 @@ class _Patches:
 
 
 def _touch(boxes_P4: np.ndarray, box: np.ndarray) -> np.ndarray:
-    """Returns whether each box overlaps a box or shares an edge with it: (P,) bool."""
+    """Checks whether each box overlaps a box or shares an edge with it: (P,) bool."""
     slack = 0.1 * (box[2:] - box[:2])
     gaps = np.maximum(boxes_P4[:, :2] - box[2:], box[:2] - boxes_P4[:, 2:])  # per axis
     return (gaps <= slack).all(axis=1) & (gaps <= -slack).any(axis=1)
@@ -338,7 +338,7 @@ def _location(
 
 
 def mean_or_none(values: np.ndarray) -> float | None:
-    """Returns the mean of the values without NaN; None if all are NaN."""
+    """Returns the mean of the values without NaN, or None if all are NaN."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else None
 

@@ -34,7 +34,7 @@ def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
 
 
 def format_parts(parts: Parts) -> str:
-    """Returns the components of a hybrid score; empty for other scores.
+    """Returns the components of a hybrid score, or empty for other scores.
 
     >>> format_parts(Parts(maxsim=4.5, maxsim_mean=0.75, single_vector=0.5))
     'single-vector 0.5000, MaxSim 4.5000 (mean 0.7500)'

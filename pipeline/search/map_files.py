@@ -18,7 +18,7 @@ from pipeline.search.previews import Previews
 from pipeline.search.query import AnyQuery
 from pipeline.search.searcher import Searcher
 
-#: Maximum number of query tokens that get a map of their own; image queries have hundreds.
+#: Maximum number of query tokens that get a map of their own. Image queries have hundreds.
 MAX_TOKEN_MAPS = 64
 
 
@@ -41,7 +41,7 @@ def write_hit_maps(
         documents: See `Previews`.
 
     Raises:
-        SpecError: No hit has a map; the error of the first hit is raised.
+        SpecError: No hit has a map. The error of the first hit is raised.
     """
     previews = Previews(searcher.index, documents)
     text = query.text if isinstance(query, Composed) else query

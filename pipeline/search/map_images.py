@@ -28,7 +28,7 @@ BEST_COLOUR: Colour = (200, 30, 0)
 #: Colours of headers.
 BLACK: Colour = (0, 0, 0)
 GREY: Colour = (90, 90, 90)
-#: Approximate minimum of the longer side of a map, in pixels; smaller images are enlarged.
+#: Approximate minimum of the longer side of a map, in pixels. Smaller images are enlarged.
 MIN_PIXELS = 448
 #: Maximum of the longer side of an image in a report, in pixels.
 REPORT_PIXELS = 900
@@ -43,10 +43,10 @@ def highlight(previews: Previews, map: SimilarityMap, query_token: int | None = 
     Args:
         previews: Files of the index.
         map: Map of the item.
-        query_token: Index of the mapped query token; None for the whole query.
+        query_token: Index of the mapped query token, or None for the whole query.
 
     Raises:
-        SpecError: The file of the item is missing or unreadable; see `Previews`.
+        SpecError: The file of the item is missing or unreadable. See `Previews`.
     """
     focus = map.focus(query_token)
     if focus.times and not focus.box:
@@ -84,7 +84,7 @@ def highlight_words(
     Args:
         image: Encoded image.
         words: W words of the item.
-        values: (W,) value per word; NaN if it has no vector.
+        values: (W,) value per word, or NaN if it has no vector.
         best: Word or passage that selects the video frame; only words that are visible at the same
             time are highlighted.
         boxes: Boxes to outline.
@@ -121,7 +121,7 @@ def draw_waveform(
         sample_rate: Sample rate in Hz.
         start: Time of the first sample, in seconds of the parent.
         map: Map of the item.
-        query_token: Index of the mapped query token; None for the whole query.
+        query_token: Index of the mapped query token, or None for the whole query.
     """
     width, height, foot = 1200, 240, 24
     seconds = max(len(samples) / sample_rate, 1e-3)
@@ -246,7 +246,7 @@ def to_png(image: Image.Image) -> bytes:
 
 
 def _is_visible_with(location: Word | Passage, best: Word | Passage) -> bool:
-    """Returns whether a location is visible in the video frame of the best word or passage."""
+    """Checks whether a location is visible in the video frame of the best word or passage."""
     time = visible_time(best)
     if location.times is None or time is None:
         return location.times == best.times

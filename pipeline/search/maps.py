@@ -37,11 +37,11 @@ class Word:
     """A word of an item and its similarity with a query of M tokens.
 
     Attributes:
-        text: Text of the word, or of its part in this box; empty for an image patch.
+        text: Text of the word, or of its part in this box, or empty for an image patch.
         span: Start and end in the item's text; `NO_SPAN` for an image patch.
-        box: x0 y0 x1 y1 in [0, 1] of the page, image or frame; None if the word is not visible.
-        times: Start and end in seconds of the parent; None without times.
-        similarities: (M,) maximum similarity of the word's tokens with each query token; NaN if
+        box: x0 y0 x1 y1 in [0, 1] of the page, image or frame, or None if the word is not visible.
+        times: Start and end in seconds of the parent, or None without times.
+        similarities: (M,) maximum similarity of the word's tokens with each query token, or NaN if
             they have no vector.
         credit: Part of the MaxSim score from the word's vectors, summed over the query tokens.
             Words that share a vector are each credited with all of it.
@@ -146,7 +146,7 @@ class SimilarityMap:
 
 
 def visible_time(location: Word | Passage) -> float | None:
-    """Returns a time in seconds at which a word or passage is visible; None without times.
+    """Returns a time in seconds at which a word or passage is visible, or None without times.
 
     This is the middle for text, because its times are estimates, and the start for an image region,
     because that is the time of its frame.
@@ -203,7 +203,7 @@ def similarity_map(
 
 
 def _overlap(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Returns whether two character ranges share a character."""
+    """Checks whether two character ranges share a character."""
     return one[0] < other[1] and other[0] < one[1]
 
 
@@ -220,7 +220,7 @@ class _StoredItem:
     num_tokens: int
 
     def value(self, column: str | None) -> Any:
-        """Returns the value of a column; None if it is missing or null."""
+        """Returns the value of a column, or None if it is missing or null."""
         return _value(self.row, column)
 
 
@@ -244,9 +244,11 @@ def _stored_item(searcher: Searcher, item_id: str, info: RepresentationInfo) -> 
     num_tokens = next((len(values) for values in positions if values is not None), None)
     if num_tokens is None:
         rule = "an item with stored token positions (keep_positions)"
-        raise SpecError("item_id", item_id, rule, "has none")
+        raise SpecError("item_id", item_id, rule, "has no token positions")
     if not row[info.name].is_valid()[0].as_py():
-        raise SpecError("item_id", item_id, f"an item with vectors in {info.name}", "has none")
+        raise SpecError(
+            "item_id", item_id, f"an item with vectors in {info.name}", "has no vectors"
+        )
     return _StoredItem(row.combine_chunks(), num_tokens)
 
 
@@ -257,7 +259,7 @@ def _assigned_vectors(item: _StoredItem, info: RepresentationInfo) -> np.ndarray
     assignment = item.value(info.assignment_column)
     if assignment is None or info.assignment_form is None:
         rule = "a representation with stored token assignments (keep_assignment)"
-        raise SpecError("representation", info.name, rule, "has none")
+        raise SpecError("representation", info.name, rule, "has no token assignments")
     return assigned_vectors(assignment, info.assignment_form, item.num_tokens)
 
 
@@ -292,7 +294,7 @@ def _words(
     starts = np.flatnonzero(np.r_[True, np.where(has_location_T[1:], moves_T, ~touches_T)])
     words = []
     for start, stop in zip(starts, [*starts[1:], len(spans_T2)], strict=True):
-        # Image patches have a location but no text; words may have text but no location.
+        # Image patches have a location but no text. Words may have text but no location.
         if not has_location_T[start] and (has_location_T.any() or spans_T2[start, 0] < 0):
             continue
         sim_MS = sim_MT[:, start:stop]

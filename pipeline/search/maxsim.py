@@ -42,12 +42,12 @@ def maxsim_oracle(
         query_MD: Query tokens.
         docs_BND: Document tokens.
         mask_BN: bool, False for padding of documents.
-        query_mask_M: bool, False for query tokens that are ignored; None to use all.
+        query_mask_M: bool, False for query tokens that are ignored. None to use all.
         reduce: Reduction over the query tokens.
 
     Returns:
-        Scores (B,) and the index of the best document token per query token (B, M). Ties resolve
-        to the first token; the index is -1 for a document without tokens.
+        Scores (B,) and the index of the best document token per query token (B, M). Ties resolve to
+        the first token. The index is -1 for a document without tokens.
 
     >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> docs = torch.tensor([[[0.5, 0.0], [-1.0, -2.0]], [[9.0, 9.0], [9.0, 9.0]]])
@@ -88,14 +88,14 @@ def maxsim(
     Args:
         queries: Q tensors (M_i, D) without padding, as returned by `Codec.transform_queries`.
         packed: B documents on one device.
-        rows: (R,) int64, ascending indices of the documents to score; None for all.
-        reduce: Reduction over the query tokens; the score of a query without tokens is 0.
-        backend: One of `backends(packed)`; defaults to the last, which is the fastest.
-        block_bytes: Working memory per block of the torch backend, in bytes; a block has at least
+        rows: (R,) int64, ascending indices of the documents to score, or None for all.
+        reduce: Reduction over the query tokens. The score of a query without tokens is 0.
+        backend: One of `backends(packed)`. Defaults to the last, which is the fastest.
+        block_bytes: Working memory per block of the torch backend, in bytes. A block has at least
             one document.
 
     Returns:
-        (Q, B) or (Q, R) float32; -inf for a document without tokens.
+        (Q, B) or (Q, R) float32, or -inf for a document without tokens.
 
     Raises:
         ValueError: A query has another dimension than the documents, or the backend is unavailable.
@@ -149,7 +149,7 @@ def best_tokens(
     Yields:
         For each block of b documents: the index of its first document in `rows`, the similarities
         (b, M) float32, and the indices (b, M) int64 of the best tokens in their document. Ties
-        resolve to the first token; documents without tokens have -inf and -1.
+        resolve to the first token. Documents without tokens have -inf and -1.
 
     >>> query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> tokens = torch.tensor([[0.5, 0.0], [-1.0, 2.0], [3.0, 4.0]])
@@ -248,7 +248,7 @@ def _score(
 def _first_best(block: _Block) -> torch.Tensor:
     """Returns the first best document token per document and query token: (b, M) int64."""
     num_tokens = block.sim_nM.shape[1]
-    # Few similarities equal the maximum of their document; ties are resolved by a minimum.
+    # Few similarities equal the maximum of their document. Ties are resolved by a minimum.
     is_best_nM = block.sim_nM == block.best_bM[block.doc_of_n]
     if is_best_nM.is_cpu:  # ten times faster with NumPy than with torch
         indices = torch.from_numpy(np.flatnonzero(is_best_nM.numpy()))
@@ -272,7 +272,7 @@ class _Block(NamedTuple):
         lengths_b: Number of tokens per document.
         doc_of_n: Document of each token, relative to `first`.
         sim_nM: Similarities of document tokens and query tokens.
-        best_bM: Maximum over the tokens of each document; -inf without tokens.
+        best_bM: Maximum over the tokens of each document, or -inf without tokens.
     """
 
     first: int
@@ -333,7 +333,10 @@ def _blocks(lengths_B: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, int
 def _rows(
     segment: Segment, starts_b: torch.Tensor, lengths_b: torch.Tensor, num_tokens: int
 ) -> dict[str, torch.Tensor]:
-    """Returns the parts of the tokens of documents; views if they are contiguous, else copies."""
+    """Returns the parts of the tokens of documents.
+
+    Views if they are contiguous, else copies.
+    """
     segment.verify(starts_b, lengths_b)
     start, end = int(starts_b[0]), int(starts_b[-1] + lengths_b[-1])
     if end - start == num_tokens:

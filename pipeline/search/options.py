@@ -28,7 +28,10 @@ class _CommonKeywords(TypedDict, total=False):
 
 
 class Selection(TypedDict, total=False):
-    """Keyword arguments of `Searcher.num_items`; collections are converted by `SearchOptions`."""
+    """Keyword arguments of `Searcher.num_items`.
+
+    Collections are converted by `SearchOptions`.
+    """
 
     filter: str | None
     ids: Collection[str] | None
@@ -36,7 +39,10 @@ class Selection(TypedDict, total=False):
 
 
 class SearchKeywords(_CommonKeywords, Selection, total=False):
-    """Keyword arguments of `Searcher.search` and `Searcher.rank`; see `SearchOptions`."""
+    """Keyword arguments of `Searcher.search` and `Searcher.rank`.
+
+    See `SearchOptions`.
+    """
 
 
 @dataclass(frozen=True)
@@ -47,21 +53,21 @@ class SearchOptions:
         representation: Name of the column to search. If None, `full` is used if it exists,
             otherwise the first column.
         k: Maximum number of hits.
-        score: "maxsim", "single_vector" or "hybrid"; see `pipeline.search.score`.
+        score: "maxsim", "single_vector" or "hybrid". See `pipeline.search.score`.
         weights: Weights of the single-vector and the MaxSim score in the hybrid score. Items that
             lack either score have no hybrid score, even if its weight is 0.
         group_by: "parent" returns the best item of each of the k best parents.
         filter: Lance SQL expression over the item columns, such as "modality = 'text'".
-        ids: Ids of the items to search; unknown ids are ignored. Items must satisfy `filter`, `ids`
+        ids: Ids of the items to search. Unknown ids are ignored. Items must satisfy `filter`, `ids`
             and `parents`.
         parents: Ids of the parents whose items are searched.
         rerank: Second stage: "vectors" scores with another representation, "edje" with EDJE's joint
             encoder.
-        rerank_representation: Representation used by "vectors"; None for the default.
-        rerank_depth: Number of first-stage items to rerank; 0 without a second stage.
+        rerank_representation: Representation used by "vectors", or None for the default.
+        rerank_depth: Number of first-stage items to rerank, or 0 without a second stage.
         add_first_stage: Whether "edje" adds the score of the first stage.
         rerank_is_optional: Whether to return the hits of the first stage if reranking fails.
-        explain: "matches" adds `matches` and `passages` to hits; "map" also adds a similarity map.
+        explain: "matches" adds `matches` and `passages` to hits. "map" also adds a similarity map.
 
     Raises:
         SpecError: An option is invalid.
@@ -174,7 +180,7 @@ def check_count(field: str, value: int) -> None:
 
 
 def are_weights(weights: Any) -> bool:
-    """Returns whether a value is a valid pair of hybrid weights.
+    """Checks whether a value is a valid pair of hybrid weights.
 
     >>> are_weights((1, 0.5)), are_weights((0, 0)), are_weights((1, float("nan"))), are_weights(1)
     (True, False, False, False)
@@ -204,7 +210,7 @@ def id_tuple(field: str, ids: Collection[str] | None) -> tuple[str, ...] | None:
 
 
 def _are_texts(values: tuple[Any, ...]) -> bool:
-    """Returns whether all values are valid UTF-8 strings; takes 1 ms for 100,000 ids."""
+    """Checks whether all values are valid UTF-8 strings; takes 1 ms for 100,000 ids."""
     try:
         "".join(values).encode()
     except (TypeError, UnicodeEncodeError):

@@ -28,7 +28,7 @@ class Segment:
         dim: Dimension D of the decoded vectors.
         parts: Parts of the vectors by name, (T, width) each; contiguous, possibly memory-mapped.
         lengths: (S,) int64, number of vectors per document; may be 0.
-        live: (L,) int64, ascending indices of documents that are not deleted; None for all S.
+        live: (L,) int64, ascending indices of documents that are not deleted, or None for all S.
         verify: Called with the starts and lengths (n,) int64 of runs of vectors before they are
             read. Raises `SpecError` if they are corrupted.
     """
@@ -58,7 +58,10 @@ class Segment:
         return int(self.lengths.max()) if len(self.lengths) else 0
 
     def to(self, device: torch.device | str) -> Segment:
-        """Copies the documents to a device; memory-mapped parts are copied in pieces."""
+        """Copies the documents to a device.
+
+        Memory-mapped parts are copied in pieces.
+        """
         parts = {
             name: torch.empty(part.shape, dtype=part.dtype, device=device)
             for name, part in self.parts.items()
@@ -110,7 +113,10 @@ class PackedVectors:
         return len(self.lengths)
 
     def to(self, device: torch.device | str) -> PackedVectors:
-        """Copies the vectors to a device; returns `self` if they are already on it."""
+        """Copies the vectors to a device.
+
+        Returns `self` if they are already on it.
+        """
         if self.device == torch.empty(0, device=device).device:  # resolves "cuda" to an index
             return self
         return PackedVectors([segment.to(device) for segment in self.segments])
@@ -134,10 +140,11 @@ class PackedVectors:
     def select(
         self, rows: torch.Tensor | None = None
     ) -> Iterator[tuple[Segment, torch.Tensor | None]]:
-        """Yields each segment with the ascending indices of its selected documents; None for all.
+        """Yields each segment and the indices of its selected documents, or None for all of them.
 
         Args:
-            rows: (R,) int64, ascending indices of the selected items, on any device; None for all.
+            rows: (R,) int64, ascending indices of the selected items, on any device, or None for
+                all.
         """
         if rows is None:
             yield from ((segment, segment.live) for segment in self.segments)

@@ -3,12 +3,12 @@
     header    one page: magic, format, length and CRC-32 of a JSON description, the description
     parts     each (T, width), aligned to a page and followed by zeros
     lengths   (S,) int64, number of vectors per document
-    rows      (S,) int64, row of each document in its fragment; omitted if it is 0 ... S - 1
-    footer    (parts, blocks) uint32: CRC-32 of each block of vectors; a seal
+    rows      (S,) int64, row of each document in its fragment, or omitted if it is 0 ... S - 1
+    footer    (parts, blocks) uint32: CRC-32 of each block of vectors, followed by a seal
 
-Numbers are little-endian, and sections are aligned to pages. The seal is the CRC-32 of header,
-lengths, rows and checksums. Opening a file verifies only the seal and the file size and does not
-read the vectors. Each block is verified when it is first read.
+Numbers are little-endian, and sections are aligned to pages. The seal is the CRC-32 of the header,
+the lengths, the rows and the checksums. Opening a file only verifies the seal and the file size,
+and does not read the vectors. Each block is verified when it is first read.
 
 Shapes: S documents with T vectors in total.
 """

@@ -25,7 +25,7 @@ class Previews:
 
     Args:
         index: Index of the items.
-        documents: Current folder of each collection whose files were moved, by collection name; the
+        documents: Current folder of each collection whose files were moved, by collection name. The
             key "" applies to all other collections.
         only_indexed: Whether to reject files that were modified after indexing.
     """

@@ -49,7 +49,10 @@ class Queries:
 
     @classmethod
     def join(cls, parts: Sequence[Queries]) -> Queries:
-        """Joins batches; the result has pooled vectors if all batches have them."""
+        """Joins batches.
+
+        The result has pooled vectors if all batches have them.
+        """
         pooled = [part.pooled for part in parts if part.pooled is not None]
         return cls(
             [tokens for part in parts for tokens in part.tokens],
@@ -222,7 +225,7 @@ def encode(encoder: Encoder, queries: Sequence[Unencoded]) -> EncodedQueries:
 
 
 def _is_encodable_batch(queries: Sequence[AnyQuery]) -> TypeGuard[Sequence[Unencoded]]:
-    """Returns whether the queries can be encoded in one batch: not empty and all of one type."""
+    """Checks whether the queries can be encoded in one batch: not empty and all of one type."""
     classes = get_args(Unencoded)
     return len(queries) > 0 and any(all(isinstance(q, c) for q in queries) for c in classes)
 

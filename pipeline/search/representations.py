@@ -20,7 +20,7 @@ def representation_info(index: Index, name: str | None = None) -> Representation
     infos = index.representations()
     if name is None:
         if not infos:
-            problem = f"has none in version {index.version}"
+            problem = f"has no representations in version {index.version}"
             rule = "an index with at least one representation"
             raise SpecError("index", index.uri, rule, problem)
         return infos["full"] if "full" in infos else next(iter(infos.values()))

@@ -65,7 +65,7 @@ class Reranker:
         folder: Folder of a trained EDJE model.
         rerank_depth: Maximum number of first-stage items to rerank per query, at least 1.
         add_first_stage: Whether to add the score of the first stage.
-        precision: Precision of the joint encoder; None for the precision saved in the folder.
+        precision: Precision of the joint encoder, or None for the precision saved in the folder.
         changes: Other fields of the joint encoder's spec to override, such as `max_batch_tokens`.
 
     Raises:
@@ -138,7 +138,7 @@ class Reranker:
         queries: Sequence[str | bytes],
         candidates: Sequence[list[str]],
     ) -> list[dict[str, JointScore]]:
-        """Scores candidates with the joint encoder; candidates without tokens or text are omitted.
+        """Scores candidates with the joint encoder. Candidates without tokens or text are omitted.
 
         Args:
             source: Index of the items, with its query encoders.
@@ -276,7 +276,7 @@ def reorder(
         query: Text or image.
         ranking: Ranking of the first stage.
         joint_scores: Scores of the candidates by the joint encoder, by item id.
-        rerank_depth: Number of candidates; candidates without a joint score are flagged.
+        rerank_depth: Number of candidates. Candidates without a joint score are flagged.
         add_first_stage: Whether to add the score of the first stage.
         k: Maximum number of items.
     """

@@ -53,7 +53,7 @@ class Ranking:
         rows: (k,) int64, indices of the items in the index.
         maxsim: (k,) float32, MaxSim scores if they are part of the score.
         single_vector: (k,) float32, single-vector scores if they are part of the score.
-        reranked: Result of reranking per item; None without reranking.
+        reranked: Result of reranking per item, or None without reranking.
     """
 
     item_ids: list[str]
@@ -123,7 +123,7 @@ class Scorer:
             self.packed(column)
 
     def is_loaded(self, representation: str, score: Score = "maxsim") -> bool:
-        """Returns whether the vectors that a score needs are open."""
+        """Checks whether the vectors that a score needs are open."""
         return all(column in self._packed for column in self._columns(representation, score))
 
     def _columns(self, representation: str, score: Score) -> list[str]:
@@ -164,7 +164,7 @@ class Scorer:
         Args:
             queries: Queries transformed for the representation.
             options: Resolved options of the first stage.
-            rows: Ascending indices of the items to score; None for all.
+            rows: Ascending indices of the items to score, or None for all.
 
         Raises:
             SpecError: The queries or the representation lack vectors that the score needs.
@@ -205,7 +205,7 @@ class Scorer:
         rows: np.ndarray | None,
         slice_pairs: int | None,
     ) -> Generator[None, None, _Scores]:
-        """Scores a batch of queries; -inf for items without vectors that the score needs."""
+        """Scores a batch of queries, or -inf for items without vectors that the score needs."""
         items = None if rows is None else torch.from_numpy(rows)
         maxsim_scores = None
         if options.score != "single_vector":
@@ -297,11 +297,11 @@ def top_rows(
     """Returns the indices of the k best scores or, with groups, of the best score per group.
 
     Args:
-        scores: (S,) float; items with -inf are excluded.
-        rows: (S,) indices of the scored items; None for all items in order.
+        scores: (S,) float. Items with -inf are excluded.
+        rows: (S,) indices of the scored items, or None for all items in order.
         order: (B,) rank of each item among equal scores.
         k: Maximum number of indices.
-        groups: (B,) group of each item; None without grouping.
+        groups: (B,) group of each item, or None without grouping.
 
     >>> order, groups = np.arange(4), np.array([0, 0, 1, 1])
     >>> scores = np.array([3.0, 2.0, 1.0, 3.0])

@@ -41,7 +41,7 @@ def open_index(
     Args:
         uri: Path or URI of the index.
         version: Lance version. Defaults to the newest.
-        shard: (i, n) to search only shard i of n; see `Index.fragments`.
+        shard: (i, n) to search only shard i of n. See `Index.fragments`.
         cache: Whether to pack vectors into memory-mapped local files, see `pipeline.search.cache`.
             If False, vectors are read into memory.
         device: "cpu", or a CUDA device that holds the vectors and computes the scores.
@@ -85,7 +85,7 @@ class Searcher:
         rerank: Reranker | None = None,
         **options: Unpack[SearchKeywords],
     ) -> list[Hit] | list[list[Hit]]:
-        """Finds the k best items for a query. The search is exact; ties are sorted by item id.
+        """Finds the k best items for a query. The search is exact. Ties are sorted by item id.
 
         Args:
             query: A text; an image, as the bytes of a PNG, JPEG or WebP file; a `Composed` query
@@ -96,7 +96,7 @@ class Searcher:
             explain: Whether hits contain `matches`, one per query token, and `passages`.
             rerank: Second stage that reorders the best items of the first.
             options: `k` (default 10), `score`, `weights`, `group_by`, `filter`, `ids` and
-                `parents`; see `SearchOptions`.
+                `parents`. See `SearchOptions`.
 
         Returns:
             The hits of the query, best first, or a list of hits per query for several queries.
@@ -113,7 +113,10 @@ class Searcher:
     def search_with(
         self, queries: AnyQueries, options: SearchOptions, reranker: Reranker | None = None
     ) -> list[list[Hit]]:
-        """Returns the hits of each query; see `search`."""
+        """Returns the hits of each query.
+
+        See `search`.
+        """
         options = options.resolve(self.index)
         rows = self.items.select(options)  # reports an invalid filter before encoding
         if reranker is not None:
@@ -136,7 +139,10 @@ class Searcher:
         return self.rank_with(queries, SearchOptions.from_keywords(representation, **options))
 
     def rank_with(self, queries: AnyQueries, options: SearchOptions) -> list[Ranking]:
-        """Returns the ranking of each query; see `rank`."""
+        """Returns the ranking of each query.
+
+        See `rank`.
+        """
         options = options.resolve(self.index)
         rows = self.items.select(options)
         encoded = self.encoders.encode(queries, options.column)
@@ -170,7 +176,10 @@ class Searcher:
         return self.encoders.encoder(self.representation(representation).name)
 
     def representation(self, name: str | None = None) -> RepresentationInfo:
-        """Returns the metadata of a representation; see `representation_info`."""
+        """Returns the metadata of a representation.
+
+        See `representation_info`.
+        """
         return representation_info(self.index, name)
 
     def load(self, representation: str | None = None, score: Score = "maxsim") -> None:

@@ -24,7 +24,7 @@ class Items:
 
     Args:
         index: Open version of an index.
-        shard: (i, n) for shard i of n; None for all items.
+        shard: (i, n) for shard i of n, or None for all items.
     """
 
     def __init__(self, index: Index, shard: tuple[int, int] | None = None):
@@ -58,7 +58,7 @@ class Items:
         return codes.to_numpy().astype(np.int64)
 
     def select(self, options: SearchOptions) -> np.ndarray | None:
-        """Returns the ascending indices of the selected items; None for all.
+        """Returns the ascending indices of the selected items, or None for all.
 
         Raises:
             SpecError: The filter is invalid.

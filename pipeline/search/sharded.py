@@ -34,10 +34,10 @@ class ShardedSearcher(Searcher):
         uri: URI of an index that all machines of the cluster can read.
         version: Lance version. Defaults to the newest.
         num_shards: Number of shards of about equal size, at least 1. Shards consist of whole Lance
-            fragments; empty shards have no actor.
+            fragments. Empty shards have no actor.
         num_cpus: Number of CPUs per actor.
         num_gpus: Number of GPUs per actor. Defaults to 0 if `device` is "cpu", otherwise 1.
-        cache: See `open_index`; the files are on the machines of the actors.
+        cache: See `open_index`. The files are on the machines of the actors.
         device: See `open_index`.
         max_restarts: Maximum number of restarts per actor.
         start_seconds: Maximum time until all actors are ready, in seconds.
@@ -164,7 +164,7 @@ class ShardedScorer(Scorer):
         ]
 
     def _split(self, rows: np.ndarray | None) -> list[np.ndarray | None]:
-        """Splits ascending indices by shard, relative to its first item; None for all items."""
+        """Splits ascending indices by shard, relative to its first item, or None for all items."""
         if rows is None:
             return [None] * len(self._firsts)
         parts = np.split(rows, np.searchsorted(rows, self._firsts[1:]))
@@ -240,5 +240,5 @@ def machine_shares(num_actors: int, device: str) -> Shares:
 
 
 def _share(number: float, num_actors: int) -> float:
-    # Ray rounds to four decimals; rounding up would exceed the resources of the machine.
+    # Ray rounds to four decimals. Rounding up would exceed the resources of the machine.
     return min(1.0, math.floor(number / num_actors * 1e4) / 1e4)

@@ -20,8 +20,8 @@ def merge_rankings(
     Args:
         rankings: The k best items of each shard, with `rows` counted over all shards.
         k: Maximum number of items.
-        group_by: "parent" keeps only the best item of each parent; the rankings must be grouped
-            in the same way.
+        group_by: "parent" keeps only the best item of each parent. The rankings must be grouped in
+            the same way.
 
     >>> first = Ranking(["b", "d"], ["p", "q"], [3.0, 1.0], np.array([0, 1]))
     >>> second = Ranking(["a", "c"], ["q", "p"], [3.0, 2.0], np.array([2, 3]))
@@ -44,7 +44,10 @@ def merge_rankings(
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:
-    """Concatenates arrays or lists; returns None if they are None."""
+    """Concatenates arrays or lists.
+
+    Returns None if they are None.
+    """
     if parts[0] is None:
         return None
     return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else list(chain(*parts))

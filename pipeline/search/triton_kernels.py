@@ -15,7 +15,7 @@ computes the scores.
   than a panel are processed in several launches whose scores are added. Maxima are summed in
   float64, so the score of a query does not depend on the other queries.
 - Query tokens are divided by a scale, rounded to the data type of the product and accumulated in
-  float32. float16 is used for float16, binary and residual vectors; it changes the similarity of
+  float32. float16 is used for float16, binary and residual vectors. It changes the similarity of
   unit vectors of 128 dimensions by 2e-5 (at most 7e-5; residuals, which are rounded too, 3e-5 and
   9e-5). The error would be eight times larger for bfloat16, which therefore uses pairs, high + low.
   float32 uses three tf32 products, and int8 uses int8. Binary and residual vectors are decoded
@@ -52,7 +52,7 @@ PROGRAMS = 8
 PANEL_QUERIES = 16
 #: Queries in a panel are padded to a multiple of this number of tokens.
 ALIGN = 4
-#: Candidates (num_warps, num_stages) for autotuning, by panel size; the first is the default.
+#: Candidates (num_warps, num_stages) for autotuning, by panel size. The first is the default.
 SCHEDULES = {
     64: ((4, 3), (4, 2), (8, 3)),
     128: ((4, 3), (8, 3), (8, 2)),
@@ -83,7 +83,7 @@ def _decode(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Loads and decodes BLOCK_D dimensions of N document tokens; 0 where masked."""
+    """Loads and decodes BLOCK_D dimensions of N document tokens, or 0 where masked."""
     dim_d = first + tl.arange(0, BLOCK_D)
     if DIM % BLOCK_D == 0:
         in_range_Nd = valid_N[:, None]
@@ -218,7 +218,7 @@ def _kernel(
         query_scales: (panels x M) float32.
         quad_queries: (panels x M / 4) int32, query of each group of four tokens, as an index in
             the panel.
-        panel_queries: (panels, 16) int32, row in `out` per query of a panel; -1 for none.
+        panel_queries: (panels, 16) int32, row in `out` per query of a panel, or -1 for none.
         values: (T, ROW) values, residuals or bits of the document tokens.
         scales: (T, 1) float32, read for int8.
         codes: (T, 1) int32, centroid per token, read for residuals.
@@ -453,7 +453,7 @@ def available() -> tuple[str, ...]:
 
 
 def can_score(segment: Segment) -> bool:
-    """Returns whether the kernel supports a segment's codec, device and memory layout."""
+    """Checks whether the kernel supports a segment's codec, device and memory layout."""
     return (
         _kind(segment) != _UNSUPPORTED
         and (segment.lengths.is_cuda or _INTERPRETED)
@@ -468,12 +468,12 @@ def score(
     out_QB: torch.Tensor,
     level: str,
 ) -> None:
-    """Writes the MaxSim scores of Q queries; -inf for documents without tokens.
+    """Writes the MaxSim scores of Q queries, or -inf for documents without tokens.
 
     Args:
         query_MD: float32, concatenated tokens of all queries.
         query_lengths: (Q,) int64, number of tokens per query.
-        selection: Segments with the ascending indices of the documents to score; None for all.
+        selection: Segments with the ascending indices of the documents to score, or None for all.
         out_QB: float32 output, contiguous along B, which ranges over the documents of all segments.
         level: "triton".
     """
@@ -518,7 +518,7 @@ def best(
 
     Returns:
         Similarities (B, M) float32 and indices (B, M) int32 of the best tokens in their document.
-        Ties resolve to the first token; documents without tokens have -inf and -1.
+        Ties resolve to the first token. Documents without tokens have -inf and -1.
     """
     assert level == "triton"
     num_tokens = len(query_MD)
@@ -552,7 +552,7 @@ def _launch(
     bits, normalised = int(layout.kind == _BINARY), False
     if isinstance(codec, Residual):
         codebook = codec.codebook(values.device)
-        # float16 halves the gathered bytes; decoded vectors are rounded to float16 anyway.
+        # float16 halves the gathered bytes. Decoded vectors are rounded to float16 anyway.
         codes, centroids = parts["centroids"], codebook.centroids_CD.half()
         weights, bits, normalised = codebook.weights, codec.spec.bits, codebook.normalised
     mean = max(-(-len(values) // len(segment.lengths)), 1)
@@ -628,7 +628,10 @@ _fastest: dict[tuple[Any, ...], tuple[int, int]] = {}
 def _autotune(
     schedules: Sequence[tuple[int, int]], run: Callable[[tuple[int, int]], None]
 ) -> tuple[int, int]:
-    """Returns the fastest schedule; the scores that it writes are overwritten later."""
+    """Returns the fastest schedule.
+
+    The scores that it writes are overwritten later.
+    """
     seconds = {}
     for schedule in schedules:
         try:

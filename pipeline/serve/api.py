@@ -1,4 +1,4 @@
-"""The HTTP application: routes, middleware and error handlers."""
+"""Application that handles HTTP requests, with its routes, middleware and error handlers."""
 
 from __future__ import annotations
 

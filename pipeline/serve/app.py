@@ -37,7 +37,7 @@ class Ingress:
 
     def __init__(self, settings: ServeSpec, stages: Stages[Handle], evaluator: Any = None):
         bind_to_loopback()
-        # The evaluator is never called; binding it to the gateway makes Ray deploy it.
+        # The evaluator is never called. Binding it to the gateway makes Ray deploy it.
         self._settings, self._stages, self._evaluator = settings, stages, evaluator
         self._gateway: Gateway | None = None
 
@@ -53,7 +53,7 @@ class Ingress:
         return self._gateway
 
     async def drain(self) -> None:
-        """Rejects new requests and waits for the requests in progress."""
+        """Rejects new requests and waits until the requests in progress have been answered."""
         if self._gateway is not None:
             await self._gateway.drain()
 
@@ -62,8 +62,8 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
     """Returns the application of a server.
 
     Args:
-        settings: Settings of the server. Ray passes them from a YAML file or from the command line;
-            the latter may contain dotted names.
+        settings: Settings of the server. Ray passes them from a YAML file or from the command line.
+            The latter may contain dotted names.
 
     Raises:
         SpecError: They are invalid.
@@ -109,8 +109,8 @@ def _parse_settings(settings: Mapping[str, Any]) -> ServeSpec:
 async def drain(application: str, timeout_s: float) -> None:
     """Drains all gateways of a running application.
 
-    Call this before shutting down the application: Ray stops all deployments at once, including
-    stages that the requests in progress have not reached yet.
+    Call this function before shutting down the application. Otherwise, Ray stops all deployments at
+    the same time, including stages that the requests in progress still need.
 
     Args:
         application: Name of the application.
@@ -121,7 +121,7 @@ async def drain(application: str, timeout_s: float) -> None:
 
 
 def _deployment(stage: type, name: str, scale: Scale, drain_s: float) -> serve.Deployment:
-    """Returns the deployment of a stage with the configured replicas and resources."""
+    """Returns the deployment of a stage with the replicas and resources from the settings."""
     num_replicas: int | str = scale.num_replicas
     autoscaling: dict[str, float] | None = None
     if scale.max_replicas is not None:

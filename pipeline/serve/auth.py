@@ -19,7 +19,7 @@ FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-rea
 
 
 class Auth:
-    """Authenticates requests and limits their rate.
+    """Authenticates requests by their access keys and limits the rate of each key.
 
     Attributes:
         has_keys: Whether requests require an access key.
@@ -53,7 +53,7 @@ class Auth:
         return key
 
     def limit(self, key: Key) -> None:
-        """Counts a request of a key against its rate limit.
+        """Counts a request towards the rate limit of a key.
 
         Raises:
             ApiError: The rate limit is exceeded.
@@ -64,11 +64,11 @@ class Auth:
 
 
 def _check_local(request: Request) -> None:
-    """Raises `ApiError` unless a request is sent from this machine to this machine.
+    """Raises `ApiError` unless a request was sent from this machine and is addressed to it.
 
-    A proxy on this machine can forward external requests, which it marks by headers. A web page in
-    a browser on this machine can reach the server by a foreign host name that resolves to it (DNS
-    rebinding).
+    The address of the sender is not sufficient for this check. A proxy on this machine may forward
+    external requests, which it marks by headers. A web page that is open in a browser on this
+    machine may use a foreign host name that resolves to this machine (DNS rebinding).
     """
     server = (request.scope.get("server") or ("",))[0]
     client = (request.scope.get("client") or ("",))[0]

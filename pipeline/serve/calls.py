@@ -1,4 +1,4 @@
-"""Calls to the stages, with deadlines and a retry if a replica dies."""
+"""Calls to the stages with deadlines. A call is retried once if the replica dies."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CHECK_SECONDS = 5.0
 
 
 class Method(Protocol):
-    """Method of a stage, as exposed by its deployment handle."""
+    """Protocol of a method of a stage, as its deployment handle exposes it."""
 
     def remote(self, *arguments: Any) -> DeploymentResponse:
-        """Calls the method and returns an awaitable response."""
+        """Calls the method and returns a response that can be awaited."""
 
 
 class Handle(Protocol):
-    """Deployment handle, whose attributes are the methods of the stage."""
+    """Protocol of a deployment handle, whose attributes are the methods of the stage."""
 
     def __getattr__(self, method: str) -> Method: ...
 
@@ -41,7 +41,7 @@ StageT = TypeVar("StageT")
 
 @dataclass(frozen=True)
 class Stages(Generic[StageT]):
-    """The stages: bound applications, which Ray replaces with handles when it deploys them.
+    """Stages of the application. They are bound applications, which Ray replaces with handles.
 
     Attributes:
         encoder: The query encoder.
@@ -58,7 +58,7 @@ class Stages(Generic[StageT]):
     library: StageT
 
     def by_name(self) -> list[tuple[str, StageT]]:
-        """Returns all handles with the names of their stages."""
+        """Returns the handles of all stages with their names."""
         handles = [("encode", self.encoder), ("library", self.library)]
         handles += [(f"edje {name}", handle) for name, handle in self.edjes.items()]
         for name, shards in self.searchers.items():
@@ -80,7 +80,7 @@ class StageClient:
         self._checking: asyncio.Task | None = None
 
     async def call(self, stage: str, caller: Caller, method: Method, *arguments: Any) -> Any:
-        """Returns the result of a method of a stage; retries once if the replica dies.
+        """Calls a method of a stage and returns its result. Retries once if the replica dies.
 
         Args:
             stage: Name of the stage in errors and metrics.
@@ -116,7 +116,7 @@ class StageClient:
         raise AssertionError
 
     async def check(self) -> None:
-        """Checks that every stage responds. Concurrent checks share one call per stage.
+        """Checks that all stages respond. Concurrent checks share one call per stage.
 
         Raises:
             ApiError: A stage does not respond.
@@ -133,7 +133,10 @@ class StageClient:
 
 
 async def _cancellable(response: DeploymentResponse) -> Any:
-    """Awaits a response, and cancels the call to the stage if the awaiting task is cancelled."""
+    """Awaits a response.
+
+    If the awaiting task is cancelled, the call to the stage is cancelled, too.
+    """
     try:
         return await response
     except asyncio.CancelledError:

@@ -68,7 +68,7 @@ class _Call(Generic[ResponseT]):
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of `httpx2.Client.request`."""
+        """Returns the arguments for `httpx2.Client.request`."""
         parameters = {name: value for name, value in self.parameters.items() if value is not None}
         arguments: dict[str, Any] = {"method": self.method, "url": self.path, "params": parameters}
         arguments["headers"] = dict(self.headers)
@@ -173,19 +173,22 @@ def raise_for_error(response: httpx2.Response) -> None:
 
 
 def _is_retryable(response: httpx2.Response) -> bool:
-    """Returns whether a request is retried after this response."""
+    """Checks whether a request should be retried after the given response."""
     # Ray's proxy sends a 500 without a JSON error if the replica dies during the request.
     is_proxy_error = response.status_code == 500 and not _is_api_error(response)
     return response.status_code in RETRIED_STATUSES or is_proxy_error
 
 
 def _is_temporary(error: httpx2.TransportError) -> bool:
-    """Returns whether a request is retried after this error. Errors of the client are not."""
+    """Checks whether a request should be retried after the given error.
+
+    Errors that the client has caused are not retried.
+    """
     return not isinstance(error, httpx2.LocalProtocolError | httpx2.UnsupportedProtocol)
 
 
 def _is_api_error(response: httpx2.Response) -> bool:
-    """Returns whether a response is an error of the API."""
+    """Checks whether a response contains an error of the API."""
     try:
         return bool(wire.ErrorResponse.model_validate_json(response.content))
     except ValidationError:
@@ -193,11 +196,11 @@ def _is_api_error(response: httpx2.Response) -> bool:
 
 
 def retry_delay(num_tries: int, response: httpx2.Response | None) -> float:
-    """Returns the delay before the next attempt of a request, in seconds.
+    """Returns how long to wait before the next attempt of a request, in seconds.
 
     Args:
         num_tries: Number of attempts so far.
-        response: Response of the last attempt; None if there was none.
+        response: Response of the last attempt, or None if there was none.
     """
     delay = min(INITIAL_DELAY_S * 2 ** (num_tries - 1), MAX_DELAY_S)
     delay *= 0.5 + random.random() / 2  # jitter spreads the retries of many clients
@@ -211,8 +214,8 @@ def retry_delay(num_tries: int, response: httpx2.Response | None) -> float:
 class Client:
     """Synchronous client of the HTTP API.
 
-    Methods raise `ServerError` if the server returns an error, and `httpx2.TransportError` if it
-    cannot be reached, each after the last attempt.
+    All methods raise `ServerError` if the server returns an error, and `httpx2.TransportError` if
+    the server cannot be reached. Errors are raised after the last attempt.
 
     Args:
         url: URL of the server, such as http://127.0.0.1:8000.
@@ -267,7 +270,7 @@ class Client:
         return self._send(_search(query, options))
 
     def search_batch(self, queries: Sequence[AnyQuery], **options: Any) -> wire.BatchSearchResponse:
-        """Returns the best items for each query; see `search`."""
+        """Searches for the best items for each of several queries. See `search`."""
         return self._send(_search_batch(queries, options))
 
     def encode(self, queries: Sequence[AnyQuery], **options: Any) -> wire.EncodeResponse:
@@ -282,7 +285,7 @@ class Client:
     def rerank(
         self, query: AnyQuery, item_ids: Sequence[str], **options: Any
     ) -> wire.RerankResponse:
-        """Scores the given items for a query and returns them best first.
+        """Scores the given items for a query and returns them in descending order of their scores.
 
         Args:
             query: A query as in `search`.
@@ -303,18 +306,18 @@ class Client:
         media: Literal["image", "audio"] = "image",
         seconds: float | None = None,
     ) -> bytes:
-        """Returns the image (JPEG, PNG or WebP) or the audio (WAV) of an item.
+        """Downloads the image (JPEG, PNG or WebP) or the audio (WAV) of an item.
 
         Args:
             item_id: Id of the item.
-            index: Name of the index; default: the only one.
+            index: Name of the index. Defaults to the only one.
             media: "image" or "audio".
-            seconds: Time of a video frame in the parent, in seconds; default: the middle.
+            seconds: Time of a video frame in the parent, in seconds. Defaults to the middle.
         """
         return self._response(_preview(item_id, index, media, seconds).arguments()).content
 
     def indexes(self) -> list[wire.IndexInfo]:
-        """Returns the indexes that the access key can access."""
+        """Returns the indexes to which the access key has access."""
         return self._send(_indexes()).indexes
 
     def evaluate(self, **options: Any) -> wire.Evaluation:
@@ -326,15 +329,15 @@ class Client:
         return self._send(_evaluate(options))
 
     def evaluation(self, name: str) -> wire.Evaluation:
-        """Returns the state of an evaluation and, if it is done, its results."""
+        """Returns the state of an evaluation, and its results if it is done."""
         return self._send(_evaluation("GET", name))
 
     def evaluations(self) -> list[wire.Evaluation]:
-        """Returns the evaluations created with the access key, newest first."""
+        """Returns the evaluations that were created with the access key, newest first."""
         return self._send(_evaluations()).evaluations
 
     def evaluation_file(self, name: str, path: str) -> bytes:
-        """Returns the content of a file of an evaluation; see `wire.Evaluation.files`."""
+        """Downloads a file of an evaluation, see `wire.Evaluation.files`."""
         return self._response(_file(name, path).arguments()).content
 
     def cancel_evaluation(self, name: str) -> wire.Evaluation:

@@ -1,4 +1,4 @@
-"""Engine of the gateway, which runs searches by calling the stages."""
+"""Engine of the gateway, which answers requests by calling the stages."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ class Timer:
             self.milliseconds[name] = round(self.milliseconds.get(name, 0.0) + 1e3 * seconds, 3)
 
     def all(self) -> dict[str, float]:
-        """Returns the durations of the stages and of the request, in milliseconds."""
+        """Returns the time that each stage and the whole request have taken, in milliseconds."""
         total = round(1e3 * (time.perf_counter() - self.start), 3)
         return {**self.milliseconds, "total": total}
 
 
 class Engine:
-    """Runs requests by calling the stages.
+    """Answers requests by calling the stages.
 
-    The argument `key` of the methods is the name of the access key, by which the stages schedule
-    their calls.
+    The argument `key` of the methods is the name of an access key. The stages use it to share their
+    time fairly between keys.
 
     Args:
         settings: Settings of the server.
@@ -142,7 +142,7 @@ class Engine:
     async def encode(
         self, served: Served, queries: Sequence[wire.Query], representation: str, key: str
     ) -> list[Queries]:
-        """Encodes queries for a representation, into one `Queries` per query.
+        """Encodes queries for a representation and returns one `Queries` object per query.
 
         Raises:
             ApiError: A query is invalid, or the encoder does not support its kind.
@@ -171,7 +171,7 @@ class Engine:
     async def _search_shard(
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
     ) -> list[list[wire.Hit]]:
-        """Returns the hits of an index with one shard, ranked and described in one call."""
+        """Ranks and describes the hits of an index that has only one shard, in a single call."""
         timeout_s = self.settings.timeouts.search_s + self.settings.timeouts.describe_s
         (shard,) = self._stages.searchers[served.name]
         described = await self.calls.call(
@@ -188,7 +188,7 @@ class Engine:
     async def _rank(
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
     ) -> list[Ranking]:
-        """Returns the best items of all shards for each query."""
+        """Ranks the items of all shards and merges the rankings of each query."""
         caller = Caller(key, self.settings.timeouts.search_s)
         by_shard = await gather_or_cancel(
             self.calls.call("search", caller, shard.rank, served.edition, encoded, options)
@@ -212,7 +212,7 @@ class Engine:
         options: SearchOptions,
         key: str,
     ) -> list[Ranking]:
-        """Returns the k best items of each query after reranking."""
+        """Reranks the results of each query and returns the k best items."""
         if options.rerank == "edje":
             return await self._rerank_by_edje(served, queries, rankings, options, key)
         name = options.rerank_representation
@@ -233,7 +233,7 @@ class Engine:
         options: SearchOptions,
         key: str,
     ) -> list[Ranking]:
-        """Reranks by EDJE's joint encoder, with separate calls for text and image queries."""
+        """Reranks items with EDJE's joint encoder. Text and image queries need separate calls."""
         limits, caller = self.settings.limits, Caller(key, self.settings.timeouts.rerank_s)
         options = options.without_selection()
         rerank = self._stages.edjes[served.name].rerank
@@ -255,7 +255,10 @@ class Engine:
         item_ids: Sequence[str],
         key: str,
     ) -> dict[str, float]:
-        """Returns exact MaxSim scores of items, best first; items without vectors are omitted."""
+        """Computes exact MaxSim scores of items and returns them in descending order.
+
+        Items without vectors are omitted.
+        """
         encoded = await self.encode(served, [query], representation, key)
         (scores,) = await self._score(served, encoded, representation, [item_ids], key)
         return scores
@@ -268,7 +271,7 @@ class Engine:
         item_ids: Sequence[Sequence[str]],
         key: str,
     ) -> list[dict[str, float]]:
-        """Returns exact MaxSim scores of the given items of each query."""
+        """Computes exact MaxSim scores of the given items for each query."""
         unique = [tuple(dict.fromkeys(ids)) for ids in item_ids]
         options = [SearchOptions(representation, k=max(len(ids), 1), ids=ids) for ids in unique]
         rankings = await self.calls.call(
@@ -284,7 +287,7 @@ class Engine:
     async def score_by_edje(
         self, served: Served, query: wire.Query, item_ids: Sequence[str], key: str
     ) -> tuple[dict[str, float], list[str]]:
-        """Returns the logits of the items that EDJE can read, best first, and warnings.
+        """Computes EDJE's logits of the items that it can read. Returns them sorted, with warnings.
 
         Raises:
             ApiError: The index is served without EDJE, or the query is neither a text nor an image.
@@ -316,7 +319,7 @@ class Engine:
         options: SearchOptions,
         key: str,
     ) -> list[list[wire.Hit]]:
-        """Returns the hits of each query; each shard describes its items."""
+        """Builds the hits of each query. Every shard describes the items that it contains."""
         shards = self._stages.searchers[served.name]
         options = options.without_selection()
         # Positions of the items of each shard in the ranking of each query.
@@ -347,7 +350,7 @@ class Engine:
         return [[by_position[i] for i in sorted(by_position)] for by_position in hits]
 
     async def item(self, served: Served, item_id: str, key: str) -> dict[str, Any] | None:
-        """Returns the stored columns of an item; None if it is not in the index."""
+        """Returns the stored columns of an item, or None if it is not in the index."""
         caller = Caller(key, self.settings.timeouts.describe_s)
         look_up = self._stages.library.item
         return await self.calls.call("item", caller, look_up, served.name, served.edition, item_id)
@@ -355,7 +358,7 @@ class Engine:
     async def preview(
         self, served: Served, item_id: str, media: str, seconds: float | None, key: str
     ) -> tuple[bytes, str]:
-        """Returns the encoded image or audio of an item, and its media type.
+        """Returns the image or audio of an item as an encoded file, with its media type.
 
         Raises:
             ApiError: The item has no preview, or its file is no longer available.
@@ -373,7 +376,10 @@ class Engine:
 
 
 def _reorder(ranking: Ranking, scores: Mapping[str, float], k: int) -> Ranking:
-    """Returns the k best items by the scores of the second stage; items without one are omitted."""
+    """Returns the k best items by the scores of the second stage.
+
+    Items without a score are omitted.
+    """
     scored = [i for i, item_id in enumerate(ranking.item_ids) if item_id in scores]
     order = sorted(scored, key=lambda i: (-scores[ranking.item_ids[i]], ranking.item_ids[i]))[:k]
     best = ranking.take(order)
@@ -385,6 +391,6 @@ def _reorder(ranking: Ranking, scores: Mapping[str, float], k: int) -> Ranking:
 
 
 def _shard_ranking(ranking: Ranking, positions: Sequence[int]) -> Ranking:
-    """Returns the items at some positions of a ranking, with rows relative to their shard."""
+    """Returns the items at the given positions of a ranking. Rows are relative to their shard."""
     selected = ranking.take(positions)
     return replace(selected, rows=selected.rows % SHARD_ROWS)

@@ -1,4 +1,4 @@
-"""Errors of the HTTP API, which share one response schema."""
+"""Errors of the HTTP API. All of them use the same response schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, get_args
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.config import SpecError, rule_text
+from pipeline.config import SpecError, field_path, rule_text
 from pipeline.serve.wire import QUERY_KINDS, ErrorCode, ErrorResponse, Problem
 
 STATUS: dict[ErrorCode, int] = {
@@ -69,7 +69,7 @@ class ApiError(Exception):
         )
 
     def headers(self) -> dict[str, str]:
-        """Returns the headers of the response that depend on the error."""
+        """Returns the response headers that depend on the error, such as `Retry-After`."""
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, round(self.retry_after)))
@@ -85,10 +85,11 @@ def error_response(request: Request, error: ApiError) -> JSONResponse:
 
 
 def from_spec_error(error: SpecError) -> ApiError:
-    """Returns the API error for a `SpecError`, with the paths of the server removed.
+    """Converts a `SpecError` to an error of the API.
 
-    Arguments of the searcher have the names of the fields of the request. Errors in the settings
-    and files of the server are reported without details.
+    The arguments of a searcher have the same names as the fields of a request, so the field can be
+    reported unchanged. Paths of the server are removed from the message. Errors in the settings or
+    files of the server are reported without details.
     """
     field = error.field
     if field == "documents":
@@ -121,20 +122,20 @@ def _message(field: str, error: SpecError) -> str:
 
 
 def from_validation_errors(errors: list[dict[str, Any]]) -> ApiError:
-    """Returns the API error for the first of some validation errors.
+    """Converts the first of several validation errors to an error of the API.
 
     >>> error = {"loc": ("body", "k"), "msg": "Input should be < 5", "input": 9}
     >>> from_validation_errors([error]).field
     'k'
     """
     first = errors[0]
-    path = [str(part) for part in first.get("loc", ())[1:]]  # without "body", "query" or "path"
+    path = list(first.get("loc", ())[1:])  # without "body", "query" or "path"
     tag = {"query": 1, "queries": 2}.get(path[0], 0) if path else 0
     if tag and path[tag : tag + 1] and path[tag] in QUERY_KINDS:
         del path[tag]  # tag of the union, not a field of the request
     if first.get("type") == "json_invalid":
         return ApiError("bad_request", f"the body must be JSON: {first['ctx']['error']}")
-    field = ".".join(path)
+    field = field_path(*path)
     value = repr(first.get("input"))
     value = value if len(value) <= 80 else value[:80] + "…"
     cause = first.get("ctx", {}).get("error")

@@ -129,7 +129,7 @@ class EvaluationStore:
         return name
 
     def _existing(self, folder: Path, content: str) -> str:
-        """Returns the id of the evaluation with the same idempotency key.
+        """Looks up the evaluation that was requested with the given idempotency key.
 
         Raises:
             ApiError: It was created by a different request.
@@ -161,7 +161,7 @@ class EvaluationStore:
     def _write_inputs(
         self, new: Path, folder: Path, request: wire.EvaluationRequest, index: str
     ) -> None:
-        """Writes the inputs of `jobs.evaluate`, with the paths of the final folder."""
+        """Writes the input files of `jobs.evaluate`. Their paths are those in the final folder."""
         from pipeline.eval.spec import EvaluateSpec  # slow to import
 
         benchmark: Any = {"name": "beir", "path": str(folder)}
@@ -186,7 +186,7 @@ class EvaluationStore:
         (new / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False), "utf-8")
 
     def evaluation(self, name: str) -> tuple[dict[str, Any], wire.Evaluation]:
-        """Returns the stored request and the HTTP representation of an evaluation.
+        """Returns the stored request of an evaluation and its representation in the HTTP API.
 
         Raises:
             ApiError: The evaluation does not exist.
@@ -223,7 +223,7 @@ class EvaluationStore:
         return sorted(requests, key=lambda name: (requests[name]["created"], name), reverse=True)
 
     def file(self, name: str, path: str) -> tuple[bytes, str]:
-        """Returns the content and the media type of a file of a finished evaluation.
+        """Returns the content of a file of a finished evaluation, and its media type.
 
         Raises:
             ApiError: The evaluation or the file does not exist.
@@ -276,7 +276,7 @@ class EvaluationStore:
         return self._folder / name
 
     def _read_file(self, folder: Path, file: str) -> dict[str, Any]:
-        """Returns a JSON file of an evaluation, which may be deleted concurrently."""
+        """Reads a JSON file of an evaluation. The evaluation may be deleted at the same time."""
         try:
             return _read(folder / file)
         except FileNotFoundError:
@@ -291,7 +291,7 @@ class EvaluationStore:
                 yield name, state
 
     def _redactor(self, index: str, folder: Path) -> Callable[[str], str]:
-        """Returns a function that replaces paths of the server in a text by names."""
+        """Returns a function that replaces the server's paths in a text by names."""
         served = self._settings.indexes.get(index)
         names = {str(folder): "evaluation", str(self._folder): "evaluations"}
         if served:
@@ -311,7 +311,7 @@ class EvaluationStore:
 
 
 class Evaluator:
-    """Stage that runs the evaluations of a folder sequentially."""
+    """Stage that runs the evaluations of a folder one after another."""
 
     def __init__(self, settings: ServeSpec):
         bind_to_loopback()
@@ -326,7 +326,7 @@ class Evaluator:
         return self._thread.is_alive()
 
     def check_health(self) -> None:
-        """Raises if the worker thread has stopped, so Ray replaces the replica."""
+        """Raises an error if the worker thread has stopped, so that Ray replaces the replica."""
         if not self._thread.is_alive():
             raise RuntimeError("the evaluation thread has stopped")
 
@@ -379,7 +379,10 @@ class Evaluator:
             set_state(folder, "failed", error=error)
 
     def _wait(self, process: subprocess.Popen, folder: Path) -> int:
-        """Waits for a process; terminates it upon cancellation or shutdown of the replica."""
+        """Waits for a process.
+
+        Terminates it if the evaluation is cancelled or the replica shuts down.
+        """
         while (code := process.poll()) is None:
             if self._is_stopping.wait(POLL_SECONDS) or (folder / "cancel").exists():
                 process.send_signal(signal.SIGTERM)
@@ -402,7 +405,7 @@ def set_state(folder: Path, state: str, error: str | None = None) -> None:
 
 
 def check_folder(settings: Evaluations) -> None:
-    """Raises `SpecError` if the configured folder is not a local path."""
+    """Raises `SpecError` if the folder in the settings is not a local path."""
     if settings.folder:
         _local_folder(settings)
 
@@ -420,7 +423,7 @@ def _local_folder(settings: Evaluations) -> Path:
 
 
 def _write_queries(folder: Path, queries: dict[str, str], qrels: dict[str, dict[str, int]]) -> None:
-    """Writes queries and relevance labels in the format of BEIR.
+    """Writes queries and relevance labels in the format of the BEIR benchmark.
 
     Raises:
         ApiError: An id contains characters that are not allowed in the format, or no query is
@@ -468,7 +471,7 @@ def _files(out: Path) -> set[str]:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder atomically, by renaming it first."""
+    """Removes a folder. Renaming it first makes the removal atomic."""
     renamed = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
     with contextlib.suppress(FileNotFoundError):  # removed concurrently
         folder.rename(renamed)
@@ -486,7 +489,8 @@ def _now() -> str:
 def _write(path: Path, value: Any) -> None:
     """Writes a JSON file atomically.
 
-    `write_atomic` is not used because it would recreate the folder of a deleted evaluation.
+    In contrast to `write_atomic`, this function does not recreate the folder of an evaluation that
+    has been deleted.
     """
     new = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     new.write_text(json.dumps(value), "utf-8")

@@ -1,9 +1,9 @@
 """Evaluation of the filters of requests in subprocesses, which are killed at the deadline.
 
 Lance evaluates a filter in internal threads that cannot be cancelled and would continue after a
-timeout. `Filters` therefore runs at most two worker processes; an access key uses at most one at a
-time. A process is killed if its filter exceeds the time limit, if the request is cancelled
-or if the parent process exits. Its memory is limited, and it runs at low priority.
+timeout. `Filters` therefore runs at most two worker processes. An access key uses at most one at a
+time. A process is killed if its filter exceeds the time limit, if the request is cancelled or if
+the parent process exits. Its memory is limited, and it runs at low priority.
 
 `python -m pipeline.serve.filters` runs a worker process.
 """
@@ -39,11 +39,11 @@ NICENESS = 10
 
 
 class Filters:
-    """Pool of processes that evaluate filters over an index or one of its shards.
+    """Pool of processes that evaluate filters on an index or on one of its shards.
 
     Args:
         uri: URI of the index.
-        shard: (i, n) for the i-th of n shards; None for all items.
+        shard: (i, n) for the i-th of n shards, or None for all items.
         timeout_s: Time limit for a filter, in seconds.
         memory_bytes: Maximum memory that a filter can allocate, in bytes.
     """
@@ -63,7 +63,7 @@ class Filters:
         self._key_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def matching_ids(self, caller: Caller, edition: Edition, filter: str) -> pa.ChunkedArray:
-        """Returns the ids of the items that pass a filter.
+        """Returns the ids of the items that match a filter.
 
         Raises:
             SpecError: The filter is invalid or needs too much memory.
@@ -94,14 +94,17 @@ class Filters:
 
 
 class _Process:
-    """Worker process that evaluates one filter at a time. The constructor waits for its start."""
+    """Worker process that evaluates one filter at a time.
+
+    The constructor waits until it is ready.
+    """
 
     def __init__(self, memory_bytes: int):
         self._process = PipedProcess("-P", "-m", __name__, str(memory_bytes))
         self._process.stdout.read(1)
 
     def run(self, request: Any) -> dict[str, Any]:
-        """Returns the reply of the process; `{"died": True}` if it died, as when out of memory."""
+        """Reads the reply of the process. Returns `{"died": True}` if the process died."""
         try:
             send(self._process.stdin, request)
             (length,) = struct.unpack("<Q", self._process.stdout.read(8))
@@ -143,14 +146,14 @@ def _reply(uri: str, edition: list[Any], shard: list[int] | None, filter: str) -
 
 
 def _read(requests: queue.SimpleQueue, stream: BinaryIO) -> None:
-    """Queues requests until the parent closes the pipe or exits; then exits immediately."""
+    """Puts requests into a queue until the parent closes the pipe or exits, and then exits."""
     while header := stream.read(8):
         requests.put(json.loads(stream.read(*struct.unpack("<Q", header))))
     os._exit(0)
 
 
 def main() -> None:
-    """Evaluates the filters received on standard input until it is closed."""
+    """Evaluates the filters that are received on standard input until it is closed."""
     os.nice(NICENESS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + int(sys.argv[1])

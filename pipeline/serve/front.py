@@ -3,7 +3,7 @@
 Ray Serve's proxy owns the sockets. It does not time out incomplete headers, accepts any number of
 connections, and sends plain text (or nothing) when a gateway dies. `middlewares` adds the missing
 limits and error responses. Ray calls it when a proxy starts if the environment variable
-RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it. `python -m jobs.serve` sets this variable; on a
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it. `python -m jobs.serve` sets this variable. On a
 cluster, set it on every node before `ray start`:
 
     export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=pipeline.serve.front:middlewares
@@ -45,19 +45,19 @@ REMOVED_HEADERS = frozenset(
 
 
 def middlewares() -> list[Middleware]:
-    """Configures the proxy process and returns the middlewares that Ray adds to its proxy."""
+    """Configures the proxy process and returns the middleware that Ray adds to its proxy."""
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{LimitedProtocol.__name__}"
     return [Middleware(Front)]
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """HTTP connection of uvicorn with limits on headers and on the number of connections.
+    """Connection of uvicorn with limits on the headers and on the number of connections.
 
-    The headers of a request have a time limit and a maximum size; uvicorn limits neither. The size
-    is checked after each read from the socket (256 KiB) and may be exceeded by one read.
-
-    Connections without a request in progress (new, idle, or with incomplete headers) cannot exhaust
-    the server: if there are too many connections, the one that has waited longest is closed.
+    The headers of a request have a time limit and a maximum size. Uvicorn provides neither. The
+    size is checked after each read from the socket (256 KiB), so it may be exceeded by one read.
+    Connections without a request in progress, which are new, idle or sending their headers, cannot
+    exhaust the server. If there are too many connections, the one that has waited longest is
+    closed.
     """
 
     header_seconds = float(os.environ.get("MAXRAY_HEADER_SECONDS", 10))
@@ -72,7 +72,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(  # type: ignore[override]  # narrowed by uvicorn in the same way
         self, transport: asyncio.Transport
     ) -> None:
-        """Registers the connection; beyond the limit, closes the one that has waited longest."""
+        """Registers the connection. Above the limit, closes the one that has waited longest."""
         super().connection_made(transport)
         self._waiting[self] = None
         self._start_deadline()
@@ -81,7 +81,7 @@ class LimitedProtocol(HttpToolsProtocol):
             oldest.reject(ApiError("unavailable", "the server has too many connections"))
 
     def data_received(self, data: bytes) -> None:
-        """Starts the time limit at the first byte of the headers, and stops it at their end."""
+        """Starts the time limit when the headers begin and stops it when they end."""
         cycle, was_in_headers = self.cycle, self._is_in_headers
         if self._deadline is None and (cycle is None or cycle.response_complete):
             self._start_deadline()
@@ -97,17 +97,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self._waiting.pop(self, None)
 
     def on_message_begin(self) -> None:
-        """Records that the headers of a request, possibly a pipelined one, have begun."""
+        """Records that the headers of a request have begun. The request may be pipelined."""
         self._is_in_headers, self._num_header_bytes = True, 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Records that the headers of a request are complete."""
+        """Records that the headers of a request have been received completely."""
         self._is_in_headers = False
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
-        """Marks the connection as waiting unless another request has been pipelined."""
+        """Marks the connection as waiting, unless the next request has already been pipelined."""
         is_last = not self.pipeline
         super().on_response_complete()
         if is_last and not self.transport.is_closing():
@@ -120,7 +120,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Responds to malformed HTTP with a JSON error."""
+        """Answers a request that is not valid HTTP with a JSON error."""
         self.reject(ApiError("bad_request", msg.removesuffix(".").lower()))
 
     def reject(self, error: ApiError) -> None:
@@ -185,7 +185,7 @@ class Front:
         await _send(error, request_id, send)
 
     async def _has_routes(self, scope: Scope, receive: Receive) -> bool:
-        """Returns whether the proxy has received its routes, which it lacks when it starts."""
+        """Checks whether the proxy has received its routes. It starts without them."""
         statuses = []
 
         async def record_status(message: Message) -> None:
@@ -212,7 +212,7 @@ _RESTARTING = ApiError("unavailable", "the server is restarting")
 
 
 def _proxy_error(start: Message) -> ApiError | None:
-    """Returns the error if Ray's proxy failed the request; None for responses of a gateway."""
+    """Returns the error if Ray's proxy failed a request, or None if a gateway has answered it."""
     status = start["status"]
     types = [value for name, value in start.get("headers", ()) if name.lower() == b"content-type"]
     if status < 400 or types[:1] == [b"application/json"]:
@@ -229,7 +229,7 @@ def _proxy_error(start: Message) -> ApiError | None:
 def _error_content(
     error: ApiError, request_id: str | None
 ) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """Returns the body and the headers of an error response."""
+    """Builds the body and the headers of an error response."""
     body = error.response(request_id).model_dump_json().encode()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
     headers |= error.headers()

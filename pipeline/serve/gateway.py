@@ -21,13 +21,13 @@ DRAIN_CHECK_SECONDS = 0.05
 
 
 class Gateway:
-    """The engine, authentication and the requests in progress.
+    """State of the gateway: the engine, authentication and the requests in progress.
 
     Args:
         settings: Settings of the server.
         engine: Engine that runs the searches.
         metrics: Metrics of the gateway.
-        store: Store of the evaluations; None if they are disabled.
+        store: Store of the evaluations, or None if they are disabled.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Gateway:
             raise ApiError("unavailable", "the server is shutting down")
 
     async def drain(self) -> None:
-        """Rejects new requests and waits for the requests in progress."""
+        """Rejects new requests and waits until the requests in progress have been answered."""
         self._is_draining = True
         end = time.monotonic() + self.settings.timeouts.drain_s
         while self.in_flight.num_acquired + self.bodies.num_acquired and time.monotonic() < end:
@@ -78,7 +78,7 @@ class Gateway:
         return self.engine.indexes[name]
 
     def visible_indexes(self, key: Key) -> list[str]:
-        """Returns the names of the indexes that a key can access."""
+        """Returns the names of the indexes to which a key has access."""
         return [name for name in self.engine.indexes.names if key.can_access(name)]
 
     def evaluations(self, key: Key) -> EvaluationStore:

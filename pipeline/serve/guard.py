@@ -26,7 +26,7 @@ log = logging.getLogger("ray.serve")
 class Guard:
     """Middleware that authenticates requests, limits their size and number, and logs them.
 
-    Queries are not logged.
+    The log does not contain queries.
     """
 
     def __init__(self, app: ASGIApp):
@@ -67,7 +67,7 @@ class Guard:
         headers: dict[bytes, bytes],
         gateway: Gateway,
     ) -> None:
-        """Reads the body of an authenticated request and passes it on.
+        """Reads the body of an authenticated request and passes the request to the application.
 
         Raises:
             ApiError: The request is rejected.
@@ -123,7 +123,7 @@ def _slot(slots: FairSlots, key: Key, state: str) -> Iterator[None]:
 async def _read_body(
     receive: Receive, headers: Mapping[bytes, bytes], settings: ServeSpec
 ) -> bytes | None:
-    """Returns the body of a request; None if the client has disconnected.
+    """Reads the body of a request. Returns None if the client has disconnected.
 
     Raises:
         ApiError: The body is too large or arrives too slowly. A body that is too large is rejected

@@ -1,4 +1,4 @@
-"""Conversion of HTTP requests to search options and queries, with validation."""
+"""Validation of HTTP requests and their conversion to search options and queries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipeline.serve.settings import Limits
 def search_options(
     request: wire.SearchOptions, served: Served, num_queries: int, limits: Limits
 ) -> SearchOptions:
-    """Returns the search options of a request, with default representations resolved.
+    """Converts a request to search options and fills in default representations.
 
     Args:
         request: Options of the request.
@@ -66,7 +66,7 @@ def search_options(
 
 
 def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) -> None:
-    """Raises `ApiError` if the first stage would return too many hits."""
+    """Raises `ApiError` if the first stage would have to return too many hits."""
     depth = max(k, rerank_depth)
     field = "k" if k >= depth else "rerank.rerank_depth"
     maximum = min(limits.max_k, max(limits.max_batch_hits // num_queries, 1))
@@ -76,7 +76,7 @@ def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) ->
 
 
 def check_num_pairs(num_items: int, num_queries: int, limits: Limits, field: str) -> None:
-    """Raises `ApiError` if EDJE would read too many (query, item) pairs."""
+    """Raises `ApiError` if EDJE would have to read too many pairs of a query and an item."""
     maximum = limits.max_rerank_pairs // num_queries
     if num_items > maximum:
         message = f"{field} must select at most {maximum} items for EDJE, got {num_items}"
@@ -84,7 +84,7 @@ def check_num_pairs(num_items: int, num_queries: int, limits: Limits, field: str
 
 
 def check_num_queries(queries: Sequence[wire.Query], limits: Limits) -> None:
-    """Raises `ApiError` if a request has too many queries or too much text."""
+    """Raises `ApiError` if a request contains too many queries or too much text."""
     num_chars = sum(len(text) for text in map(wire.query_text, queries) if text)
     for number, maximum, unit in (
         (len(queries), limits.max_batch_queries, "entries"),
@@ -103,7 +103,7 @@ def _rerank_representation(served: Served, rerank: wire.Rerank) -> str:
 
 
 def check_edje(served: Served, queries: Sequence[wire.Query], field: str) -> None:
-    """Raises `ApiError` if an index is served without EDJE, or EDJE cannot read a query."""
+    """Raises `ApiError` if an index is served without EDJE, or if EDJE cannot read a query."""
     if served.spec.edje is None:
         message = f"{field} must be vectors, got 'edje' (indexes.{served.name}.edje is not set)"
         raise ApiError("invalid_argument", message, field)
@@ -116,7 +116,7 @@ def check_edje(served: Served, queries: Sequence[wire.Query], field: str) -> Non
 
 
 def read_query(query: wire.Query, info: RepresentationInfo, limits: Limits) -> Queries | Unencoded:
-    """Returns a query as vectors or as input of the encoder of a representation.
+    """Converts a query to vectors or to an input of the encoder of a representation.
 
     Raises:
         SpecError: The query is invalid, or the encoder does not support its kind.
@@ -140,7 +140,7 @@ def _read_vectors(query: wire.Vectors) -> Queries:
 
 
 def read_unencoded(query: wire.Query, limits: Limits) -> Unencoded:
-    """Returns the text, image or composed query of a request.
+    """Converts the query of a request to a text, an image or a composed query.
 
     Raises:
         SpecError: The query is invalid.

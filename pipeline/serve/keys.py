@@ -5,12 +5,11 @@ from which a random key of this length cannot be recovered. The file of the keys
 optionally below `keys:`. It is reloaded when it changes, so removing an entry revokes a key:
 
     keys:
-      - name: ann                    # name in logs; metrics contain the first digits of the hash
-        sha256: 5e88...              # python -m jobs.serve key --name ann
-        indexes: [cranfield]         # default: all
-        expires: 2027-01-01          # default: never
-        requests_per_second: 20      # default: limits.requests_per_second of the server
-        evaluate: true               # allows evaluations; default: false
+      - name: ann                    # name in logs. Metrics contain the first digits of the hash
+        sha256: 5e88...              # python -m jobs.serve key --name ann indexes: [cranfield]
+        # default: all expires: 2027-01-01          # default: never requests_per_second: 20      #
+        default: limits.requests_per_second of the server evaluate: true               # allows
+        evaluations; default: false
 
 The environment variable MAXRAY_KEYS can contain the same text instead of a file.
 """
@@ -56,19 +55,19 @@ class Key(Spec):
 
     @property
     def label(self) -> str:
-        """Label of the key in metrics, which Ray exports on every node without authentication.
+        """Label of the key in metrics, which is the beginning of its hash.
 
-        It is the beginning of the hash, which, unlike a name, can only be resolved with access to
-        the file of the keys.
+        Ray exports metrics on every node without authentication. In contrast to a name, a hash
+        reveals the owner of the key only to those who can read the file of the keys.
         """
         return self.name if self is ANONYMOUS else self.sha256[:8]
 
     def can_access(self, index: str) -> bool:
-        """Returns whether the key can access an index."""
+        """Checks whether the key can access an index."""
         return self.indexes is None or index in self.indexes
 
     def has_expired(self, now: datetime) -> bool:
-        """Returns whether the key has expired. A date expires at its beginning, in UTC."""
+        """Checks whether the key has expired. A key expires at the beginning of its date in UTC."""
         if self.expires is None:
             return False
         end = self.expires
@@ -102,12 +101,13 @@ def hash_key(key: str) -> str:
 
 
 class Keys:
-    """Access keys of a file or of the environment variable MAXRAY_KEYS, reloaded upon changes.
+    """Access keys from a file or from the environment variable MAXRAY_KEYS.
 
-    If the file becomes unreadable, no key is valid and `find` raises.
+    The keys are reloaded when the file changes. If the file becomes unreadable, all keys are
+    rejected and `find` raises an error.
 
     Args:
-        uri: URI of the file; if empty, the environment variable is read.
+        uri: URI of the file. If empty, the environment variable is read.
         clock: Monotonic clock, in seconds; replaced in tests.
 
     Raises:
@@ -122,7 +122,7 @@ class Keys:
         self._refresh()
 
     def find(self, secret: str) -> Key | None:
-        """Returns the key with a secret; None if there is none or it has expired.
+        """Looks up the key with the given secret. Returns None if it does not exist or has expired.
 
         Raises:
             SpecError: The file can no longer be read.
@@ -147,7 +147,7 @@ class Keys:
         self._checked_at = self._clock()
 
     def _read(self) -> str | None:
-        """Returns the text of the file; None if it is unchanged since it was last read."""
+        """Reads the file. Returns None if it has not changed since it was read last."""
         state: str | tuple[str, ...]
         text: str | None
         if not self._uri:
@@ -193,7 +193,7 @@ def read_keys(text: str) -> list[Key]:
 
 
 class Rates:
-    """Token-bucket rate limiter with one bucket per access key.
+    """Rate limiter that uses one token bucket per access key.
 
     Args:
         default: Rate of keys without a rate limit of their own, in requests per second; None:
@@ -209,7 +209,7 @@ class Rates:
         self._buckets: dict[str, tuple[float, float]] = {}  # level and time of the last update
 
     def acquire(self, key: Key, cost: float = 1.0) -> float:
-        """Takes a request from the bucket of a key if possible.
+        """Tries to take a request from the bucket of a key.
 
         Returns:
             0 if the request is allowed, else the delay until it would be, in seconds.

@@ -1,4 +1,4 @@
-"""The stage that serves stored items and their previews."""
+"""Stage that serves stored items and their previews."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIBRARY_THREADS = 4
 
 
 class Library:
-    """Stage that looks up single items and creates their previews."""
+    """Stage that looks up individual items and creates previews of them."""
 
     def __init__(self, indexes: Mapping[str, ServedIndex]):
         bind_to_loopback()
@@ -43,7 +43,10 @@ class Library:
     async def item(
         self, index: str, edition: Edition, item_id: str, caller: Caller
     ) -> dict[str, Any] | None:
-        """Returns the stored columns of an item without vectors; None if it is not in the index."""
+        """Returns the stored columns of an item without its vectors.
+
+        Returns None if it is not in the index.
+        """
         call = functools.partial(self._item, index, edition, item_id)
         (row,) = await self._item_scheduler.run(caller, None, [call])
         return row
@@ -66,7 +69,7 @@ class Library:
         seconds: float | None,
         caller: Caller,
     ) -> tuple[bytes, str]:
-        """Returns the encoded image or audio of an item, and its media type.
+        """Returns the image or audio of an item as an encoded file, with its media type.
 
         Args:
             index: Name of the index.
@@ -109,7 +112,7 @@ def _open_previews(served: ServedIndex, edition: Edition) -> Previews:
 
 
 def _media_type(image: bytes) -> str:
-    """Returns the media type of an encoded image from its first bytes.
+    """Determines the media type of an encoded image from its first bytes.
 
     >>> _media_type(b"RIFF....WEBP")
     'image/webp'

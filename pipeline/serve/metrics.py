@@ -1,7 +1,8 @@
-"""Metrics of the server: counters and histograms of Ray, exported for Prometheus.
+"""Metrics of the server, which are counters and histograms that Ray exports for Prometheus.
 
-Ray's agents export them on every node together with Ray's metrics. The route `/metrics` of the
-gateway merges the metrics of all nodes, for deployments in which the nodes are not scraped.
+The agents of Ray export them on every node, together with the metrics of Ray itself. In deployments
+whose nodes are not scraped individually, the route `/metrics` of the gateway can be used instead.
+It merges the metrics of all nodes.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Metrics:
         self._stages.observe(max(seconds, 1e-9), tags={"stage": stage})
 
     def event(self, event: str, stage: str) -> None:
-        """Counts an event: "retry", "degraded" or "reload_failed"."""
+        """Counts an event, which is one of "retry", "degraded" and "reload_failed"."""
         self._events.inc(tags={"event": event, "stage": stage})
 
     def in_flight(self, number: int) -> None:
@@ -69,7 +70,7 @@ class Metrics:
 
 
 def batch_sizes(stage: str) -> Histogram:
-    """Returns the histogram of the batch sizes of a stage."""
+    """Returns the histogram in which a stage records the sizes of its batches."""
     histogram = Histogram(
         "maxray_batch_size",
         "Number of requests in a batch of a stage.",
@@ -81,7 +82,7 @@ def batch_sizes(stage: str) -> Histogram:
 
 
 async def collect_metrics(timeout: float = 5.0) -> str:
-    """Returns the metrics of all nodes in the text format of Prometheus.
+    """Collects the metrics of all nodes in the text format of Prometheus.
 
     Raises:
         OSError: No node responds.
@@ -119,7 +120,7 @@ def merge_texts(texts: Sequence[str]) -> str:
 
 
 def _families(text: str) -> Iterable[tuple[list[str], list[str]]]:
-    """Yields the comment lines and the samples of each metric family."""
+    """Splits metrics in text format into families, with their comment lines and samples."""
     comments: list[str] = []
     samples: list[str] = []
     for line in text.splitlines():

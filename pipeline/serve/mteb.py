@@ -106,7 +106,7 @@ class Endpoint:
         Args:
             queries: Rows with `id` and `text`.
             top_k: Maximum number of documents per query.
-            top_ranked: Ids of the documents to rank, by query id; default: the whole index.
+            top_ranked: Ids of the documents to rank, by query id. Defaults to the whole index.
             metadata: Further arguments of mteb, which are ignored.
         """
         top_k = min(top_k, self._max_k)
@@ -132,7 +132,7 @@ class Endpoint:
 
     def _scores(self, hits: Sequence[Any]) -> dict[str, float]:
         is_parent = self._judged == "parent"
-        # The scores of EDJE and of the first stage are not comparable; negative ranks replace them.
+        # The scores of EDJE and of the first stage are not comparable. Negative ranks replace them.
         return {
             (hit.parent_id if is_parent else hit.item_id): -float(hit.rank)
             if hit.edje

@@ -1,4 +1,4 @@
-"""Results of stages, with errors returned as values, and the log of the stages."""
+"""Results of stages, in which errors are returned as values, and the log of the stages."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Failure:
-    """Error returned by a stage as a value; Ray would log a raised error with its traceback."""
+    """Error that a stage returns as a value.
+
+    If the stage raised the error instead, Ray would log it with its traceback.
+    """
 
     error: Exception
 
 
 def unwrap(outcome: T | Failure) -> T:
-    """Returns the result of a stage, or raises the error that it returned."""
+    """Returns the result of a stage. If the stage returned an error, raises it."""
     if isinstance(outcome, Failure):
         raise outcome.error
     return outcome
@@ -49,7 +52,7 @@ def returns_errors(
 
 @contextlib.contextmanager
 def logged(stage: str, **details: Any) -> Iterator[None]:
-    """Logs the duration of a stage of a request. Ray adds the request id to the log entry."""
+    """Logs how long a stage took for a request. Ray adds the request id to the log entry."""
     start = time.perf_counter()
     done = "failed"
     try:

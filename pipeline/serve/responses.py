@@ -54,11 +54,12 @@ def hit_response(
 
 
 def truncation_warnings(queries: Sequence[wire.Query], num_truncated: Sequence[int]) -> list[str]:
-    """Returns warnings about texts that EDJE truncated: text queries, or the texts of hits.
+    """Returns a warning for each kind of text that EDJE truncated.
+
+    EDJE truncates the text of a query or, for an image query, the texts of the hits.
 
     Args:
-        queries: The queries. EDJE reads a text query with the images of hits, and an image query
-            with their texts.
+        queries: The queries, which are reranked together with the texts of their hits.
         num_truncated: Maximum number of truncated tokens over the hits of each query.
 
     >>> truncation_warnings(["a", "b", wire.Image(image="AA")], [0, 4, 0])

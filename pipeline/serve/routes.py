@@ -44,7 +44,7 @@ api = APIRouter(prefix="/v1")
 
 
 def _log(request: Request, **fields: Any) -> str:
-    """Adds fields to the log entry of a request and returns the request id."""
+    """Adds fields to the log entry of a request and returns the id of the request."""
     request.state.log_fields = {**getattr(request.state, "log_fields", {}), **fields}
     return request.scope["maxray_request_id"]
 

@@ -1,9 +1,9 @@
-"""Fair scheduling of the requests of all access keys on the worker threads of a stage.
+"""Scheduling of requests that shares the threads of a stage fairly between access keys.
 
-A stage computes a request in slices, each a fraction of a second. After each slice, the scheduler
-selects the key that has used the least time, so a key with large requests delays the others by one
-slice at a time. Requests that have timed out or were cancelled are dropped, either before they
-start or at the end of the current slice.
+A stage processes a request in slices that take a fraction of a second. After each slice, the
+scheduler continues with the key that has used the least time. A key with large requests can
+therefore delay the requests of other keys by at most one slice at a time. Requests that have timed
+out or have been cancelled are dropped before they start or at the end of the current slice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Caller(NamedTuple):
-    """Access key and time limit of a call to a stage.
+    """Access key and time limit with which a stage is called.
 
     Attributes:
         key: Name of the access key.
@@ -32,11 +32,11 @@ class Caller(NamedTuple):
 
 
 class FairSlots:
-    """Slots shared among access keys such that no key can occupy all of them.
+    """Slots that access keys share such that no key can occupy all of them.
 
-    A key gets another slot while it holds fewer than are free (dynamic thresholds: Choudhury and
-    Hahne, 1998). One key holds at most half of the slots, two keys a third each, and a key without
-    a slot can always get one.
+    A key gets another slot as long as it holds fewer slots than are free (dynamic thresholds,
+    Choudhury and Hahne, 1998). A single key can hold at most half of the slots, and two keys can
+    hold a third each. A key that holds no slot can always get one.
 
     >>> slots = FairSlots(8)
     >>> [slots.acquire("a") for _ in range(5)], [slots.acquire("b") for _ in range(3)]
@@ -53,12 +53,12 @@ class FairSlots:
         self._by_key: Counter[str] = Counter()
 
     def is_available(self, key: str) -> bool:
-        """Returns whether the key can acquire a slot."""
+        """Checks whether the key can acquire a slot."""
         held = self._by_key[key] if self._are_shared else 0
         return held < self.capacity - self.num_acquired
 
     def acquire(self, key: str) -> bool:
-        """Acquires a slot without blocking; returns whether this succeeded."""
+        """Tries to acquire a slot without blocking. Returns True on success."""
         if not self.is_available(key):
             return False
         self._by_key[key] += 1
@@ -91,7 +91,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Batch:
-    """Values of one group, from one or more requests, that are computed together."""
+    """Values from one or more requests of the same group that are computed together."""
 
     members: list[tuple[_Request, int]]  # each with its number of values in the batch
     work: Generator[None, None, Sequence[Any]]
@@ -102,7 +102,7 @@ class _Batch:
 
 
 class FairScheduler:
-    """Batches the requests of a stage and shares its worker threads fairly among access keys.
+    """Batches requests and shares the worker threads of a stage fairly between access keys.
 
     Args:
         work: Computes a batch. It runs in a worker thread, never concurrently for one batch.
@@ -196,7 +196,7 @@ class FairScheduler:
             self._used[request.key] = used + seconds * number / total
 
     def _next(self) -> _Batch | None:
-        """Returns the batch to run next; None if there is none."""
+        """Selects the batch to run next. Returns None if there is nothing to do."""
         self._waiting = [r for r in self._waiting if not r.future.done()]
         for batch in list(self._paused):
             if all(request.future.done() for request, _ in batch.members):
@@ -254,7 +254,10 @@ class FairScheduler:
                 request.future.set_result(request.results)
 
     def _fail(self, batch: _Batch, error: Exception) -> None:
-        """Fails the request of a batch; the requests of a shared batch are retried separately."""
+        """Handles an error of a batch.
+
+        If several requests share the batch, they are retried separately.
+        """
         for request, number in batch.members:
             request.is_running = False
             if request.future.done():
@@ -269,7 +272,7 @@ class FairScheduler:
 
 
 def _step(work: Generator[None, None, Sequence[Any]]) -> Sequence[Any] | None:
-    """Runs a slice of a batch; returns its results, or None if it is not complete."""
+    """Runs a slice of a batch. Returns its results, or None if the batch is not complete yet."""
     try:
         next(work)
     except StopIteration as stop:
@@ -278,7 +281,7 @@ def _step(work: Generator[None, None, Sequence[Any]]) -> Sequence[Any] | None:
 
 
 async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Returns all results in order; if one awaitable fails, the others are cancelled."""
+    """Waits for all results and returns them in order. If one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Served indexes, each in the newest version that all of its shards have opened."""
+"""Indexes that the server serves, each in the newest version that all of its shards have opened."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True)
 class Served:
-    """Served version of an index, without its vectors."""
+    """Version of an index that is being served, without its vectors."""
 
     name: str
     spec: ServedIndex
@@ -35,7 +35,7 @@ class Served:
         return self.edition.version
 
     def representation(self, name: str | None) -> RepresentationInfo:
-        """Returns the metadata of a representation that can be searched.
+        """Returns the metadata of a representation, which must be searchable.
 
         Args:
             name: Name of the representation. Default: `full` if the index has it, else the first.
@@ -52,9 +52,10 @@ class Served:
 
 
 class ServedIndexes:
-    """Served version of each index.
+    """Versions of all indexes that are being served.
 
-    A request uses one version throughout. A new version is served once all shards have opened it.
+    A request uses the same version from beginning to end. A new version is served as soon as all
+    shards have opened it.
 
     Args:
         settings: Settings of the server.
@@ -70,7 +71,7 @@ class ServedIndexes:
         self._refreshing: asyncio.Task | None = None
 
     async def start(self) -> None:
-        """Opens all indexes and starts to check them for new versions.
+        """Opens all indexes and starts to check them periodically for new versions.
 
         Raises:
             SpecError: An index is missing.
@@ -97,7 +98,7 @@ class ServedIndexes:
                     log.warning("index %s could not be reloaded: %s", name, error)
 
     async def _refresh(self, name: str) -> None:
-        """Serves the newest version of an index once all shards have opened it."""
+        """Serves the newest version of an index as soon as all shards have opened it."""
         spec = self._settings.indexes[name]
         current = self._served.get(name)
         served = await asyncio.to_thread(_open_newest, name, spec, current)
@@ -125,7 +126,7 @@ class ServedIndexes:
 
 
 def _open_newest(name: str, spec: ServedIndex, current: Served | None) -> Served | None:
-    """Returns the newest version of an index; None if it is already being served."""
+    """Returns the newest version of an index, or None if this version is being served already."""
     index = Index(spec.uri)
     edition = index.edition
     if current is not None and edition == current.edition:

@@ -1,4 +1,4 @@
-"""Settings of a server, the argument of `pipeline.serve.app:build`."""
+"""Settings of a server, which are the argument of `pipeline.serve.app:build`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RAY_SERVE_ENV = {
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "100",
 }
 #: Environment variables for Ray Serve's proxies, see `pipeline.serve.front`. Ray restarts a proxy
-#: after three failed health checks; the default interval of these checks is ten seconds.
+#: after three failed health checks. The default interval of these checks is ten seconds.
 PROXY_ENV = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pipeline.serve.front:middlewares",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
@@ -38,7 +38,7 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
 
 class Scale(Spec):
-    """Replicas and resources of a deployment, in the terms of Ray Serve."""
+    """Replicas and resources of a deployment, named as in Ray Serve."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "replicas": "num_replicas",
@@ -49,7 +49,7 @@ class Scale(Spec):
     }
 
     num_replicas: PositiveInt = 1
-    """Number of replicas; the minimum if `max_replicas` is set."""
+    """Number of replicas. The minimum if `max_replicas` is set."""
     max_replicas: PositiveInt | None = None
     """Maximum number of replicas under load; null disables autoscaling."""
     target_ongoing_requests: PositiveFloat = 8
@@ -63,7 +63,7 @@ class Scale(Spec):
     max_ongoing_requests: PositiveInt = 256
     """Maximum number of calls in progress per replica, which are scheduled fairly among keys."""
     max_queued_requests: PositiveInt = 64
-    """Maximum number of calls that wait for a replica; further calls are rejected (503)."""
+    """Maximum number of calls that wait for a replica. Further calls are rejected (503)."""
 
     @field_validator("max_replicas")
     @classmethod
@@ -80,7 +80,7 @@ class ServedIndex(Spec):
     renamed: ClassVar[Mapping[str, str]] = {"shards": "num_shards", "load": "preload"}
 
     uri: str
-    """URI of the index; every node of the cluster must be able to read it."""
+    """URI of the index. Every node of the cluster must be able to read it."""
     num_shards: PositiveInt = 1
     """Number of shards, each with a deployment of its own. A search queries all of them."""
     cache: bool = True
@@ -133,7 +133,7 @@ class Limits(Spec):
     max_rerank_pairs: PositiveInt = 2_000
     """Maximum number of (query, item) pairs per request that EDJE reranks."""
     max_in_flight_requests: PositiveInt = 128
-    """Maximum number of requests in progress per gateway; further requests are rejected (503).
+    """Maximum number of requests in progress per gateway. Further requests are rejected (503).
     Access keys share these slots: a key gets another slot while it holds fewer than are free, so
     one key holds at most half of the slots, and two keys a third each."""
     max_pending_bodies: PositiveInt = 128
@@ -146,7 +146,7 @@ class Limits(Spec):
 
 
 class Timeouts(Spec):
-    """Time limits for the stages of a request, including queueing, and for shutdown."""
+    """Time limits for shutdown and for the stages of a request, including queueing."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "encode": "encode_s",
@@ -194,11 +194,11 @@ class Evaluations(Spec):
     )
     """Benchmarks by name."""
     max_queued: PositiveInt = 16
-    """Maximum number of queued evaluations; further evaluations are rejected (503)."""
+    """Maximum number of queued evaluations. Further evaluations are rejected (503)."""
     max_queued_per_key: PositiveInt = 8
     """Maximum number of queued evaluations per access key."""
     max_finished: PositiveInt = 1_000
-    """Maximum number of finished evaluations to keep; the oldest are removed."""
+    """Maximum number of finished evaluations to keep. The oldest are removed."""
 
 
 class ServeSpec(Spec):
@@ -234,7 +234,7 @@ class ServeSpec(Spec):
 
 
 def is_loopback(host: str | None) -> bool:
-    """Returns whether a host name or address denotes the loopback interface.
+    """Checks whether a host name or an address refers to the loopback interface.
 
     >>> [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", None)]
     [True, True, True, False, False, False]

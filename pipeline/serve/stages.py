@@ -1,15 +1,14 @@
-"""Stages of a search, deployed behind the gateway and independent of HTTP.
+"""Stages of a search, which are deployed behind the gateway and do not depend on HTTP.
 
-`pipeline.serve.app` deploys them. A stage keeps no state between calls except for loaded models and
-indexes, so any replica can process a call, and calls can be retried.
+`pipeline.serve.app` deploys the stages. Apart from loaded models and indexes, a stage has no state
+between calls. Any replica can therefore process a call, and calls can be retried. Each call
+contains its access key and time limit (`Caller`). Stages share their time fairly between keys,
+compute in slices of a fraction of a second, and drop calls that have timed out or have been
+cancelled (see `pipeline.serve.scheduler`). Waiting calls that have the same options are batched:
+queries are encoded together, and vectors are read only once for all queries.
 
-Each call carries its access key and time limit (`Caller`). Stages schedule the calls of all keys
-fairly, compute in slices of a fraction of a second, and drop calls that have timed out or were
-cancelled (`pipeline.serve.scheduler`). Waiting calls with equal options are batched: queries are
-encoded together, and vectors are read once for all queries.
-
-Each query is passed as a `Queries` object of its own, before the transformation of the
-representation.
+Every query is passed as a separate `Queries` object that has not been transformed for a
+representation yet.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def limit_threads(scale: Scale) -> None:
 
 
 class QueryEncoder:
-    """Stage that encodes queries; each encoder is loaded once."""
+    """Stage that encodes queries. Each encoder is loaded once and then kept in memory."""
 
     def __init__(self, scale: Scale):
         bind_to_loopback()
@@ -123,7 +122,7 @@ class QueryEncoder:
 
 
 class _PendingQuery(NamedTuple):
-    """Query to be encoded. The queries of a batch have the same encoder."""
+    """Query that is waiting to be encoded. All queries of a batch have the same encoder."""
 
     query: Unencoded
     representation: str
@@ -139,7 +138,7 @@ class _PendingSearch(NamedTuple):
 
     Attributes:
         query: The encoded query.
-        rows: Ascending positions of the items that pass the filter; None for all items.
+        rows: Ascending positions of the items that pass the filter, or None for all items.
         num_pairs: Number of (query token, vector) pairs if all items are scored.
     """
 
@@ -149,10 +148,10 @@ class _PendingSearch(NamedTuple):
 
 
 class Ranker:
-    """Stage that ranks and describes the items of an index or one of its shards.
+    """Stage that ranks and describes the items of an index or of one of its shards.
 
-    A searcher ranks the items of its shard. A reranker has no shard and rescores the hits of the
-    searchers by another representation.
+    A searcher ranks the items of its shard. A reranker does not have a shard. It rescores the hits
+    of the searchers with another representation.
     """
 
     def __init__(
@@ -187,13 +186,16 @@ class Ranker:
 
     @returns_errors
     async def prepare(self, edition: Edition, representations: Sequence[str]) -> None:
-        """Opens a version and loads the vectors of the given representations."""
+        """Opens a version of the index and loads the vectors of the given representations."""
         for name in representations:
             await self._load(edition, SearchOptions(name))
         await asyncio.to_thread(self._versions.get, edition)
 
     async def _load(self, edition: Edition, options: SearchOptions) -> Searcher:
-        """Returns a version after loading the vectors of a score; other calls are not blocked."""
+        """Returns a version of the index after loading the vectors that a score needs.
+
+        Other calls are not blocked meanwhile.
+        """
         searcher = await asyncio.to_thread(self._versions.get, edition)
         name, score = options.column, options.score
         if not searcher.scorer.is_loaded(name, score):
@@ -209,7 +211,7 @@ class Ranker:
     async def rank(
         self, edition: Edition, queries: Sequence[Queries], options: SearchOptions, caller: Caller
     ) -> list[Ranking]:
-        """Returns the best items of the shard for each query, with `rows` relative to the shard.
+        """Ranks the items of the shard for each query. The `rows` of the result are relative to it.
 
         Raises:
             SpecError: An option is invalid.
@@ -226,7 +228,7 @@ class Ranker:
         options: Sequence[SearchOptions],
         caller: Caller,
     ) -> list[Ranking]:
-        """Ranks like `rank`, with separate options for each query."""
+        """Ranks the items of the shard with individual options for each query."""
         with logged("rank", queries=len(queries)):
             pairs = zip(queries, options, strict=True)
             rankings = await gather_or_cancel(
@@ -252,7 +254,7 @@ class Ranker:
     async def _filtered_rows(
         self, edition: Edition, searcher: Searcher, options: SearchOptions, caller: Caller
     ) -> np.ndarray | None:
-        """Returns the positions of the items that pass the filter; None without a filter."""
+        """Returns the positions of the items that pass the filter, or None without a filter."""
         if options.filter is None:
             return None
         if (rows := searcher.items.cached_rows(options.filter)) is not None:
@@ -274,7 +276,7 @@ class Ranker:
     async def search(
         self, edition: Edition, queries: Sequence[Queries], options: SearchOptions, caller: Caller
     ) -> list[list[DescribedHit]]:
-        """Ranks and describes in one call, for an index with one shard."""
+        """Ranks and describes items in a single call, for an index that has only one shard."""
         details = {"representation": options.column, "version": edition.version}
         with logged("search", queries=len(queries), **details):
             async with asyncio.timeout(caller.timeout_s):
@@ -331,7 +333,7 @@ class Ranker:
 def _similarity_map(
     searcher: Searcher, query: Queries, item_id: str, representation: str
 ) -> SimilarityMap | None:
-    """Returns the similarity map of an item; None if the item does not support one."""
+    """Computes the similarity map of an item. Returns None if the item does not support maps."""
     try:
         return similarity_map(searcher, query, item_id, representation)
     except SpecError:
@@ -339,7 +341,7 @@ def _similarity_map(
 
 
 class JointRanker:
-    """Stage that reranks hits by EDJE's joint encoder.
+    """Stage that reranks hits with EDJE's joint encoder.
 
     Raises:
         SpecError: The configured folder does not contain an EDJE model.
@@ -371,7 +373,7 @@ class JointRanker:
         options: SearchOptions,
         caller: Caller,
     ) -> list[Ranking]:
-        """Returns the k best items of the first stage's ranking of each query.
+        """Reranks the ranking of each query and returns its k best items.
 
         Args:
             edition: Version of the index.
@@ -396,7 +398,7 @@ class JointRanker:
     async def read(
         self, edition: Edition, query: str | bytes, item_ids: list[str], caller: Caller
     ) -> dict[str, JointScore]:
-        """Returns the joint encoder's readings of the items that it can read; see `rerank`."""
+        """Scores the items that the joint encoder can read. See `rerank` for the arguments."""
         (readings,) = await self._read(edition, [query], [item_ids], caller)
         return readings
 
@@ -407,7 +409,7 @@ class JointRanker:
         candidates: Sequence[list[str]],
         caller: Caller,
     ) -> list[dict[str, JointScore]]:
-        """Reads the candidates of each query, in chunks of `BATCH_PAIRS`."""
+        """Scores the candidates of each query in chunks of `BATCH_PAIRS` pairs."""
         chunks = [
             [(query, ids[i : i + BATCH_PAIRS]) for i in range(0, len(ids) or 1, BATCH_PAIRS)]
             for query, ids in zip(queries, candidates, strict=True)

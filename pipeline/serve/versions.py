@@ -17,7 +17,7 @@ MAX_OPEN_VERSIONS = 2
 
 
 class Versions(Generic[T]):
-    """LRU cache of the versions of an index that are open in a process.
+    """Cache of the versions of an index that are open in a process, with LRU eviction.
 
     Args:
         load: Opens a version.
@@ -30,7 +30,7 @@ class Versions(Generic[T]):
         self._load_locks: dict[Edition, threading.Lock] = {}
 
     def get(self, edition: Edition) -> T:
-        """Returns a version, which is opened once. Opening one does not block access to others."""
+        """Returns a version. Each version is opened once, which does not block access to others."""
         with self._lock:
             if edition in self._open:
                 self._open.move_to_end(edition)

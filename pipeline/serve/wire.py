@@ -1,7 +1,7 @@
-"""Schemas of the HTTP API, shared by the server and its client.
+"""Schemas of the HTTP API that the server and its client share.
 
-Requests with unknown fields are rejected. The limits defined here hold for every server; the
-settings of a server (`pipeline.serve.settings`) can lower them.
+Requests that contain unknown fields are rejected. The limits in this module apply to all servers. A
+server can lower them in its settings (`pipeline.serve.settings`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Request(BaseModel):
-    """Base class of requests; unknown fields are rejected."""
+    """Base class of all requests. Requests with unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Response(BaseModel):
-    """Base class of responses; clients ignore the fields that a newer server adds."""
+    """Base class of all responses. Clients ignore unknown fields, which a newer server may add."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
 
@@ -109,7 +109,7 @@ class Composed(Image):
 
 
 def query_kind(query: Any) -> str:
-    """Returns the kind of a query, which selects the schema that validates it."""
+    """Returns the kind of a query, which determines the schema for its validation."""
     if isinstance(query, Mapping):
         return "composed" if "text" in query else "image" if "image" in query else "vectors"
     kinds: dict[type, str] = {Vectors: "vectors", Image: "image", Composed: "composed"}
@@ -128,7 +128,7 @@ QUERY_KINDS = ("text", "vectors", "image", "composed")
 
 
 def query_text(query: Query) -> str | None:
-    """Returns the text of a query; None if it has no text."""
+    """Returns the text that a query contains, or None if it has no text."""
     return query.text if isinstance(query, Composed) else query if isinstance(query, str) else None
 
 
@@ -138,7 +138,7 @@ RerankMethod = Literal["vectors", "edje"]
 
 
 def _check_method(value: Any, info: ValidationInfo) -> Any:
-    """Validates that an option is used only with the reranking method that supports it."""
+    """Checks that options of a reranking method are only used together with this method."""
     by = "edje" if info.field_name == "add_first_stage" else "vectors"
     if value and info.data.get("by", by) != by:
         raise ValueError(f"omitted unless by is {by!r}")
@@ -153,7 +153,7 @@ class Rerank(Request):
 
     by: RerankMethod = "vectors"
     """Reranking method. `vectors` computes exact MaxSim scores with another representation. `edje`
-    applies EDJE's joint encoder to the query and each hit; hits that it cannot read keep their
+    applies EDJE's joint encoder to the query and each hit. Hits that it cannot read keep their
     rank, and hits beyond `rerank_depth` follow the reranked ones in their original order."""
     representation: RerankRepresentation = None
     """Representation that `vectors` scores with. Default: the default representation."""
@@ -172,7 +172,7 @@ class Rerank(Request):
 
 
 class SearchOptions(Request):
-    """Search options shared by single and batch searches."""
+    """Options that single searches and batch searches have in common."""
 
     index: Name | None = None
     """Name of the index. Optional if the access key can access only one index."""
@@ -210,10 +210,10 @@ class SearchRequest(SearchOptions):
 
 
 class BatchSearchRequest(SearchOptions):
-    """Search with several queries and the same options."""
+    """Search for several queries that share the same options."""
 
     queries: Annotated[list[Query], Field(min_length=1, max_length=1024)]
-    """The queries; their kinds can differ."""
+    """The queries. Their kinds can differ."""
 
 
 class Location(Response):
@@ -222,11 +222,11 @@ class Location(Response):
     span: tuple[int, int]
     """Character range (start, end) in the text of the item."""
     box: tuple[float, float, float, float] | None
-    """Bounding box (x0, y0, x1, y1) in [0, 1]; null if the location is not visible."""
+    """Bounding box (x0, y0, x1, y1) in [0, 1], or null if the location is not visible."""
     times: tuple[float, float] | None
-    """Start and end time in the parent, in seconds; null if the item has no time axis."""
+    """Start and end time in the parent, in seconds, or null if the item has no time axis."""
     confidence: float | None = None
-    """Mean confidence of the OCR or speech recognition; null if it is unknown."""
+    """Mean confidence of the OCR or speech recognition, or null if it is unknown."""
 
 
 class Match(Response):
@@ -265,22 +265,22 @@ class Passage(Location):
     """Sum of the contributions of the query tokens inside the passage, each reduced by its
     contribution inside the preceding passages."""
     highlights: list[Highlight]
-    """Best-matching words, at most one per query token; empty for an image region."""
+    """Best-matching words, at most one per query token, or empty for an image region."""
 
 
 class Word(Response):
     """Word or image patch of a hit and its similarities to the query tokens."""
 
     text: str
-    """Text of the word; empty for an image patch."""
+    """Text of the word, or empty for an image patch."""
     span: tuple[int, int]
     """Character range in the text of the hit."""
     box: tuple[float, float, float, float] | None
-    """Bounding box (x0, y0, x1, y1) in [0, 1]; null if the word is not visible."""
+    """Bounding box (x0, y0, x1, y1) in [0, 1], or null if the word is not visible."""
     times: tuple[float, float] | None
-    """Start and end time in the parent, in seconds; null if the item has no time axis."""
+    """Start and end time in the parent, in seconds, or null if the item has no time axis."""
     similarities: list[float | None]
-    """Similarity to each query token; null if no vector represents the word."""
+    """Similarity to each query token, or null if no vector represents the word."""
     credit: float
     """Share of the MaxSim score that the vectors of the word add, summed over the query tokens.
     Each of several words that share a vector has all of its credit."""
@@ -298,7 +298,7 @@ class Map(Response):
 
 
 class ScoreParts(Response):
-    """Components of the score of a hit; null for components that were not computed."""
+    """Components of the score of a hit, or null for components that were not computed."""
 
     maxsim: float | None
     """MaxSim score."""
@@ -321,7 +321,7 @@ class JointScore(Response):
     """Result of EDJE's joint encoder for a hit."""
 
     logit: float | None
-    """Logit of the match of query and hit; null if the hit was not read or is beyond
+    """Logit of the match of query and hit, or null if the hit was not read or is beyond
     `rerank_depth`."""
     num_truncated_tokens: int
     """Number of tokens truncated from the text: that of the query, or that of the hit if the query
@@ -351,15 +351,15 @@ class Hit(Response):
     parts: ScoreParts | None = None
     """Components of the score."""
     first_stage: FirstStage | None = None
-    """Rank and score in the first stage; null if the hits were not reranked."""
+    """Rank and score in the first stage, or null if the hits were not reranked."""
     edje: JointScore | None = None
-    """Result of EDJE; null if the hits were not reranked by EDJE."""
+    """Result of EDJE, or null if the hits were not reranked by EDJE."""
     matches: list[Match] | None = None
-    """Best-matching vector of each query token; null unless `explain` is set."""
+    """Best-matching vector of each query token, or null unless `explain` is set."""
     passages: list[Passage] | None = None
-    """Best-matching passages, best first; null unless `explain` is set."""
+    """Best-matching passages, best first, or null unless `explain` is set."""
     map: Map | None = None
-    """Similarity map; null unless `explain` is `map` and the item supports one."""
+    """Similarity map, or null unless `explain` is `map` and the item supports one."""
 
 
 class _SearchResult(Response):
@@ -406,7 +406,7 @@ class EncodeRequest(Request):
     """Name of the representation whose encoder is used. Default: `full` if the index has it, else
     the first."""
     queries: Annotated[list[Query], Field(min_length=1, max_length=256)]
-    """The queries; their kinds can differ."""
+    """The queries. Their kinds can differ."""
 
 
 class EncodedQuery(Response):
@@ -417,7 +417,7 @@ class EncodedQuery(Response):
     token_texts: list[str]
     """Texts of the query tokens."""
     pooled: list[float] | None
-    """Single vector of the query; null if the encoder has none."""
+    """Single vector of the query, or null if the encoder has none."""
 
 
 class EncodeResponse(Response):
@@ -473,7 +473,7 @@ class RerankResponse(Response):
     version: int
     """Version of the index."""
     representation: str | None
-    """Name of the representation; null for `edje`."""
+    """Name of the representation, or null for `edje`."""
     results: list[ScoredItem]
     """Items, best first."""
     missing: list[str]
@@ -514,14 +514,14 @@ class Representation(Response):
     name: str
     """Name of the representation."""
     role: Literal["search", "rerank"]
-    """`search` representations can be searched; `rerank` representations hold the tokens of an
-    EDJE model."""
+    """`search` representations can be searched. `rerank` representations hold the tokens of an EDJE
+    model."""
     encoder: str | None
     """Name of the encoder."""
     compressor: str | None
-    """Name of the compressor; null for the tokens of an EDJE model."""
+    """Name of the compressor, or null for the tokens of an EDJE model."""
     codec: str | None
-    """Name of the codec; null for the tokens of an EDJE model."""
+    """Name of the codec, or null for the tokens of an EDJE model."""
     dim: int | None
     """Dimension of the vectors."""
     scores: list[str]
@@ -569,7 +569,7 @@ class EvaluationRequest(Request):
     queries: Annotated[dict[Id, Text], Field(max_length=100_000)] | None = None
     """Texts of the queries by query id."""
     qrels: Annotated[dict[Id, dict[Id, Grade]], Field(max_length=100_000)] | None = None
-    """Relevance grades by query id and by the id of an item or parent; see `judged`."""
+    """Relevance grades by query id and by the id of an item or parent. See `judged`."""
     representations: Annotated[list[Name], Field(max_length=256)] = []
     """Names of the representations to evaluate; empty: all."""
     scores: list[Score] = []
@@ -618,13 +618,13 @@ class Evaluation(Response):
     id: str
     """Id of the evaluation."""
     state: State
-    """State of the evaluation; `done`, `failed` and `cancelled` are final."""
+    """State of the evaluation. `done`, `failed` and `cancelled` are final."""
     index: str
     """Name of the index."""
     created: str
     """Time of creation in UTC, ISO 8601."""
     finished: str | None
-    """Time at which the evaluation finished, in UTC, ISO 8601; null if it has not finished."""
+    """Time at which the evaluation finished, in UTC, ISO 8601, or null if it has not finished."""
     progress: list[str]
     """Last lines of the log."""
     error: str | None

@@ -10,7 +10,7 @@ from pipeline.sources.windows import MAX_UNIT_BYTES, WindowSource, WindowSpec
 class Audio(WindowSource["Audio.Spec"]):
     """Time windows of audio files, one item per window.
 
-    **Ids.** `<file>#t=<start>,<end>` in seconds; the id of an entire file is its path. The parent
+    **Ids.** `<file>#t=<start>,<end>` in seconds. The id of an entire file is its path. The parent
     of an item is the file.
 
     **Audio.** Payload `audio`: one channel, the mean of all channels, at `sample_rate`, read window
@@ -21,7 +21,7 @@ class Audio(WindowSource["Audio.Spec"]):
     AAC, M4A and the audio tracks of videos. The format is detected from the content, not from the
     suffix.
 
-    **Metadata.** `duration`; `sample_rate` and `channels` of the file; `truncated`, True, if the
+    **Metadata.** `duration`; `sample_rate` and `channels` of the file. `truncated`, True, if the
     file is shorter than its header specifies.
     """
 

@@ -79,7 +79,7 @@ class Combined(Source["Combined.Spec"]):
     def check(self) -> None:
         """Raises `SpecError` if one of the sources contains no items."""
         for number, source in enumerate(self._sources):
-            with within(str(number)):
+            with within(f"[{number}]"):
                 source.check()
 
     def shards(self) -> Iterator[dict[str, Any]]:

@@ -74,8 +74,8 @@ def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
 
     Yields:
         (path relative to `root`, size in bytes). A folder that cannot be listed is yielded in place
-        of its files with the size None; opening it raises the error. The size of a pipe, a socket
-        or a device is `SPECIAL_FILE_SIZE`; `untrusted.open_file` rejects it.
+        of its files with the size None. Opening it raises the error. The size of a pipe, a socket
+        or a device is `SPECIAL_FILE_SIZE`. `untrusted.open_file` rejects it.
     """
     pending: list[tuple[str, int | None]] = [(root, None)]  # None: a folder to be listed
     while pending:
@@ -120,7 +120,10 @@ def _children(fs: AbstractFileSystem, folder: str) -> Iterator[tuple[str, int | 
 
 
 def _size(fs: AbstractFileSystem, path: str, size: int) -> int:
-    """Returns the size of an irregular directory entry; a dangling link has its listed size."""
+    """Returns the size of an irregular directory entry.
+
+    A dangling link has its listed size.
+    """
     try:
         check_regular(fs, path)
     except Unreadable:
@@ -131,7 +134,7 @@ def _size(fs: AbstractFileSystem, path: str, size: int) -> int:
 
 
 def escape(text: str) -> str:
-    r"""Returns text that Arrow can store; bytes of file names that are not UTF-8 become escapes.
+    r"""Returns text that Arrow can store. Bytes of file names that are not UTF-8 become escapes.
 
     >>> print(escape("a\udcff.txt"))
     a\udcff.txt

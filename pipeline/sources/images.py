@@ -29,7 +29,7 @@ CAPTION_SUFFIXES = (".txt", ".caption")
 #: Maximum number of images per unit if their text is recognised, which takes seconds per image.
 #: Small units make progress visible and are committed earlier.
 MAX_UNIT_SCANS = 8
-#: Maximum number of images per unit; an image takes a few megabytes.
+#: Maximum number of images per unit. An image takes a few megabytes.
 MAX_UNIT_IMAGES = 64
 #: Metadata fields that locate the file of an item. Manifest fields with these names are renamed.
 RESERVED = ("file", "bytes", "row")
@@ -70,17 +70,17 @@ class Images(MediaSource["Images.Spec"]):
 
         name: Literal["images"] = "images"
         images: config.Uri | None = None
-        """Folder of the files named by a manifest; default: the folder of the manifest."""
+        """Folder of the files named by a manifest. Defaults to the folder of the manifest."""
         id_field: str | None = None
-        """Manifest field with the id; default: `_id` if present, else `id`."""
+        """Manifest field with the id. Defaults to `_id` if present, else `id`."""
         max_pixels: int = Field(4_000_000, ge=10_000, le=100_000_000)
-        """Maximum size of an image, in pixels; larger images are scaled down."""
+        """Maximum size of an image, in pixels. Larger images are scaled down."""
         max_input_pixels: int = Field(200_000_000, ge=10_000, le=1_000_000_000)
         """Images that declare more pixels are rejected before decoding."""
         leave_out_caption: int | None = Field(None, ge=0)
         """Number of the caption to exclude, from 0."""
         max_file_bytes: int = Field(1 << 30, ge=1024)
-        """Maximum size of an image file, in bytes; files are read into memory."""
+        """Maximum size of an image file, in bytes. Files are read into memory."""
 
     provides = ("item_id", "image", "scan", "caption")
     suffixes = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -138,7 +138,10 @@ class Images(MediaSource["Images.Spec"]):
             yield from manifests.shards(*self._folder, container, num_bytes)
 
     def list_files(self, shard: dict[str, Any]) -> Iterator[MediaFile | Reject]:
-        """Yields the images of a shard; manifest rows without an image are rejects."""
+        """Yields the images of a shard.
+
+        Manifest rows without an image are rejects.
+        """
         if "manifest" not in shard:
             yield from super().list_files(shard)
             return
@@ -286,7 +289,7 @@ class Images(MediaSource["Images.Spec"]):
 
     @functools.cached_property
     def _images(self) -> tuple[Any, str] | None:
-        """File system and folder of the images; None if they are in the folder of the manifest."""
+        """File system and folder of the images, or None if they are next to the manifest."""
         return None if self.spec.images is None else open_root(self.spec.images)
 
     def resolve_path(self, file: MediaFile) -> tuple[Any, str]:

@@ -25,7 +25,7 @@ JSON_SUFFIX = ".json"
 #: Maximum numbers of rows and bytes per shard. Rows are small, but the files they name are not.
 ROWS_PER_SHARD = 256
 LINE_BYTES_PER_SHARD = 64 << 10
-#: Table rows above this size contain files; their row groups are not divided between shards.
+#: Table rows above this size contain files. Their row groups are not divided between shards.
 FILE_BYTES = 16 << 10
 #: Number of table rows in memory at the same time.
 ROWS_PER_BATCH = 16
@@ -42,7 +42,7 @@ class ManifestEntry:
     Attributes:
         location: Returns the location of the entry, for errors about an entry without an id.
         fields: The fields by name.
-        number: Number of the row in a table; None for other manifests.
+        number: Number of the row in a table, or None for other manifests.
     """
 
     location: Callable[[], str]
@@ -184,7 +184,10 @@ def parse_rows(value: Any) -> list[dict[str, Any]]:
 
 
 def _coco(images: list[dict[str, Any]], annotations: Any) -> list[dict[str, Any]]:
-    """Returns the images of a COCO file with their captions; other annotations are ignored."""
+    """Returns the images of a COCO file with their captions.
+
+    Other annotations are ignored.
+    """
     captions: dict[Any, list[Any]] = {}
     for annotation in annotations if isinstance(annotations, list) else []:
         if isinstance(annotation, dict) and "caption" in annotation:
@@ -279,7 +282,7 @@ class Table:
         """Returns the fields of a row.
 
         Args:
-            number: Number of the row, from 0; reading in ascending order is fastest.
+            number: Number of the row, from 0. Reading in ascending order is fastest.
 
         Raises:
             Unreadable: The row does not exist or is corrupted.
@@ -317,7 +320,7 @@ def _classify_error(error: Exception) -> Unreadable | OSError:
 
 
 def to_json_value(value: Any) -> Any:
-    """Returns a JSON-compatible copy of a value, without bytes; other types become strings.
+    """Returns a JSON-compatible copy of a value, without bytes. Other types become strings.
 
     >>> to_json_value({"a": [1, float("nan")], "b": b"x"})
     {'a': [1, None]}

@@ -46,14 +46,14 @@ class MediaFile:
     """A media file, or a member of an archive.
 
     Attributes:
-        id: Id of the file; the ids of its items begin with it.
+        id: Id of the file. The ids of its items begin with it.
         path: Path of the file, archive or table, relative to the folder of the source.
         size: Size in bytes, or None if unknown.
-        offset: Offset of a member in its archive, in bytes; None for other files.
+        offset: Offset of a member in its archive, in bytes, or None for other files.
         suffix: Suffix of the file name, in lower case with the dot.
         sidecars: Contents of the other members of the same sample, by suffix.
         annotation: Captions, title and metadata from a manifest.
-        row: Row of the table at `path` that contains the bytes; None for other files.
+        row: Row of the table at `path` that contains the bytes, or None for other files.
     """
 
     id: str
@@ -72,7 +72,7 @@ class MediaSpec(config.ComponentSpec):
     path: config.Uri
     """Local path or fsspec URI of a folder, an archive or a single file."""
     collection: str = ""
-    """Name of the collection; default: the last part of the path."""
+    """Name of the collection. Defaults to the last part of the path."""
     ids: Literal["key", "path"] = "key"
     """Ids of archive members: the WebDataset `key` (the path up to the first dot), or the `path`
     of the archive and the member, for archives that share keys."""
@@ -92,8 +92,8 @@ class MediaSource(Source[MediaSpecT]):
     """Base class of sources whose files are read by a decoding process.
 
     `path` is a folder that contains files with the supported suffixes and tar archives of them, at
-    any depth, or a single such file. The id of a file is its path relative to the folder; the id of
-    an archive member is its WebDataset key. A corrupted range of an archive is one reject; reading
+    any depth, or a single such file. The id of a file is its path relative to the folder. The id of
+    an archive member is its WebDataset key. A corrupted range of an archive is one reject. Reading
     resumes at the next member.
     """
 
@@ -170,7 +170,7 @@ class MediaSource(Source[MediaSpecT]):
             raise SpecError("path", self.spec.path, f"a folder, or a file ending in {names}")
         if next(self._files(), ("", None)) == ("", None):
             rule = f"a folder with files ending in {', '.join(suffixes)}"
-            raise SpecError("path", self.spec.path, rule, "contains none")
+            raise SpecError("path", self.spec.path, rule, "contains no such files")
 
     def shards(self) -> Iterator[dict[str, Any]]:
         """Yields groups of files `{"files": [[path, size], ...]}` and the shards of containers."""
@@ -198,7 +198,10 @@ class MediaSource(Source[MediaSpecT]):
         yield {"archive": container}
 
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
-        """Yields the items of each file; a file that cannot be read is one reject."""
+        """Yields the items of each file.
+
+        A file that cannot be read is one reject.
+        """
         for file in self.list_files(shard):
             yield from self._scan_file(file) if isinstance(file, MediaFile) else (file,)
 
@@ -337,7 +340,10 @@ class MediaSource(Source[MediaSpecT]):
     def decode(
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
-        """Decodes items; each file is copied to this machine at most once."""
+        """Decodes items.
+
+        Each file is copied to this machine at most once.
+        """
         for _, group in itertools.groupby(items, lambda entry: entry[1].handle["id"]):
             file_items = [item for _, item in group]
             file = MediaFile(**file_items[0].handle)
@@ -395,7 +401,7 @@ class Member:
         name: Path in the archive.
         offset: Offset of the content in the archive, in bytes.
         size: Size in bytes.
-        text: Content of caption and metadata files; None for other files.
+        text: Content of caption and metadata files, or None for other files.
     """
 
     name: str
@@ -416,7 +422,7 @@ class UnreadableMember:
     Attributes:
         offset: Offset in the archive, in bytes.
         detail: Description of the problem.
-        name: Name of the member; empty for a byte range.
+        name: Name of the member, or empty for a byte range.
         reason: Reason of the reject.
     """
 
@@ -430,7 +436,7 @@ class ByteStream(Protocol):
     """A stream of bytes that is read sequentially."""
 
     def read(self, size: int = -1, /) -> bytes:
-        """Returns at most `size` bytes, or all remaining bytes for -1; empty at the end."""
+        """Returns at most `size` bytes, or all remaining bytes for -1, or empty at the end."""
 
 
 class FileRange:
@@ -447,7 +453,7 @@ class FileRange:
         self._stream, self._num_remaining = stream, size
 
     def read(self, size: int = -1, /) -> bytes:
-        """Returns at most `size` bytes, or all remaining bytes for -1; empty at the end."""
+        """Returns at most `size` bytes, or all remaining bytes for -1, or empty at the end."""
         size = self._num_remaining if size < 0 else min(size, self._num_remaining)
         data = self._stream.read(size)
         self._num_remaining -= len(data)
@@ -515,7 +521,7 @@ def _member(stream: BinaryIO, member: tarfile.TarInfo) -> Member:
 
 
 def _has_content(stream: BinaryIO, start: int, end: int) -> bool:
-    """Returns whether a byte range of a file contains non-zero bytes."""
+    """Checks whether a byte range of a file contains non-zero bytes."""
     stream.seek(start)
     while start < end:
         if not (data := stream.read(min(1 << 20, end - start))):

@@ -33,7 +33,7 @@ MAX_UNIT_SCANS = 16
 
 
 class Pages(Source["Pages.Spec"]):
-    """The pages of PDF documents, one item per page; the parent of an item is the document.
+    """The pages of PDF documents, one item per page. The parent of an item is the document.
 
     `path` is a folder that contains .pdf files at any depth, or a single .pdf file.
 
@@ -66,11 +66,11 @@ class Pages(Source["Pages.Spec"]):
         path: config.Uri
         """Local path or fsspec URI."""
         collection: str = ""
-        """Name of the collection; default: the last part of the path."""
+        """Name of the collection. Defaults to the last part of the path."""
         dpi: float = Field(144.0, ge=1, le=2400)
         """Resolution of page images, in pixels per inch."""
         max_pixels: int = Field(4_000_000, ge=10_000, le=100_000_000)
-        """Maximum size of a page image, in pixels; larger images are scaled down."""
+        """Maximum size of a page image, in pixels. Larger images are scaled down."""
         max_file_bytes: int = Field(4 << 30, ge=1024)
         """Maximum size of a document, in bytes."""
         limits: Limits = Limits()
@@ -98,7 +98,7 @@ class Pages(Source["Pages.Spec"]):
             raise SpecError("path", self.spec.path, rule)
         if next(self._files(), ("", None)) == ("", None):
             raise SpecError(
-                "path", self.spec.path, f"a folder with {SUFFIX} files", "contains none"
+                "path", self.spec.path, f"a folder with {SUFFIX} files", "contains no such files"
             )
 
     def shards(self) -> Iterator[dict[str, Any]]:
@@ -117,7 +117,10 @@ class Pages(Source["Pages.Spec"]):
             yield {"files": group}
 
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
-        """Yields the pages of each document; a document that cannot be opened is one reject."""
+        """Yields the pages of each document.
+
+        A document that cannot be opened is one reject.
+        """
         for file in shard["files"]:
             yield from self._scan_file(file)
 

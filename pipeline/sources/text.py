@@ -43,7 +43,7 @@ MAX_JSON_DEPTH = 100
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+")
 
-#: Errors of reading a file; truncated and corrupted gzip files raise the last two.
+#: Errors of reading a file. Truncated and corrupted gzip files raise the last two.
 UNREADABLE = (OSError, EOFError, zlib.error)
 
 
@@ -69,7 +69,7 @@ class Text(Source["Text.Spec"]):
     `path` is a folder that contains .txt, .md, .jsonl and .jsonl.gz files at any depth, or a single
     such file, or a BEIR folder. Of a BEIR folder, only corpus.jsonl (or corpus.jsonl.gz) is read.
 
-    **Documents.** A .txt or .md file is a document; its id is its path relative to `path`, and its
+    **Documents.** A .txt or .md file is a document. Its id is its path relative to `path`, and its
     text is the content of the file without a byte order mark. Each non-blank line of a .jsonl file
     is a document: an object with an id (a string or an integer), a text and an optional title. All
     other fields become metadata of the item.
@@ -95,9 +95,9 @@ class Text(Source["Text.Spec"]):
         path: config.Uri
         """Local path or fsspec URI."""
         collection: str = ""
-        """Name of the collection; default: the last part of the path."""
+        """Name of the collection. Defaults to the last part of the path."""
         id_field: str | None = None
-        """JSON field with the id; default: `_id` if present, else `id`."""
+        """JSON field with the id. Defaults to `_id` if present, else `id`."""
         text_field: str = "text"
         """JSON field with the text."""
         title_field: str = "title"
@@ -123,7 +123,7 @@ class Text(Source["Text.Spec"]):
             )
         first = next(self._files(), None)
         if first in (None, ("", None)):  # ("", None): the folder cannot be listed
-            raise SpecError("path", path, f"a folder with {kinds} files", "contains none")
+            raise SpecError("path", path, f"a folder with {kinds} files", "contains no such files")
         if first[1] == 0 and (self._corpus or not fs.isdir(root)):
             raise SpecError("path", path, "a corpus of at least one document", "is an empty file")
 
@@ -150,7 +150,7 @@ class Text(Source["Text.Spec"]):
             yield {"files": group}
 
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
-        """Yields the documents of a shard in order; a line belongs to the range in which it begins.
+        """Yields the documents of a shard in order. A line belongs to the range in which it begins.
 
         The reject of a line without a valid id is named `<file>:<line number>`, with numbers from
         1. The reject of a file that cannot be read to its end is named `<file>#byte=<offset>`.
@@ -163,7 +163,7 @@ class Text(Source["Text.Spec"]):
 
     @functools.cached_property
     def _corpus(self) -> str | None:
-        """Name of the corpus file in a BEIR folder; None for other paths."""
+        """Name of the corpus file in a BEIR folder, or None for other paths."""
         fs, root = open_root(self.spec.path)
         names = ("corpus.jsonl", "corpus.jsonl.gz")
         return next((name for name in names if fs.isfile(f"{root}/{name}")), None)
@@ -318,7 +318,7 @@ def join_title(title: str, text: str) -> str:
 
 
 def windows(text: str, passages: Passages) -> list[tuple[int, int]]:
-    """Returns (start, end) of each window in code points; empty if the text is not divided.
+    """Returns (start, end) of each window in code points, or empty if the text is not divided.
 
     Args:
         text: The text of a document.
@@ -386,11 +386,11 @@ class Lines:
 
     Args:
         fs: The file system.
-        path: Path of the file; gzip files are decompressed.
+        path: Path of the file. Gzip files are decompressed.
         start: Start of the range, in bytes of the decompressed content.
         end: End of the range, in bytes; None: the end of the file. A line belongs to the range in
             which it begins.
-        max_bytes: Maximum size of a line, in bytes; longer lines are truncated to `max_bytes` + 1.
+        max_bytes: Maximum size of a line, in bytes. Longer lines are truncated to `max_bytes` + 1.
 
     Attributes:
         offset: Offset of the current line, in bytes, or of the line that could not be read.

@@ -34,7 +34,7 @@ PATH_RULE = (
     + ", ".join(PARQUET + ARROW)
 )
 
-#: Errors of reading a corrupted file; `pa.ArrowInvalid` is a ValueError.
+#: Errors of reading a corrupted file. `pa.ArrowInvalid` is a ValueError.
 UNREADABLE = (OSError, ValueError, pa.ArrowException, Unreadable)
 
 #: Maximum size of the header of an .npy file and of a line of ids.txt, in bytes.
@@ -52,7 +52,7 @@ class VectorsSpec(ComponentSpec):
     path: Uri
     """Local path or fsspec URI."""
     collection: str = ""
-    """Name of the collection; default: the last part of the path."""
+    """Name of the collection. Defaults to the last part of the path."""
     dim: int = Field(gt=0)
     """Number of dimensions of a vector."""
     id_column: str = "id"
@@ -71,7 +71,7 @@ class Block:
         lengths: Number of vectors per row, (n,) int64.
         widths: Number of values per vector, (T,) int64, where T is the sum of `lengths`.
         values: Values of all vectors, float32.
-        strings: n UTF-8 strings per string column; empty when decoding.
+        strings: n UTF-8 strings per string column, or empty when decoding.
     """
 
     lengths: np.ndarray
@@ -237,7 +237,7 @@ class NpyFiles:
 
         Args:
             shard: The shard.
-            positions: Row numbers in the shard, ascending.
+            positions: Row numbers in the shard in ascending order.
         """
         for rows in self._group_rows(shard, np.asarray(positions, dtype=np.int64)):
             block = self._block(shard, rows)
@@ -387,7 +387,7 @@ class ColumnFiles:
 
         Args:
             shard: The shard.
-            positions: Row numbers in the shard, ascending.
+            positions: Row numbers in the shard in ascending order.
         """
         chunks = shard["chunks"] or self._chunks(shard["file"])
         first = 0

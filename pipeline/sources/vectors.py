@@ -37,7 +37,7 @@ class Vectors(Source[VectorsSpec]):
       and `ids.txt`;
     - a .parquet or Arrow IPC file (.arrow, .feather, .ipc), or a folder of such files at any depth,
       with a column of ids (strings or integers) and a column of vectors (lists of lists of floats).
-      The string columns `title`, `text` and `parent_id` are optional; other columns are not read.
+      The string columns `title`, `text` and `parent_id` are optional. Other columns are not read.
 
     Vectors are converted to float32 and otherwise unchanged. The revision of an item is a hash of
     its vectors, title, text and parent, so listing reads all files once, a few hundred rows at a

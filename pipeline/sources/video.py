@@ -38,34 +38,34 @@ class FramesSpec(Spec):
     """Minimum difference between two frames that starts a new scene: the mean absolute
     difference of pixel values in [0, 1]."""
     max_pixels: int = Field(1_000_000, ge=1000, le=100_000_000)
-    """Maximum size of a frame, in pixels; larger frames are scaled down."""
+    """Maximum size of a frame, in pixels. Larger frames are scaled down."""
 
 
 class Video(WindowSource["Video.Spec"]):
     """Time windows of video files, one item per window.
 
-    **Ids.** `<file>#t=<start>,<end>` in seconds; the id of an entire video is its path. The parent
+    **Ids.** `<file>#t=<start>,<end>` in seconds. The id of an entire video is its path. The parent
     of an item is the file.
 
     **Frames.** Payload `frames`, upright RGB pixels. The frame of a time is the last one with an
     equal or earlier timestamp, so variable frame rates are supported. `sampling` selects the frames
     of a window:
 
-    - `fps`: the frames at intervals of 1 / `fps` seconds; if there are more than `num_frames`, an
+    - `fps`: the frames at intervals of 1 / `fps` seconds. If there are more than `num_frames`, an
       evenly spaced subset;
     - `uniform`: the frames in the middle of `num_frames` equal intervals;
     - `scenes`: frames at intervals of 1 / `scene_detection_fps` seconds are compared, and a
       difference above `scene_threshold` starts a new scene. The middle frame of each scene is
       selected, for at most the `num_frames` longest scenes.
 
-    **Audio.** Payload `audio`, as in the audio source; null for windows without audio.
+    **Audio.** Payload `audio`, as in the audio source, or null for windows without audio.
 
     **Errors.** The readable part of a truncated or corrupted video is indexed. A window with
     neither frames nor audio is rejected, and so is a file without any of the inputs of the encoder.
 
     **Metadata.** `frames` [[number, seconds], ...], the selected frames; `duration`; the average
     `fps`; `num_frames`; `width` and `height` as displayed; `rotation` in degrees; `has_video`;
-    `has_audio`; `audio_duration`; `truncated`, True, if the file is shorter than its header
+    `has_audio`; `audio_duration`. `truncated`, True, if the file is shorter than its header
     specifies, and `stated_duration`, the duration in the header if it is known.
     """
 

@@ -15,7 +15,7 @@ from pipeline.decoding import Unreadable
 from pipeline.schema import Item
 from pipeline.sources.media import MediaFile, MediaSource, MediaSpec
 
-#: Minimum duration of the last window; a shorter remainder becomes part of the previous window.
+#: Minimum duration of the last window. A shorter remainder becomes part of the previous window.
 MIN_WINDOW_SECONDS = 1.0
 #: Maximum size of the decoded payload of a unit in memory.
 MAX_UNIT_BYTES = 128 << 20
@@ -64,8 +64,8 @@ WindowSpecT = TypeVar("WindowSpecT", bound=WindowSpec)
 class WindowSource(MediaSource[WindowSpecT]):
     """Base class of sources whose items are time windows of files.
 
-    The id of an item is `<file>#t=<start>,<end>`, a W3C media fragment that browsers understand;
-    its parent is the file. The last window ends at the end of the file and adds at least one
+    The id of an item is `<file>#t=<start>,<end>`, a W3C media fragment that browsers understand.
+    Its parent is the file. The last window ends at the end of the file and adds at least one
     second. If items are entire files (`window_seconds: null`), their id is the id of the file, and
     files are listed without being opened.
     """
@@ -190,7 +190,7 @@ def split_windows(
     """
     end = round(duration, 3)
     step = window - overlap
-    # Each window after the first adds `step` seconds; the last may add less.
+    # Each window after the first adds `step` seconds. The last may add less.
     remainder = round(end - window - MIN_WINDOW_SECONDS, 3)
     num_windows = 1 if remainder < 0 else 2 + math.floor(round(remainder / step, 6))
     starts = [round(i * step, 3) for i in range(num_windows)]

@@ -1,1 +1,1 @@
-"""Synthetic benchmarks: scenes of shapes, binding reports of SMART, and small models."""
+"""Synthetic benchmarks, which consist of scenes of shapes and of reports, and small models."""

@@ -1,13 +1,15 @@
-"""Local-evidence benchmark of the SMART paper: pairs of reports that differ only in bindings.
+"""Local-evidence benchmark of the SMART paper, with reports that differ only in bindings.
 
-A report is a grid of 5 x 5 panels. Each panel has a cluttered chart and a marker with a colour and
-a shape, which is labelled by a short code (SMART, section 4.1, figure 2 and appendix A). The hard
-negative of a report has the same layout, codes and markers, but the codes are permuted so that each
-labels a different marker. The set of codes and markers therefore does not distinguish the two.
+A report is a grid of 5 x 5 panels. Each panel contains a cluttered chart and a marker with a colour
+and a shape, which is labelled by a short code (SMART, section 4.1, figure 2 and appendix A). The
+hard negative of a report has the same layout, codes and markers, but its codes are permuted so that
+each code labels a different marker. The two can therefore not be distinguished by the set of their
+codes and markers.
 
-The paper does not specify codes, colours, shapes and charts. Here, a code consists of a letter, a
-digit and a letter, without letters that resemble digits. Markers and codes are unique within a
-report, so that a query matches exactly one panel of the report and none of the hard negative.
+The paper does not specify the codes, colours, shapes and charts. In this implementation, a code
+consists of a letter, a digit and a letter. Letters that resemble digits are not used. Markers and
+codes are unique within a report. A query therefore matches exactly one panel of the report, and no
+panel of the hard negative.
 """
 
 from __future__ import annotations
@@ -76,7 +78,10 @@ class Report:
         )
 
     def code_boxes(self, side: int = SIDE) -> np.ndarray:
-        """Returns the boxes of the codes in pixels, (25, 4) int64; x1 and y1 are exclusive."""
+        """Returns the boxes of the codes in pixels, (25, 4) int64.
+
+        X1 and y1 are exclusive.
+        """
         panel = side // GRID
         radius, gap, margin = (round(size * panel) for size in (RADIUS, GAP, MARGIN))
         width, height = _code_size(side)
@@ -147,7 +152,7 @@ def generate_pair(series: int, number: int) -> Pair:
 def derangement(random: np.random.Generator, size: int) -> np.ndarray:
     """Draws a permutation (size,) int64 without fixed points uniformly at random.
 
-    Rejection sampling accepts more than a third of all permutations.
+    The function uses rejection sampling, which accepts more than a third of all permutations.
 
     >>> derangement(np.random.default_rng(0), 2).tolist()
     [1, 0]
@@ -166,7 +171,7 @@ def _generator(series: int, number: int, stream: int) -> np.random.Generator:
 
 
 def _distinct(random: np.random.Generator, *sizes: int) -> np.ndarray:
-    """Draws distinct combinations of indices, one per panel, (25, len(sizes)) int64."""
+    """Draws one distinct combination of indices per panel, (25, len(sizes)) int64."""
     choices = random.choice(int(np.prod(sizes)), PANELS, replace=False)
     return np.stack(np.unravel_index(choices, sizes), axis=1)
 
@@ -194,7 +199,7 @@ def _draw_chart(
 
 @functools.cache
 def _font(side: int) -> ImageFont.FreeTypeFont:
-    """Returns the font bundled with Pillow, which does not depend on system fonts."""
+    """Returns the font that is bundled with Pillow, which does not depend on the system."""
     font = ImageFont.load_default(round(FONT_SIZE * (side // GRID)))
     assert isinstance(font, ImageFont.FreeTypeFont), "Pillow was built without FreeType"
     return font

@@ -68,7 +68,7 @@ def check_form(spec: Any, form: Form, field: str = "--form") -> None:
 def measure(
     encoder: Encoder, pairs: Sequence[Pair], form: Form, side: int = SIDE
 ) -> list[Accuracy]:
-    """Measures the pairwise accuracy by all scores that the encoder supports."""
+    """Measures the pairwise accuracy under all scores that the encoder supports."""
     by_score = pair_scores(encoder, pairs, form, side)
     return [summarise(scores_PQ2, form, score) for score, scores_PQ2 in by_score.items()]
 
@@ -100,7 +100,7 @@ def pair_scores(
         late   = mean over query tokens of the maximum over document tokens    (eq. 4)
         hybrid = single + late                                                 (eq. 5)
 
-    Encoders without pooled vectors have only the score "late"; encoders without token vectors of
+    Encoders without pooled vectors have only the score "late". Encoders without token vectors of
     queries have only "single".
 
     Returns:

@@ -1,4 +1,4 @@
-"""Training data of the local-evidence benchmark of SMART, and payloads of its reports."""
+"""Training data of the local-evidence benchmark of SMART."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NUM_PAIRS = 40
 
 
 class Binding(TrainingData["Binding.Spec"]):
-    """Infinite series of pairs of reports; each epoch uses a section of it.
+    """Infinite series of pairs of reports. Each epoch uses a section of it.
 
-    A pair has two documents in a batch: the report and, directly after it, the hard negative, which
-    is not relevant to any query. The report of pair n has the label 2 n and its hard negative
-    2 n + 1. Queries have the label of their report.
+    A pair contributes two documents to a batch: the report, and directly after it the hard
+    negative, which is not relevant to any query. The report of pair n has the label 2 n, and its
+    hard negative has the label 2 n + 1. Queries have the label of their report.
     """
 
     class Spec(config.ComponentSpec):
@@ -35,7 +35,7 @@ class Binding(TrainingData["Binding.Spec"]):
 
         name: Literal["binding"] = "binding"
         form: Form = "text"
-        """Form of the reports: "text" has one sentence per panel; "rendered" is an image."""
+        """Form of the reports: "text" has one sentence per panel. "rendered" is an image."""
         side: int = Field(SIDE, ge=MIN_SIDE)
         """Width and height of rendered reports, in pixels."""
         num_pairs: int = Field(1600, ge=1)
@@ -46,7 +46,7 @@ class Binding(TrainingData["Binding.Spec"]):
         queries: int = Field(4, ge=1, le=PANELS)
         """Number of queries per report in a batch, of 25."""
         series: int | None = Field(None, ge=0, lt=VALIDATION_SERIES)
-        """Series of the pairs; defaults to the seed of the run."""
+        """Series of the pairs. Defaults to the seed of the run."""
         validation: int = Field(NUM_PAIRS, ge=1)
         """Number of validation pairs, the first pairs of the benchmark with all their queries."""
 
@@ -62,11 +62,14 @@ class Binding(TrainingData["Binding.Spec"]):
 
     @property
     def num_batches(self) -> int:
-        """Number of batches per epoch; incomplete batches are dropped."""
+        """Number of batches per epoch.
+
+        Incomplete batches are dropped.
+        """
         return self.spec.num_pairs // (self.batch_size // 2)
 
     def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
-        """Yields pairs with a sample of their queries; pairs are never split between workers."""
+        """Yields pairs with a sample of their queries. A pair is never split between workers."""
         spec, pairs_per_batch = self.spec, self.batch_size // 2
         series = self.seed if spec.series is None else spec.series
         pair_N = np.arange(spec.num_pairs)
@@ -90,7 +93,7 @@ class Binding(TrainingData["Binding.Spec"]):
             yield make_batch(pairs, panels, spec.form, spec.side)
 
     def validation(self) -> Batch:
-        """Returns the benchmark's pairs with all of their queries."""
+        """Returns the pairs of the benchmark with all of their queries."""
         pairs = evaluation_pairs(self.spec.validation)
         return make_batch(pairs, [range(PANELS)] * len(pairs), self.spec.form, self.spec.side)
 

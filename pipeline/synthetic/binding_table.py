@@ -25,7 +25,7 @@ class TableSpec(config.Spec):
     title: str
     """Title of the plot."""
     form: Form = "text"
-    """Form of the reports: "text" has one sentence per panel; "rendered" is an image."""
+    """Form of the reports: "text" has one sentence per panel. "rendered" is an image."""
     side: int = Field(SIDE, ge=MIN_SIDE)
     """Width and height of rendered reports, in pixels."""
     rows: dict[str, Annotated[list[EncoderSpec], Field(min_length=1)]] = Field(min_length=1)
@@ -54,7 +54,7 @@ class Row(NamedTuple):
         return bootstrap_interval(self.correct[score].mean(axis=(0, 2)))
 
     def spread(self, score: str) -> float:
-        """Returns the standard deviation over seeds; NaN for a single seed."""
+        """Returns the standard deviation over seeds, or NaN for a single seed."""
         means_S = self.correct[score].mean(axis=(1, 2))
         return float(means_S.std(ddof=1)) if len(means_S) > 1 else np.nan
 
@@ -68,7 +68,7 @@ def check(spec: TableSpec) -> None:
     """Raises `SpecError` if an encoder is unavailable or does not support the form."""
     for name, encoders in spec.rows.items():
         for number, encoder in enumerate(encoders):
-            with config.within(f"rows.{name}.{number}"):
+            with config.within(f"rows.{name}[{number}]"):
                 ENCODERS.load(encoder.name).check(encoder)
                 check_form(encoder, spec.form, "form")
 
@@ -96,7 +96,7 @@ def measure(spec: TableSpec, pairs: Sequence[Pair], report: Callable[[str], None
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Formats the rows as cells with a header: accuracies with confidence intervals."""
+    """Formats the rows as table cells. Accuracies are shown with confidence intervals."""
     scores = [score for score in SCORES if any(score in row.correct for row in rows)]
     cells = [["encoder", "seeds", *scores]]
     for row in rows:

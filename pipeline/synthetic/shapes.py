@@ -1,8 +1,8 @@
-"""Shapes: scenes of coloured shapes with captions, boxes and complete relevance judgments.
+"""Scenes of coloured shapes with captions, boxes and complete relevance judgments.
 
-The data substitute Flickr30K-Entities: several objects per image, which are often of the same kind,
-captions of one object or of two objects and their spatial relation, and a box for each object that
-a caption mentions. All scenes that match a caption are relevant to it.
+The data are a substitute for Flickr30K Entities. Images contain several objects, often of the same
+kind. A caption describes one object, or two objects and their spatial relation. Each object that a
+caption mentions has a bounding box. All scenes that match a caption are relevant to it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Scenes:
     """S scenes of up to T objects.
 
     Attributes:
-        attributes: Indices of size, colour and shape of each object, (S, T, 3) int64; -1 at
+        attributes: Indices of size, colour and shape of each object, (S, T, 3) int64, or -1 at
             padding.
         centres: Centres x and y in pixels, (S, T, 2) float64.
         greys: Grey level of the background, (S,) uint8.
@@ -109,7 +109,7 @@ class Captions:
     """C captions, such as "a small red circle" or "a small red circle left of a blue star".
 
     Attributes:
-        phrases: Attributes of the two objects, (C, 2, 3) int64, as in `Scenes.attributes`; `ANY`
+        phrases: Attributes of the two objects, (C, 2, 3) int64, as in `Scenes.attributes`. `ANY`
             for attributes that are not mentioned.
         relations: Indices into `RELATIONS`, (C,) int64; `NO_RELATION` for captions of one object.
     """
@@ -157,9 +157,9 @@ class Captions:
         return matches_CS
 
     def objects(self, row: int, scenes: Scenes, scene: int) -> np.ndarray:
-        """Returns masks (2, T) of the objects in a scene that match the two phrases of a caption.
+        """Finds the objects in a scene that match the two phrases of a caption, as masks (2, T).
 
-        For captions with a relation, the objects must also be related.
+        If the caption has a relation, the objects must also be in this relation.
         """
         single = scenes.take([scene])
         first_T, second_T = (single.matching(attributes)[0] for attributes in self.phrases[row])
@@ -183,10 +183,10 @@ def describe(attributes: Sequence[int]) -> str:
 
 
 def object_relations(scenes: Scenes) -> np.ndarray:
-    """Returns masks (4, S, T, T) of the pairs of objects in each relation.
+    """Finds the pairs of objects in each relation and returns them as masks (4, S, T, T).
 
-    Two objects are left or right of each other if their distance in x exceeds that in y, and above
-    or below each other in the opposite case.
+    Two objects are left and right of each other if their distance in x is larger than that in y.
+    Otherwise, they are above and below each other.
     """
     offset_STT2 = scenes.centres[:, :, None] - scenes.centres[:, None]
     x_STT, y_STT = offset_STT2[..., 0], offset_STT2[..., 1]
@@ -203,7 +203,7 @@ def object_relations(scenes: Scenes) -> np.ndarray:
 
 
 def generate_scenes(series: int, numbers: Sequence[int], layout: Layout = DEFAULT_LAYOUT) -> Scenes:
-    """Generates scenes of an infinite series; each depends only on the series and its number.
+    """Generates scenes of an infinite series. A scene depends only on the series and its number.
 
     >>> single, several = generate_scenes(0, [5]), generate_scenes(0, range(10))
     >>> bool((single.centres[0] == several.centres[5]).all())
@@ -289,7 +289,10 @@ def _free_centre(
     centres_T2: np.ndarray,
     layout: Layout,
 ) -> np.ndarray | None:
-    """Draws an integer centre where an object touches no other; None if no centre is found."""
+    """Draws a centre at which an object touches no other object.
+
+    Returns None if no such centre is found.
+    """
     radii = np.array(layout.radii)
     radius = radii[size]
     for _ in range(50):

@@ -25,7 +25,7 @@ from pipeline.synthetic.shapes import (
 )
 from pipeline.training_data.base import Batch, Phrases, TrainingData, worker_slice
 
-#: First validation series; training series are smaller. Series fit into one 32-bit word of a seed,
+#: First validation series. Training series are smaller. Series fit into one 32-bit word of a seed,
 #: so that the words of a series and a scene number are unique.
 VALIDATION_SERIES = 1 << 31
 
@@ -33,7 +33,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Shapes(TrainingData["Shapes.Spec"]):
-    """Infinite series of scenes; each epoch uses a section of it."""
+    """Infinite series of scenes. Each epoch uses a section of it."""
 
     class Spec(config.ComponentSpec):
         """Options of `Shapes`."""
@@ -54,7 +54,7 @@ class Shapes(TrainingData["Shapes.Spec"]):
         single_epochs: int = Field(1, ge=1)
         """Number of epochs over which `single` is interpolated."""
         series: int | None = Field(None, ge=0, lt=VALIDATION_SERIES)
-        """Series of the scenes; defaults to the seed of the run."""
+        """Series of the scenes. Defaults to the seed of the run."""
         validation: int = Field(1000, ge=2)
         """Number of validation scenes, with one caption of two objects each."""
         side: int = Field(DEFAULT_LAYOUT.side, ge=16)
@@ -91,7 +91,10 @@ class Shapes(TrainingData["Shapes.Spec"]):
 
     @property
     def num_batches(self) -> int:
-        """Number of batches per epoch; incomplete batches are dropped."""
+        """Number of batches per epoch.
+
+        Incomplete batches are dropped.
+        """
         return self.spec.num_scenes // self.batch_size
 
     def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
@@ -128,7 +131,7 @@ class Shapes(TrainingData["Shapes.Spec"]):
             yield make_batch(scenes.take(worker_rows), captions, keys)
 
     def validation(self) -> Batch:
-        """Returns scenes of another series with a caption of two objects and a phrase each."""
+        """Returns scenes of another series. Each has a caption of two objects and a phrase."""
         scenes, captions, scene_C = validation_scenes(self.spec.validation, layout=self.spec.layout)
         keys = [self._key(VALIDATION_SERIES, number) for number in range(len(scenes))]
         return make_batch(scenes, captions, keys, first_phrases(scenes, captions, scene_C))
@@ -141,7 +144,7 @@ class Shapes(TrainingData["Shapes.Spec"]):
 
     @staticmethod
     def relevant(query_labels: torch.Tensor, document_labels: torch.Tensor) -> torch.Tensor:
-        """Returns the matrix of relevance: scenes are relevant to the captions that they match."""
+        """Computes the relevance matrix. A scene is relevant to all captions that it matches."""
         matches = _captions(query_labels.cpu().numpy()).match(
             _scenes(document_labels.cpu().numpy())
         )

@@ -1,4 +1,4 @@
-"""Export of validation scenes as a collection for the index and evaluation jobs."""
+"""Writes validation scenes as a collection that can be indexed and evaluated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Training: learners, objectives and one loop for all, alone or under Ray Train.
+"""Training of encoders, adapters and rerankers, with or without Ray Train.
 
-Only `ray` and `hidden_states` import Ray and Lance; both are loaded where they are used.
+All learners use the same loop. Only the modules `ray` and `hidden_states` import Ray and Lance.
+They are loaded when they are needed.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints and trained models of a run, written atomically."""
+"""Checkpoints and trained models of a run. Both are written atomically."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MAY_CHANGE = (
 
 
 class Checkpoints:
-    """Checkpoints of a run.
+    """Checkpoints of a training run.
 
-    A checkpoint holds the trained weights, the optimiser state, the states of every worker's
-    random generators, and the step, which determines the position in the data and the learning
-    rate.
+    A checkpoint contains the trained weights, the optimiser state, the states of the random
+    generators of all workers, and the step. The step determines the position in the data and the
+    learning rate.
 
     Args:
         folder: Folder of the checkpoints.
@@ -56,7 +56,7 @@ class Checkpoints:
         return checkpoints[-1] if checkpoints else None
 
     def save(self, step: int, learner: torch.nn.Module, optimiser: torch.optim.Optimizer) -> None:
-        """Writes a checkpoint and removes those beyond `keep_last`."""
+        """Writes a checkpoint and removes the oldest ones, so that `keep_last` remain."""
         unfinished = self.folder / f".step-{step:08d}"
         if distributed.rank() == 0:
             unfinished.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ class Checkpoints:
         distributed.wait_for_all()
 
     def restore_weights(self, learner: torch.nn.Module) -> int:
-        """Restores the weights of the latest checkpoint; returns its step, or 0 without one.
+        """Restores the weights of the latest checkpoint. Returns its step, or 0 if there is none.
 
         Raises:
             SpecError: The checkpoint belongs to another run.
@@ -123,7 +123,7 @@ class Checkpoints:
             set_random_state(torch.load(random, weights_only=True), device)
 
     def keep_best(self, step: int, quality: dict[str, float], learner: Any) -> None:
-        """Writes the model to `best/` if its first metric is the highest so far."""
+        """Writes the model to `best/` if its first metric is the highest one so far."""
         best = self.folder.parent / "best"
         undo_half(best)
         named = best / "quality.json"
@@ -164,7 +164,7 @@ def _read_metadata(checkpoint: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _corruption_errors(checkpoint: Path) -> Iterator[None]:
-    """Turns read errors into a `JobError` that names the checkpoint."""
+    """Converts read errors to a `JobError` that contains the path of the checkpoint."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
@@ -200,7 +200,7 @@ def only_one(folder: Path, seconds: float = 10.0) -> TextIO:
 
 
 def differences(one: Any, other: Any, above: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields the dotted field and both values of each difference between two specs.
+    """Yields the dotted name and both values of each field in which two specs differ.
 
     >>> list(differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}))
     [('a.c', 2, 3)]
@@ -237,7 +237,7 @@ def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> N
 
 
 def written(folder: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder under a temporary name and renames it."""
+    """Writes a folder under a temporary name and renames it when it is complete."""
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Contrastive training of encoders: late interaction, single vectors or both, with compressors."""
+"""Contrastive training of encoders with late interaction, single vectors or both."""
 
 from __future__ import annotations
 
@@ -69,24 +69,25 @@ class Distillation(config.Spec):
     """`kl`, the divergence from the teacher's distribution over the documents that it scored for a
     query; or `margin_mse`, the squared error of its margins."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Weight of this loss; that of the contrastive loss is 1."""
+    """Weight of this loss. That of the contrastive loss is 1."""
     scale: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Factor on the teacher's scores, which corresponds to dividing this model's scores by the
     temperature for `kl`."""
 
 
 class Contrastive(Learner["Contrastive.Spec"]):
-    """Trains an encoder by InfoNCE over the scores of a batch's queries and documents.
+    """Trains an encoder with InfoNCE over the scores of the queries and documents of a batch.
 
-    A compressor is applied to the documents' vectors before scoring. Gradients flow through its
-    means; seeds, assignments and selections are constants (SaMer, section 4.3).
+    If a compressor is set, it is applied to the vectors of the documents before scoring. Gradients
+    flow through the means that it computes. Seeds, assignments and selections are treated as
+    constants (SaMer, section 4.3).
     """
 
     class Spec(BaseSpec):
         """Options of contrastive training.
 
-        An `adapter` of `encoder` is merged into its weights before training; `trainable: lora`
-        trains the adapter further instead.
+        If the encoder has an `adapter`, it is merged into the weights before training. With
+        `trainable: lora`, the adapter itself is trained further instead.
         """
 
         renamed: ClassVar[Mapping[str, str]] = {
@@ -107,7 +108,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         also learns the weight of each layer."""
         hidden_states_cache: Uri | None = None
         """Folder in which hidden states of the frozen model are cached, so that it runs once per
-        query and document; null runs it in each epoch. For `projection` and `adapter`."""
+        query and document. Null runs it in each epoch. For `projection` and `adapter`."""
         hidden_states_dtype: Literal["float16", "float32"] = "float16"
         """Precision of the cached hidden states."""
         compressor: CompressorSpec = Field(default="none", validate_default=True)
@@ -182,7 +183,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if the encoder cannot be built here, or not be trained this way."""
+        """Raises `SpecError` if the encoder is not available, or cannot be trained in this way."""
         encoder_class = ENCODERS.load(spec.encoder.name)
         if spec.trainable != "adapter":
             if not issubclass(encoder_class, Trainable):
@@ -208,16 +209,17 @@ class Contrastive(Learner["Contrastive.Spec"]):
 
     @classmethod
     def check_data(cls, spec: Spec, data: TrainingData) -> None:
-        """Also raises `SpecError` if there is nothing to distill."""
+        """Raises `SpecError` in the same cases, and if there is nothing to distill."""
         super().check_data(spec, data)
         if spec.distillation is not None and not data.has_teacher:
             rule = "null for data without teacher scores"
             raise SpecError("distillation", spec.distillation.kind, rule)
 
     def train(self, mode: bool = True) -> Self:
-        """Switches to training or evaluation mode; a frozen model stays in evaluation mode.
+        """Switches between training and evaluation mode.
 
-        With LoRA, only the dropout of `lora.dropout` is switched.
+        A frozen model remains in evaluation mode. With LoRA, only the dropout of `lora.dropout` is
+        switched.
         """
         super().train(mode)
         if self.spec.trainable in ("projection", "lora"):
@@ -271,7 +273,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         return self.encoder.read_items(items)
 
     def mini_batches(self, inputs: ModelInputs, size: int) -> list[ModelInputs]:
-        """Splits documents in order, and queries into as many groups."""
+        """Splits the documents in order, and the queries into the same number of groups."""
         count = max(1, math.ceil(len(inputs.documents) / size))
         num_queries = math.ceil(len(inputs.queries) / count)
         mini_batches = []
@@ -320,7 +322,10 @@ class Contrastive(Learner["Contrastive.Spec"]):
     def compressed(
         self, tokens: TokenBatch, boxes: Sequence[np.ndarray] | None = None
     ) -> TokenBatch:
-        """Compresses documents for scoring; compressors that use object boxes get them."""
+        """Compresses documents before scoring.
+
+        Object boxes are passed to compressors that use them.
+        """
         spec = self.spec.compressor
         if boxes is not None and (
             getattr(spec, "object_prior", False)
@@ -342,7 +347,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
     # -- objective ---------------------------------------------------------------------------------
 
     def scores(self, queries: Embedded, documents: Embedded) -> torch.Tensor:
-        """Returns the (Q, B) scores of the kind that the spec names."""
+        """Computes the (Q, B) scores of the type that is set in the spec."""
         total: Any = 0.0
         if self.spec.score != "single":
             total = late_scores(
@@ -411,7 +416,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
 
     @torch.no_grad()
     def evaluate(self, validation: Batch, data: TrainingData) -> Quality:
-        """Returns the metrics of the data, and those of grounding if there are phrases."""
+        """Returns the metrics of the data. If there are phrases, grounding metrics are added."""
         # Inference has no boxes.
         inputs = dataclasses.replace(self.read(validation), boxes=None)
         embedded = self.embedded(inputs)
@@ -421,7 +426,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         return quality
 
     def embedded(self, inputs: ModelInputs, size: int = 64) -> Embedded:
-        """Embeds any number of queries and documents, `size` documents at a time."""
+        """Embeds queries and documents in chunks of `size` documents."""
         tensors: dict[str, list[torch.Tensor]] = {}
         for mini_batch in self.mini_batches(inputs, size):
             for name, tensor in self(mini_batch).items():
@@ -478,9 +483,10 @@ def _not_trainable(encoder: str) -> SpecError:
 
 
 def weight(positive_QB: torch.Tensor) -> torch.Tensor:
-    """Returns the weight of a worker's mean loss in the mean over workers.
+    """Returns the weight with which the mean loss of a worker enters the mean over all workers.
 
-    It gives each query with a positive the same weight, however they are distributed.
+    All queries that have a positive then have the same weight, regardless of how they are
+    distributed over workers.
 
     Args:
         positive_QB: bool, relevance of each document to each query of the worker.
@@ -497,7 +503,7 @@ def select(inputs: Inputs, rows: slice | Sequence[int]) -> Inputs:
 
 
 def with_objects(tokens: TokenBatch, boxes: Sequence[np.ndarray]) -> TokenBatch:
-    """Labels tokens with the annotated object that each lies in (SaMer, section 4.2)."""
+    """Labels each token with the annotated object that contains it (SaMer, section 4.2)."""
     lengths = np.array([len(boxes_M4) for boxes_M4 in boxes])
     flat = np.concatenate([np.asarray(boxes_M4, np.float32).reshape(-1, 4) for boxes_M4 in boxes])
     boxes_BM4, box_mask_BM = pad(torch.from_numpy(flat), lengths)

@@ -1,4 +1,4 @@
-"""Training of EDJE, the joint encoder for reranking, on hidden states of a frozen encoder."""
+"""Training of EDJE, a joint encoder for reranking, on the hidden states of a frozen encoder."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ModelInputs:
 
 
 class Distillation(config.Spec):
-    """Distillation from the logits of a teacher EDJE: local to compressed in the paper."""
+    """Distillation from the logits of a teacher, which is the local variant in the paper."""
 
     teacher: Uri
     """Folder of a trained EDJE on the same encoder."""
@@ -65,21 +65,20 @@ class Distillation(config.Spec):
 
 
 class EdjeLearner(Learner["EdjeLearner.Spec"]):
-    """Trains an adapter behind a frozen encoder and the joint encoder that reads its tokens.
+    """Trains the adapter behind a frozen encoder, and the joint encoder that reads its tokens.
 
-    For each query with relevant documents in the batch, one of them is sampled: a positive pair.
-    Each pair has negative documents for its query and negative queries for its document, the most
-    similar ones by the frozen encoder that are not relevant (section 4). Candidates are those of
-    all workers.
-
-    Negatives and masked words are sampled again in each step.
+    One relevant document is sampled for each query that has relevant documents in the batch. They
+    form a positive pair. Each pair also gets negative documents for its query and negative queries
+    for its document. These are sampled from the most similar ones by the frozen encoder that are
+    not relevant (section 4). The documents and queries of all workers are candidates. Negatives and
+    masked words are sampled again in each step.
     """
 
     class Spec(BaseSpec):
-        """Options of EDJE's training; defaults are the paper's values where it has them.
+        """Options of EDJE training. Defaults are the values of the paper, if it specifies them.
 
-        `encoder` is frozen. The adapter reads its hidden states; its similarities select the
-        negatives and the candidates to rerank.
+        The `encoder` is frozen. The adapter reads its hidden states. Its similarities determine the
+        negatives, and the candidates that are reranked in evaluations.
         """
 
         renamed: ClassVar[Mapping[str, str]] = {
@@ -94,7 +93,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         name: Literal["edje"] = "edje"
         hidden_states_cache: Uri | None = None
         """Folder in which its hidden states are cached, so that it runs once per query and
-        document; null runs it in each epoch."""
+        document. Null runs it in each epoch."""
         hidden_states_dtype: Literal["float16", "float32"] = "float16"
         """Precision of the cached hidden states."""
         init_from: Uri | None = None
@@ -127,7 +126,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         """Probability that a word is masked."""
         negatives: Literal["sampled", "top"] = "sampled"
         """`sampled` draws among the `negatives_top_k` most similar candidates with probability
-        softmax(similarity / temperature); `top` takes the most similar ones."""
+        softmax(similarity / temperature). `top` takes the most similar ones."""
         num_negatives: int = Field(3, ge=1)
         """Negative documents per positive pair, and as many negative queries."""
         negatives_top_k: int = Field(10, ge=1)
@@ -136,7 +135,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         """Temperature of `sampled`. Null is the encoder's own, 1 / exp(logit_scale), for `single`
         scores of an encoder that has one, and `DEFAULT_TEMPERATURE` otherwise."""
         pair_mini_batch_size: int | None = Field(None, ge=1)
-        """Maximum number of pairs in one forward pass of the joint encoder; activations of larger
+        """Maximum number of pairs in one forward pass of the joint encoder. Activations of larger
         batches are recomputed in the backward pass. Null for no limit."""
         rerank_depth: int = Field(DEFAULT_RERANK_DEPTH, ge=1)
         """Number of candidates of the first stage that evaluations rerank."""
@@ -201,7 +200,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Raises `SpecError` if a model is missing, or the settings do not fit together."""
+        """Raises `SpecError` if a model is missing or if options contradict each other."""
         with config.within("encoder"):
             ENCODERS.load(spec.encoder.name).check(spec.encoder)
         compressor = COMPRESSORS.load(spec.compressor.name)
@@ -258,7 +257,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         return ModelInputs(queries, self._states.read(batch.document_keys), texts)
 
     def mini_batches(self, inputs: ModelInputs, size: int) -> list[ModelInputs]:
-        """Splits documents in order, and queries into as many groups."""
+        """Splits the documents in order, and the queries into the same number of groups."""
         num_queries, num_documents = len(inputs.queries), len(inputs.documents)
         count = max(1, -(-num_documents // size))
 
@@ -485,7 +484,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
     def _in_mini_batches(
         self, run: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
     ) -> torch.Tensor:
-        """Runs a function on rows, `pair_mini_batch_size` at a time."""
+        """Applies a function to rows in chunks of `pair_mini_batch_size`."""
         size = self.spec.pair_mini_batch_size
         if size is None or len(rows) <= size:
             return run(rows)
@@ -516,7 +515,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
     def _reranked(
         self, embedded: Embedded, first: torch.Tensor, backwards: bool = False
     ) -> torch.Tensor:
-        """Reranks first-stage scores of shape (Q, B), or backwards (B, Q); keeps the shape."""
+        """Reranks first-stage scores of shape (Q, B) or, in the backward direction, (B, Q)."""
         pairs = candidate_pairs(first, self.spec.rerank_depth)
         tokens = embedded["tokens"], embedded["tokens_mask"]
         text_item = pairs.flip(1) if backwards else pairs
@@ -524,12 +523,12 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         return rerank_scores(first, pairs, scores, self.spec.add_first_stage)
 
     def save(self, folder: Path) -> None:
-        """Writes the adapter and the joint encoder, as `Edje.load` reads them."""
+        """Writes the adapter and the joint encoder in the format that `Edje.load` reads."""
         self.edje.save(folder)
 
 
 def sample_positives(relevant_QB: torch.Tensor, own_rows: slice) -> torch.Tensor:
-    """Samples a positive pair for each of this worker's queries that has relevant documents.
+    """Samples a positive pair for each query of this worker that has relevant documents.
 
     Args:
         relevant_QB: bool, relevance of all workers' documents to all workers' queries.

@@ -33,7 +33,7 @@ def encoded(
     Args:
         encoder: Frozen encoder.
         inputs: Queries as texts, or items as mappings of payload columns.
-        taps: Attention statistics of items; those of queries are zeros.
+        taps: Attention statistics of items. Those of queries are zeros.
 
     Returns:
         One row per input, in order.
@@ -45,7 +45,7 @@ def encoded(
     texts = [text for text in inputs if isinstance(text, str)]
     if texts:
         states = encoder.encode_queries(texts).tokens
-        # Nothing reads a query's attention; all cached rows have the same columns.
+        # Nothing reads a query's attention. All cached rows have the same columns.
         nothing = {tap.name: torch.zeros(states.mask.shape) for tap in taps}
         states = dataclasses.replace(states, taps=nothing)
     else:
@@ -66,7 +66,7 @@ def cached_hidden_states(
     queries: Callable[[Sequence[str]], TokenBatch],
     documents: Callable[[Sequence[Mapping[str, Any]]], TokenBatch],
 ) -> HiddenStates:
-    """Returns the hidden states of all training and validation data, computing missing ones.
+    """Returns the hidden states of all training and validation data. Computes those not cached.
 
     Args:
         folder: Folder of the cache. It may hold those of several models and settings.
@@ -114,7 +114,7 @@ def cached_hidden_states(
 
 
 def _batches(data: TrainingData) -> Iterator[Batch]:
-    """Yields this worker's share of the training data, on the first also the validation data."""
+    """Yields the share of the training data of this worker. The first one adds validation data."""
     yield from data.full_pass(distributed.rank(), distributed.num_workers())
     validation = data.validation()
     if validation is not None and distributed.rank() == 0:
@@ -122,5 +122,5 @@ def _batches(data: TrainingData) -> Iterator[Batch]:
 
 
 def query_key(text: str) -> str:
-    """Returns the key of a query's hidden states, which no document has."""
+    """Returns the key under which the hidden states of a query are stored."""
     return f"query: {text}"

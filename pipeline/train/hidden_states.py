@@ -1,7 +1,8 @@
-"""Hidden states of a frozen model, cached in a Lance dataset.
+"""Hidden states of a frozen model that are cached in a Lance dataset.
 
-Where only a projection or an adapter is trained, the model runs once per query and document; an
-epoch then costs a read and a matrix product. `python -m jobs.bench train` measures the difference.
+If only a projection or an adapter is trained, the model has to be run only once per query and
+document. An epoch then consists of reading the cache and a matrix product. The speed-up can be
+measured with `python -m jobs.bench train`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class HiddenStates:
     """Cached hidden states of queries and documents, by key.
 
     Args:
-        uri: Lance dataset; it is created with the first rows.
+        uri: Lance dataset. It is created with the first rows.
         origin: JSON object of what the hidden states depend on: the model, its settings, the taps.
         dtype: Stored precision.
 
@@ -44,7 +45,7 @@ class HiddenStates:
         self.reopen()
 
     def reopen(self) -> None:
-        """Opens the latest version, with the rows that other workers have added."""
+        """Opens the latest version, which includes the rows that other workers have added."""
         self._dataset: lance.LanceDataset | None = None
         self._rows: dict[str, int] = {}
         try:
@@ -139,6 +140,6 @@ class HiddenStates:
 
 
 def _rows(column: pa.ChunkedArray) -> torch.Tensor:
-    """Returns a column of lists of equal length as a matrix."""
+    """Converts a column of lists of equal length to a matrix."""
     flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
     return torch.from_numpy(flat.reshape(len(column), -1).copy())

@@ -1,4 +1,4 @@
-"""Base class of learners: a module that embeds mini-batches, and a loss on the whole batch."""
+"""Base class of learners, which embed mini-batches and compute a loss over the whole batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.registry import ENCODERS, EncoderSpec
 from pipeline.training_data.base import Batch, TrainingData
 from pipeline.training_data.quality import Quality
 
-#: Embeddings of a mini-batch or a batch, by name; rows are queries or documents.
+#: Embeddings of a mini-batch or a batch, by name. Rows are queries or documents.
 Embedded = dict[str, torch.Tensor]
 
 
@@ -29,10 +29,11 @@ BaseSpecT = TypeVar("BaseSpecT", bound=BaseSpec)
 
 
 class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
-    """A model and its objective. Subclasses carry a nested `Spec`.
+    """Base class of learners, which consist of a model and its training objective.
 
-    A batch is embedded by mini-batches and its loss is computed on the whole, so that contrastive
-    batches may exceed the memory (GradCache).
+    Subclasses have a nested `Spec`. The mini-batches of a batch are embedded separately, and the
+    loss is computed over the whole batch. Contrastive batches can therefore be larger than the
+    memory would allow (GradCache).
     """
 
     Spec: ClassVar[type[BaseSpec]]
@@ -42,11 +43,11 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
     @classmethod
     @abstractmethod
     def check(cls, spec: BaseSpecT) -> None:
-        """Raises `SpecError` if the learner cannot be built here, without loading weights."""
+        """Raises `SpecError` if the learner cannot be built. Weights are not loaded."""
 
     @classmethod
     def check_data(cls, spec: BaseSpecT, data: TrainingData) -> None:
-        """Raises `SpecError` if the encoder reads none of the modalities of the documents."""
+        """Raises `SpecError` if the encoder supports none of the modalities of the documents."""
         encoder = spec.encoder
         wants = ENCODERS.load(encoder.name).supported_inputs(encoder)
         if data.payload_kinds and not data.payload_kinds & set(wants):
@@ -55,11 +56,11 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
             raise SpecError("encoder.name", encoder.name, rule, problem)
 
     def prepare(self, data: TrainingData) -> None:
-        """Does the work that is needed once per query and document, before the first step."""
+        """Performs work that is needed once per query and document, before the first step."""
 
     @abstractmethod
     def read(self, batch: Batch) -> Any:
-        """Preprocesses a batch on the CPU, while the device computes the step before."""
+        """Preprocesses a batch on the CPU while the device is busy with the previous step."""
 
     @abstractmethod
     def mini_batches(self, inputs: Any, size: int) -> Sequence[Any]:
@@ -91,16 +92,17 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
 
     @abstractmethod
     def evaluate(self, validation: Batch, data: TrainingData) -> Quality:
-        """Evaluates the model on validation data.
+        """Evaluates the model on the validation data.
 
-        The loop switches the learner to evaluation mode before, and back to training mode after.
+        The loop switches the learner to evaluation mode before the call and back to training mode
+        afterwards.
 
         Args:
             validation: All validation queries and documents.
             data: Training data, which defines the metrics.
 
         Returns:
-            Metrics by name, higher is better; the first one selects the best model.
+            Metrics by name, higher is better. The first one selects the best model.
         """
 
     @abstractmethod
@@ -109,7 +111,7 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
 
 
 def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenates rows, padding the second axis with zeros to the longest one."""
+    """Concatenates rows. The second axis is padded with zeros to the longest row."""
     if tensors[0].ndim < 2:
         return torch.cat(list(tensors))
     size = max(tensor.shape[1] for tensor in tensors)

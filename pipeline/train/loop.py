@@ -1,4 +1,4 @@
-"""Training loop: plain PyTorch, one worker or several, resumable from every checkpoint."""
+"""Training loop in plain PyTorch for one or several workers. It can resume from checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pipeline.training_data.quality import means
 
 
 def check(spec: TrainSpec) -> TrainingData:
-    """Checks a spec without loading weights, and returns the data of the run.
+    """Checks a spec without loading weights and returns the data of the run.
 
     Raises:
         SpecError: The run is not possible here.
@@ -55,7 +55,7 @@ def data_of(spec: TrainSpec) -> TrainingData:
 
 
 class Loop:
-    """Training loop of one worker, restored from the latest checkpoint.
+    """Training loop of one worker, which continues from the latest checkpoint.
 
     Args:
         spec: The run.
@@ -105,7 +105,7 @@ class Loop:
         self.learner.train()
 
     def _parallel(self) -> torch.nn.Module:
-        """Returns the learner's forward pass, wrapped to synchronise gradients between workers."""
+        """Returns the forward pass of the learner, which synchronises gradients between workers."""
         learner = self.learner
         model_parameters = set(learner.model.parameters())
         loss_parameters = [p for p in learner.parameters() if p not in model_parameters]
@@ -159,7 +159,7 @@ class Loop:
     # -- a step ------------------------------------------------------------------------------------
 
     def _batches(self) -> Iterator[list[tuple[Batch, Any]]]:
-        """Yields the batches of each step with their inputs, from the next step on."""
+        """Yields the batches of each remaining step together with their preprocessed inputs."""
 
         def batches() -> Iterator[Batch]:
             worker, num_workers = distributed.rank(), distributed.num_workers()
@@ -218,7 +218,7 @@ class Loop:
         return total
 
     def _backward(self, batch: Batch, inputs: Any, is_last: bool) -> dict[str, float]:
-        """Accumulates the gradients of a batch; returns its loss and metrics.
+        """Adds the gradients of a batch and returns its loss and metrics.
 
         Args:
             batch: The batch.
@@ -270,7 +270,7 @@ class Loop:
         return {"loss": loss.item(), **metrics}
 
     def _syncing(self, is_wanted: bool) -> contextlib.AbstractContextManager[None]:
-        """Returns a context whose backward passes exchange gradients between workers, or do not."""
+        """Context that controls whether backward passes exchange gradients between workers."""
         if isinstance(self.parallel, DistributedDataParallel) and not is_wanted:
             return self.parallel.no_sync()
         if isinstance(self.parallel, FSDPModule):
@@ -297,7 +297,7 @@ class Loop:
         return self.data.validation()
 
     def _evaluate(self) -> None:
-        """Evaluates the model and saves it as the best one if it is; on the first worker."""
+        """Evaluates the model. The first worker saves it if it is the best one so far."""
         is_first, is_spread = distributed.rank() == 0, isinstance(self.parallel, FSDPModule)
         quality = {}
         # With sharded weights all workers have to take part in the forward pass.
@@ -321,7 +321,7 @@ class Loop:
 
 
 class _Forward(torch.nn.Module):
-    """Forward pass of a learner as a module with its parameters only, to be wrapped in DDP."""
+    """Module that wraps the forward pass of a learner and its parameters for use with DDP."""
 
     def __init__(self, learner: Learner):
         super().__init__()

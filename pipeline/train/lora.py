@@ -1,4 +1,4 @@
-"""LoRA through peft: trains only low-rank matrices beside linear layers (Hu et al., 2021)."""
+"""LoRA with peft, which trains low-rank matrices beside linear layers (Hu et al., 2021)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ PREFIX = "base_model.model."
 
 
 class Lora(config.Spec):
-    """LoRA settings; the default rank and alpha are SMART's (section 4.4)."""
+    """Options of LoRA. The default rank and alpha are those of SMART (section 4.4)."""
 
     rank: int = Field(128, ge=1)
     """Rank of the matrices."""
     alpha: float = Field(256, gt=0)
-    """Scaling factor; the product of the matrices is multiplied by alpha / rank."""
+    """Scaling factor. The product of the matrices is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout probability of their input."""
     targets: str | None = None
-    """Regular expression that the full names of adapted layers match; null for the linear layers of
-    the language model."""
+    """Regular expression that the full names of adapted layers match, or null for the linear layers
+    of the language model."""
 
     @field_validator("targets")
     @classmethod
@@ -49,7 +49,7 @@ def check() -> None:
 
 
 def attach(model: torch.nn.Module, spec: Lora, default: str) -> Any:
-    """Adds LoRA matrices to a model and freezes its other weights; returns the peft model.
+    """Adds LoRA matrices to a model, freezes all other weights and returns the peft model.
 
     Args:
         model: Model to adapt in place.
@@ -78,7 +78,7 @@ def attach(model: torch.nn.Module, spec: Lora, default: str) -> Any:
 
 
 def train(model: torch.nn.Module, mode: bool) -> None:
-    """Switches only the dropout of the LoRA matrices to training or evaluation mode."""
+    """Switches the dropout of the LoRA matrices, and no other, to training or evaluation mode."""
     for module in model.modules():
         dropout = getattr(module, "lora_dropout", None)
         if isinstance(dropout, torch.nn.Module):
@@ -104,7 +104,7 @@ def save(tuned: Any, folder: Path, within: str = "") -> None:
 
 
 def load(tuned: Any, folder: Path, within: str = "") -> None:
-    """Loads the matrices of an adapter that `save` wrote, to continue its training.
+    """Loads the matrices of an adapter that was written by `save`, to train them further.
 
     Args:
         tuned: Model that `attach` returned.

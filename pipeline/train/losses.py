@@ -90,7 +90,7 @@ class _Best(torch.autograd.Function):
 
 
 def _blocks(rows: torch.Tensor, numbers_per_row: int) -> Iterator[slice]:
-    """Yields slices of rows of at most one block's numbers each, and at least one row."""
+    """Yields slices of rows that fit into a block. Each slice contains at least one row."""
     budget = BLOCK_NUMBERS.get(rows.device.type, BLOCK_NUMBERS_ELSEWHERE)
     size = max(1, budget // max(1, numbers_per_row))
     for start in range(0, len(rows), size):
@@ -123,7 +123,7 @@ def info_nce(
 def info_nce_each(
     scores_QB: torch.Tensor, positive_QB: torch.Tensor, temperature: float | torch.Tensor
 ) -> torch.Tensor:
-    """Computes the (A,) losses of `info_nce` of the queries that have a positive."""
+    """Computes the losses (A,) of `info_nce` for the queries that have a positive."""
     log_p_QB = (scores_QB.float() / temperature).log_softmax(dim=1)
     log_positive_Q = log_p_QB.masked_fill(~positive_QB, -torch.inf).logsumexp(dim=1)
     # An infinity that is masked afterwards would still make its gradient NaN.
@@ -133,7 +133,7 @@ def info_nce_each(
 def kl_divergence(
     scores_QB: torch.Tensor, teacher_QB: torch.Tensor, temperature: float | torch.Tensor
 ) -> torch.Tensor:
-    """Computes the mean over queries of KL(teacher || student) over the teacher's documents.
+    """Computes KL(teacher || student) over the documents of the teacher, averaged over queries.
 
     Args:
         scores_QB: Scores of the student.

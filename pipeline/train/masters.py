@@ -9,10 +9,10 @@ import torch
 
 
 def to_float32(module: torch.nn.Module) -> dict[str, torch.dtype]:
-    """Converts trainable parameters to float32; returns the former dtypes of those converted.
+    """Converts trainable parameters to float32 and returns the previous dtypes of those converted.
 
-    AdamW's states have the dtype of their parameters, and most of its updates are smaller than
-    bfloat16 can add to a weight.
+    The states of AdamW have the dtype of the parameters, and most of its updates are too small to
+    change a bfloat16 weight.
     """
     dtypes = {}
     for name, parameter in module.named_parameters():
@@ -24,7 +24,7 @@ def to_float32(module: torch.nn.Module) -> dict[str, torch.dtype]:
 
 @contextlib.contextmanager
 def as_loaded(module: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Converts parameters to the given dtypes inside the context, for saving and inference."""
+    """Context in which parameters have the given dtypes, for saving the model and for inference."""
     parameters = dict(module.named_parameters())
     masters = {name: parameters[name].data for name in dtypes}
     for name, dtype in dtypes.items():

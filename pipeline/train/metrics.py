@@ -8,13 +8,13 @@ from typing import Any
 
 
 class Metrics:
-    """Writes `metrics.jsonl`, one line per call, and the same as events in `tensorboard/`.
+    """Writes `metrics.jsonl`, one line per call, and the same values as events in `tensorboard/`.
 
-    Without the package tensorboardX no events are written.
+    Events are written only if the package tensorboardX is installed.
 
     Args:
         folder: Output folder of the run.
-        step: Step from which the run resumes; events of later steps are discarded.
+        step: Step from which the run resumes. Events of later steps are discarded.
     """
 
     def __init__(self, folder: Path, step: int):

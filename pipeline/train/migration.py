@@ -1,4 +1,4 @@
-"""Migration of the output folders of earlier versions' runs to the present names."""
+"""Converts the output folders of runs of earlier versions to the current names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FORMER_VALIDATION = "held_out"
 
 
 def migrated_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a stored resolved spec with former field names replaced by the present ones.
+    """Replaces former field names in the stored spec of a run by the current ones.
 
     Args:
-        stored: Fields of a `TrainSpec` as JSON values; some may be missing.
+        stored: Fields of a `TrainSpec` as JSON values. Some may be missing.
 
     >>> migrated_spec({"accumulate": 2, "optimiser": {"clip": None}})
     {'gradient_accumulation_steps': 2, 'optimiser': {'max_grad_norm': None}}
@@ -33,7 +33,7 @@ def migrated_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def migrate_folder(folder: Path) -> None:
-    """Renames the validation metrics of a run's output folder, if they have their former name.
+    """Renames the validation metrics in the output folder of a run if they have a former name.
 
     Args:
         folder: Output folder of the run.

@@ -1,4 +1,4 @@
-"""Training on a Ray cluster with Ray Train: several workers, restarted on failure."""
+"""Training on a Ray cluster with Ray Train, which restarts workers after failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRESS = "progress.log"
 
 
 class Workers(config.Spec):
-    """Workers of a run, which never change its result."""
+    """Workers of a training run. Their number never changes the result."""
 
     num_workers: PositiveInt = 1
     """Number of processes, each with a share of every batch."""
@@ -33,7 +33,7 @@ class Workers(config.Spec):
 
 
 def train(spec: TrainSpec, workers: Workers, say: Callable[[str], None] = print) -> None:
-    """Trains on a Ray cluster; all its nodes must see the output folder under the same path.
+    """Trains on a Ray cluster. All nodes must have access to the output folder at the same path.
 
     Args:
         spec: The run.
@@ -75,10 +75,10 @@ def train(spec: TrainSpec, workers: Workers, say: Callable[[str], None] = print)
 
 @contextlib.contextmanager
 def following(path: Path, say: Callable[[str], None], seconds: float = 0.5) -> Iterator[None]:
-    """Reports each line that other processes append to a file.
+    """Reports every line that another process appends to a file.
 
     Args:
-        path: File; it need not exist yet.
+        path: File. It need not exist yet.
         say: Called with each complete line.
         seconds: Interval between reads.
     """
@@ -119,7 +119,7 @@ def _train_worker(settings: dict[str, Any]) -> None:
     progress = Path(spec.output) / PROGRESS
 
     def say(line: str) -> None:
-        # A worker's own output is of its node; this file is where the driver looks.
+        # A worker's own output is of its node. This file is where the driver looks.
         with progress.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -127,7 +127,7 @@ def _train_worker(settings: dict[str, Any]) -> None:
 
 
 def _cause(error: BaseException) -> Exception:
-    """Returns the cause of a worker's failure, in one sentence."""
+    """Describes the cause of a worker's failure in one sentence."""
     failures = getattr(error, "worker_failures", None) or {}
     for failure in failures.values():
         cause: BaseException | None = failure

@@ -1,7 +1,8 @@
-"""FSDP and activation checkpointing, for models that do not fit into one worker's memory.
+"""FSDP and activation checkpointing, for models that exceed the memory of one worker.
 
-FSDP shards weights, gradients and optimiser states over the workers (Zhao et al., 2023). Activation
-checkpointing recomputes activations in the backward pass (Chen et al., 2016).
+FSDP distributes weights, gradients and optimiser states over the workers (Zhao et al., 2023). With
+activation checkpointing, the backward pass recomputes activations instead of storing them (Chen et
+al., 2016).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pipeline.distributed import num_workers, rank
 
 
 def layers_of(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:
-    """Returns the repeated layers of a transformers model, or none for other modules."""
+    """Returns the repeated layers of a transformers model. Empty for other modules."""
     return [
         submodule
         for submodule in module.modules()
@@ -48,10 +49,10 @@ def checkpoint_activations(model: torch.nn.Module) -> None:
 
 
 def switch_checkpointing(model: torch.nn.Module, mode: bool) -> None:
-    """Switches the activation checkpointing of a frozen model, which stays in evaluation mode.
+    """Enables or disables activation checkpointing in a frozen model.
 
-    Transformers checkpoints activations in training mode only. The modules inside a layer are not
-    switched, so that a frozen model has no dropout.
+    Transformers only checkpoints activations in training mode. The modules inside a layer are not
+    switched to training mode, so that dropout remains inactive.
 
     Args:
         model: The model; without `checkpoint_activations` before, nothing is switched on.
@@ -64,12 +65,12 @@ def switch_checkpointing(model: torch.nn.Module, mode: bool) -> None:
 def shard(
     module: torch.nn.Module, whole_parameters: set[torch.nn.Parameter], dtype: torch.dtype | None
 ) -> None:
-    """Shards a module over the workers; each layer is gathered while it is used.
+    """Distributes a module over the workers. Each layer is gathered only while it is used.
 
     Args:
         module: Module to shard.
         whole_parameters: Parameters that are replicated instead.
-        dtype: Dtype of the gathered weights; None for their own.
+        dtype: Dtype of the gathered weights, or None for their own.
     """
     device = next(module.parameters()).device
     mesh = torch.distributed.init_device_mesh(device.type, (num_workers(),))
@@ -81,7 +82,7 @@ def shard(
 
 @contextlib.contextmanager
 def whole(module: torch.nn.Module) -> Iterator[None]:
-    """Gathers all weights on the first worker inside the context; all workers must enter it."""
+    """Context in which the first worker has all weights. All workers must enter it."""
     shares: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
     gathered: dict[DTensor, torch.nn.Parameter] = {}  # a weight may be shared
     for submodule in module.modules():
@@ -105,7 +106,7 @@ def whole(module: torch.nn.Module) -> Iterator[None]:
 
 
 def norm(tensors: list[torch.Tensor]) -> float:
-    """Returns the L2 norm of all tensors together, whether sharded or not."""
+    """Computes the L2 norm of all tensors together. They may be sharded."""
     squares = 0.0
     for are_spread in (False, True):
         group = [tensor for tensor in tensors if isinstance(tensor, DTensor) == are_spread]
@@ -115,7 +116,7 @@ def norm(tensors: list[torch.Tensor]) -> float:
 
 
 def whole_state(optimiser: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns an optimiser's unsharded state; all workers must call it."""
+    """Returns the complete state of an optimiser. All workers must call this function."""
     state = optimiser.state_dict()
     state["state"] = {
         number: {
@@ -128,7 +129,7 @@ def whole_state(optimiser: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_state(optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads a state of `whole_state` into an optimiser, sharded or not."""
+    """Loads a state returned by `whole_state` into an optimiser, which may be sharded."""
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
     state["state"] = {
         number: {

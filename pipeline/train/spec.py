@@ -84,18 +84,18 @@ class TrainSpec(config.Spec):
     batch_size: int = Field(64, ge=2)
     """Documents per contrastive batch, over all workers."""
     mini_batch_size: int | None = Field(None, ge=1)
-    """Maximum number of documents embedded at once by one worker; null embeds its whole share of
+    """Maximum number of documents embedded at once by one worker. Null embeds its whole share of
     the batch. Smaller mini-batches are embedded twice, once for the loss and once for its gradients
     (GradCache, Gao et al., 2021), so that the batch may exceed the memory."""
     gradient_accumulation_steps: int = Field(1, ge=1)
-    """Batches per optimiser step; their gradients are averaged."""
+    """Batches per optimiser step. Their gradients are averaged."""
     epochs: int = Field(1, ge=1)
     """Number of passes over the data."""
     max_steps: int | None = Field(None, ge=1)
-    """Maximum number of optimiser steps; null for no limit beyond the epochs."""
+    """Maximum number of optimiser steps, or null for no limit beyond the epochs."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward pass. Trained weights, their gradients, the optimiser states and
-    losses are float32 in both cases, whatever dtype the encoder's spec names; frozen weights have
+    losses are float32 in both cases, whatever dtype the encoder's spec names. Frozen weights have
     that dtype."""
     fsdp: bool = False
     """Shards weights, gradients and optimiser states over the workers (FSDP), instead of

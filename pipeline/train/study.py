@@ -59,13 +59,13 @@ class Row(NamedTuple):
     after: dict[str, np.ndarray]
 
     def change(self, measure: str) -> tuple[float, float, float]:
-        """Returns the mean before training, the mean after it, and the spread of runs after it."""
+        """Returns the mean before and after training, and the spread of the runs after training."""
         after_SQ = self.after[measure]
         return float(self.before[measure].mean()), float(after_SQ.mean()), spread(after_SQ)
 
 
 def runs_of(spec: StudySpec) -> list[Run]:
-    """Returns the runs of a study, in subfolders of its output; without a sweep, the single run.
+    """Returns the runs of a study in subfolders of its output, or a single run without a sweep.
 
     Raises:
         SpecError: A combination is invalid or occurs twice.
@@ -115,10 +115,11 @@ def described(spec: TrainSpec) -> str:
 
 
 def report(spec: StudySpec, runs: Sequence[Run]) -> str:
-    """Writes `study.csv` and `study.png` into the output folder; returns the table as text.
+    """Writes `study.csv` and `study.png` to the output folder and returns the table as text.
 
-    p-values are of a paired randomisation test over the validation queries, of the first metric
-    after training (mean over seeds) against the first row, with Holm's correction.
+    The p values compare each row with the first one by a paired randomisation test over the
+    validation queries. The test uses the first metric after training, averaged over seeds. Holm's
+    correction is applied.
     """
     rows = rows_of(runs)
     if not rows:

@@ -1,7 +1,7 @@
-"""Interface of training data: batches of queries and documents with relevance labels.
+"""Interface of training data, which yield batches of queries and documents with labels.
 
-Relevance is computed from labels, which are integers of each query and document, so that it is
-known for all pairs of a batch, including pairs on different workers.
+The relevance of a document to a query is derived from integer labels of both. It is therefore known
+for all pairs of a batch, including those on different workers.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Phrases:
 
 @dataclass(frozen=True)
 class Batch:
-    """Queries and documents of one worker and step.
+    """Queries and documents that one worker processes in one step.
 
     Attributes:
         queries: Query texts (Q).
-        documents: Documents (B) as encoder inputs; see `schema.PAYLOAD`.
+        documents: Documents (B) as encoder inputs. See `schema.PAYLOAD`.
         document_keys: Key of each document (B), unique within the data.
         query_labels: Relevance labels of the queries (Q, F) int64.
         document_labels: Relevance labels of the documents (B, G) int64.
@@ -63,10 +63,10 @@ class Batch:
 
 
 class TrainingData(ABC, Generic[ComponentSpecT]):
-    """Source of training batches. Subclasses have a nested `Spec`.
+    """Base class of training data. Subclasses have a nested `Spec`.
 
-    The batches of an epoch depend only on the spec, the seed and the epoch, so that a run resumed
-    from a checkpoint gets the same batches as an uninterrupted run.
+    The batches of an epoch depend only on the spec, the seed and the number of the epoch. A run
+    that resumes from a checkpoint therefore gets the same batches as an uninterrupted run.
     """
 
     Spec: ClassVar[type[ComponentSpec]]
@@ -82,12 +82,12 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
 
     @property
     def repeats(self) -> bool:
-        """True if all epochs have the same queries and documents, in any order."""
+        """True if all epochs consist of the same queries and documents, in any order."""
         return True
 
     @property
     def payload_kinds(self) -> frozenset[str]:
-        """Kinds of content in the documents, see `schema.PAYLOAD`; empty if unknown."""
+        """Modalities of the documents, see `schema.PAYLOAD`. Empty if they are unknown."""
         return frozenset()
 
     @property
@@ -114,10 +114,10 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
         """
 
     def full_pass(self, worker: int, num_workers: int) -> Iterator[Batch]:
-        """Yields one worker's part of all queries and documents, if epochs repeat them.
+        """Yields the part of one worker of all queries and documents, if epochs repeat them.
 
-        By default these are the batches of the first epoch. Data that leave out different rows in
-        each epoch yield more.
+        By default, these are the batches of the first epoch. Data whose epochs omit different rows
+        yield all rows.
 
         Args:
             worker: Rank of the worker.
@@ -131,10 +131,10 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
 
     @staticmethod
     def relevant(query_labels: torch.Tensor, document_labels: torch.Tensor) -> torch.Tensor:
-        """Returns which documents are relevant to which queries (Q, B), bool.
+        """Computes which documents are relevant to which queries, (Q, B) bool.
 
         By default, the labels of a query are the numbers of its positives, padded with `NO_LABEL`,
-        and the only label of a document is its number.
+        and the label of a document is its number.
 
         >>> TrainingData.relevant(torch.tensor([[7, -1], [8, 7]]), torch.tensor([[7], [9], [-1]]))
         tensor([[ True, False, False],
@@ -144,9 +144,10 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
         return (same_QBF & (document_labels != NO_LABEL)).any(dim=2)
 
     def quality(self, scores_QB: torch.Tensor, validation: Batch) -> Quality:
-        """Computes metrics on the validation data; the first one selects the best model.
+        """Computes metrics on the validation data. The first metric determines the best model.
 
-        By default R@1, R@5, R@10 and nDCG@10 among all validation documents.
+        The default metrics are R@1, R@5, R@10 and nDCG@10, where all validation documents are
+        ranked.
 
         Args:
             scores_QB: Scores of all validation queries and documents.
@@ -158,7 +159,7 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
 
 
 def worker_slice(count: int, worker: int, num_workers: int) -> slice:
-    """Returns the rows of a worker, given the number of rows of a batch.
+    """Selects the rows of a worker from the rows of a batch.
 
     >>> worker_slice(8, 1, 2)
     slice(4, 8, None)

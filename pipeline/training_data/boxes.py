@@ -1,4 +1,4 @@
-"""Bounding boxes of objects in images: COCO, Flickr30K Entities, and validation."""
+"""Bounding boxes of objects in images, in the formats of COCO and Flickr30K Entities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.config import SpecError
 from pipeline.training_data.rows import NO_BOXES
 
-#: Minimum area of a box relative to the image; smaller ones are ignored, as in SaMer's code.
+#: Minimum area of a box relative to the image. Smaller ones are ignored, as in SaMer's code.
 MIN_AREA = 0.005
 #: Number of pixels by which a box may exceed its image, because annotations are rounded.
 TOLERANCE = 1.0
@@ -26,7 +26,7 @@ Phrase = tuple[str, np.ndarray]
 
 
 def check_boxes(boxes: Any, field: str, location: str) -> np.ndarray:
-    """Validates boxes x0 y0 x1 y1 that are relative to the image size, without small ones.
+    """Validates boxes x0 y0 x1 y1 relative to the image size. Small boxes are removed.
 
     Args:
         boxes: Boxes to validate.
@@ -94,7 +94,7 @@ def area(boxes: np.ndarray) -> np.ndarray:
 
 
 def read_coco_boxes(value: Any, file: str) -> dict[str, np.ndarray]:
-    """Returns the boxes of each image by its id, from COCO instances; crowds are ignored.
+    """Returns the boxes of each image by its id, from COCO instances. Crowds are ignored.
 
     Args:
         value: Parsed JSON file.
@@ -135,7 +135,7 @@ def read_coco_boxes(value: Any, file: str) -> dict[str, np.ndarray]:
 
 
 class Entities:
-    """Flickr30K Entities: the phrases of captions, and their boxes.
+    """Phrases of the captions in Flickr30K Entities, and their boxes.
 
     Args:
         folder: Folder with `Sentences` and `Annotations`.
@@ -146,10 +146,10 @@ class Entities:
         self._last: tuple[str, list[tuple[str, list[Phrase]]]] | None = None
 
     def read(self, image_id: str) -> list[tuple[str, list[Phrase]]]:
-        """Returns the captions of an image with their phrases, in descending order of area.
+        """Returns the captions of an image with their phrases, sorted by descending area.
 
-        Phrases without boxes, or with only small boxes, are ignored. A phrase that occurs twice in
-        a caption is returned once.
+        Phrases that have no boxes or only small ones are ignored. If a phrase occurs twice in a
+        caption, it is returned once.
 
         Raises:
             SpecError: For `entities`: a file is missing or malformed.
@@ -177,7 +177,7 @@ class Entities:
     def _boxes(self, image_id: str) -> dict[str, np.ndarray]:
         """Returns the boxes of each coreference chain of phrases.
 
-        Pixels are numbered from 1, and boxes include their last pixel.
+        In the annotations, pixels are numbered from 1, and boxes include their last pixel.
         """
         file = posixpath.join(self._folder, "Annotations", f"{image_id}.xml")
         try:

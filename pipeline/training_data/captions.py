@@ -1,4 +1,4 @@
-"""Images with captions, and boxes of their objects: COCO, Flickr30K and Flickr30K Entities."""
+"""Training data of images with captions in the formats of COCO and Flickr30K."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row
 
 @dataclass(frozen=True, slots=True)
 class CaptionedImage:
-    """Image with its captions; `location` names it in messages."""
+    """Image and its captions. The `location` is used in messages."""
 
     id: str
     file: str
@@ -36,7 +36,7 @@ class CaptionsValidationFiles(ValidationFiles):
     """Validation data in a file of the same format, or in splits of it."""
 
     splits: list[str] | None = None
-    """Karpathy splits to validate on; null for all."""
+    """Karpathy splits to validate on, or null for all."""
 
 
 class Captions(RowData["Captions.Spec"]):
@@ -47,7 +47,7 @@ class Captions(RowData["Captions.Spec"]):
     COCO (`id`, `cocoid`), or else the file name without suffix, as in the source `images`.
 
     **Boxes.** COCO instances belong to an image, independently of the captions. Boxes of Flickr30K
-    Entities belong to the phrases of a caption; phrases are ordered by their largest box. Boxes
+    Entities belong to the phrases of a caption. Phrases are ordered by their largest box. Boxes
     smaller than 0.005 of the image are ignored. Validation captions with phrases also measure
     grounding.
     """
@@ -57,9 +57,9 @@ class Captions(RowData["Captions.Spec"]):
 
         name: Literal["captions"] = "captions"
         images: Uri | None = None
-        """Folder of the images; null for that of `path`."""
+        """Folder of the images, or null for that of `path`."""
         splits: list[str] | None = None
-        """Karpathy splits to train on, such as [train, restval]; null for all."""
+        """Karpathy splits to train on, such as [train, restval], or null for all."""
         instances: Uri | None = None
         """COCO instances JSON with boxes."""
         entities: Uri | None = None
@@ -98,7 +98,7 @@ class Captions(RowData["Captions.Spec"]):
                 row_boxes = np.concatenate(largest) if largest else NO_BOXES
                 listing.rows.append(Row(caption, number, boxes=row_boxes, phrases=tuple(phrases)))
         if not listing.rows:
-            raise SpecError("path", uri, "a file with at least one caption", "has none")
+            raise SpecError("path", uri, "a file with at least one caption", "has no captions")
         return listing
 
     def _images(
@@ -170,7 +170,7 @@ def read_json(uri: str, field: str) -> Any:
         field: Spec field that errors name.
 
     Raises:
-        SpecError: The file is missing or malformed; the error names the line.
+        SpecError: The file is missing or malformed. The error names the line.
     """
     data = read_file(uri, field)
     try:

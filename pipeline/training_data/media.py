@@ -1,4 +1,4 @@
-"""Decoding of videos and audio in training documents, in the same way as in indexing."""
+"""Decodes videos and audio in training documents in the same way as the index job."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from pipeline.sources.windows import AudioSpec, WindowSource
 
 
 class Decoding(FramesSpec, AudioSpec):
-    """Options for decoding a whole video or audio file, as in the sources `video` and `audio`.
-
-    `FramesSpec` and `AudioSpec` have further options.
-    """
+    """Options for decoding complete video and audio files. See `FramesSpec` and `AudioSpec`."""
 
     renamed: ClassVar[Mapping[str, str]] = {**FramesSpec.renamed, "wants": "inputs"}
 
@@ -34,7 +31,7 @@ class Decoding(FramesSpec, AudioSpec):
 def decode_media(spec: Decoding, video: str | None, audio: str | None) -> dict[str, Any]:
     """Returns the requested payload columns of a document (see `schema.PAYLOAD`) and its `span`.
 
-    The audio of a video is read from the audio file, if there is one.
+    If a video has a separate audio file, the audio is read from it.
 
     Args:
         spec: Columns to decode, and options for decoding.
@@ -55,7 +52,7 @@ def decode_media(spec: Decoding, video: str | None, audio: str | None) -> dict[s
 
 
 def decoding_settings(spec: Decoding) -> dict[str, Any]:
-    """Returns the options that change the decoded content, under the first names of the fields."""
+    """Returns the options that affect the decoded content, under the first names of the fields."""
     source = _video(spec, ".", spec.inputs)
     return source.spec.with_first_names(source.settings())
 
@@ -72,12 +69,12 @@ def _audio(spec: Decoding, uri: str) -> Audio:
 
 
 def _fields(spec: Decoding, source_spec: type[Spec]) -> dict[str, Any]:
-    """Returns the decoding options that a source also has."""
+    """Returns the decoding options that exist in the spec of a source as well."""
     return spec.model_dump(include=set(source_spec.model_fields))
 
 
 def _payload(source: WindowSource[Any], uri: str) -> dict[str, Any]:
-    """Returns the payload of a whole file and its `span`.
+    """Decodes a complete file and returns its payload and its `span`.
 
     Raises:
         Unreadable: The file cannot be read or has none of the requested inputs.

@@ -1,4 +1,4 @@
-"""Hard negatives from an index: documents that rank high for a query but are not relevant."""
+"""Mines hard negatives, which rank high for a query in an index but are not relevant."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def mine(
     score: Score = "maxsim",
     report: Callable[[str], None] = print,
 ) -> Mined:
-    """Searches an index for each query and writes its hard negatives.
+    """Searches an index for each query and writes its hard negatives to a file.
 
-    The index must use the document ids of the data. Relevant documents are removed before ranks are
-    counted, items that are not in the data afterwards.
+    The index must use the same document ids as the data. Relevant documents are removed before
+    ranks are counted. Items that are not part of the data are removed afterwards.
 
     Args:
         searcher: Searcher of the index.
         data: Queries, documents and relevance judgments.
         output: Path or URI of the file, which is written atomically, with lines {"query": ...,
             "negatives": [ids, best first]}.
-        representation: Representation to search; default: `full` if it exists, else the first.
+        representation: Representation to search. Defaults to `full` if it exists, else the first.
         ranks: First and last rank to take, from 1. The best few documents are often relevant but
             unjudged.
         score: Score to rank by.
@@ -69,7 +69,7 @@ def mine(
     num_known = searcher.num_known(sorted(relevant))
     if not num_known:
         rule = "an index with documents of the data under the same ids"
-        raise SpecError("index", searcher.index.uri, rule, "has none")
+        raise SpecError("index", searcher.index.uri, rule, "contains no relevant document")
     report(f"{num_known:,} of {len(relevant):,} relevant documents are in the index")
     queries = list(positives)
     num_queries = num_negatives = num_unknown = 0

@@ -1,4 +1,4 @@
-"""Pairs of a query and its document, in JSON lines or Parquet."""
+"""Training data of pairs of a query and a document, in JSON lines or Parquet files."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Columns(config.Spec):
 
 
 class PairsSpec(RowSpec):
-    """Base of the specs of pairs.
+    """Base class of the specs of pairs.
 
     `path` is a file, a folder or a glob of .jsonl, .jsonl.gz or .parquet files.
     """
 
     root: Uri | None = None
-    """Folder that relative paths start from; null for the folder of the file."""
+    """Folder that relative paths start from, or null for the folder of the file."""
     columns: Columns = Columns()
     """Names of the columns."""
     documents: Uri | None = None
@@ -74,7 +74,7 @@ class PairsSpec(RowSpec):
 
 
 class PairData(RowData[PairsSpec]):
-    """Base of training data of pairs; see `Pairs`."""
+    """Base class of training data of pairs. See `Pairs`."""
 
     #: File name suffixes.
     suffixes: tuple[str, ...] = (*LINES, *TABLE)
@@ -163,7 +163,7 @@ class PairData(RowData[PairsSpec]):
         return (names.text, names.image, names.video, names.audio)
 
     def _add_document(self, listing: Listing, row: TableRow) -> int:
-        """Returns the number of a row's document, which is added if it is new."""
+        """Returns the number of the document of a row. Adds the document if it is new."""
         names = self.spec.columns
         document_id = self._document_id(row)
         has_content = row.cell is not None or any(
@@ -211,7 +211,7 @@ class PairData(RowData[PairsSpec]):
         paths = [image_path or (row.location if row.cell else None), video, audio]
         if text is None and not any(paths):
             rule = f"the id of a document with content ({', '.join(self._content)})"
-            raise SpecError("path", document_id, rule, "has none", f" ({row.location})")
+            raise SpecError("path", document_id, rule, "has no content", f" ({row.location})")
         if document_id is None:
             document_id = _id(text, next(filter(None, paths), None))
         image_location = row.cell or (image_path and self._uri(image_path, row.folder))
@@ -235,7 +235,7 @@ class PairData(RowData[PairsSpec]):
     # -- negatives and boxes -----------------------------------------------------------------------
 
     def _with_negatives(self, listing: Listing, row: Row, table_row: TableRow) -> Row:
-        """Returns a row with its negatives, after all documents were listed."""
+        """Adds the negatives of a row. All documents must have been listed before."""
         names = self.spec.columns
         values = table_row.fields.get(names.negatives)
         scores = table_row.fields.get(names.scores)
@@ -287,20 +287,22 @@ class PairData(RowData[PairsSpec]):
 
 
 class Pairs(PairData):
-    """Rows of a query and a relevant document, with optional hard negatives.
+    """Rows that consist of a query and a relevant document, with optional hard negatives.
 
-    A row has a `query` and a document: one or several of `text`, `image` or `video`, and `audio`;
-    or the `document_id` of a document in another row or in the file `documents`. Media are paths;
-    in Parquet, `image` can also be bytes or a struct of bytes and path. `audio` replaces the audio
-    of a video.
+    A row contains a `query` and a document. The document is a `text`, an `image`, a `video`, an
+    `audio` or a combination of them, where `image` and `video` exclude each other. Alternatively,
+    `document_id` refers to the document of another row or of the file `documents`. Media are given
+    as paths. In Parquet files, `image` may also be bytes or a struct of bytes and path. `audio`
+    replaces the audio of a video.
 
-    All documents in rows with the same query are relevant to it. Rows refer to the same document if
-    they have the same `document_id`, or without one the same path of an image, video or audio file,
-    or else the same text. An image in a table without an id and a path is a separate document.
+    All documents in rows with the same query are relevant to it. Two rows refer to the same
+    document if they have the same `document_id`. Without an id, the paths of their image, video or
+    audio are compared, or else their texts. An image in a table that has neither an id nor a path
+    is always a separate document.
 
-    `negatives` lists document ids, or texts or paths, depending on `negatives_are`. `scores` lists
-    the teacher scores of the document and of each negative. `boxes` lists boxes of what the query
-    describes, [x0, y0, x1, y1] relative to the image size.
+    `negatives` is a list of document ids, or of texts or paths, depending on `negatives_are`.
+    `scores` is a list of the teacher's scores of the document and of each negative. `boxes` is a
+    list of boxes that the query describes, [x0, y0, x1, y1] relative to the image size.
     """
 
     class Spec(PairsSpec):
@@ -316,10 +318,11 @@ class PageColumns(Columns):
 
 
 class ColPaliTrain(PairData):
-    """Training data in the format of `vidore/colpali_train_set`: Parquet with `image` and `query`.
+    """Training data in the format of `vidore/colpali_train_set`.
 
-    A page is one document, identified by its `image_filename`, however many queries it has. In a
-    folder, only the files of the split `train` are read. Rows without a query are skipped.
+    The data are Parquet files with the columns `image` and `query`. A page is a single document,
+    which is identified by its `image_filename`, even if it has several queries. In a folder, only
+    the files of the split `train` are read. Rows without a query are skipped.
     """
 
     class Spec(PairsSpec):
@@ -338,7 +341,7 @@ class ColPaliTrain(PairData):
 
 
 def _id(text: str | None, path: str | None) -> str:
-    """Returns the id of a document that has none in the data."""
+    """Returns an id for a document that has no id in the data."""
     if path is not None:
         return path
     return f"text {stable_hash(text or ''):x}"

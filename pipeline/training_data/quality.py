@@ -1,4 +1,4 @@
-"""Validation metrics during training: rankings of documents, and grounding."""
+"""Validation metrics that are computed during training, for retrieval and grounding."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pipeline.tokens import TokenBatch
 CUTOFF = 10
 
 
-#: Metrics by name, with one value per validation query or phrase; higher is better.
+#: Metrics by name, with one value per validation query or phrase. Higher is better.
 Quality = dict[str, np.ndarray]
 
 
 def ranking(scores_QB: torch.Tensor, positive_QB: torch.Tensor) -> Quality:
-    """Computes success at ranks 1, 5 and 10 (R@k) and nDCG@10 of each query.
+    """Computes R@1, R@5, R@10 (success) and nDCG@10 of each query.
 
-    Queries without a relevant document are left out. Ties are ranked in the order of the documents.
+    Queries without a relevant document are omitted. Ties are ranked in the order of the documents.
 
     >>> scores = torch.tensor([[0.1, 0.9, 0.0], [0.8, 0.2, 0.0]])
     >>> relevant = torch.tensor([[True, False, False], [True, False, False]])
@@ -61,7 +61,7 @@ def grounding(
     """Computes BoxMass, RegionHit and CoverageIoU of phrases in their documents (SaMer, eq. 8-10).
 
     The relevance of an input token is the mean similarity between the tokens of the phrase and the
-    vector that the input token is assigned to.
+    vector to which the input token is assigned.
 
     Args:
         phrases: Token vectors of P phrases.

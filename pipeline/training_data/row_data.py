@@ -1,4 +1,4 @@
-"""Training data of rows: batches from rows of any format on disk."""
+"""Training data that form batches from rows, which may be stored in any format."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 #: Key of padding documents, and of documents that cannot be read.
 NO_DOCUMENT = "nothing"
-#: Maximum number of pixels in the header of an image; larger images are not decoded.
+#: Maximum number of pixels in the header of an image. Larger images are not decoded.
 MAX_INPUT_PIXELS = 200_000_000
 #: Number of files that are decoded concurrently.
 NUM_DECODERS = 4
@@ -67,16 +67,17 @@ class RowSpec(config.ComponentSpec):
     """JSON lines {"query": ..., "negatives": [document ids]}, as written by `python -m jobs.mine`.
     """
     num_negatives: int | None = Field(None, ge=0)
-    """Maximum number of hard negatives per query in a batch, sampled in each epoch; null for all.
+    """Maximum number of hard negatives per query in a batch, sampled in each epoch, or null for
+    all.
     """
     validation: float | ValidationFiles | None = None
     """Validation data, held in memory as one batch: a fraction of the documents with their queries,
-    or {path: ...}; null for none."""
+    or {path: ...}, or null for none."""
     mixed_groups: int = Field(16, ge=1)
     """Number of row groups that rows are shuffled among, and that stay in memory, if tables contain
     the images."""
     max_pixels: int = Field(4_000_000, ge=10_000, le=100_000_000)
-    """Maximum number of pixels; larger images are downscaled."""
+    """Maximum number of pixels. Larger images are downscaled."""
     media: Decoding = Decoding()
     """Decoding of videos and audio."""
 
@@ -95,18 +96,19 @@ RowSpecT = TypeVar("RowSpecT", bound=RowSpec)
 
 
 class RowData(TrainingData[RowSpecT]):
-    """Batches of rows, with the hard negatives of their queries.
+    """Batches of rows and the hard negatives of their queries.
 
-    **Batches.** A batch has `batch_size` rows in the order of the epoch; the last incomplete batch
-    is dropped. Its documents are those of its rows without duplicates, followed by the hard
-    negatives. A document belongs to the first worker that has a row of it, so that all workers
-    together have the same documents as a single worker. Workers with fewer documents are padded
-    with documents that have no tokens and are ignored by the loss.
+    **Batches.** A batch consists of `batch_size` rows in the order of the epoch. The last batch is
+    dropped if it is incomplete. The documents of a batch are those of its rows, without duplicates,
+    followed by the hard negatives. If several workers have rows of the same document, it belongs to
+    the first of them. All workers together therefore have the same documents as a single worker
+    would have. Workers with fewer documents are padded with documents that have no tokens, which
+    the loss ignores.
 
-    **Images, videos, audio.** Files are read with their batch. If a file is missing when the rows
-    are listed, its rows are left out. If a file cannot be read later, its document has no tokens,
-    so that the batches of all workers are unaffected; its queries then have no positive and no
-    loss.
+    **Images, videos, audio.** Files are read when their batch is needed. If a file is missing when
+    the rows are listed, its rows are omitted. If a file cannot be read later, its document has no
+    tokens, so that the batches of the other workers do not change. Queries for this document then
+    have no positive and no loss.
     """
 
     def __init__(self, spec: RowSpecT, *, batch_size: int, seed: int):
@@ -154,7 +156,8 @@ class RowData(TrainingData[RowSpecT]):
     def _split(self, listing: Listing) -> tuple[Listing, Listing | None]:
         """Splits the rows into training and validation data.
 
-        A fraction selects documents by hashes of their ids, independently of the seed.
+        If a fraction is given, documents are selected by hashes of their ids. The selection does
+        not depend on the seed.
         """
         fraction = self.spec.validation
         if fraction is None:
@@ -202,7 +205,7 @@ class RowData(TrainingData[RowSpecT]):
         return np.lexsort((random.random(num_rows), window_R))
 
     def _sample_negatives(self, number: int, epoch: int) -> Row:
-        """Returns a row with the negatives that are sampled for an epoch."""
+        """Returns a row with the negatives that were sampled for an epoch."""
         row, maximum = self.training.rows[number], self.spec.num_negatives
         if maximum is None or len(row.negatives) <= maximum:
             return row
@@ -213,7 +216,7 @@ class RowData(TrainingData[RowSpecT]):
     # -- batches -----------------------------------------------------------------------------------
 
     def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
-        """Yields one worker's part of an epoch, and reads the next batch in the background."""
+        """Yields the part of one worker of an epoch. The next batch is read in the background."""
         order_R = self.order(epoch)
 
         def read(number: int) -> Batch:
@@ -226,7 +229,7 @@ class RowData(TrainingData[RowSpecT]):
             yield batch
 
     def full_pass(self, worker: int, num_workers: int) -> Iterator[Batch]:
-        """Yields all queries, documents and hard negatives, including the incomplete batch."""
+        """Yields all queries, documents and hard negatives, including the last incomplete batch."""
         rows = self.training.rows
         used = {number: None for row in rows for number in (row.document, *row.negatives)}
         numbers = [NO_LABEL, *used][worker::num_workers]
@@ -237,7 +240,7 @@ class RowData(TrainingData[RowSpecT]):
             yield self._read(self.training, [(query, ()) for query in queries[part]], numbers[part])
 
     def _batch(self, rows: Sequence[Row], worker: int, num_workers: int) -> Batch:
-        """Reads one worker's part of the rows of a batch."""
+        """Reads the part of one worker of the rows of a batch."""
         parts = [rows[worker_slice(len(rows), w, num_workers)] for w in range(num_workers)]
         owner: dict[int, int] = {}
         for w, part in enumerate(parts):
@@ -296,7 +299,7 @@ class RowData(TrainingData[RowSpecT]):
             listing: Listing of the documents.
             queries: Queries, each with the numbers of its relevant documents.
             numbers: Numbers of the documents; `NO_LABEL` for one without tokens.
-            num_labels: Number of labels per query; default: the maximum over the queries.
+            num_labels: Number of labels per query. Defaults to the maximum over the queries.
             boxes: Boxes of each document, if any.
             teacher: Teacher scores, if any.
 
@@ -343,7 +346,7 @@ class RowData(TrainingData[RowSpecT]):
     # -- documents ---------------------------------------------------------------------------------
 
     def _load_item(self, document: Document | None) -> dict[str, Any] | None:
-        """Returns a document as encoder input, or None for padding and unreadable files."""
+        """Returns a document as input of the encoder. None for padding and unreadable files."""
         if document is None:
             return None
         if self._key(document) in self.cached_keys:
@@ -383,7 +386,7 @@ class RowData(TrainingData[RowSpecT]):
 
     @functools.cached_property
     def _empty_item(self) -> dict[str, None]:
-        """Empty values of all columns: Arrow takes the columns of a table from its first row."""
+        """Empty values of all columns. Arrow derives the columns of a table from its first row."""
         names = ["text"]
         if any(document.image is not None for document in self._documents):
             names.append("image")
@@ -397,7 +400,7 @@ class RowData(TrainingData[RowSpecT]):
         return [*self.training.documents, *validation]
 
     def _log_unreadable(self, document: Document, error: Exception) -> None:
-        """Logs the 1st, 10th, 100th ... failure, because every batch may have one."""
+        """Logs the first, 10th, 100th ... failure only, because every batch may have one."""
         with self._lock:
             self._num_unreadable += 1
             count = self._num_unreadable
@@ -440,9 +443,10 @@ class RowData(TrainingData[RowSpecT]):
         return rows
 
     def _boxes(self, rows: Sequence[Row], numbers: Sequence[int]) -> list[np.ndarray]:
-        """Returns the boxes of each document that the queries of the batch describe.
+        """Returns the boxes of each document that the queries of a batch describe.
 
-        Negatives have the boxes of all of their rows. Equal boxes of several captions are merged.
+        Negatives have the boxes of all of their rows. If several captions have equal boxes, they
+        are merged.
         """
         batch_rows: dict[int, list[Row]] = {}
         for row in rows:
@@ -463,7 +467,7 @@ def _is_media(document: Document) -> bool:
 
 
 def teacher_scores(rows: Sequence[Row], numbers: Sequence[int]) -> torch.Tensor:
-    """Returns the teacher scores of the documents of a batch (Q, B), NaN where unknown.
+    """Returns the teacher's scores of the documents of a batch (Q, B). Unknown scores are NaN.
 
     >>> teacher_scores([Row("q", 3, (5,), (0.75, 0.25))], [5, 4, 3])
     tensor([[0.2500,    nan, 0.7500]])

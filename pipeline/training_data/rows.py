@@ -1,4 +1,4 @@
-"""Documents and rows of training data, which all formats on disk are converted to."""
+"""Documents and rows of training data. All formats are converted to them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Document:
 
     @property
     def key(self) -> str:
-        """Key of the content, independent of the data that the document is part of."""
+        """Key of the content, which does not depend on the data that contain the document."""
         text = "" if self.text is None else hashlib.sha256(self.text.encode()).hexdigest()
         image = self.image
         if isinstance(image, ImageCell):
@@ -92,7 +92,7 @@ class Row:
 
 @dataclass
 class Listing:
-    """Documents, and rows that refer to them by number.
+    """Documents, and rows that refer to documents by number.
 
     All documents in rows with the same query are relevant to it.
 
@@ -107,7 +107,9 @@ class Listing:
     numbers: dict[str, int] = field(default_factory=dict)
 
     def add(self, document: Document) -> int:
-        """Adds a document and returns its number; a known document keeps its number.
+        """Adds a document and returns its number.
+
+        Documents that are already listed keep their number.
 
         Raises:
             SpecError: For `path`: another document has the same id.
@@ -146,7 +148,7 @@ def stable_hash(text: str) -> int:
 
 
 def select_negatives(row: Row, indices: Sequence[int]) -> Row:
-    """Returns a row with only some of its negatives, and their scores.
+    """Returns a row that has only some of its negatives and their scores.
 
     >>> row = Row("q", 0, (5, 6, 7), (0.9, 0.5, 0.6, 0.7))
     >>> selected = select_negatives(row, [0, 2])
@@ -173,7 +175,7 @@ def drop_relevant_negatives(listing: Listing) -> Listing:
 
 
 def add_hard_negatives(listing: Listing, uri: str) -> Listing:
-    """Appends the hard negatives in a file to those of the rows.
+    """Appends the hard negatives from a file to those of the rows.
 
     Raises:
         SpecError: For `hard_negatives`: a line is malformed or names an unknown document, or the
@@ -197,7 +199,7 @@ def add_hard_negatives(listing: Listing, uri: str) -> Listing:
             raise error.at("hard_negatives") from None
     if not any(row.query in negatives for row in listing.rows):
         rule = "a file with queries of the data"
-        raise SpecError("hard_negatives", uri, rule, "has none")
+        raise SpecError("hard_negatives", uri, rule, "contains no query of the data")
     rows = []
     for row in listing.rows:
         added = [n for n in dict.fromkeys(negatives.get(row.query, ())) if n not in row.negatives]
@@ -207,7 +209,7 @@ def add_hard_negatives(listing: Listing, uri: str) -> Listing:
 
 
 def drop_missing_files(listing: Listing) -> Listing:
-    """Removes the rows and negatives whose document has a missing file, and logs a warning.
+    """Removes rows and negatives whose files are missing, and logs a warning.
 
     Raises:
         SpecError: For `path`: no row is left.
@@ -226,7 +228,7 @@ def drop_missing_files(listing: Listing) -> Listing:
     location = listing.documents[number].location
     if not rows:
         rule = f"data with existing {kind} files"
-        raise SpecError("path", uri, rule, "has none", f" ({location})")
+        raise SpecError("path", uri, rule, "does not exist", f" ({location})")
     if distributed.rank() == 0:
         logger.warning(
             "%d of %d rows and %d of %d documents are left out: missing files, such as %s %s (%s)",
@@ -242,7 +244,7 @@ def drop_missing_files(listing: Listing) -> Listing:
 
 
 def _missing(listing: Listing, numbers: Sequence[int]) -> dict[int, tuple[str, str]]:
-    """Returns the documents with a missing file, and the kind and URI of the first such file.
+    """Returns the documents whose files are missing, and the first of these files with its kind.
 
     Each folder is listed only once.
     """
@@ -265,7 +267,7 @@ def _missing(listing: Listing, numbers: Sequence[int]) -> dict[int, tuple[str, s
 
 
 def row_groups(listing: Listing) -> np.ndarray:
-    """Returns the row group of each row's image (R,) int64, numbered from 0; -1 without one."""
+    """Returns the row group of each row's image (R,) int64, numbered from 0, or -1 without one."""
     numbers: dict[tuple[str, int], int] = {}
     groups = []
     for row in listing.rows:

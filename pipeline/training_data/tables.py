@@ -1,9 +1,10 @@
-"""Rows of JSON lines and Parquet files, without the images in tables.
+"""Reads the rows of JSON lines and Parquet files, without the images that tables contain.
 
-Files are read with pyarrow and fsspec instead of Ray Data. For shuffling, each worker needs the
-whole listing in the same order, and a listing without images is small and read in seconds. The row
-group of each row must be known to read its image, and to shuffle with few open row groups. Errors
-name the line or row. Ray Data provides neither, and training machines may not have Ray.
+Files are read with pyarrow and fsspec instead of Ray Data. To shuffle the data, each worker needs
+the complete listing in the same order. Without images, the listing is small and can be read in
+seconds. The row group of each row must be known to read its image, and to shuffle with only a few
+open row groups. Errors should contain the line or row. Ray Data does not provide this information,
+and Ray may not be installed on training machines.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class TableRow:
 
 
 def list_files(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list[str]:
-    """Returns the sorted URIs of the files that a path, a folder or a glob matches.
+    """Returns the URIs of the files that match a path, a folder or a glob in sorted order.
 
     Args:
         uri: Path or URI of a file, a folder or a glob.
@@ -103,7 +104,7 @@ def read_rows(
         image_column: Column that may contain images, which are not read.
 
     Raises:
-        SpecError: The file is corrupted; the error names `path` and the line or row.
+        SpecError: The file is corrupted. The error names `path` and the line or row.
     """
     if file.lower().endswith(TABLE):
         yield from _read_table(file, columns, image_column)
@@ -181,7 +182,7 @@ def _read_table(
 
 
 def table_columns(file: str) -> list[str] | None:
-    """Returns the columns of a Parquet file, or None for files without a schema.
+    """Returns the columns of a Parquet file, or None if a file has no schema.
 
     Raises:
         SpecError: For `path`: the file cannot be read.
@@ -207,7 +208,10 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def _has_image(table: pq.ParquetFile, group: int, image_column: str) -> list[bool]:
-    """Returns which rows of a group contain an image, from the statistics if these suffice."""
+    """Returns which rows of a group contain an image.
+
+    Uses the statistics of the file if possible.
+    """
     metadata = table.metadata.row_group(group)
     for number in range(metadata.num_columns):
         column = metadata.column(number)
@@ -221,7 +225,7 @@ def _has_image(table: pq.ParquetFile, group: int, image_column: str) -> list[boo
 
 
 def _values(column: pa.ChunkedArray) -> Iterator[tuple[Any, str | None]]:
-    """Yields the bytes of each row as an Arrow scalar, and its path; None where missing."""
+    """Yields the bytes of each row as an Arrow scalar, and its path, or None where missing."""
     is_struct = pa.types.is_struct(column.type)
     for value in column:
         if is_struct and value.is_valid:
@@ -233,7 +237,7 @@ def _values(column: pa.ChunkedArray) -> Iterator[tuple[Any, str | None]]:
 
 
 class ImageReader:
-    """Reader of images in tables, with a cache of the last used row groups.
+    """Reader of images in tables. The row groups that were used last are cached.
 
     Args:
         groups: Number of row groups in the cache.

@@ -38,10 +38,10 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
         videos: Uri
         """Folder of the videos."""
         ids: Uri | None = None
-        """CSV file with the training videos as `video_id`, such as `MSRVTT_train.9k.csv`; null to
+        """CSV file with the training videos as `video_id`, such as `MSRVTT_train.9k.csv`. Null to
         use `splits`."""
         splits: list[str] | None = None
-        """Splits of the videos to train on, such as [train]; null to use `ids`."""
+        """Splits of the videos to train on, such as [train]. Null to use `ids`."""
 
         @model_validator(mode="after")
         def _check_selection(self) -> Self:
@@ -79,7 +79,7 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
         return self._listed(uri, ((location, r["video_id"], r["sentence"]) for location, r in rows))
 
     def _listed(self, uri: str, sentences: Iterator[tuple[str, str, Any]]) -> Listing:
-        """Lists sentences, each with its location, the id of its video and its text."""
+        """Reads sentences. Each has a location, the id of its video and its text."""
         files, listing = VideoFiles(self.spec.videos), Listing()
         for location, video, sentence in sentences:
             _check_text(sentence, "path", location)
@@ -88,7 +88,7 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
                 number = listing.add(files.document(video, location))
             listing.rows.append(Row(sentence.strip(), number))
         if not listing.rows:
-            raise SpecError("path", uri, "a file with at least one sentence", "has none")
+            raise SpecError("path", uri, "a file with at least one sentence", "has no sentences")
         return listing
 
 
@@ -129,14 +129,14 @@ class MultiventValidationFiles(ValidationFiles):
     judgments: Uri
     """JSON lines of relevance judgments."""
     videos: Uri | None = None
-    """Folder of the validation videos; null for that of the training videos."""
+    """Folder of the validation videos, or null for that of the training videos."""
 
 
 class Multivent(RowData["Multivent.Spec"]):
     """Training data in the format of MultiVENT 2.0: queries in CSV, judgments in JSON lines.
 
     `path` has the columns `Query_id` and `query`. `judgments` has lines {"query_id", "doc_id",
-    "relevance"}; a relevance above 0 means relevant. Queries without a relevant video are left out.
+    "relevance"}. A relevance above 0 means relevant. Queries without a relevant video are left out.
     The id of a document is its `doc_id`, and its file is `<doc_id>.mp4` in any folder below
     `videos`, such as one per shard. If `<doc_id>.m4a` exists, it replaces the audio of the video.
     """
@@ -151,7 +151,7 @@ class Multivent(RowData["Multivent.Spec"]):
         """Folder of the videos."""
         validation: float | MultiventValidationFiles | None = None
         """Validation data: a fraction of the documents with their queries, or {path: ...,
-        judgments: ..., videos: ...}; null for none."""
+        judgments: ..., videos: ...}, or null for none."""
 
     def listing(self) -> Listing:
         """Returns the judged queries of `path`."""
@@ -190,7 +190,7 @@ class Multivent(RowData["Multivent.Spec"]):
                 listing.rows.append(Row(queries[query], number))
         if not listing.rows:
             rule = "a file with at least one relevance above 0"
-            raise SpecError("judgments", judgments, rule, "has none")
+            raise SpecError("judgments", judgments, rule, "contains no such relevance")
         if len(judged) < len(queries) and distributed.rank() == 0:
             message = "%d of %d queries of %s are left out: they have no relevant video"
             logger.warning(message, len(queries) - len(judged), len(queries), uri)
@@ -198,7 +198,7 @@ class Multivent(RowData["Multivent.Spec"]):
 
 
 def _relevant_pairs(uri: str) -> Iterator[tuple[str, str, str]]:
-    """Yields the location, the query id and the video id of each relevant pair."""
+    """Yields the location, the query id and the video id of all relevant pairs."""
     rule = 'a line {"query_id": "...", "doc_id": "...", "relevance": a number >= 0}'
     try:
         for file in list_files(uri, LINES, "judgments"):
@@ -225,7 +225,7 @@ def _check_text(text: Any, field: str, location: str) -> None:
 
 
 class VideoFiles:
-    """Video files below a folder, and their audio files, by name without suffix.
+    """Video files in a folder and their audio files, by their names without suffixes.
 
     Raises:
         SpecError: For `videos`: the folder does not exist.
@@ -244,7 +244,7 @@ class VideoFiles:
             self._found.setdefault(posixpath.basename(path), posixpath.join(folder, path))
 
     def document(self, document_id: str, location: str) -> Document:
-        """Returns a video as a document; a missing file is assumed to be in the folder itself."""
+        """Returns a video as a document. Missing files are expected in the folder itself."""
         name = f"{document_id}{VIDEO}"
         video = self._found.get(name) or posixpath.join(self._folder, name)
         audio = self._found.get(f"{document_id}{AUDIO}")

@@ -38,7 +38,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of text, or an utterance; lines are separated by line breaks in the text of the item.
+    """A line of text, or an utterance. Lines are separated by line breaks in the text of the item.
 
     Attributes:
         words: Words of the line, in order.
@@ -108,8 +108,8 @@ def filter_words(lines: Iterable[Line], min_confidence: float) -> list[Line]:
 class Recogniser(ABC, Generic[ComponentSpecT]):
     """Base class of recognisers of visible text or speech.
 
-    Subclasses define a nested `Spec` with `name: Literal["..."]`. Construction may load models;
-    jobs call `check` first. The words of an item depend only on that item.
+    Subclasses define a nested `Spec` with `name: Literal["..."]`. Construction may load models.
+    Jobs call `check` first. The words of an item depend only on that item.
 
     Args:
         spec: The spec of the recogniser.

@@ -14,7 +14,7 @@ SAMPLE_RATE = 16_000
 FRAME = SAMPLE_RATE // 100
 #: Maximum amplitude of digital silence: half a 16-bit step and its dither.
 MAX_SILENCE = 1.5 / 32768
-#: Minimum digital silence between utterances, in seconds; shorter pauses belong to the speech.
+#: Minimum digital silence between utterances, in seconds. Shorter pauses belong to the speech.
 MIN_PAUSE_SECONDS = 2.0
 
 

@@ -22,7 +22,7 @@ PIXEL_CHANGE, NOISE_LEVELS = 0.35, 16
 CHARACTER_CHANGE = 0.008
 #: Characters that OCR confuses, mapped to one of them.
 CONFUSED = str.maketrans("oilszb", "011528")
-#: Punctuation that is ignored at the ends of words; other signs are not, as in C and C++.
+#: Punctuation that is ignored at the ends of words. Other signs are not, as in C and C++.
 PUNCTUATION = ".,;:!?'\"`\u2018\u2019\u201c\u201d\u2026()[]-\u2013\u2014\u00b7\u2022|"
 
 Box = tuple[float, float, float, float]
@@ -135,9 +135,9 @@ def max_change(before: np.ndarray, image: np.ndarray) -> float:
 
 
 def has_changed(before: np.ndarray, image: np.ndarray, box: Box) -> bool:
-    """Returns whether the text in a box differs between two images by at least one character.
+    """Checks whether the text in a box differs between two images by at least one character.
 
-    Compression changes many pixels slightly; a different character changes few pixels by the
+    Compression changes many pixels slightly. A different character changes few pixels by the
     contrast of the text. `max_change` does not detect a small digit, which is a few pixels of a
     cell.
 
@@ -170,7 +170,7 @@ def has_changed(before: np.ndarray, image: np.ndarray, box: Box) -> bool:
 
 
 def is_same_text(first: str, second: str, is_unchanged: Callable[[], bool]) -> bool:
-    """Returns whether two readings at the same location are of the same text.
+    """Checks whether two readings at the same location are of the same text.
 
     Readings with equal words are, independent of case. Words without digits may also differ in
     surrounding punctuation. Other readings are the same text only if the image is unchanged and

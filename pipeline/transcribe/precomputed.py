@@ -48,7 +48,7 @@ MAX_SENTENCE_SECONDS = 10.0
 TABLE_VERSION = 2
 LOCATION_COLUMNS = ("x0", "y0", "x1", "y1", "start", "stop")
 COLUMNS = ("id", "text", *LOCATION_COLUMNS, "confidence", "frame", "is_multivent")
-#: A row of the table; a null text records that a file exists for an id or frame.
+#: A row of the table. A null text records that a file exists for an id or frame.
 LineRecord = tuple[Any, ...]
 
 JSONL, CSV, ZIP, TARS = ".jsonl", ".csv", ".zip", (".tar", ".tar.gz", ".tgz")
@@ -88,7 +88,7 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
 
     An item has the lines of its id, or else of its parent (for MultiVENT also by the file name of
     the parent without folder and suffix). A window of a video has the lines of the parent whose
-    middle is in the window; lines longer than 10 s are divided between words. Lines of a parent
+    middle is in the window. Lines longer than 10 s are divided between words. Lines of a parent
     without times belong to the first window or page only, so that they are found once and not
     repeated everywhere.
 
@@ -110,8 +110,8 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
         form: Literal["jsonl", "multivent"] | None = None
         """Format of the files, "jsonl" or "multivent"; None: by suffix, .jsonl or .csv."""
         min_confidence: float = Field(0.0, ge=0, le=1)
-        """Minimum confidence of a word; other words are omitted, except words without
-        confidence."""
+        """Minimum confidence of a word. Other words are omitted, except words without confidence.
+        """
 
     def __init__(self, spec: Spec):
         self.spec = spec
@@ -261,7 +261,10 @@ def _files(spec: Precomputed.Spec) -> tuple[fsspec.AbstractFileSystem, list[tupl
         infos = {path: info for path, info in infos.items() if path.lower().endswith(suffixes)}
     if not infos:
         raise SpecError(
-            "path", spec.path, f"a file or folder with {', '.join(suffixes)} files", "has none"
+            "path",
+            spec.path,
+            f"a file or folder with {', '.join(suffixes)} files",
+            "contains no such file",
         )
     for path in infos:
         with contextlib.suppress(OSError):  # raised again on opening
@@ -328,7 +331,10 @@ def _fill(
                 raise SpecError("path", name, "a readable file", problem) from None
         if not num_read:
             raise SpecError(
-                "path", spec.path, f"a file or folder with {', '.join(parsers)} files", "has none"
+                "path",
+                spec.path,
+                f"a file or folder with {', '.join(parsers)} files",
+                "contains no such file",
             )
         database.execute("CREATE INDEX by_id ON lines (id)")
         by_name = database.execute("SELECT max(is_multivent) FROM lines").fetchone()[0] or 0
@@ -400,7 +406,7 @@ def _line_record(entry: Any) -> LineRecord:
     """Returns the row of a parsed line.
 
     Raises:
-        ValueError: The line is invalid; the message is a verb phrase.
+        ValueError: The line is invalid. The message is a verb phrase.
     """
     if not isinstance(entry, dict):
         raise ValueError("is not a JSON object")
@@ -490,7 +496,7 @@ def _merge_frames(
     """Yields (text, times) of the lines of frames, merging equal lines of successive frames.
 
     Args:
-        frames: Texts by frame number, ascending.
+        frames: Texts by frame number in ascending order.
         fps: Frames per second, or None if unknown.
 
     >>> list(_merge_frames({0: ["a"], 30: ["a", "b"], 60: ["b"]}, fps=30))

@@ -23,7 +23,7 @@ MIN_SIDE = 16
 
 
 class Rapid(Recogniser["Rapid.Spec"]):
-    """Text detection and recognition with RapidOCR; the included models read Latin and Chinese.
+    """Text detection and recognition with RapidOCR. The included models read Latin and Chinese.
 
     Words are separated by white space, so a line of a script without spaces is one word. The box of
     a rotated word is its bounding box. Columns of text separated by white space are read one after
@@ -36,19 +36,19 @@ class Rapid(Recogniser["Rapid.Spec"]):
 
         name: Literal["rapidocr"] = "rapidocr"
         detection: config.Uri | None = None
-        """ONNX file of a PP-OCR detection model; default: the included model."""
+        """ONNX file of a PP-OCR detection model. Defaults to the included model."""
         recognition: config.Uri | None = None
-        """ONNX file of a PP-OCR recognition model, for other scripts; default: the included
+        """ONNX file of a PP-OCR recognition model, for other scripts. Defaults to the included
         model."""
         characters: config.Uri | None = None
         """File with the characters of the recognition model, one per line, if the ONNX file does
         not include them."""
         min_confidence: float = Field(0.5, ge=0, le=1)
-        """Minimum confidence of a line; other lines are omitted."""
+        """Minimum confidence of a line. Other lines are omitted."""
         upside_down: bool = False
         """Whether to recognise upside-down lines; may misread short upright lines."""
         max_side: int = Field(2000, ge=64, le=16384)
-        """Maximum side of an image, in pixels; larger images are scaled down."""
+        """Maximum side of an image, in pixels. Larger images are scaled down."""
         min_change: float = Field(0.02, ge=0, le=1)
         """Minimum change (`frames.max_change`) between the last frame that was read and a frame
         that is read, 0 to 1. Frames in which a line has changed are also read."""

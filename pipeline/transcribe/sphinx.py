@@ -1,4 +1,7 @@
-"""English speech recognition with PocketSphinx on the CPU; the wheel includes the model."""
+"""English speech recognition with PocketSphinx on the CPU.
+
+The wheel includes the model.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,13 @@ class Sphinx(Recogniser["Sphinx.Spec"]):
 
         name: Literal["pocketsphinx"] = "pocketsphinx"
         max_utterance_seconds: float = Field(20.0, ge=2, le=120)
-        """Maximum duration of an utterance, in seconds; longer ones are divided at the quietest
+        """Maximum duration of an utterance, in seconds. Longer ones are divided at the quietest
         time."""
         min_pause_seconds: float = Field(0.5, gt=0)
         """Minimum pause between lines, in seconds."""
         min_confidence: float = Field(0.0, ge=0, le=1)
-        """Minimum posterior probability of a word; other words are omitted. Many correct words
-        have a low probability."""
+        """Minimum posterior probability of a word. Other words are omitted. Many correct words have
+        a low probability."""
 
     def __init__(self, spec: Spec):
         self.check(spec)

@@ -58,7 +58,7 @@ class Whisper(Recogniser["Whisper.Spec"]):
         language: str | None = None
         """Language code such as "en"; None: the language is detected for each utterance."""
         min_confidence: float = Field(0.0, ge=0, le=1)
-        """Minimum confidence of a word, the mean probability of its tokens; other words are
+        """Minimum confidence of a word, the mean probability of its tokens. Other words are
         omitted."""
 
         @field_validator("model")
@@ -195,7 +195,7 @@ class _TokenRecorder(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Records the token that was chosen from the previous scores, and stores these scores.
 
-        The last token of a window is never recorded; it is the end-of-text token.
+        The last token of a window is never recorded. It is the end-of-text token.
         """
         length = input_ids.shape[1]
         if self._probabilities is None or length != self._length + 1:
@@ -224,7 +224,7 @@ def _check_folder(
         model_type = json.loads((folder / "config.json").read_bytes())["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         rule = "a checkpoint with a config.json that names its model_type"
-        raise SpecError("model", spec.model, rule, "has none") from None
+        raise SpecError("model", spec.model, rule, "has no model_type") from None
     if model_type != "whisper":
         raise SpecError("model", spec.model, "a Whisper checkpoint", f"is a {model_type}")
     if with_weights and not any(folder.glob("*.safetensors")):
@@ -240,7 +240,7 @@ def _check_folder(
     no_timestamps = getattr(generation, "no_timestamps_token_id", None)
     if no_timestamps is None:
         rule = "a checkpoint whose generation_config.json has no_timestamps_token_id"
-        raise SpecError("model", spec.model, rule, "has none")
+        raise SpecError("model", spec.model, rule, "has no such field")
     if spec.language is not None:
         known = getattr(generation, "lang_to_id", None) or {}
         if f"<|{spec.language}|>" not in known:

@@ -271,7 +271,7 @@ def test_rejects_invalid_specs_before_writing(uri):
     ):
         run(spec(uri, HPOOL, HPOOL))
     with pytest.raises(
-        SpecError, match="index must be the URI of an index .*none', which contains no index"
+        SpecError, match="index must be the URI of an index .*none', which does not exist"
     ):
         run(spec(uri.parent / "none", HPOOL))
     assert not (uri.parent / "none").exists()

@@ -253,7 +253,7 @@ def test_images_of_examples(spec_file, tmp_path):
     ("override", "field"),
     [
         ("representations=[hpool_99]", "representation"),
-        ("scores=[best]", "scores.0"),
+        ("scores=[best]", "scores[0]"),
         ("measures=[nDGC@10]", "measures"),
         ("measures=[]", "measures"),
         ("k=50", "k"),
@@ -319,7 +319,7 @@ def test_evaluates_given_query_vectors(spec_file, tmp_path):
     pq.write_table(pa.table({"id": ["1"], "vectors": rows[:1]}), path)
     with pytest.raises(
         SpecError,
-        match="query_vectors must be vectors for every judged query, got 'b', which has none",
+        match="query_vectors must be vectors for every judged query, got 'b', which has no vectors",
     ):
         evaluate.main([spec_file, f"query_vectors={path}", f"output={tmp_path / 'none'}"])
 
@@ -371,7 +371,7 @@ def test_weights_of_the_hybrid_score(spec_file, index_uri, tmp_path, capsys):
     ("filter", "sentence"),
     [
         ("nonsense", "filter must be a condition on "),
-        ("item_id = ''", "which matches none"),
+        ("item_id = ''", "which matches no items"),
     ],
 )
 def test_invalid_filters(spec_file, filter, sentence):

@@ -61,11 +61,11 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         ),
         (
             "representations=[{compressor: {name: hpool, num_vectors: 0}}]",
-            "representations.0.compressor.num_vectors must be greater than or equal to 1, got 0",
+            "representations[0].compressor.num_vectors must be greater than or equal to 1, got 0",
         ),
         (
             "representations.0.compressor=squeeze",
-            "representations.0.compressor.name must be one of"
+            "representations[0].compressor.name must be one of"
             " adaptive, adaptive_eos, agc, cluster, eos, hpc, hpool, light_colpali, none,"
             " random, samer, sap, spatial, got 'squeeze'",
         ),
@@ -102,30 +102,31 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         (
             "source.path={tmp}/empty",
             "source.path must be a folder with .txt, .md, .jsonl, .jsonl.gz files, got"
-            " '{tmp}/empty', which contains none",
+            " '{tmp}/empty', which contains no such files",
         ),
         (
             "representations.0.id=text",
-            "representations.0.id must be a name other than item_id, ",
+            "representations[0].id must be a name other than item_id, ",
         ),
         (
             "representations.0.id=minilm_pooled",
-            "representations.0.id must be a name other than item_id, ",
+            "representations[0].id must be a name other than item_id, ",
         ),
         (
             "representations.0.id=vectors",
-            "representations.0.id must be a name other than item_id, ",
+            "representations[0].id must be a name other than item_id, ",
         ),
         (
             "representations.0.id=_rowid",
-            "representations.0.id must be lower-case letters, digits and _, starting with a letter,"
+            "representations[0].id must be lower-case letters, digits and _, starting with a"
+            " letter,"
             " got '_rowid'",
         ),
         ("1=2", "unknown field '1'; valid fields: index,"),
         ("unit_items=9999999", "unit_items must be less than or equal to 1000000, got 9999999"),
         (
             "representations=[{compressor: {name: hpool, num_vectors: 70000}}]",
-            "representations.0.compressor.num_vectors must be less than or equal to",
+            "representations[0].compressor.num_vectors must be less than or equal to",
         ),
         (
             "encoder={name: precomputed, dim: 8, label: x}",
@@ -382,6 +383,6 @@ def test_status_of_an_empty_index_and_a_job_without_summary(tmp_path, capsys):
     assert re.search(r"^items +0$", printed, re.M)
     with pytest.raises(
         SpecError,
-        match="index must be the URI of an index .*, got .*elsewhere', which contains no index",
+        match="index must be the URI of an index .*, got .*elsewhere', which does not exist",
     ):
         status.main([str(tmp_path / "elsewhere")])

@@ -86,6 +86,6 @@ def test_rejects_invalid_input(index_uri, pairs, tmp_path):
         mine.main((index_uri, str(other), output))
     assert str(error.value) == (
         "index must be an index with documents of the data under the same ids,"
-        f" got '{index_uri}', which has none"
+        f" got '{index_uri}', which contains no relevant document"
     )
     assert not (tmp_path / "negatives.jsonl").exists()

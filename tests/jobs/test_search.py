@@ -408,7 +408,8 @@ def test_rejects_versions_that_cannot_be_searched(index_uri, tmp_path):
         search.main([index_uri, "wing", "--version", "999"])
     IndexWriter(str(tmp_path / "empty"), "a-job").release()
     message = (
-        "^index must be an index with at least one representation, got '.*empty', which has none"
+        "^index must be an index with at least one representation, got '.*empty', which"
+        " has no representations"
         " in version 1$"
     )
     with pytest.raises(SpecError, match=message):

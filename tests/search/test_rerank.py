@@ -399,7 +399,7 @@ def test_evaluation_has_a_row_per_reranker(uri, model, photos, tmp_path):
             [rerank[0], rerank[0]],
             "rerank must be unique .*, got 'edje_3', which occurs twice",
         ),
-        ([{"model": str(tmp_path)}], "^rerank.0.model must be .*, which has no edje.json"),
+        ([{"model": str(tmp_path)}], r"^rerank\[0\].model must be .*, which has no edje.json"),
     ):
         with pytest.raises(SpecError, match=message):
             run(config.parse(EvaluateSpec, {**fields, "rerank": invalid}), lines.append)

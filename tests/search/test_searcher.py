@@ -284,7 +284,9 @@ def test_query_without_tokens_has_only_single_score(searcher):
 
 
 def test_missing_index(tmp_path):
-    with pytest.raises(SpecError, match="^index must be .*nothing.* contains no index"):
+    with pytest.raises(
+        SpecError, match="^index must be the URI of an index .*nothing', which does not exist"
+    ):
         open_index(str(tmp_path / "nothing"))
 
 

@@ -69,5 +69,5 @@ def test_rejects_empty_list(folders):
 
 def test_error_names_position_of_source(folders):
     (folders / "papers/a.pdf").unlink()
-    with pytest.raises(SpecError, match=r"^1\.path must be .*contains none"):
+    with pytest.raises(SpecError, match=r"^\[1\]\.path must be .*contains no such files"):
         SOURCES.build(spec_of(folders).source).check()

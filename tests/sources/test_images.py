@@ -486,7 +486,7 @@ def test_corrupted_row_group_is_rejected(tmp_path):
         (
             "",
             "path must be a folder with files ending in .jpg, .*.parquet.*, got '.*',"
-            " which contains none",
+            " which contains no such files",
         ),
         ("empty.jsonl", "path must be a manifest of at least one row, got '.*', which is empty"),
     ],

@@ -64,7 +64,11 @@ def test_nested_folders(tmp_path):
             "path must be an existing file or folder, got '.*nowhere', which does not exist",
         ),
         ("a.txt", "path must be a folder, or a file ending in .wav.*, got '.*a.txt'"),
-        ("", "path must be a folder with files ending in .wav.*, got '.*', which contains none"),
+        (
+            "",
+            "path must be a folder with files ending in .wav.*, got '.*', which"
+            " contains no such files",
+        ),
     ],
 )
 def test_check_rejects_path_without_items(tmp_path, name, sentence):

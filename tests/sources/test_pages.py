@@ -267,7 +267,7 @@ def test_documents_on_other_file_systems():
             "path must be an existing file or folder, got '.*nowhere', which does not exist",
         ),
         ("a.txt", "path must be a folder, or a file ending in .pdf, got '.*a.txt'"),
-        ("", "path must be a folder with .pdf files, got '.*', which contains none"),
+        ("", "path must be a folder with .pdf files, got '.*', which contains no such files"),
     ],
 )
 def test_check_rejects_path_without_items(tmp_path, name, sentence):

@@ -407,7 +407,8 @@ def test_check_errors(tmp_path: Path):
     for path, words in {
         "": "is empty",
         tmp_path / "missing": "does not exist",
-        tmp_path / "empty": r"\.txt, \.md, \.jsonl, \.jsonl\.gz files, got .* which contains none",
+        tmp_path
+        / "empty": r"\.txt, \.md, \.jsonl, \.jsonl\.gz files, got .* which contains no such files",
         tmp_path / "beir": "contains no corpus.jsonl",
         tmp_path / "zero.jsonl": "is an empty file",
         tmp_path / "zero": "is an empty file",

@@ -152,7 +152,7 @@ def coco(**image):
             " (Expecting value)",
         ),
         ("[3]", "has another format (neither a list of objects nor COCO's"),
-        (json.dumps(coco()), "a file with at least one caption, got '{}', which has none"),
+        (json.dumps(coco()), "a file with at least one caption, got '{}', which has no captions"),
         (json.dumps(coco(file_name=None)), "a file name in file_name, got None (image 1 of {})"),
         (
             json.dumps({**coco(), "annotations": [{"image_id": 1, "caption": " "}]}),

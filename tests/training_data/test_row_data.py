@@ -163,7 +163,8 @@ def test_hard_negatives_from_file(pairs, tmp_path):
             "data.hard_negatives must be the id of a document in the data, got 'd77' (line 1 of {})"
         ),
         '{"query": "other", "negatives": ["d7"]}': (
-            "data.hard_negatives must be a file with queries of the data, got '{}', which has none"
+            "data.hard_negatives must be a file with queries of the data, got '{}', which"
+            " contains no query of the data"
         ),
         '{"query": "query 0"}': (
             'data.hard_negatives must be a line {"query": "...", "negatives": ["id", ...]}, got'
@@ -260,7 +261,7 @@ def test_missing_images_are_left_out_with_a_warning(tmp_path, caplog):
         build_data(5, name="pairs", path=path, root=tmp_path / "nowhere")
     assert str(error.value) == (
         f"data.path must be data with existing image files, got '{tmp_path}/nowhere/{NAMES[0]}',"
-        f" which has none (line 1 of {path})"
+        f" which does not exist (line 1 of {path})"
     )
 
 

@@ -417,7 +417,7 @@ BAD_MULTIVENT = [
     (
         *(JUDGED, lambda data: data.replace(b'"relevance": 1', b'"relevance": 0')),
         "data.judgments must be a file with at least one relevance above 0, got"
-        f" '{{}}/{JUDGED}', which has none",
+        f" '{{}}/{JUDGED}', which contains no such relevance",
     ),
     (
         *(JUDGED, lambda data: data[:-20]),

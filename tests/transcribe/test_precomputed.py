@@ -295,7 +295,7 @@ def test_errors_name_unreadable_files(tmp_path):
     with pytest.raises(SpecError, match="does not exist"):
         PrecomputedText.check(spec(tmp_path / "nothing.jsonl"))
     write(tmp_path / "readme.txt", "hello")
-    with pytest.raises(SpecError, match="has none"):
+    with pytest.raises(SpecError, match="which contains no such file"):
         PrecomputedText.check(spec(tmp_path))
     (tmp_path / "a.tar.gz").write_bytes(tar(SPEECH_FILES)[:-100])
     with pytest.raises(

@@ -87,7 +87,10 @@ class _Output(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Loads the library; returns None if it was not built."""
+    """Loads the library.
+
+    Returns None if it was not built.
+    """
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_maxsim{suffix}")
         if path.exists():
@@ -120,14 +123,17 @@ def _built_library() -> ctypes.CDLL:
 
 @functools.cache
 def available() -> tuple[str, ...]:
-    """Returns the levels that this machine supports, widest last; empty without the library."""
+    """Returns the levels that this machine supports, widest last, or empty without the library."""
     library = _library()
     return LEVELS[: library.maxray_level() + 1] if library else ()
 
 
 @functools.cache
 def _threads(num_threads: int, pid: int) -> ThreadPoolExecutor:
-    """Returns the executor of a process; threads of the parent do not survive a fork."""
+    """Returns the executor of a process.
+
+    Threads of the parent do not survive a fork.
+    """
     return ThreadPoolExecutor(num_threads, thread_name_prefix="maxsim")
 
 
@@ -146,7 +152,7 @@ def _level(kind: int, level: str) -> int:
 
 
 def can_score(segment: Segment) -> bool:
-    """Returns whether the library supports a segment's codec, device and memory layout."""
+    """Checks whether the library supports a segment's codec, device and memory layout."""
     return (
         _kind(segment) != _UNSUPPORTED
         and segment.lengths.is_cpu
@@ -161,13 +167,13 @@ def score(
     out_QB: torch.Tensor,
     level: str,
 ) -> None:
-    """Writes the MaxSim scores of Q queries; -inf for documents without tokens.
+    """Writes the MaxSim scores of Q queries, or -inf for documents without tokens.
 
     Args:
         query_MD: float32, concatenated tokens of all queries.
         query_lengths: (Q,) int64, number of tokens per query.
-        selection: Segments of one codec with the ascending indices of the documents to score; None
-            for all documents.
+        selection: Segments of one codec with the ascending indices of the documents to score, or
+            None for all documents.
         out_QB: float32 output, contiguous along B, which ranges over the documents of all segments.
         level: One of `available()`.
     """
@@ -193,7 +199,7 @@ def best(
 
     Returns:
         Similarities (B, M) float32 and indices (B, M) int32 of the best tokens in their document.
-        Ties resolve to the first token; documents without tokens have -inf and -1.
+        Ties resolve to the first token. Documents without tokens have -inf and -1.
     """
     kind = _kind(segment)
     number = _level(kind, level)
@@ -228,7 +234,7 @@ class _Documents:
 
     @classmethod
     def select(cls, segment: Segment, kind: int, documents: torch.Tensor | None) -> _Documents:
-        """Selects documents of a segment by index; None for all."""
+        """Selects documents of a segment by index, or None for all."""
         starts, lengths = segment.starts, segment.lengths
         if documents is not None:
             starts, lengths = starts[documents], lengths[documents]

@@ -234,11 +234,11 @@ def test_recompress_fits_on_a_separate_sample(uri, original):
     [
         (
             {"fit_index": "nowhere"},
-            "fit_index must be the URI of an index .*, got .*nowhere', which contains no index",
+            "fit_index must be the URI of an index .*, got .*nowhere', which does not exist",
         ),
         (
             {"fit_filter": "item_id = ''"},
-            "fit_filter must be a condition that matches items, got .*, which matches none",
+            "fit_filter must be a condition that matches items, got .*, which matches no items",
         ),
         (
             {"fit_filter": "nonsense"},

@@ -202,7 +202,7 @@ def test_recompression_from_stored_attention_statistics(tmp_path, collection, at
         ),
         (
             {"keep_taps": ["rows"]},
-            "keep_taps.0 must be STATISTIC/HEADS/LAYERS with ",
+            "keep_taps[0] must be STATISTIC/HEADS/LAYERS with ",
         ),
     ],
 )

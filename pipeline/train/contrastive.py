@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from pipeline import config, distributed
 from pipeline.atomic import check_writable
+from pipeline.compression import Compressor
 from pipeline.compression.samer import object_labels, token_coordinates
 from pipeline.config import SpecError, Uri
 from pipeline.distributed import gather_rows, num_workers
@@ -32,7 +33,7 @@ from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
 from pipeline.train.lora import Lora
 from pipeline.train.losses import LOWEST, info_nce, kl_divergence, late_scores, margin_mse
 from pipeline.training_data.base import NO_LABEL, Batch, Phrases, TrainingData
-from pipeline.training_data.quality import Quality, grounding
+from pipeline.training_data.quality import Quality, grounding, utilisation
 
 if TYPE_CHECKING:
     from pipeline.train.hidden_states import HiddenStates
@@ -111,6 +112,9 @@ class Contrastive(Learner["Contrastive.Spec"]):
         query and document. Null runs it in each epoch. For `projection` and `adapter`."""
         hidden_states_dtype: Literal["float16", "float32"] = "float16"
         """Precision of the cached hidden states."""
+        validation_compressors: tuple[CompressorSpec, ...] = ()
+        """Additional compressors with which the validation documents are evaluated, for example
+        other budgets. The names of their metrics end with the compressor in parentheses."""
         compressor: CompressorSpec = Field(default="none", validate_default=True)
         """Compressor of the documents' vectors."""
         score: Score = "late"
@@ -147,6 +151,10 @@ class Contrastive(Learner["Contrastive.Spec"]):
         encoder = ENCODERS.build(encoder_spec)
         self.encoder: Any = encoder
         self.compressor = COMPRESSORS.build(spec.compressor)
+        self._validation_compressors = {
+            compressor_label(other): COMPRESSORS.build(other)
+            for other in spec.validation_compressors
+        }
         self._tuned = None
         if spec.trainable == "adapter":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,13 +177,15 @@ class Contrastive(Learner["Contrastive.Spec"]):
             raise _not_trainable(spec.encoder.name).below("learner")
         self._taps: tuple[Tap, ...] = ()
         self._num_layers = 0
-        if self.compressor.needs_taps:
+        compressors = (self.compressor, *self._validation_compressors.values())
+        needed = [tap for compressor in compressors for tap in compressor.needs_taps]
+        if needed:
             attention = encoder.attention(spec.encoder)
             if attention is None:
                 rule = f"a compressor without attention ({spec.encoder.name} provides none)"
                 raise SpecError("learner.compressor.name", spec.compressor.name, rule)
             self._num_layers = attention.num_layers
-            self._taps = single_layer_taps(self.compressor.needs_taps, self._num_layers)
+            self._taps = single_layer_taps(needed, self._num_layers)
         log_scale = torch.tensor(-math.log(spec.temperature), device=self.device)
         self.log_scale = torch.nn.Parameter(log_scale, requires_grad=spec.learn_temperature)
         self._states: HiddenStates | None = None
@@ -203,9 +213,10 @@ class Contrastive(Learner["Contrastive.Spec"]):
             if spec.encoder.name == "jina_v4":
                 rule = "another value for jina_v4, which has one adapter per task"
                 raise SpecError("trainable", "lora", rule)
-        if COMPRESSORS.load(spec.compressor.name).needs_fit:
-            rule = "a compressor that needs no fitting (for the pruning of hpc, use eos)"
-            raise SpecError("compressor.name", spec.compressor.name, rule)
+        for compressor in (spec.compressor, *spec.validation_compressors):
+            if COMPRESSORS.load(compressor.name).needs_fit:
+                rule = "a compressor that needs no fitting (for the pruning of hpc, use eos)"
+                raise SpecError("compressor.name", compressor.name, rule)
 
     @classmethod
     def check_data(cls, spec: Spec, data: TrainingData) -> None:
@@ -288,10 +299,18 @@ class Contrastive(Learner["Contrastive.Spec"]):
             )
         return mini_batches
 
-    def forward(self, mini_batch: ModelInputs) -> Embedded:
-        """Returns vectors, masks and single vectors of queries and compressed documents."""
+    def forward(
+        self, mini_batch: ModelInputs, compressor: Compressor[Any] | None = None
+    ) -> Embedded:
+        """Returns vectors, masks and single vectors of queries and compressed documents.
+
+        Args:
+            mini_batch: Model inputs.
+            compressor: Compressor of the documents; None for that of the spec.
+        """
         queries = self.tokens(mini_batch.queries)
-        documents = self.compressed(self.tokens(mini_batch.documents, self._taps), mini_batch.boxes)
+        documents = self.tokens(mini_batch.documents, self._taps)
+        documents = self.compressed(documents, mini_batch.boxes, compressor)
         embedded: Embedded = {}
         for name, tokens in (("query", queries), ("document", documents)):
             embedded[f"{name}_vectors"] = tokens.vectors.float()
@@ -320,13 +339,17 @@ class Contrastive(Learner["Contrastive.Spec"]):
         return encoded(self.encoder, inputs, taps)
 
     def compressed(
-        self, tokens: TokenBatch, boxes: Sequence[np.ndarray] | None = None
+        self,
+        tokens: TokenBatch,
+        boxes: Sequence[np.ndarray] | None = None,
+        compressor: Compressor[Any] | None = None,
     ) -> TokenBatch:
         """Compresses documents before scoring.
 
         Object boxes are passed to compressors that use them.
         """
-        spec = self.spec.compressor
+        compressor = compressor or self.compressor
+        spec = compressor.spec
         if boxes is not None and (
             getattr(spec, "object_prior", False)
             or getattr(spec, "centroid", "") == "object_weighted"
@@ -335,14 +358,14 @@ class Contrastive(Learner["Contrastive.Spec"]):
         if self._taps:
             taps = {
                 tap.name: average_layers(tap, tokens.taps, self._num_layers).detach()
-                for tap in self.compressor.needs_taps
+                for tap in compressor.needs_taps
             }
             tokens = dataclasses.replace(tokens, taps=taps)
         if tokens.extents is not None and not self._has_remarked and bool(tokens.mask[0].any()):
             self._has_remarked = True
-            if sentence := self.compressor.remark(tokens.extents[0, tokens.mask[0]].cpu().numpy()):
+            if sentence := compressor.remark(tokens.extents[0, tokens.mask[0]].cpu().numpy()):
                 log.warning("learner.compressor: %s", sentence)
-        return self.compressor.compress(tokens)
+        return compressor.compress(tokens)
 
     # -- objective ---------------------------------------------------------------------------------
 
@@ -419,17 +442,33 @@ class Contrastive(Learner["Contrastive.Spec"]):
         """Returns the metrics of the data. If there are phrases, grounding metrics are added."""
         # Inference has no boxes.
         inputs = dataclasses.replace(self.read(validation), boxes=None)
-        embedded = self.embedded(inputs)
-        quality = data.quality(self.scores(embedded, embedded), validation)
+        quality = self._quality(self.embedded(inputs), validation, data)
         if validation.phrases is not None:
             quality |= self._grounding(validation, validation.phrases, inputs)
+        for label, compressor in self._validation_compressors.items():
+            found = self._quality(self.embedded(inputs, compressor), validation, data)
+            quality |= {f"{name} ({label})": values for name, values in found.items()}
         return quality
 
-    def embedded(self, inputs: ModelInputs, size: int = 64) -> Embedded:
+    def _quality(self, embedded: Embedded, validation: Batch, data: TrainingData) -> Quality:
+        """Returns the metrics of the data, and for MaxSim those of the use of the vectors."""
+        quality = data.quality(self.scores(embedded, embedded), validation)
+        if self.spec.score == "single":
+            return quality
+        queries, documents = (
+            TokenBatch(embedded[f"{name}_vectors"], embedded[f"{name}_mask"], True)
+            for name in ("query", "document")
+        )
+        labels = validation.query_labels, validation.document_labels
+        return quality | utilisation(queries, documents, data.relevant(*labels))
+
+    def embedded(
+        self, inputs: ModelInputs, compressor: Compressor[Any] | None = None, size: int = 64
+    ) -> Embedded:
         """Embeds queries and documents in chunks of `size` documents."""
         tensors: dict[str, list[torch.Tensor]] = {}
         for mini_batch in self.mini_batches(inputs, size):
-            for name, tensor in self(mini_batch).items():
+            for name, tensor in self(mini_batch, compressor).items():
                 tensors.setdefault(name, []).append(tensor)
         return {name: concatenate(rows) for name, rows in tensors.items()}
 
@@ -473,6 +512,21 @@ class Contrastive(Learner["Contrastive.Spec"]):
             with torch.no_grad():
                 scale.fill_(self.log_scale.item())
         self.encoder.save(folder)
+
+
+def compressor_label(spec: CompressorSpec) -> str:
+    """Returns the name of a compressor with the fields that differ from their defaults.
+
+    >>> compressor_label(COMPRESSORS.resolve({"name": "hpool", "num_vectors": 16}))
+    'hpool num_vectors 16'
+    """
+    values = {name: value for name, value in config.dump(spec).items() if name != "name"}
+    changed = [
+        f"{name} {value}"
+        for name, value in values.items()
+        if getattr(spec, name) != type(spec).model_fields[name].default
+    ]
+    return " ".join([spec.name, *changed])
 
 
 def _not_trainable(encoder: str) -> SpecError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +119,7 @@ def report(spec: StudySpec, runs: Sequence[Run]) -> str:
 
     The p values compare each row with the first one by a paired randomisation test over the
     validation queries. The test uses the first metric after training, averaged over seeds. Holm's
-    correction is applied.
+    correction is applied. A row `A > B` was trained with compressor A and evaluated with B.
     """
     rows = rows_of(runs)
     if not rows:
@@ -152,7 +152,8 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
         measured = sorted((Path(run.spec.output) / VALIDATION).glob("step-*.npz"))
         if measured:
             both = tuple(dict(np.load(path)) for path in (measured[0], measured[-1]))
-            grouped.setdefault(run.row, []).append(both)
+            for row, *values in _by_compressor(run.row, *both):
+                grouped.setdefault(row, []).append(tuple(values))
     return [
         Row(
             name,
@@ -163,6 +164,32 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
         )
         for name, found in grouped.items()
     ]
+
+
+def _by_compressor(row: str, *when: dict[str, np.ndarray]) -> Iterator[tuple[Any, ...]]:
+    """Yields the metrics of a run, and of each of its `validation_compressors` as another row.
+
+    >>> metrics = {"R@1": np.array([1.0]), "R@1 (hpool num_vectors 4)": np.array([0.0])}
+    >>> for name, values in _by_compressor("none", metrics):
+    ...     print(name, values)
+    none {'R@1': array([1.])}
+    none > hpool num_vectors 4 {'R@1': array([0.])}
+    """
+    suffixes = dict.fromkeys(name.partition(" (")[2] for name in when[0])
+    for suffix in suffixes:
+        ending = f" ({suffix}" if suffix else ""
+        name = f"{row} > {suffix.removesuffix(')')}" if suffix else row
+        yield (
+            name,
+            *(
+                {
+                    metric.removesuffix(ending): values
+                    for metric, values in metrics.items()
+                    if metric.partition(" (")[2] == suffix
+                }
+                for metrics in when
+            ),
+        )
 
 
 def spread(values_SQ: np.ndarray) -> float:

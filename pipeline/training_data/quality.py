@@ -55,6 +55,56 @@ def means(quality: Quality) -> dict[str, float]:
     return {name: float(values.mean()) for name, values in quality.items()}
 
 
+def utilisation(
+    queries: TokenBatch, documents: TokenBatch, positive_QB: torch.Tensor
+) -> dict[str, np.ndarray]:
+    """Computes how evenly the vectors of relevant documents are matched (AGC, section 6.5).
+
+    Args:
+        queries: Token vectors of Q queries.
+        documents: Vectors of B documents.
+        positive_QB: bool, relevance of each document to each query.
+
+    Returns:
+        One value each: `CV`, the coefficient of variation of the matching strengths in percent;
+        `Gini`, their Gini coefficient; and `Used`, the fraction of the vectors of relevant
+        documents that are the best match of a token of a relevant query.
+    """
+    from pipeline.eval.diagnostics import (
+        Matches,
+        coefficient_of_variation,
+        gini,
+        matching_strength,
+    )
+
+    num_positions = documents.mask.shape[1]
+    rows: list[tuple[np.ndarray, ...]] = []
+    for query, document in positive_QB.nonzero().tolist():
+        tokens_MD = queries.vectors[query, queries.mask[query]].float()
+        vectors_ND = documents.vectors[document, documents.mask[document]].float()
+        if not len(vectors_ND):
+            continue
+        similarity_M, position_M = (tokens_MD @ vectors_ND.T).max(dim=1)
+        position = position_M.cpu().numpy()
+        query_position = np.arange(len(position))
+        vector = document * num_positions + position
+        rows.append((position, query_position, similarity_M.double().cpu().numpy(), vector))
+    if not rows:
+        return {}
+    position_R, query_R, similarity_R, vector_R = map(np.concatenate, zip(*rows, strict=True))
+    scores = np.array([similarity.sum() for _, _, similarity, _ in rows])
+    matches = Matches(scores, position_R, query_R, similarity_R, vector_R)
+    strength = matching_strength(matches, num_positions)
+    relevant_B = positive_QB.any(dim=0).to(documents.mask.device)
+    num_vectors = int(documents.mask[relevant_B].sum())
+    values = {
+        "CV": coefficient_of_variation(strength),
+        "Gini": gini(strength),
+        "Used": len(np.unique(vector_R)) / max(1, num_vectors),
+    }
+    return {name: np.array([value]) for name, value in values.items() if value is not None}
+
+
 def grounding(
     phrases: TokenBatch, documents: TokenBatch, locations: TokenBatch, boxes: Sequence[np.ndarray]
 ) -> Quality:

@@ -122,6 +122,22 @@ def test_cached_hidden_states_equal_those_of_the_model(model, tmp_path, compress
         assert one == pytest.approx(other, abs=1e-4)
 
 
+def test_validation_with_other_compressors(model, tmp_path):
+    """A model is evaluated with each compressor as a run with this compressor evaluates it."""
+    hpool, sap = {"name": "hpool", "num_vectors": 4}, {"name": "sap", "num_vectors": 2}
+    data = {"name": "shapes", "num_scenes": 8, "captions": 2, "validation": 12}
+    options = {"data": data, "eval_every": 1, "max_steps": 1}
+    several = {"validation_compressors": [hpool, sap]}
+    trained(spec_of(tmp_path / "several", model, several, **options))
+    for compressor, label in ((hpool, "hpool num_vectors 4"), (sap, "sap num_vectors 2")):
+        folder = tmp_path / compressor["name"]
+        trained(spec_of(folder, model, {"compressor": compressor}, **options))
+        for metric in ("R@1", "nDCG@10", "CV", "Gini", "Used"):
+            expected = logged(folder, metric)[0]
+            found = logged(tmp_path / "several", f"{metric} ({label})")[0]
+            assert found == pytest.approx(expected, abs=1e-6)
+
+
 def test_frozen_model_runs_once_with_cached_hidden_states(model, tmp_path, monkeypatch):
     from pipeline.encoders.sequences import SequenceEncoder
 

@@ -25,7 +25,7 @@ CRANFIELD = Path(jobs.__file__).parent / "data/cranfield"
 #: Methods based on Ward linkage or k-means, which `index` omits.
 SLOW = ("adaptive", "cluster", "hpool", "light_colpali")
 #: Variants of methods with a different running time.
-READINGS = ("hpool,linkage=rows", "hpool,linkage=condensed", "light_colpali,distances=float64")
+READINGS = ("hpool,linkage=rows", "hpool,linkage=condensed", "light_colpali,distance_dtype=float64")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

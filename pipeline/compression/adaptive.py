@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ class Adaptive(Compressor["Adaptive.Spec"]):
     class Spec(config.ComponentSpec):
         """Options of `Adaptive`."""
 
+        renamed: ClassVar[Mapping[str, str]] = {"lowest": "min_budget", "highest": "max_budget"}
+
         name: Literal["adaptive"] = "adaptive"
         num_vectors: NumVectors
         """Mean number of vectors per item."""
@@ -54,9 +56,9 @@ class Adaptive(Compressor["Adaptive.Spec"]):
         - "length": `theta N` for an item with N tokens. This baseline is equivalent to a constant
           ratio.
         """
-        lowest: float = Field(0.25, ge=0, le=1)
+        min_budget: float = Field(0.25, ge=0, le=1)
         """Minimum budget of an item as a fraction of `num_vectors`."""
-        highest: float = Field(4.0, ge=1, allow_inf_nan=False)
+        max_budget: float = Field(4.0, ge=1, allow_inf_nan=False)
         """Maximum budget of an item as a multiple of `num_vectors`."""
         saliency: TapName = "pooled_row/mean/last"
         """Attention statistic that the criterion "entropy" uses, see `pipeline.taps`."""
@@ -173,6 +175,6 @@ def budgets(
         budgets_B = 1 + (measure > theta).sum(dim=1)
     else:
         budgets_B = (measure.squeeze(1) * theta).round().clamp(max=2.0**31).long()
-    lowest = max(1, round(spec.lowest * spec.num_vectors))
-    highest = round(spec.highest * spec.num_vectors)
+    lowest = max(1, round(spec.min_budget * spec.num_vectors))
+    highest = round(spec.max_budget * spec.num_vectors)
     return torch.minimum(budgets_B.clamp(lowest, highest), lengths_B)

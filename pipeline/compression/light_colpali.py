@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -29,8 +30,10 @@ class LightColPali(Budgeted["LightColPali.Spec"]):
     class Spec(Budget):
         """Options of `LightColPali`."""
 
+        renamed: ClassVar[Mapping[str, str]] = {"distances": "distance_dtype"}
+
         name: Literal["light_colpali"] = "light_colpali"
-        distances: Literal["float16", "float64"] = "float16"
+        distance_dtype: Literal["float16", "float64"] = "float16"
         """Precision to which the distance matrix is rounded. The reference implementation uses
         "float16". The reduction from N to D dimensions is impossible with rounded distances, so
         "float16" takes 2.5 times as long as "float64" for 1030 tokens of dimension 128.
@@ -38,7 +41,7 @@ class LightColPali(Budgeted["LightColPali.Spec"]):
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""
-        distances = rounded_distances if self.spec.distances == "float16" else row_distances
+        distances = rounded_distances if self.spec.distance_dtype == "float16" else row_distances
         tokens_BND = unit_vectors(batch)
         assignment_BN = hierarchical_groups(tokens_BND, batch.lengths, budgets_B, distances, "ward")
         return group_means(batch, tokens_BND, assignment_BN, budgets_B)

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline import extras
 from pipeline.atomic import check_writable
-from pipeline.config import SpecError, dump, dump_stored
+from pipeline.config import SpecError, dump
 from pipeline.eval import JudgedQueries, bm25
 from pipeline.eval.cache import Cache, CachedDiagnosis, CachedGrounding, CachedResult, cache_key
 from pipeline.eval.diagnostics import Diagnosis
@@ -303,7 +303,7 @@ def _result(searcher: Searcher, row: Row, entry: CachedResult) -> Result:
         return Result(info.pooled_column, SINGLE_VECTOR, 1, SINGLE_VECTOR, encoder, **measured)
     compressor = info.compressor
     with contextlib.suppress(SpecError):  # fills in settings that are newer than the index
-        compressor = dump_stored(COMPRESSORS.resolve(compressor, stored=True))
+        compressor = dump(COMPRESSORS.resolve(compressor, stored=True))
     method = method_name(compressor, info.codec, info.field)
     budget = compressor.get("num_vectors")
     return Result(

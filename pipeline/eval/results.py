@@ -200,9 +200,10 @@ def method_name(
     if compressor["name"] == "none":
         return " ".join([FULL, *suffixes])
     suffixes += [f"of {field}"] * (field != "content")
-    defaults = COMPRESSORS.load(compressor["name"]).Spec.model_fields
+    spec_class = COMPRESSORS.spec_class(compressor["name"])
+    defaults = spec_class.model_fields
     changed = []
-    for key, value in compressor.items():
+    for key, value in spec_class.with_present_names(compressor).items():
         default = defaults[key].get_default(call_default_factory=True) if key in defaults else None
         default = list(default) if isinstance(default, tuple) else default  # as in JSON
         if isinstance(value, Mapping):  # a nested compressor

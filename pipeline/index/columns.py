@@ -99,6 +99,8 @@ class Representation(Spec):
 def default_id(compressor: Spec, with_budget: bool = True) -> str:
     """Returns the default column name: the method, its non-default settings and the budget.
 
+    Settings have the first names of their fields, so that renaming a field changes no column name.
+
     Args:
         compressor: Spec of a compressor or of one of its components.
         with_budget: Whether to append `num_vectors` or `ratio`.
@@ -109,6 +111,7 @@ def default_id(compressor: Spec, with_budget: bool = True) -> str:
     'hpool_rows_12_5pct'
     """
     values = dict(compressor)
+    first_names = {present: first for first, present in compressor.renamed.items()}
     parts = ["full" if values["name"] == "none" else values["name"]]
     for name, field in type(compressor).model_fields.items():
         value = values[name]
@@ -121,7 +124,8 @@ def default_id(compressor: Spec, with_budget: bool = True) -> str:
             parts.append(value)
         else:
             numbers = value if isinstance(value, list | tuple) else [value]
-            parts.append(name + "_".join("" if n is True else str(n) for n in numbers))
+            shown = "_".join("" if n is True else str(n) for n in numbers)
+            parts.append(first_names.get(name, name) + shown)
     if with_budget and (num_vectors := values.get("num_vectors")):
         parts.append(str(num_vectors))
     if with_budget and (ratio := values.get("ratio")):

@@ -72,7 +72,7 @@ def test_gain_minimises_squared_error():
     fixed = HPool(HPool.Spec(num_vectors=8, num_protected=0)).compress(batch)
     method = {"name": "hpool", "num_protected": 0}
     results = {
-        c: fitted(batch, criterion=c, method=method, lowest=0).compress(batch) for c in CRITERIA
+        c: fitted(batch, criterion=c, method=method, min_budget=0).compress(batch) for c in CRITERIA
     }
     errors = {c: sum(squared_error(batch, result)) for c, result in results.items()}
     assert errors["gain"] < 0.5 * sum(squared_error(batch, fixed))
@@ -85,7 +85,7 @@ def test_gain_minimises_squared_error():
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_equals_definition(criterion):
     batch = make_batch(6)
-    spec = parse(Adaptive.Spec, {"num_vectors": 8, "criterion": criterion, "lowest": 0.5})
+    spec = parse(Adaptive.Spec, {"num_vectors": 8, "criterion": criterion, "min_budget": 0.5})
     measure = information(batch, spec)
     theta = 0.07
     found = budgets(spec, measure, batch.lengths, theta).tolist()

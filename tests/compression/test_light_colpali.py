@@ -32,7 +32,9 @@ def reference(x, num_groups, dtype):
 @pytest.mark.parametrize("distances", ["float16", "float64"])
 def test_equals_reference(ragged, unit_items, distances):
     batch = ragged(LENGTHS)
-    result = LightColPali(LightColPali.Spec(num_vectors=5, distances=distances)).compress(batch)
+    result = LightColPali(LightColPali.Spec(num_vectors=5, distance_dtype=distances)).compress(
+        batch
+    )
     for i, x in enumerate(unit_items(batch)):
         groups = reference(x, 5, getattr(np, distances))
         assignment = result.assignment[i, batch.mask[i]].tolist()
@@ -47,7 +49,7 @@ def test_equals_reference(ragged, unit_items, distances):
 
 def test_without_rounding_equals_hpool_of_rows(ragged):
     batch = ragged([80, 50], dim=16)
-    light = LightColPali(LightColPali.Spec(num_vectors=9, distances="float64")).compress(batch)
+    light = LightColPali(LightColPali.Spec(num_vectors=9, distance_dtype="float64")).compress(batch)
     spec = HPool.Spec(num_vectors=9, linkage="rows", num_protected=0)
     assert torch.equal(light.assignment, HPool(spec).compress(batch).assignment)
 
@@ -55,7 +57,9 @@ def test_without_rounding_equals_hpool_of_rows(ragged):
 def test_rounding_changes_few_merges(ragged):
     batch = ragged([200] * 20, dim=16)
     assignments = [
-        LightColPali(LightColPali.Spec(num_vectors=20, distances=name)).compress(batch).assignment
+        LightColPali(LightColPali.Spec(num_vectors=20, distance_dtype=name))
+        .compress(batch)
+        .assignment
         for name in ("float16", "float64")
     ]
     num_changed = (assignments[0] != assignments[1]).any(dim=1).sum()
@@ -67,5 +71,5 @@ def test_equal_tokens_yield_fewer_vectors_than_budget(distances):
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(1, 7, 24, generator=generator)[:, [0, 1, 2, 3, 4, 5, 6] * 5]
     batch = TokenBatch(vectors, torch.ones(1, 35, dtype=torch.bool), normalised=False)
-    spec = LightColPali.Spec(num_vectors=20, distances=distances)
+    spec = LightColPali.Spec(num_vectors=20, distance_dtype=distances)
     assert LightColPali(spec).compress(batch).assignment.tolist() == [list(range(7)) * 5]

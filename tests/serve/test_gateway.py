@@ -72,6 +72,12 @@ def error_message(
         ({"rerank": {"representation": "nope"}}, "rerank.representation", "nope"),
         ({"rerank": {"by": "edje"}}, "rerank.by", "indexes.texts.edje"),
         ({"surprise": 1}, "surprise", "unknown field"),
+        ({"where": "1 = 1"}, "where", "field 'where' was renamed to 'filter'"),
+        (
+            {"rerank": {"depth": 5}},
+            "rerank.depth",
+            "field 'depth' in rerank was renamed to 'rerank_depth'",
+        ),
     ],
 )
 def test_error_names_invalid_field(http, change, field, message):

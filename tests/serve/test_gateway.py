@@ -70,7 +70,7 @@ def error_message(
         ({"group_by": "source"}, "group_by", "parent"),
         ({"rerank": {"rerank_depth": 101}}, "rerank.rerank_depth", "at most 100, got 101"),
         ({"rerank": {"representation": "nope"}}, "rerank.representation", "nope"),
-        ({"rerank": {"by": "edje"}}, "rerank.by", "indexes.texts.edje"),
+        ({"rerank": {"method": "edje"}}, "rerank.method", "indexes.texts.edje"),
         ({"surprise": 1}, "surprise", "unknown field"),
         ({"where": "1 = 1"}, "where", "field 'where' was renamed to 'filter'"),
         (

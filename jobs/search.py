@@ -155,10 +155,10 @@ def _open(args: Namespace) -> Iterator[Searcher]:
     if args.actors is None:
         yield open_index(args.index, args.version, cache=args.cache, device=args.device)
         return
-    from pipeline.search.sharded import ShardedSearcher, machine_shares
+    from pipeline.search.sharded import ShardedSearcher, actor_resources
 
     with jobs.cluster():
-        shares = machine_shares(args.actors, args.device)
+        shares = actor_resources(args.actors, args.device)
         with ShardedSearcher(
             args.index,
             args.version,

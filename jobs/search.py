@@ -47,6 +47,7 @@ import jobs
 from jobs import _queries, _runs
 from pipeline.config import SpecError, check_exists
 from pipeline.index import check_index
+from pipeline.scores import SCORES
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.options import SearchOptions
@@ -235,7 +236,7 @@ def _parser() -> jobs.Parser:
     )
     parser.add_argument(
         "--score",
-        choices=["maxsim", "single_vector", "hybrid"],
+        choices=SCORES,
         default="maxsim",
         help="MaxSim score, single-vector score or both (default: maxsim)",
     )

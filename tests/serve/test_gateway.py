@@ -59,7 +59,7 @@ def error_message(
         ({"representation": "nope"}, "representation", "hpool_2"),
         ({"representation": "rerank_tokens"}, "representation", "only for reranking"),
         ({"score": "best"}, "score", "'maxsim'"),
-        ({"score": "late"}, "score", "must be 'maxsim', got 'late', which was renamed"),
+        ({"score": "late"}, "score", "'late' was renamed to 'maxsim'"),
         ({"weights": [1, 2]}, "weights", "for the score maxsim"),
         ({"weights": [0, 0], "score": "hybrid"}, "weights", "not both 0"),
         ({"filter": "modality = "}, "filter", "does not parse at its end"),

@@ -159,14 +159,14 @@ def _open(args: Namespace) -> Iterator[Searcher]:
     from pipeline.search.sharded import ShardedSearcher, actor_resources
 
     with jobs.cluster():
-        shares = actor_resources(args.actors, args.device)
+        resources = actor_resources(args.actors, args.device)
         with ShardedSearcher(
             args.index,
             args.version,
             num_shards=args.actors,
             cache=args.cache,
             device=args.device,
-            **shares,
+            **resources,
         ) as searcher:
             yield searcher
 

@@ -108,7 +108,7 @@ def test_error_lists_available_devices(index_uri, monkeypatch):
             open_index(index_uri, device=device)
 
 
-def test_machine_shares(cluster, monkeypatch):
+def test_actor_resources(cluster, monkeypatch):
     from pipeline.search.sharded import actor_resources
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -40,14 +40,14 @@ def write(
 ) -> None:
     """Ranks the items for all queries, writes the run to a file and prints the throughput."""
     from pipeline.eval.metrics import write_run
-    from pipeline.search.options import EQUAL
+    from pipeline.search.options import EQUAL_WEIGHTS
 
     signal.signal(signal.SIGTERM, _stop)
     rows = searcher.items.select(options)
     num_items = len(searcher.items) if rows is None else len(rows)
     run = _Run(searcher, queries, options, reranker)
     print(f"{len(queries):,} queries x {num_items:,} items", flush=True)
-    weights = "" if options.weights == EQUAL else "-{:g}-{:g}".format(*options.weights)
+    weights = "" if options.weights == EQUAL_WEIGHTS else "-{:g}-{:g}".format(*options.weights)
     tag = f"{options.column}.{options.score}{weights}{'.edje' if reranker else ''}"
     write_run(out, run.scores(), tag=tag)
     print(f"{run.throughput()}\n{len(queries):,} queries, {run.num_hits:,} hits: {out}")

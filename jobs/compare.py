@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_writable(args.output, "--output")
     compared = compare(args.out_a, args.out_b)
     print(aligned(table(compared)))
-    for output, names in zip(compared.outputs, compared.only, strict=True):
+    for output, names in zip(compared.outputs, compared.unmatched, strict=True):
         if names:
             print(f"only in {output}: {', '.join(names)}")
     if args.output:

@@ -47,6 +47,7 @@ import jobs
 from jobs import _queries, _runs
 from pipeline.config import SpecError, check_exists
 from pipeline.index import check_index
+from pipeline.scores import SCORES
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.options import SearchOptions
@@ -155,17 +156,17 @@ def _open(args: Namespace) -> Iterator[Searcher]:
     if args.actors is None:
         yield open_index(args.index, args.version, cache=args.cache, device=args.device)
         return
-    from pipeline.search.sharded import ShardedSearcher, machine_shares
+    from pipeline.search.sharded import ShardedSearcher, actor_resources
 
     with jobs.cluster():
-        shares = machine_shares(args.actors, args.device)
+        resources = actor_resources(args.actors, args.device)
         with ShardedSearcher(
             args.index,
             args.version,
             num_shards=args.actors,
             cache=args.cache,
             device=args.device,
-            **shares,
+            **resources,
         ) as searcher:
             yield searcher
 
@@ -235,7 +236,7 @@ def _parser() -> jobs.Parser:
     )
     parser.add_argument(
         "--score",
-        choices=["maxsim", "single_vector", "hybrid"],
+        choices=SCORES,
         default="maxsim",
         help="MaxSim score, single-vector score or both (default: maxsim)",
     )

@@ -285,7 +285,7 @@ class Passage(Location):
 
 
 @dataclass(frozen=True)
-class Parts:
+class ScoreParts:
     """Components of the score of a hit. A component that was not requested is None.
 
     Attributes:
@@ -352,5 +352,5 @@ class Hit:
     span: dict[str, Any] | None = None
     matches: tuple[Match, ...] = ()
     passages: tuple[Passage, ...] = ()  # best first
-    parts: Parts = Parts()
+    parts: ScoreParts = ScoreParts()
     reranked: Reranked | None = None

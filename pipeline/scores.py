@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator
 
-from pipeline.config import SpecError
+from pipeline.config import RenamedValue
 
 ScoreName = Literal["maxsim", "single_vector", "hybrid"]
 SCORES: tuple[ScoreName, ...] = get_args(ScoreName)
@@ -18,22 +18,22 @@ def reject_former_name(score: Any) -> Any:
     """Returns a score unless it is a former name.
 
     Raises:
-        SpecError: The score is a former name.
+        RenamedValue: The score is a former name.
 
     >>> reject_former_name("late")
     Traceback (most recent call last):
     ...
-    pipeline.config.SpecError: score must be 'maxsim', got 'late', which was renamed
+    pipeline.config.RenamedValue: score: 'late' was renamed to 'maxsim'
     """
     if isinstance(score, str) and score in RENAMED:
-        raise SpecError("score", score, repr(RENAMED[score]), "was renamed")
+        raise RenamedValue("score", score, RENAMED[score])
     return score
 
 
 def _validate(score: Any) -> Any:
     try:
         return reject_former_name(score)
-    except SpecError as error:
+    except RenamedValue as error:
         raise error.at("") from None  # pydantic names the field
 
 

@@ -417,7 +417,7 @@ def reranking(bench: Bench, server: Server, edje: str, args: Any) -> None:
     searcher, reranker = open_index(server.uri), Reranker(edje, RERANK_DEPTH)
     seconds = max(args.seconds / 6, 3)
     plain = server.body
-    reranked = {**plain, "rerank": {"by": "edje", "rerank_depth": RERANK_DEPTH}}
+    reranked = {**plain, "rerank": {"method": "edje", "rerank_depth": RERANK_DEPTH}}
     rates: dict[str, list[float]] = {}
     for repeat in range(args.repeats + 1):  # the first is a warm-up
         for at_once in (1, 8, 32):

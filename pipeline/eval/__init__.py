@@ -18,14 +18,14 @@ class JudgedQueries:
         qrels: Grades by document id, by query id. Grade 0 means judged not relevant. Documents are
             items or parents, as the spec says.
         num_unjudged: Number of queries left out because they have no judgment.
-        num_orphans: Number of judged query ids left out because they have no text.
+        num_without_text: Number of judged query ids left out because they have no text.
         categories: Query ids of each category, by field of the queries, such as `language`.
     """
 
     queries: dict[str, str]
     qrels: dict[str, dict[str, int]]
     num_unjudged: int
-    num_orphans: int
+    num_without_text: int
     categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
 

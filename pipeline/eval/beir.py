@@ -39,7 +39,7 @@ class Beir(Benchmark["Beir.Spec"]):
             queries,
             {query_id: qrels[query_id] for query_id in queries},
             num_unjudged=len(texts) - len(queries),
-            num_orphans=len(qrels) - len(queries),
+            num_without_text=len(qrels) - len(queries),
             categories=read_categories(path, queries),
         )
 

@@ -43,13 +43,13 @@ class Comparison:
         outputs: Output folders of both evaluations.
         evaluations: Both evaluations.
         differences: Differences of the common rows, by metric.
-        only: Names of the rows that only the first, and only the second evaluation has.
+        unmatched: Names of the rows that only the first, and only the second evaluation has.
     """
 
     outputs: tuple[str, str]
     evaluations: tuple[Evaluation, Evaluation]
     differences: dict[str, list[Difference]]
-    only: tuple[list[str], list[str]]
+    unmatched: tuple[list[str], list[str]]
 
     @property
     def headline(self) -> str:
@@ -88,5 +88,5 @@ def compare(output_a: str, output_b: str) -> Comparison:
             Difference(name, measure, rows_a[name].means[measure], rows_b[name].means[measure], p)
             for name, p in zip(both, p_values, strict=True)
         ]
-    only = [name for name in rows_a if name not in both], [n for n in rows_b if n not in both]
-    return Comparison((output_a, output_b), (a, b), by_measure, only)
+    unmatched = [name for name in rows_a if name not in both], [n for n in rows_b if n not in both]
+    return Comparison((output_a, output_b), (a, b), by_measure, unmatched)

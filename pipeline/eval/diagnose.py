@@ -72,7 +72,7 @@ class Diagnoser:
         self,
         searcher: Searcher,
         judged: JudgedQueries,
-        by: Literal["parent", "item"],
+        level: Literal["parent", "item"],
         filter: str | None,
         encode: Callable[[str], EncodedQueries | list[np.ndarray]],
     ):
@@ -81,11 +81,11 @@ class Diagnoser:
         Args:
             searcher: Searcher of the index.
             judged: Queries and their relevance judgments.
-            by: Level of the judgments, "parent" or "item".
+            level: Level of the judgments, "parent" or "item".
             filter: SQL condition on the items, or None for all of them.
             encode: Function that returns the judged queries as vectors, for a representation.
         """
-        self._searcher, self._judged, self._by, self._filter = searcher, judged, by, filter
+        self._searcher, self._judged, self._level, self._filter = searcher, judged, level, filter
         self._encode = encode
         self._pair_rows: dict[str, list[np.ndarray]] = {}
         self._full_scores: dict[str, list[np.ndarray]] = {}
@@ -173,7 +173,7 @@ class Diagnoser:
             [document for document, grade in self._judged.qrels[query_id].items() if grade > 0]
             for query_id in self._judged.queries
         ]
-        index, column = self._searcher.index, f"{self._by}_id"
+        index, column = self._searcher.index, f"{self._level}_id"
         selected = None
         if self._filter is not None:
             ids = [

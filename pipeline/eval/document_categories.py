@@ -16,7 +16,7 @@ METADATA = "metadata."
 
 
 def queries_by_document_category(
-    index: Index, judged: JudgedQueries, field: str, by: str, filter: str | None
+    index: Index, judged: JudgedQueries, field: str, level: str, filter: str | None
 ) -> dict[str, list[str]]:
     """Groups query ids by the categories of their relevant documents.
 
@@ -27,7 +27,7 @@ def queries_by_document_category(
         index: Index of the documents.
         judged: Queries and their relevance judgments.
         field: Text column of the items such as "modality", or "metadata.KEY".
-        by: Level of the judgments, "item" or "parent". A parent has the categories of its items.
+        level: Level of the judgments, "item" or "parent". A parent has the categories of its items.
         filter: SQL condition on the items, or None for all of them.
 
     Raises:
@@ -41,9 +41,9 @@ def queries_by_document_category(
         raise SpecError("document_categories", field, rule, "is not a text column")
     key, keys = field.removeprefix(METADATA), set()
     document_categories: dict[str, set[str]] = {}
-    for batch in index.batches(list(dict.fromkeys([f"{by}_id", column])), filter=filter):
+    for batch in index.batches(list(dict.fromkeys([f"{level}_id", column])), filter=filter):
         values = batch[column].to_pylist()
-        for document, value in zip(batch[f"{by}_id"].to_pylist(), values, strict=True):
+        for document, value in zip(batch[f"{level}_id"].to_pylist(), values, strict=True):
             if is_key:
                 fields = json.loads(value or "{}")
                 keys |= set(fields)

@@ -362,8 +362,8 @@ def _benchmark_notes(spec: EvaluateSpec, judged: JudgedQueries, index: Index) ->
     yield f"{len(judged.queries)} judged queries"
     if judged.num_unjudged:
         yield f"{judged.num_unjudged} queries without judgments are left out"
-    if judged.num_orphans:
-        yield f"{judged.num_orphans} judged query ids without a text are left out"
+    if judged.num_without_text:
+        yield f"{judged.num_without_text} judged query ids without a text are left out"
     relevant = {
         document
         for grades in judged.qrels.values()

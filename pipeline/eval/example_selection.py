@@ -119,7 +119,7 @@ def build_examples(
                 found[name].append(_document(*text, grades, ranks, images))
         examples.append(
             Example(
-                why=reason,
+                reason=reason,
                 query_id=query_id,
                 query=query,
                 values={name: evaluation.value(name, query_id) for name in hits},
@@ -151,7 +151,7 @@ def _document(
         snippet=snippet,
         grade=grades.get(document_id),
         ranks={name: row_ranks.get(document_id) for name, row_ranks in ranks.items()},
-        pictures=[HitImage(caption=c, png=base64.b64encode(png).decode()) for c, png in images],
+        images=[HitImage(caption=c, png=base64.b64encode(png).decode()) for c, png in images],
     )
 
 

@@ -36,19 +36,19 @@ class Document(CacheEntry):
     snippet: str
     grade: int | None
     ranks: dict[str, int | None]
-    pictures: list[HitImage]
+    images: list[HitImage]
 
 
 class Example(CacheEntry):
     """Example query with its judged documents and the hits of the rows that are compared.
 
     Attributes:
-        why: Reason for the selection of the query.
+        reason: Reason for the selection of the query.
         values: Headline metric, by row.
         hits: Best hits, by row.
     """
 
-    why: Reason
+    reason: Reason
     query_id: str
     query: str
     values: dict[str, float]

@@ -28,7 +28,7 @@ from pipeline.index.reader import Index
 from pipeline.index.status import representation_stats, rerank_token_stats
 from pipeline.schema import ITEM, Hit
 from pipeline.scores import RENAMED
-from pipeline.search.options import EQUAL, SearchOptions
+from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
 from pipeline.search.searcher import Searcher
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 AnyQueries = EncodedQueries | list[np.ndarray]
 #: Number of queries that are scored one at a time to measure latency.
-NUM_TIMED = 50
+NUM_TIMED_QUERIES = 50
 #: Former names of scores, which cache keys contain, so that earlier entries stay valid.
 _CACHED_SCORES: dict[str, str] = {new: former for former, new in RENAMED.items()}
 
@@ -123,7 +123,7 @@ class Ranker:
 
     def weights(self, score: str) -> list[float] | None:
         """Returns the weights of the hybrid score, or None if they are equal."""
-        weighted = score == "hybrid" and self._spec.weights != EQUAL
+        weighted = score == "hybrid" and self._spec.weights != EQUAL_WEIGHTS
         return list(self._spec.weights) if weighted else None
 
     def diagnosis_key(self, representation: str) -> str:
@@ -169,7 +169,7 @@ class Ranker:
         ranked = rank(all_queries)
         seconds = time.perf_counter() - start
         latencies_ms = []
-        for number in all_queries[:NUM_TIMED]:
+        for number in all_queries[:NUM_TIMED_QUERIES]:
             query_start = time.perf_counter()
             rank([number])
             latencies_ms.append(1000 * (time.perf_counter() - query_start))
@@ -234,7 +234,7 @@ class Ranker:
 
     def _search_options(self, score: str) -> dict[str, Any]:
         options = {"score": score, "group_by": self._group_by, "filter": self._spec.filter}
-        return {**options, "weights": self.weights(score) or EQUAL}
+        return {**options, "weights": self.weights(score) or EQUAL_WEIGHTS}
 
     def _queries(self, representation: str, numbers: Sequence[int]) -> AnyQueries:
         """Returns some of the judged queries as vectors, which are read from a file or encoded."""

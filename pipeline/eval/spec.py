@@ -14,7 +14,7 @@ from pipeline.eval.results import EDJE
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from pipeline.scores import Score
-from pipeline.search.options import EQUAL, WEIGHTS_RULE, Weights, are_weights
+from pipeline.search.options import EQUAL_WEIGHTS, WEIGHTS_RULE, Weights, are_weights
 
 
 class RerankSpec(Spec):
@@ -71,7 +71,7 @@ class EvaluateSpec(Spec):
     scores: list[Score] = Field(default_factory=list)
     """Scores to evaluate: maxsim, hybrid, single_vector; empty for all that the index has vectors
     for."""
-    weights: Weights = EQUAL
+    weights: Weights = EQUAL_WEIGHTS
     """Weights of the single-vector and the MaxSim score in the hybrid score, such as [1, 0.25]."""
     measures: list[str] = Field(default_factory=lambda: list(DEFAULT_MEASURES))
     """Metrics, by their ir-measures names."""
@@ -124,8 +124,8 @@ class EvaluateSpec(Spec):
 
     @model_validator(mode="after")
     def _check_weights_used(self) -> EvaluateSpec:
-        if self.weights != EQUAL and self.scores and "hybrid" not in self.scores:
-            rule = f"{list(EQUAL)} unless hybrid is among the scores"
+        if self.weights != EQUAL_WEIGHTS and self.scores and "hybrid" not in self.scores:
+            rule = f"{list(EQUAL_WEIGHTS)} unless hybrid is among the scores"
             raise SpecError("weights", list(self.weights), rule)
         return self
 

@@ -31,7 +31,7 @@ def line_name(evaluation: Evaluation, result: Result) -> str:
     return result.method if len(encoders) < 2 else f"{result.method}, {result.encoder[:6]}"
 
 
-def late_rows(evaluation: Evaluation) -> list[Result]:
+def maxsim_rows(evaluation: Evaluation) -> list[Result]:
     """Returns the compressed rows under the MaxSim score."""
     return [r for r in evaluation.results if r.is_compressed and r.score == "maxsim"]
 
@@ -90,12 +90,12 @@ class DepthScan:
 
     Attributes:
         name: Name of the reranker and the first stage, with precision and score addition.
-        first: Row of the first stage.
+        first_stage: Row of the first stage.
         rows: Rows by rerank depth in ascending order.
     """
 
     name: str
-    first: Result
+    first_stage: Result
     rows: dict[int, Result]
 
 
@@ -122,7 +122,7 @@ def common_budget(evaluation: Evaluation) -> Budget | None:
     """Returns the budget with the most methods under the MaxSim score. Ties go to the smallest."""
     methods: dict[Budget, set[str]] = {}
     scanned = scanned_rows(evaluation)
-    for result in late_rows(evaluation):
+    for result in maxsim_rows(evaluation):
         if any(result.budget) and result.name not in scanned:
             methods.setdefault(result.budget, set()).add(line_name(evaluation, result))
     return max(
@@ -172,7 +172,7 @@ def retention_lines(evaluation: Evaluation) -> dict[str, list[RetentionPoint]]:
     measure = retention_measure(evaluation)
     scanned = scanned_rows(evaluation)
     lines: dict[str, list[RetentionPoint]] = {}
-    for result in late_rows(evaluation):
+    for result in maxsim_rows(evaluation):
         full = full_row(evaluation, result)
         if result.budget.ratio is None or result.name in scanned or full is None:
             continue
@@ -216,7 +216,7 @@ def correlations(evaluation: Evaluation) -> Iterator[Correlation]:
     OSR is correlated over all compressed rows. AGC correlates 1/CV and 1/Gini among indexes of one
     budget, which is the common one here. CV is a fraction, not in percent.
     """
-    rows = late_rows(evaluation)
+    rows = maxsim_rows(evaluation)
     retentions = [(row, row.retention.mean) for row in rows if row.retention]
     if retentions:
         yield _correlation(evaluation, OSR, retentions)

@@ -27,7 +27,7 @@ def csv_rows(compared: Comparison) -> list[list[object]]:
     for differences in compared.differences.values():
         rows += [[d.name, d.measure, d.a, d.b, d.change, d.p] for d in differences]
     for side, (evaluation, names) in enumerate(
-        zip(compared.evaluations, compared.only, strict=True)
+        zip(compared.evaluations, compared.unmatched, strict=True)
     ):
         for name in names:
             for measure in compared.differences:

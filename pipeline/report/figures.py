@@ -24,9 +24,9 @@ from pipeline.eval.views import (
     comparable_rows,
     correlations,
     depth_scans,
-    late_rows,
     layer_scans,
     line_name,
+    maxsim_rows,
     retention_lines,
     retention_measure,
     scanned_rows,
@@ -212,13 +212,14 @@ def _depth_figure(evaluation: Evaluation, scans: Sequence[DepthScan]) -> Figure:
     for scan, style in zip(scans, STYLES, strict=False):
         depths, rows = list(scan.rows), list(scan.rows.values())
         line = {**style, "markeredgecolor": "white", "label": scan.name}
+        before = scan.first_stage
         for panel, values, first in (
-            (quality, [evaluation.quality(row) for row in rows], evaluation.quality(scan.first)),
-            (latency, [row.median_ms for row in rows], scan.first.median_ms),
+            (quality, [evaluation.quality(row) for row in rows], evaluation.quality(before)),
+            (latency, [row.median_ms for row in rows], before.median_ms),
         ):
             panel.plot(depths, values, **line)
             panel.axhline(
-                first, color=style["color"], linewidth=1, dashes=(6, 3), label=scan.first.name
+                first, color=style["color"], linewidth=1, dashes=(6, 3), label=before.name
             )
     for panel, name in ((quality, evaluation.headline), (latency, "ms per query")):
         panel.set_xscale("log", base=2)
@@ -254,7 +255,7 @@ def _layer_figure(evaluation: Evaluation, scans: Sequence[Scan]) -> Figure:
                 style = {**line_styles[scan.name], "markeredgecolor": "white", "label": scan.name}
                 layers, means, spreads = zip(*points, strict=True)
                 panel.errorbar(layers, means, spreads if any(spreads) else None, capsize=3, **style)
-        for row in late_rows(evaluation):
+        for row in maxsim_rows(evaluation):
             if row.is_random and row.budget == budget and row.retention:
                 _band(panel, row)
         panel.set_title(str(budget), fontsize=11)

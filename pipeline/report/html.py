@@ -28,7 +28,7 @@ from pipeline.report.tables import (
     spread,
     summary_diagnostics,
 )
-from pipeline.report.text import decimal, p_equals, p_value, share
+from pipeline.report.text import decimal, p_equals, p_value, percentage
 
 
 def report(evaluations: Sequence[Evaluation]) -> str:
@@ -59,7 +59,7 @@ def _render(template: str, **values: Any) -> str:
         "scanned_rows": scanned_rows,
         "method": method,
         "document_category_metrics": document_category_metrics,
-        "marked": marked,
+        "highlight": highlight,
         "p_equals": p_equals,
         "p_value": p_value,
         "panels": quality_bytes.panels,
@@ -72,7 +72,7 @@ def _render(template: str, **values: Any) -> str:
         "size_parts": size_parts,
         "diagnostic_columns": diagnostic_columns,
         "diagnostic_cells": diagnostic_cells,
-        "share": share,
+        "percentage": percentage,
         "sizes": sizes,
         "spread": spread,
         "svgs": lambda figure: map(Markup, figure.svgs()),
@@ -82,10 +82,10 @@ def _render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def marked(snippet: str) -> Markup:
+def highlight(snippet: str) -> Markup:
     r"""Returns a snippet as HTML, with matched words in `<mark>` and everything else escaped.
 
-    >>> marked("<b> \x02wing\x03")
+    >>> highlight("<b> \x02wing\x03")
     Markup('&lt;b&gt; <mark>wing</mark>')
     """
     start, end = HIGHLIGHT_DELIMITERS

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pipeline.eval.pooled import retention_p_values
 from pipeline.eval.results import OSR, Evaluation
-from pipeline.eval.views import late_rows
+from pipeline.eval.views import maxsim_rows
 from pipeline.report.tables import budget
 from pipeline.report.text import decimal, p_value
 
@@ -21,7 +21,7 @@ def table(evaluation: Evaluation, against: Sequence[str]) -> list[list[str]]:
     Raises:
         SpecError: No row has one of the methods.
     """
-    rows = late_rows(evaluation)
+    rows = maxsim_rows(evaluation)
     columns = retention_p_values(rows, against)
     header = ["method", "K", OSR, "OSR ±", *(f"p {name}" for name in against)]
     header += [evaluation.headline, f"{evaluation.headline} ±"]

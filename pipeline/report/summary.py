@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipeline.eval.results import BM25, FULL, QUALITY_THRESHOLD, Evaluation, Result, RowComparison
-from pipeline.report.text import p_equals, share
+from pipeline.report.text import p_equals, percentage
 
 
 def summary(evaluation: Evaluation) -> Iterator[str]:
@@ -20,10 +20,10 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
     full = evaluation.best([result for result in results if result.method == FULL])
     cheapest = evaluation.cheapest(results)
     if cheapest is not None and full is not None and evaluation.quality(full) > 0:
-        retention = share(evaluation.quality(cheapest) / evaluation.quality(full))
+        retention = percentage(evaluation.quality(cheapest) / evaluation.quality(full))
         parts = [
             f"{getattr(cheapest, size):,.0f} of {getattr(full, size):,.0f} {unit} per item"
-            f" ({share(getattr(cheapest, size) / max(1.0, getattr(full, size)))})"
+            f" ({percentage(getattr(cheapest, size) / max(1.0, getattr(full, size)))})"
             for size, unit in (("vector_bytes", "vector bytes"), ("all_bytes", "stored bytes"))
         ]
         yield (

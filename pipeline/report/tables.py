@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pipeline.eval.grounding import GroundingMetrics
 from pipeline.eval.results import BM25, COSTS, FULL, OSR, Evaluation, Result
-from pipeline.report.text import as_csv, decimal, p_value, share
+from pipeline.report.text import as_csv, decimal, p_value, percentage
 
 
 def table(evaluation: Evaluation) -> list[list[str]]:
@@ -26,7 +26,7 @@ def table(evaluation: Evaluation) -> list[list[str]]:
             budget(result),
             result.label,
             *(f"{value:.4f}" for value in result.means.values()),
-            share(comparison.retention),
+            percentage(comparison.retention),
             p_value(comparison.p_reference),
             "-" if comparison.p_reference is None else comparison.reference,
             p_value(comparison.p_bm25),
@@ -69,7 +69,7 @@ def spread(result: Result, name: str) -> str:
 def summary_diagnostics(result: Result) -> list[str]:
     """Formats the diagnostics of the main table: OSR, fraction of matched vectors, and Gini."""
     values = diagnostics(result)
-    return [decimal(values[OSR]), share(values["used"]), decimal(values["gini"])]
+    return [decimal(values[OSR]), percentage(values["used"]), decimal(values["gini"])]
 
 
 def diagnostics(result: Result) -> dict[str, float | None]:
@@ -119,7 +119,7 @@ def diagnostic_cells(result: Result, columns: dict[str, str]) -> list[str]:
     for name in columns.values():
         value = values[name]
         if name.startswith("used") or name in GROUNDING_COLUMNS.values():
-            cells.append(share(value))
+            cells.append(percentage(value))
         elif name == "cv":
             cells.append("-" if value is None else f"{value:.1f}")
         else:
@@ -140,8 +140,8 @@ def size_parts(result: Result) -> list[str]:
     if result.method == BM25:
         return ["-"] * 5
     parts = [result.vector_bytes, result.assignment_bytes, result.position_bytes, result.all_bytes]
-    overhead = share(result.all_bytes / result.vector_bytes - 1 if result.vector_bytes else None)
-    return [*(f"{number:,.0f}" for number in parts), overhead]
+    overhead = result.all_bytes / result.vector_bytes - 1 if result.vector_bytes else None
+    return [*(f"{number:,.0f}" for number in parts), percentage(overhead)]
 
 
 def metrics_csv(evaluation: Evaluation) -> str:

@@ -52,10 +52,10 @@ def decimal(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def share(value: float | None) -> str:
+def percentage(value: float | None) -> str:
     """Formats a fraction in percent.
 
-    >>> share(0.9756), share(None)
+    >>> percentage(0.9756), percentage(None)
     ('97.6 %', '-')
     """
     return "-" if value is None else f"{100 * value:.1f} %"

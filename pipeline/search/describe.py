@@ -13,7 +13,7 @@ import torch
 
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
-from pipeline.schema import Hit, Location, Match, Parts, Passage
+from pipeline.schema import Hit, Location, Match, Passage, ScoreParts
 from pipeline.search.explain import (
     NO_SPAN,
     assigned_vectors,
@@ -99,11 +99,13 @@ def _stored_rows(
     return {row["item_id"]: row for row in table.to_pylist()}
 
 
-def _parts(ranking: Ranking, i: int, num_tokens: int) -> Parts:
+def _parts(ranking: Ranking, i: int, num_tokens: int) -> ScoreParts:
     """Returns the scores that item `i` of a ranking is composed of."""
     maxsim = None if ranking.maxsim is None else float(ranking.maxsim[i])
     single_vector = None if ranking.single_vector is None else float(ranking.single_vector[i])
-    return Parts(maxsim, None if maxsim is None else maxsim / max(num_tokens, 1), single_vector)
+    return ScoreParts(
+        maxsim, None if maxsim is None else maxsim / max(num_tokens, 1), single_vector
+    )
 
 
 @dataclass(frozen=True)

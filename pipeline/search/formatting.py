@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.schema import Hit, Location, Parts, Passage, Reranked
+from pipeline.schema import Hit, Location, Passage, Reranked, ScoreParts
 from pipeline.search.explain import highlighted_spans, printable, snippet
 
 
@@ -33,12 +33,12 @@ def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
     return "\n".join(lines)
 
 
-def format_parts(parts: Parts) -> str:
+def format_parts(parts: ScoreParts) -> str:
     """Returns the components of a hybrid score, or empty for other scores.
 
-    >>> format_parts(Parts(maxsim=4.5, maxsim_mean=0.75, single_vector=0.5))
+    >>> format_parts(ScoreParts(maxsim=4.5, maxsim_mean=0.75, single_vector=0.5))
     'single-vector 0.5000, MaxSim 4.5000 (mean 0.7500)'
-    >>> format_parts(Parts(maxsim=4.5, maxsim_mean=0.75))
+    >>> format_parts(ScoreParts(maxsim=4.5, maxsim_mean=0.75))
     ''
     """
     if parts.maxsim is None or parts.single_vector is None:

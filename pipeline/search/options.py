@@ -14,7 +14,7 @@ from pipeline.search.representations import representation_info
 
 #: Weights of the single-vector and the MaxSim score in the hybrid score.
 Weights = tuple[float, float]
-EQUAL: Weights = (1.0, 1.0)
+EQUAL_WEIGHTS: Weights = (1.0, 1.0)
 WEIGHTS_RULE = "two numbers (single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0"
 
 
@@ -76,7 +76,7 @@ class SearchOptions:
     representation: str | None = None
     k: int = 10
     score: Score = "maxsim"
-    weights: Weights = EQUAL
+    weights: Weights = EQUAL_WEIGHTS
     group_by: Literal["parent"] | None = None
     filter: str | None = None
     ids: tuple[str, ...] | None = None
@@ -97,8 +97,8 @@ class SearchOptions:
             raise SpecError.unknown_name("score", self.score, SCORES)
         if not are_weights(self.weights):
             raise SpecError("weights", self.weights, WEIGHTS_RULE)
-        if self.score != "hybrid" and tuple(self.weights) != EQUAL:
-            rule = f"{EQUAL} for the score {self.score}"
+        if self.score != "hybrid" and tuple(self.weights) != EQUAL_WEIGHTS:
+            rule = f"{EQUAL_WEIGHTS} for the score {self.score}"
             raise SpecError("weights", self.weights, rule)
 
     @classmethod

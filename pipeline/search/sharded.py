@@ -40,7 +40,7 @@ class ShardedSearcher(Searcher):
         cache: See `open_index`. The files are on the machines of the actors.
         device: See `open_index`.
         max_restarts: Maximum number of restarts per actor.
-        start_seconds: Maximum time until all actors are ready, in seconds.
+        start_timeout_s: Maximum time until all actors are ready, in seconds.
 
     Raises:
         SpecError: The index is missing, corrupted or newer than this version of the software, or
@@ -61,7 +61,7 @@ class ShardedSearcher(Searcher):
         cache: bool = True,
         device: str = "cpu",
         max_restarts: int = 3,
-        start_seconds: float = 300,
+        start_timeout_s: float = 300,
     ):
         if num_shards < 1:
             raise SpecError("num_shards", num_shards, "an integer >= 1")
@@ -81,11 +81,11 @@ class ShardedSearcher(Searcher):
         actors = [actor.remote(*location, shard, cache, device) for shard, _ in filled]
         self.scorer = ShardedScorer(self.items, actors, [size for _, size in filled], cache=cache)
         try:
-            self.scorer.call(lambda actor: actor.is_open.remote(), start_seconds)
+            self.scorer.call(lambda actor: actor.is_open.remote(), start_timeout_s)
         except GetTimeoutError:
             self.close()
             resources = f"{len(filled)} actors with {num_cpus:g} CPUs and {num_gpus:g} GPUs each"
-            problem = f"did not start in {start_seconds:g} s; they require {resources}"
+            problem = f"did not start in {start_timeout_s:g} s; they require {resources}"
             raise JobError(f"the shards of {uri} {problem}") from None
         except BaseException:
             self.close()
@@ -211,14 +211,14 @@ class ShardedScorer(Scorer):
             raise JobError(f"a shard of {self._uri} failed permanently: {reason}") from None
 
 
-class Shares(TypedDict, total=False):
+class ActorResources(TypedDict, total=False):
     """Number of CPUs and GPUs per actor."""
 
     num_cpus: float
     num_gpus: float
 
 
-def machine_shares(num_actors: int, device: str) -> Shares:
+def actor_resources(num_actors: int, device: str) -> ActorResources:
     """Returns the resources per actor.
 
     On a local cluster the actors share the resources of the machine. On a cluster given by

@@ -259,8 +259,8 @@ class Client:
         Args:
             query: A text, the bytes of an image file, a `Composed` query, or token vectors (M, D).
             options: Fields of `wire.SearchOptions`, for example `k`, `representation` or
-                `rerank={"rerank_depth": 100}`. `rerank={"by": "edje"}` requires an index that is
-                served with an EDJE model.
+                `rerank={"rerank_depth": 100}`. `rerank={"method": "edje"}` requires an index that
+                is served with an EDJE model.
 
         Raises:
             ServerError: The server returned an error.
@@ -290,7 +290,7 @@ class Client:
         Args:
             query: A query as in `search`.
             item_ids: Ids of the items.
-            options: Fields of `wire.RerankRequest`: `index`, `representation`, `k`, `by`.
+            options: Fields of `wire.RerankRequest`: `index`, `representation`, `k`, `method`.
         """
         return self._send(_rerank(query, item_ids, options))
 

@@ -29,7 +29,7 @@ from pipeline.serve.settings import ServeSpec
 
 #: Offset between the row numbers of consecutive shards, which identifies the shard of a row.
 SHARD_ROWS = 1 << 40
-#: Names of the reranking stages in metrics and in `milliseconds`.
+#: Names of the reranking stages in metrics and in `durations_ms`.
 RERANK_STAGES = {"vectors": "rerank", "edje": "edje"}
 
 
@@ -42,7 +42,7 @@ class Timer:
 
     def __init__(self, observe: Callable[[str, float], None]):
         self.start = time.perf_counter()
-        self.milliseconds: dict[str, float] = {}
+        self.durations_ms: dict[str, float] = {}
         self._observe = observe
 
     @contextlib.contextmanager
@@ -54,12 +54,12 @@ class Timer:
         finally:
             seconds = time.perf_counter() - start
             self._observe(name, seconds)
-            self.milliseconds[name] = round(self.milliseconds.get(name, 0.0) + 1e3 * seconds, 3)
+            self.durations_ms[name] = round(self.durations_ms.get(name, 0.0) + 1e3 * seconds, 3)
 
     def all(self) -> dict[str, float]:
         """Returns the time that each stage and the whole request have taken, in milliseconds."""
         total = round(1e3 * (time.perf_counter() - self.start), 3)
-        return {**self.milliseconds, "total": total}
+        return {**self.durations_ms, "total": total}
 
 
 class Engine:
@@ -108,7 +108,7 @@ class Engine:
             ApiError: The request is invalid, or a stage failed.
         """
         if options.rerank == "edje":
-            check_edje(served, queries, "rerank.by")
+            check_edje(served, queries, "rerank.method")
         with timer.stage("encode"):
             encoded = await self.encode(served, queries, options.column, key)
         if options.rerank is None and len(self._stages.searchers[served.name]) == 1:
@@ -292,7 +292,7 @@ class Engine:
         Raises:
             ApiError: The index is served without EDJE, or the query is neither a text nor an image.
         """
-        check_edje(served, [query], "by")
+        check_edje(served, [query], "method")
         try:
             unencoded = await asyncio.to_thread(read_unencoded, query, self.settings.limits)
         except SpecError as error:

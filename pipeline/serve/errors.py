@@ -140,7 +140,8 @@ def from_validation_errors(errors: list[dict[str, Any]]) -> ApiError:
     value = value if len(value) <= 80 else value[:80] + "…"
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, SpecError):
-        message = str(cause.below(field))
+        cause = cause.below(field)
+        field, message = cause.field, str(cause)
     elif first.get("type") == "extra_forbidden":
         message = f"unknown field {field!r}"
     elif first.get("type") == "missing":

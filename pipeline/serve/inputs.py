@@ -40,7 +40,7 @@ def search_options(
     depth = rerank.num_candidates if rerank else 0
     _check_depth(request.k, depth, num_queries, limits)
     rerank_representation = None
-    if rerank and rerank.by == "edje":
+    if rerank and rerank.method == "edje":
         check_num_pairs(depth, num_queries, limits, "rerank.rerank_depth")
     elif rerank:
         rerank_representation = _rerank_representation(served, rerank)
@@ -54,7 +54,7 @@ def search_options(
             filter=request.filter,
             ids=None if request.ids is None else tuple(request.ids),
             parents=None if request.parents is None else tuple(request.parents),
-            rerank=rerank.by if rerank else None,
+            rerank=rerank.method if rerank else None,
             rerank_representation=rerank_representation,
             rerank_depth=depth,
             add_first_stage=rerank is not None and rerank.add_first_stage,

@@ -130,7 +130,7 @@ async def _search(
         "representation": options.column,
         "reranked": is_reranked,
         "warnings": warnings,
-        "milliseconds": timer.all(),
+        "durations_ms": timer.all(),
     }
     return hits, fields
 
@@ -154,7 +154,7 @@ async def encode(
             wire.EncodedQuery(
                 vectors=query.tokens[0].tolist(),
                 token_texts=query.token_texts[0],
-                pooled=None if query.pooled is None else query.pooled[0].tolist(),
+                single_vector=None if query.pooled is None else query.pooled[0].tolist(),
             )
             for query in encoded
         ],
@@ -170,7 +170,7 @@ async def rerank(
     request_id = _log(request, index=served.name, items=len(body.item_ids))
     name: str | None = None
     warnings: list[str] = []
-    if body.by == "edje":
+    if body.method == "edje":
         num_items = len(set(body.item_ids))
         check_num_pairs(num_items, 1, gateway.settings.limits, "item_ids")
         scores, warnings = await gateway.engine.score_by_edje(
@@ -260,6 +260,8 @@ async def preview(
     ] = None,
 ) -> Response:
     """Returns the image (JPEG, PNG or WebP) or the audio (WAV) of an item."""
+    if "what" in request.query_params:
+        raise ApiError("invalid_argument", "field 'what' was renamed to 'media'", "what")
     served = gateway.served(key, index)
     _log(request, index=served.name, media=media)
     data, media_type = await gateway.engine.preview(served, item_id, media, seconds, key.name)

@@ -7,7 +7,7 @@ server can lower them in its settings (`pipeline.serve.settings`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from pipeline.config import RenamedField
 from pipeline.scores import Score
 
 #: Id of an item, a parent or a query.
@@ -34,9 +35,23 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Request(BaseModel):
-    """Base class of all requests. Requests with unknown fields are rejected."""
+    """Base class of all requests. Requests with unknown fields are rejected.
+
+    Attributes:
+        renamed: Present names of renamed fields by former name, for error messages.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_former_names(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for name, value in data.items():
+                if name in cls.renamed:
+                    raise RenamedField(name, value, cls.renamed[name])
+        return data
 
 
 class Response(BaseModel):
@@ -139,9 +154,9 @@ RerankMethod = Literal["vectors", "edje"]
 
 def _check_method(value: Any, info: ValidationInfo) -> Any:
     """Checks that options of a reranking method are only used together with this method."""
-    by = "edje" if info.field_name == "add_first_stage" else "vectors"
-    if value and info.data.get("by", by) != by:
-        raise ValueError(f"omitted unless by is {by!r}")
+    method = "edje" if info.field_name == "add_first_stage" else "vectors"
+    if value and info.data.get("method", method) != method:
+        raise ValueError(f"omitted unless method is {method!r}")
     return value
 
 
@@ -151,7 +166,13 @@ RerankRepresentation = Annotated[Name | None, AfterValidator(_check_method)]
 class Rerank(Request):
     """Second stage, which rescores the best hits of the first stage."""
 
-    by: RerankMethod = "vectors"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "by": "method",
+        "depth": "rerank_depth",
+        "pool": "rerank_depth",
+    }
+
+    method: RerankMethod = "vectors"
     """Reranking method. `vectors` computes exact MaxSim scores with another representation. `edje`
     applies EDJE's joint encoder to the query and each hit. Hits that it cannot read keep their
     rank, and hits beyond `rerank_depth` follow the reranked ones in their original order."""
@@ -168,11 +189,13 @@ class Rerank(Request):
     @property
     def num_candidates(self) -> int:
         """Number of first-stage hits to rerank, with the default resolved."""
-        return self.rerank_depth or DEFAULT_RERANK_DEPTHS[self.by]
+        return self.rerank_depth or DEFAULT_RERANK_DEPTHS[self.method]
 
 
 class SearchOptions(Request):
     """Options that single searches and batch searches have in common."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"where": "filter"}
 
     index: Name | None = None
     """Name of the index. Optional if the access key can access only one index."""
@@ -375,7 +398,7 @@ class _SearchResult(Response):
     """Whether the hits were reranked."""
     warnings: list[str]
     """Warnings, for example that reranking failed or a text was truncated."""
-    milliseconds: dict[str, float]
+    durations_ms: dict[str, float]
     """Duration of each stage (`encode`, `search`, `rerank` or `edje`, `describe`) and `total`, in
     milliseconds."""
 
@@ -416,7 +439,7 @@ class EncodedQuery(Response):
     """Token vectors of unit length, one per query token."""
     token_texts: list[str]
     """Texts of the query tokens."""
-    pooled: list[float] | None
+    single_vector: list[float] | None
     """Single vector of the query, or null if the encoder has none."""
 
 
@@ -439,9 +462,11 @@ class EncodeResponse(Response):
 class RerankRequest(Request):
     """Items to score for a query."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"by": "method"}
+
     index: Name | None = None
     """Name of the index. Optional if the access key can access only one index."""
-    by: RerankMethod = "vectors"
+    method: RerankMethod = "vectors"
     """Scoring method: `vectors` computes exact MaxSim scores, `edje` applies EDJE's joint
     encoder."""
     representation: RerankRepresentation = None

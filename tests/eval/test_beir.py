@@ -34,7 +34,7 @@ def folder(tmp_path):
 def test_cranfield():
     judged = load(CRANFIELD)
     assert len(judged.queries) == 113
-    assert judged.num_unjudged == judged.num_orphans == 0
+    assert judged.num_unjudged == judged.num_without_text == 0
     assert sum(map(len, judged.qrels.values())) == 971
     assert sum(grade == 0 for grades in judged.qrels.values() for grade in grades.values()) == 113
     assert judged.qrels["1"]["184"] == 1
@@ -44,7 +44,7 @@ def test_keeps_grade_0_and_drops_unjudged_queries(folder):
     judged = load(folder)
     assert judged.queries == {"1": "wing", "2": "heat"}
     assert judged.qrels == {"1": {"a": 2, "b": 0}, "2": {"a": 0}}
-    assert (judged.num_unjudged, judged.num_orphans) == (1, 1)
+    assert (judged.num_unjudged, judged.num_without_text) == (1, 1)
 
 
 def test_windows_line_endings_and_byte_order_marks(folder):

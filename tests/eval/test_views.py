@@ -87,7 +87,11 @@ def test_depth_scans(rows):
     more += [reranked(depth, "full.maxsim", True, 0.5) for depth in (5, 10)]
     more.append(reranked(10, "hpool_k8.maxsim", False, 0.6))  # a single depth is not a scan
     reranked_only, added = depth_scans(evaluation_of([*rows, *more]))
-    assert reranked_only.first.name == "full.maxsim" and list(reranked_only.rows) == [5, 10, 20]
+    assert reranked_only.first_stage.name == "full.maxsim" and list(reranked_only.rows) == [
+        5,
+        10,
+        20,
+    ]
     assert [row.means["nDCG@10"] for row in reranked_only.rows.values()] == [0.55, 0.6, 0.7]
     assert (reranked_only.name, added.name) == (
         "EDJE after full.maxsim",

@@ -108,16 +108,16 @@ def test_error_lists_available_devices(index_uri, monkeypatch):
             open_index(index_uri, device=device)
 
 
-def test_machine_shares(cluster, monkeypatch):
-    from pipeline.search.sharded import machine_shares
+def test_actor_resources(cluster, monkeypatch):
+    from pipeline.search.sharded import actor_resources
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert machine_shares(3, "cpu") == {"num_cpus": 1.0, "num_gpus": 0.0}
-    assert machine_shares(12, "cpu") == {"num_cpus": 0.3333, "num_gpus": 0.0}
+    assert actor_resources(3, "cpu") == {"num_cpus": 1.0, "num_gpus": 0.0}
+    assert actor_resources(12, "cpu") == {"num_cpus": 0.3333, "num_gpus": 0.0}
     with pytest.raises(SpecError, match="^device must be cpu, got 'cuda', which is not available$"):
-        machine_shares(1, "cuda")
+        actor_resources(1, "cuda")
     monkeypatch.setenv("RAY_ADDRESS", "somewhere")
-    assert machine_shares(12, "cuda") == {}
+    assert actor_resources(12, "cuda") == {}
 
 
 def test_prints_hits_of_query_file(index_uri, query_file, capsys):

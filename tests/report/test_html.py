@@ -14,22 +14,22 @@ UNESCAPED = '<b>bold</b> & "quoted" <script>alert(1)</script>'
 
 def document(**fields) -> Document:
     defaults = {"document_id": "d1", "title": "", "snippet": "", "grade": None, "ranks": {}}
-    return Document(**{**defaults, "pictures": [], **fields})
+    return Document(**{**defaults, "images": [], **fields})
 
 
 @pytest.fixture
 def examples():
     image = HitImage(caption=UNESCAPED, png="AAAA")
-    hit = document(title=UNESCAPED, snippet="\x02<i>wing</i>\x03 lift", grade=2, pictures=[image])
+    hit = document(title=UNESCAPED, snippet="\x02<i>wing</i>\x03 lift", grade=2, images=[image])
     rows = {"full.maxsim": [hit], "hpool_32.maxsim": []}
     judged = [
         document(document_id=UNESCAPED, grade=0, ranks={"full.maxsim": 3, "hpool_32.maxsim": None})
     ]
     values = {"full.maxsim": 1.0, "hpool_32.maxsim": 0.25}
     lost = Example(
-        why="lost", query_id="q0", query=UNESCAPED, values=values, judged=judged, hits=rows
+        reason="lost", query_id="q0", query=UNESCAPED, values=values, judged=judged, hits=rows
     )
-    return [lost, lost.model_copy(update={"why": "failed", "query": "plain"})]
+    return [lost, lost.model_copy(update={"reason": "failed", "query": "plain"})]
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ def test_actors_without_resources(cluster, uri):
 
     resources = "2 actors with 0 CPUs and 5 GPUs each"
     with pytest.raises(JobError, match=f"did not start in 3 s; they require {resources}$"):
-        ShardedSearcher(uri, num_shards=2, num_cpus=0, num_gpus=5, start_seconds=3)
+        ShardedSearcher(uri, num_shards=2, num_cpus=0, num_gpus=5, start_timeout_s=3)
 
 
 def test_rejects_invalid_number_of_shards(cluster, uri):

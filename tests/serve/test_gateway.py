@@ -59,7 +59,7 @@ def error_message(
         ({"representation": "nope"}, "representation", "hpool_2"),
         ({"representation": "rerank_tokens"}, "representation", "only for reranking"),
         ({"score": "best"}, "score", "'maxsim'"),
-        ({"score": "late"}, "score", "must be 'maxsim', got 'late', which was renamed"),
+        ({"score": "late"}, "score", "'late' was renamed to 'maxsim'"),
         ({"weights": [1, 2]}, "weights", "for the score maxsim"),
         ({"weights": [0, 0], "score": "hybrid"}, "weights", "not both 0"),
         ({"filter": "modality = "}, "filter", "does not parse at its end"),
@@ -70,8 +70,14 @@ def error_message(
         ({"group_by": "source"}, "group_by", "parent"),
         ({"rerank": {"rerank_depth": 101}}, "rerank.rerank_depth", "at most 100, got 101"),
         ({"rerank": {"representation": "nope"}}, "rerank.representation", "nope"),
-        ({"rerank": {"by": "edje"}}, "rerank.by", "indexes.texts.edje"),
+        ({"rerank": {"method": "edje"}}, "rerank.method", "indexes.texts.edje"),
         ({"surprise": 1}, "surprise", "unknown field"),
+        ({"where": "1 = 1"}, "where", "field 'where' was renamed to 'filter'"),
+        (
+            {"rerank": {"depth": 5}},
+            "rerank.depth",
+            "field 'depth' in rerank was renamed to 'rerank_depth'",
+        ),
     ],
 )
 def test_error_names_invalid_field(http, change, field, message):

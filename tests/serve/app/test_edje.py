@@ -115,10 +115,10 @@ def test_equals_in_process_search(client, searcher, model, photos, query):
     for depth, k, add in ((None, 10, False), (4, 8, False), (4, 8, True), (8, 3, True)):
         second = {} if depth is None else {"rerank_depth": depth}
         second |= {"add_first_stage": True} if add else {}
-        response = client.search(query, k=k, rerank={"by": "edje", **second}, **OPTIONS)
+        response = client.search(query, k=k, rerank={"method": "edje", **second}, **OPTIONS)
         reranker = Reranker(model, depth or 10, add)
         expected = searcher.search(query, k=k, rerank=reranker, explain=False, **OPTIONS)
-        assert response.reranked and {"edje", "total"} < set(response.milliseconds)
+        assert response.reranked and {"edje", "total"} < set(response.durations_ms)
         maximum = max(hit.reranked.num_truncated_tokens for hit in expected)
         warnings = [TRUNCATED.format("texts of hits", maximum)] if maximum else []
         assert response.warnings == warnings
@@ -136,9 +136,9 @@ def test_equals_in_process_search_with_options(client, searcher, model):
         ({"group_by": "parent"}, {"group_by": "parent"}),
         ({"ids": []}, {"ids": []}),
     ):
-        response = client.search(TEXT, rerank={"by": "edje"}, **{**OPTIONS, **ours})
+        response = client.search(TEXT, rerank={"method": "edje"}, **{**OPTIONS, **ours})
         assert_same(response.hits, searcher.search(TEXT, rerank=reranker, **{**OPTIONS, **theirs}))
-    server_hits = client.search(TEXT, rerank={"by": "edje"}, explain="matches", **OPTIONS).hits
+    server_hits = client.search(TEXT, rerank={"method": "edje"}, explain="matches", **OPTIONS).hits
     for hit, other in zip(
         server_hits, searcher.search(TEXT, rerank=reranker, **OPTIONS), strict=True
     ):
@@ -150,7 +150,7 @@ def test_batch_and_concurrent_requests(client, url, searcher, model, photos):
     """Requests contain text and image queries."""
     queries = [TEXT, photos["5.png"], "lift", photos["1.png"]]
     expected = [searcher.search(q, k=3, rerank=Reranker(model, 5), **OPTIONS) for q in queries]
-    second = {"by": "edje", "rerank_depth": 5}
+    second = {"method": "edje", "rerank_depth": 5}
     results = client.search_batch(queries, k=3, rerank=second, **OPTIONS).results
     for hits, hits_in_process in zip(results, expected, strict=True):
         assert_same(hits, hits_in_process)
@@ -173,34 +173,38 @@ def test_rerank(client, searcher, model, photos):
         (TEXT, ["nobody", WITHOUT_TOKENS]),
         (photos["5.png"], ["nobody", "0.png"]),
     ):
-        response = client.rerank(query, items, by="edje")
+        response = client.rerank(query, items, method="edje")
         hits = searcher.search(query, ids=items, rerank=Reranker(model), **OPTIONS)
         read = [hit for hit in hits if not hit.reranked.problem]
         assert [item.item_id for item in response.results] == [hit.item_id for hit in read]
         scores = [hit.reranked.joint for hit in read]
         assert [item.score for item in response.results] == pytest.approx(scores, abs=1e-4)
         assert response.missing == missing and response.representation is None
-        assert client.rerank(query, items, by="edje", k=1).results == response.results[:1]
+        assert client.rerank(query, items, method="edje", k=1).results == response.results[:1]
 
 
 def test_warns_of_truncated_query(client, searcher, model):
     long = f"{TEXT} {TEXT}"
-    response = client.search(long, rerank={"by": "edje"}, **OPTIONS)
+    response = client.search(long, rerank={"method": "edje"}, **OPTIONS)
     assert_same(response.hits, searcher.search(long, rerank=Reranker(model), **OPTIONS))
     maximum = max(hit.edje.num_truncated_tokens for hit in response.hits)
     assert maximum and response.warnings == [TRUNCATED.format("queries", maximum)]
-    assert client.rerank(long, ["1.png"], by="edje").warnings == response.warnings
+    assert client.rerank(long, ["1.png"], method="edje").warnings == response.warnings
 
 
 def test_error_names_invalid_field(client, url, photos):
     image = base64.b64encode(photos["1.png"]).decode()
     with httpx2.Client(base_url=url, timeout=30) as http:
         for change, field, message in (
-            ({"rerank": {"by": "maxsim"}}, "rerank.by", "'vectors' or 'edje'"),
-            ({"rerank": {"by": "edje", "representation": "hpool_4"}}, "rerank.representation", ""),
-            ({"rerank": {"add_first_stage": True}}, "rerank.add_first_stage", "by is 'edje'"),
+            ({"rerank": {"method": "maxsim"}}, "rerank.method", "'vectors' or 'edje'"),
             (
-                {"rerank": {"by": "edje", "rerank_depth": 41}},
+                {"rerank": {"method": "edje", "representation": "hpool_4"}},
+                "rerank.representation",
+                "",
+            ),
+            ({"rerank": {"add_first_stage": True}}, "rerank.add_first_stage", "method is 'edje'"),
+            (
+                {"rerank": {"method": "edje", "rerank_depth": 41}},
                 "rerank.rerank_depth",
                 "at most 40 items for EDJE, got 41",
             ),
@@ -208,12 +212,12 @@ def test_error_names_invalid_field(client, url, photos):
             ({"query": {"image": image, "text": "x"}}, "query", "a text with an image"),
             ({"query": {"image": "AAAA"}}, "query.image", "cannot be read"),
         ):
-            body = {"query": TEXT, "rerank": {"by": "edje"}, **OPTIONS, **change}
+            body = {"query": TEXT, "rerank": {"method": "edje"}, **OPTIONS, **change}
             response = http.post("/v1/search", json=body)
             error = response.json()["error"]
             assert (response.status_code, error["field"]) == (422, field), error
             assert message in error["message"]
-        body = {"queries": [TEXT] * 5, "rerank": {"by": "edje"}, **OPTIONS}
+        body = {"queries": [TEXT] * 5, "rerank": {"method": "edje"}, **OPTIONS}
         assert http.post("/v1/search:batch", json=body).status_code == 422
         for change, field in (
             ({"representation": "hpool_4"}, "representation"),
@@ -221,17 +225,17 @@ def test_error_names_invalid_field(client, url, photos):
             ({"query": " "}, "query"),
             ({"item_ids": [str(i) for i in range(41)]}, "item_ids"),
         ):
-            body = {"query": TEXT, "item_ids": ["1.png"], "by": "edje", **change}
+            body = {"query": TEXT, "item_ids": ["1.png"], "method": "edje", **change}
             error = http.post("/v1/rerank", json=body).json()["error"]
             assert error["field"] == field, error
     with pytest.raises(ServerError, match="a text with an image"):
-        client.search(Composed("x", photos["1.png"]), rerank={"by": "edje"}, **OPTIONS)
-    with pytest.raises(ValidationError, match="omitted unless by is 'vectors'"):
-        client.search(TEXT, rerank={"by": "edje", "representation": "hpool_4"})
+        client.search(Composed("x", photos["1.png"]), rerank={"method": "edje"}, **OPTIONS)
+    with pytest.raises(ValidationError, match="omitted unless method is 'vectors'"):
+        client.search(TEXT, rerank={"method": "edje", "representation": "hpool_4"})
 
 
 def test_mteb_scores_preserve_order(client, searcher, model):
-    second = {"by": "edje", "rerank_depth": 4}
+    second = {"method": "edje", "rerank_depth": 4}
     endpoint = Endpoint(client, max_k=8, rerank=second, **OPTIONS)
     (scores,) = endpoint.search([{"id": "q", "text": TEXT}], top_k=8).values()
     expected = searcher.search(TEXT, k=8, rerank=Reranker(model, 4), **OPTIONS)
@@ -273,7 +277,7 @@ def is_ready(url: str) -> bool:
 def test_similarity_maps_equal_those_of_first_stage(client, searcher):
     plain = {"representation": "hpool_4", "score": "maxsim", "k": NUM_PHOTOS}
     first = {hit.item_id: hit for hit in client.search(TEXT, explain="map", **plain).hits}
-    options = {**plain, "rerank": wire.Rerank(by="edje", rerank_depth=5)}
+    options = {**plain, "rerank": wire.Rerank(method="edje", rerank_depth=5)}
     hits = client.search(TEXT, explain="map", **options).hits
     assert [hit.item_id for hit in hits] != list(first)
     for hit in hits:
@@ -285,9 +289,9 @@ def test_similarity_maps_equal_those_of_first_stage(client, searcher):
 def test_metrics_and_logs(client, url):
     import ray
 
-    body = {"query": "zeppelin", **OPTIONS, "rerank": {"by": "edje"}}
+    body = {"query": "zeppelin", **OPTIONS, "rerank": {"method": "edje"}}
     response = httpx2.post(f"{url}/v1/search", json=body, headers={"X-Request-ID": "edje-7"})
-    assert response.json()["milliseconds"]["edje"] > 0
+    assert response.json()["durations_ms"]["edje"] > 0
     wait_until(lambda: 'stage="edje"' in httpx2.get(f"{url}/metrics").text)
     session = ray._private.worker.global_worker.node.get_session_dir_path()
 
@@ -317,27 +321,27 @@ def test_no_server_errors(url):
     from tests.serve.app.test_fuzz import fuzz
 
     existing = {"index": "photos", "item_id": "2.png", "representation": "hpool_4"}
-    existing["rerank"] = {"by": "edje", "rerank_depth": 3}
+    existing["rerank"] = {"method": "edje", "rerank_depth": 3}
     statuses = fuzz(url, existing)
     assert statuses["/v1/search", 200] and statuses["/v1/rerank", 422]
 
 
 def test_recovers_from_killed_replica(client, url):
     wait_until(lambda: is_ready(url))
-    options = {"k": 5, "rerank": {"by": "edje"}, **OPTIONS}
+    options = {"k": 5, "rerank": {"method": "edje"}, **OPTIONS}
     before = client.search(TEXT, **options).hits
     kill("Edje-photos")
     assert client.search(TEXT, **options).hits == before
     wait_until(lambda: is_ready(url))
     kill("Edje-photos")
-    response = client.search(TEXT, k=5, rerank={"by": "edje", "optional": True}, **OPTIONS)
+    response = client.search(TEXT, k=5, rerank={"method": "edje", "optional": True}, **OPTIONS)
     assert response.reranked or "not reranked: edje" in response.warnings[0]
     wait_until(lambda: is_ready(url))
 
 
 def test_new_versions(client, url, uri, model):
     """An item is deleted, then all tokens; requests without or with optional reranking succeed."""
-    options = {"k": NUM_PHOTOS, "rerank": {"by": "edje"}, **OPTIONS}
+    options = {"k": NUM_PHOTOS, "rerank": {"method": "edje"}, **OPTIONS}
     before = client.search(TEXT, **options)
     best = before.hits[0].item_id
     dataset = lance.dataset(Index(uri).dataset.uri)
@@ -354,7 +358,7 @@ def test_new_versions(client, url, uri, model):
         once.search(TEXT, **options)
     assert caught.value.status == 503 and model not in str(caught.value)
     assert "cannot currently read the EDJE model or its tokens in the index" in str(caught.value)
-    response = client.search(TEXT, k=3, rerank={"by": "edje", "optional": True}, **OPTIONS)
+    response = client.search(TEXT, k=3, rerank={"method": "edje", "optional": True}, **OPTIONS)
     assert not response.reranked and "not reranked" in response.warnings[0]
     assert response.hits == client.search(TEXT, k=3, **OPTIONS).hits
     assert is_ready(url)

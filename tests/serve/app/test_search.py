@@ -159,7 +159,7 @@ def test_encode(client, searcher):
         response.queries, expected.tokens, expected.token_texts, strict=True
     ):
         np.testing.assert_allclose(query.vectors, tokens.numpy(), atol=1e-5)
-        assert query.token_texts == texts and len(query.pooled) == 384
+        assert query.token_texts == texts and len(query.single_vector) == 384
 
 
 def test_items_and_indexes(client, searcher):

@@ -38,7 +38,7 @@ MAX_SHOWN_CHARACTERS = 400
 
 
 def close_match(name: object, names: Iterable[str]) -> str:
-    """Returns ". Did you mean 'NAME'?" for a similar name, or an empty string if there is none.
+    """Returns "; did you mean 'NAME'?" for a similar name, or an empty string if there is none.
 
     >>> close_match("hpol", ["hpool", "samer"])
     "; did you mean 'hpool'?"

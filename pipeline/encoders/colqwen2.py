@@ -62,7 +62,7 @@ class ColQwen2Reader(RetrievalReader["ColQwen2.Spec"]):
 
 
 class ColQwen2(Retrieval["ColQwen2.Spec"]):
-    """Encoder with ColQwen2: merged patches and prompt tokens, 128 dimensions each."""
+    """Encoder with ColQwen2. Merged patches and prompt tokens have 128 dimensions each."""
 
     class Spec(RetrievalSpec):
         """Checkpoint, the tokens that are kept, the image size and the attention mask."""
@@ -89,7 +89,7 @@ class ColQwen2(Retrieval["ColQwen2.Spec"]):
             make_bidirectional(self.attention_module())
 
     def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
-        """Stacks the pixels of all images, padded to the longest; the model removes the padding."""
+        """Stacks the pixels of all images. The model removes the padding."""
         images = [sequence.media for sequence in inputs if sequence.media]
         if not images:
             return {}

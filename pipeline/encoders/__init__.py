@@ -237,7 +237,7 @@ class Trainable(Encoder[ComponentSpecT]):
     Attributes:
         model: Model of the transformers library.
         device: Device of the model.
-        appended: Learned tokens that are appended to items; None appends none.
+        appended: Learned tokens that are appended to items. If None, no tokens are appended.
         has_projection: Whether the model has a `projection`, which the field `projection` of the
             spec can replace.
         checkpoint_prefix: Prefix of the names of the model's weights in its checkpoint, for models

@@ -73,9 +73,11 @@ class ColQwen2(Retrieval["ColQwen2.Spec"]):
         output_tokens: Literal["all", "visual"] = "all"
         """"all" keeps patches and prompt tokens, as transformers does; "visual" only patches."""
         min_pixels: int | None = Field(None, ge=1)
-        """Minimum number of pixels per image after resizing; null: the checkpoint's value."""
+        """Minimum number of pixels per image after resizing. If null, the checkpoint's value is
+        used."""
         max_pixels: int | None = Field(None, ge=1)
-        """Maximum number of pixels per image after resizing; null: the checkpoint's value."""
+        """Maximum number of pixels per image after resizing. If null, the checkpoint's value is
+        used."""
         bidirectional: bool = False
         """Use bidirectional attention. The checkpoints are trained with causal attention."""
 

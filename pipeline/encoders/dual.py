@@ -86,7 +86,8 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         normalise: bool = False
         """Normalise the token vectors to unit length."""
         max_patches: int | None = Field(None, ge=1)
-        """Maximum number of patches per image of a NaFlex model; null: the checkpoint's value."""
+        """Maximum number of patches per image of a NaFlex model. If null, the checkpoint's value is
+        used."""
         lowercase: bool = True
         """Lowercase queries, like the training texts of these models. The tokenizers of some SigLIP
         2 checkpoints do not.

@@ -89,9 +89,8 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         images) or "text".
         """
         truncate_dim: int | None = Field(None, ge=1)
-        """Number of dimensions of the pooled vector; null: all 2048. The model is trained for 128,
-        256, 512, 1024 and 2048.
-        """
+        """Number of dimensions of the pooled vector. If null, all 2048 are used. The model is
+        trained for 128, 256, 512, 1024 and 2048."""
         max_item_tokens: int = Field(32768, ge=1)
 
     normalised = True

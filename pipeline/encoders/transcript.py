@@ -47,9 +47,9 @@ class Transcript(Encoder["Transcript.Spec"]):
         text: MiniLM.Spec = MiniLM.Spec()
         """Settings of the text encoder."""
         ocr: OcrSpec = Field("rapidocr", validate_default=True)
-        """Text recogniser (OCR) of images and video frames; null disables OCR."""
+        """Text recogniser (OCR) of images and video frames. Null disables OCR."""
         speech: SpeechSpec = Field("pocketsphinx", validate_default=True)
-        """Speech recogniser (ASR) of audio; null disables speech recognition."""
+        """Speech recogniser (ASR) of audio. Null disables speech recognition."""
 
     default_inputs = ()
     has_preprocessor = True

@@ -69,7 +69,7 @@ def matching_ids(
     Args:
         index: Index to read.
         filter: SQL condition.
-        fragments: Fragments to read; all by default.
+        fragments: Fragments to read. Defaults to all fragments.
 
     Raises:
         SpecError: See `filtering`.

@@ -205,7 +205,7 @@ class Index:
 
     Args:
         uri: URI of the index.
-        version: Version to read; the latest by default.
+        version: Version to read. Defaults to the latest one.
 
     Raises:
         SpecError: See `open_dataset`.
@@ -320,7 +320,7 @@ class Index:
             columns: Columns to read.
             filter: SQL condition.
             batch_rows: Maximum number of rows per batch.
-            fragments: Fragments to read, ascending; all by default.
+            fragments: Fragments to read, ascending. Defaults to all fragments.
             with_address: Whether to add a column `_rowaddr`, whose lower 32 bits are the offset of
                 the row in its fragment; deleted rows leave gaps.
             ahead: Number of batches to read ahead, or None for the default of Lance.

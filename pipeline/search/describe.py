@@ -47,7 +47,8 @@ def describe_in_slices(
         queries: Queries transformed for the representation.
         index: Index of the ranked items.
         representation: Name of the representation.
-        item_vectors: Function that reads the vectors for `matches` and `passages`; None omits both.
+        item_vectors: Function that reads the vectors for `matches` and `passages`. If None, both
+            are omitted.
     """
     info = index.representation(representation)
     rows = _stored_rows(rankings, index, info, explain=item_vectors is not None)

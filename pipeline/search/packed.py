@@ -27,7 +27,7 @@ class Segment:
         codec: Codec of the vectors.
         dim: Dimension D of the decoded vectors.
         parts: Parts of the vectors by name, (T, width) each; contiguous, possibly memory-mapped.
-        lengths: (S,) int64, number of vectors per document; may be 0.
+        lengths: (S,) int64, number of vectors per document, which may be 0.
         live: (L,) int64, ascending indices of documents that are not deleted, or None for all S.
         verify: Called with the starts and lengths (n,) int64 of runs of vectors before they are
             read. Raises `SpecError` if they are corrupted.
@@ -91,7 +91,7 @@ class PackedVectors:
         segments: Segments in item order, with the same codec and dimension.
 
     Attributes:
-        lengths: (B,) int64, number of vectors per item; may be 0.
+        lengths: (B,) int64, number of vectors per item, which may be 0.
         starts: (B,) int64, index of the first vector per item, over all segments.
     """
 

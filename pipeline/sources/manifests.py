@@ -109,7 +109,7 @@ def shards(fs: Any, folder: str, manifest: str, num_bytes: int | None) -> Iterat
 
 
 def read(fs: Any, folder: str, shard: dict[str, Any]) -> Iterator[ManifestEntry | MalformedEntry]:
-    """Yields the entries of a shard in order; for tables see `Table`.
+    """Yields the entries of a shard in order. See `Table` for tables.
 
     Args:
         fs: The file system.

@@ -103,7 +103,7 @@ class Text(Source["Text.Spec"]):
         title_field: str = "title"
         """JSON field with the title, which may be missing or null."""
         passages: Passages | None = None
-        """Division of long documents into passages; default: documents are not divided."""
+        """Division of long documents into passages. By default, documents are not divided."""
         max_document_bytes: int = Field(MAX_LINE_BYTES, ge=1024, le=1 << 30)
         """Maximum size of a document (a file or a line), in bytes."""
 
@@ -348,7 +348,7 @@ def read_lines(
     Args:
         stream: The file.
         start: Start of the range, in bytes.
-        end: End of the range, in bytes; None: the end of the file.
+        end: End of the range, in bytes. None is the end of the file.
         max_bytes: Maximum size of a line, in bytes.
 
     Raises:
@@ -388,7 +388,7 @@ class Lines:
         fs: The file system.
         path: Path of the file. Gzip files are decompressed.
         start: Start of the range, in bytes of the decompressed content.
-        end: End of the range, in bytes; None: the end of the file. A line belongs to the range in
+        end: End of the range, in bytes. None is the end of the file. A line belongs to the range in
             which it begins.
         max_bytes: Maximum size of a line, in bytes. Longer lines are truncated to `max_bytes` + 1.
 

@@ -353,7 +353,7 @@ class ColumnFiles:
         raise SpecError("path", self._spec.path, rule, problem)
 
     def shards(self) -> Iterator[dict[str, Any]]:
-        """Yields runs of chunks [index, number of rows] per file; none for an unreadable file."""
+        """Yields runs of chunks [index, number of rows] per file. An unreadable file has none."""
         for file in self._names():
             try:
                 chunks = self._chunks(file)

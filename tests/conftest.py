@@ -69,8 +69,6 @@ def cluster() -> Iterator[str]:
     import ray
     import ray.data
 
-    from tests.actor_tasks import as_tasks
-
     context = ray.init(
         num_cpus=4,  # logical CPUs; most tasks in tests wait
         include_dashboard=False,
@@ -78,9 +76,7 @@ def cluster() -> Iterator[str]:
         logging_level="ERROR",
         object_store_memory=1 << 30,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray.data.Dataset, "map_batches", as_tasks(ray.data.Dataset.map_batches))
-        yield context.address_info["gcs_address"]
+    yield context.address_info["gcs_address"]
     ray.shutdown()
 
 

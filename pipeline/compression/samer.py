@@ -429,8 +429,8 @@ def object_labels(
     """Returns the index of the box that contains each token (section 4.2).
 
     Indices start from 1, and 0 is the background. Boxes include their edges. Tokens in several
-    boxes are assigned to the smallest box, or to the first if areas differ by less than 1e-5. Tokens
-    without coordinates are background. Annotations often exceed the image slightly, so boxes are
+    boxes are assigned to the smallest box, or to the first if areas differ by less than 1e-5.
+    Tokens without coordinates are background. Annotations often exceed the image slightly, so boxes are
     clipped to the image. Boxes that exceed the image by more than its width or height are rejected,
     because they are most likely in pixels.
 

@@ -430,9 +430,9 @@ def object_labels(
 
     Indices start from 1, and 0 is the background. Boxes include their edges. Tokens in several
     boxes are assigned to the smallest box, or to the first if areas differ by less than 1e-5.
-    Tokens without coordinates are background. Annotations often exceed the image slightly, so boxes are
-    clipped to the image. Boxes that exceed the image by more than its width or height are rejected,
-    because they are most likely in pixels.
+    Tokens without coordinates are background. Annotations often exceed the image slightly, so boxes
+    are clipped to the image. Boxes that exceed the image by more than its width or height are
+    rejected, because they are most likely in pixels.
 
     Args:
         coords_BN2: Coordinates x and y of the tokens in [0, 1], NaN if undefined.

@@ -38,10 +38,10 @@ MAX_SHOWN_CHARACTERS = 400
 
 
 def close_match(name: object, names: Iterable[str]) -> str:
-    """Returns ". Did you mean 'NAME'?" for a similar name, or an empty string if there is none.
+    """Returns "; did you mean 'NAME'?" for a similar name, or an empty string if there is none.
 
     >>> close_match("hpol", ["hpool", "samer"])
-    ". Did you mean 'hpool'?"
+    "; did you mean 'hpool'?"
     >>> close_match("x", ["hpool", "samer"])
     ''
     """
@@ -102,7 +102,7 @@ class SpecError(ValueError):
         The message suggests the most similar name.
 
         >>> str(SpecError.unknown_name("score", "lat", ["late", "single"]))
-        "score must be one of late, single, got 'lat'. Did you mean 'late'?"
+        "score must be one of late, single, got 'lat'; did you mean 'late'?"
         """
         names = list(names)
         rule = f"one of {', '.join(names)}" if len(names) > 1 else repr("".join(names))
@@ -358,7 +358,7 @@ def parse(spec_class: type[SpecT], data: Mapping[str, Any], *, stored: bool = Fa
     >>> parse(Budget, {"num_vector": 3})
     Traceback (most recent call last):
     ...
-    pipeline.config.UnknownField: unknown field 'num_vector'. Did you mean 'num_vectors'? valid \
+    pipeline.config.UnknownField: unknown field 'num_vector'; did you mean 'num_vectors'? valid \
 fields: num_vectors
     """
     try:

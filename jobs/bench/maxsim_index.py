@@ -1,4 +1,4 @@
-"""Index of `bench maxsim --only stored`; as a script, searches it and prints JSON."""
+"""Index of `bench maxsim --only stored`. As a script, searches it and prints JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load generator of `bench serve`, run as a separate process; prints the responses as JSON.
+"""Load generator of `bench serve`, which runs in a separate process and prints JSON.
 
 In a closed loop, each client sends the next request when the previous one is answered. In an open
 loop, requests arrive at a given rate, independent of the server, and latency counts from the time

@@ -426,12 +426,13 @@ def penalty(
 def object_labels(
     coords_BN2: torch.Tensor, boxes_BM4: torch.Tensor, box_mask_BM: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the index of the box that contains each token, from 1; 0 is background (section 4.2).
+    """Returns the index of the box that contains each token (section 4.2).
 
-    Boxes include their edges. Tokens in several boxes are assigned to the smallest box, or the
-    first if areas differ by less than 1e-5. Tokens without coordinates are background. Annotations
-    often exceed the image slightly, so boxes are clipped to the image. Boxes that exceed the image
-    by more than its width or height are rejected, because they are most likely in pixels.
+    Indices start from 1, and 0 is the background. Boxes include their edges. Tokens in several
+    boxes are assigned to the smallest box, or to the first if areas differ by less than 1e-5.
+    Tokens without coordinates are background. Annotations often exceed the image slightly, so boxes
+    are clipped to the image. Boxes that exceed the image by more than its width or height are
+    rejected, because they are most likely in pixels.
 
     Args:
         coords_BN2: Coordinates x and y of the tokens in [0, 1], NaN if undefined.

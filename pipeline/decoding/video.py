@@ -54,7 +54,7 @@ class DecordFrames:
     Args:
         path: Path of the file.
         start: Start of the track in the file, in seconds. Decord's times are relative to it.
-        size: Size to which frames are scaled; None: unscaled.
+        size: Size to which frames are scaled. None does not scale them.
     """
 
     def __init__(self, path: str, start: float, size: Size | None = None):
@@ -97,7 +97,7 @@ class FFmpegFrames:
     Args:
         path: Path of the file.
         start: Start of the track in the file, in seconds.
-        size: Size to which frames are scaled; None: unscaled.
+        size: Size to which frames are scaled. None does not scale them.
     """
 
     def __init__(self, path: str, start: float, size: Size | None = None):
@@ -224,7 +224,7 @@ class Video:
         """Returns the frames, scaled to a size.
 
         Args:
-            size: Width and height of the frames in pixels; None: unscaled.
+            size: Width and height of the frames in pixels. None does not scale them.
             slow: Whether to use FFmpeg even if decord can read the file.
 
         Raises:
@@ -312,7 +312,7 @@ def read_windows(
 
     Args:
         path: Path of the file.
-        windows: (start, end) of each window in seconds; None: the end of the file.
+        windows: (start, end) of each window in seconds. None is the end of the file.
         settings: `frames` and `audio`, whether to read them. `sampling` and its options, see
             `WindowReader.select_frames`; `max_pixels`, the maximum size of a frame; `sample_rate`
             of the audio in Hz. `border_shift`, see `audio.shift_to_pauses`.

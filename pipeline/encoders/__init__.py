@@ -95,7 +95,7 @@ class Encoder(ABC, Generic[ComponentSpecT]):
     @classmethod
     @abstractmethod
     def check(cls, spec: ComponentSpecT) -> None:
-        """Checks that the encoder can be built on this machine, without loading weights.
+        """Checks that the encoder can be built on this machine. Weights are not loaded.
 
         Raises:
             SpecError: The encoder cannot be built, for example because a folder or a layer does not
@@ -104,7 +104,7 @@ class Encoder(ABC, Generic[ComponentSpecT]):
 
     @classmethod
     def check_queries(cls, spec: ComponentSpecT) -> None:
-        """Checks that queries can be encoded on this machine, which may require less than items.
+        """Checks that queries can be encoded on this machine. They may require less than items.
 
         Raises:
             SpecError: Queries cannot be encoded.
@@ -121,17 +121,20 @@ class Encoder(ABC, Generic[ComponentSpecT]):
 
     @classmethod
     def supported_inputs(cls, spec: ComponentSpecT) -> tuple[str, ...]:
-        """Returns the inputs that `encode` reads if an item has them, required and optional."""
+        """Returns all inputs that `encode` reads if an item has them.
+
+        Some of them may be optional.
+        """
         return cls.default_inputs
 
     @classmethod
     def query_kinds(cls, spec: ComponentSpecT) -> tuple[str, ...]:
-        """Returns the supported keys of `QUERY_KINDS`, empty if queries are vectors."""
+        """Returns the supported keys of `QUERY_KINDS`. Empty if queries must be vectors."""
         return ("text",)
 
     @classmethod
     def attention(cls, spec: ComponentSpecT) -> AttentionInfo | None:
-        """Returns the supported attention statistics, or None, without loading the model."""
+        """Returns the supported attention statistics, or None. The model is not loaded."""
         return None
 
     @classmethod
@@ -197,7 +200,7 @@ class Encoder(ABC, Generic[ComponentSpecT]):
         """
 
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes image queries, in order, for encoders whose `query_kinds` contain "image".
+        """Encodes image queries. Only for encoders whose `query_kinds` contain "image".
 
         Args:
             images: PNG, JPEG or WebP files.
@@ -234,7 +237,7 @@ class Trainable(Encoder[ComponentSpecT]):
     Attributes:
         model: Model of the transformers library.
         device: Device of the model.
-        appended: Learned tokens that are appended to items; None appends none.
+        appended: Learned tokens that are appended to items. If None, no tokens are appended.
         has_projection: Whether the model has a `projection`, which the field `projection` of the
             spec can replace.
         checkpoint_prefix: Prefix of the names of the model's weights in its checkpoint, for models
@@ -283,7 +286,7 @@ class Trainable(Encoder[ComponentSpecT]):
 
     @abstractmethod
     def tokens(self, inputs: Sequence[Any], taps: Sequence[Tap] = ()) -> TokenBatch:
-        """Computes the tokens of preprocessed inputs, in order and with gradients.
+        """Computes the tokens of preprocessed inputs. Gradients flow through the result.
 
         Args:
             inputs: Results of `read_queries` or `read_items`.
@@ -300,7 +303,7 @@ class Trainable(Encoder[ComponentSpecT]):
 
 
 def unsupported_query(kind: str, kinds: Sequence[str], encoder: str) -> SpecError:
-    """Returns the error for a kind of query that an encoder does not support.
+    """Builds the error for a type of query that an encoder does not support.
 
     Args:
         kind: Key of `QUERY_KINDS`.
@@ -315,7 +318,7 @@ def unsupported_query(kind: str, kinds: Sequence[str], encoder: str) -> SpecErro
 
 
 def batches_by_size(sizes: np.ndarray, budget: int) -> Iterator[np.ndarray]:
-    """Groups items of similar size so that a padded batch has at most `budget` tokens.
+    """Groups items of similar size into batches with at most `budget` tokens after padding.
 
     Args:
         sizes: Number of tokens of each item, (B,).

@@ -1,4 +1,4 @@
-"""Attention statistics, recomputed from the queries and keys of each layer.
+"""Computes attention statistics from the queries and keys of each layer.
 
 A recording wraps the attention function of transformers. The forward pass uses the fused kernel and
 is bit-identical to one without recording. For the recorded layers, attention probabilities are
@@ -51,7 +51,7 @@ class AttentionInputs(NamedTuple):
 
 
 class Recording:
-    """Attention statistics recorded during one forward pass.
+    """Attention statistics that were recorded during a forward pass.
 
     Args:
         row_weights: Weights (S, B, N) of the rows of the attention matrix, by layer to record.
@@ -140,7 +140,7 @@ def recording(
 
 
 def _register_recorded(name: str) -> str:
-    """Registers an attention implementation with recording and returns its name."""
+    """Registers an attention implementation that records statistics and returns its name."""
     recorded_name = f"recorded_{name}"
     if recorded_name not in ALL_ATTENTION_FUNCTIONS:
 
@@ -307,7 +307,7 @@ def tap_rows(
     taps: Sequence[Tap],
     pooled_position: Literal["first", "last"] = "last",
 ) -> dict[int, torch.Tensor]:
-    """Returns the weights (S, B, L) of attention rows for S statistics, by layer.
+    """Returns the weights (S, B, L) with which S statistics sum attention rows, by layer.
 
     Args:
         kind_BL: Codes of `tokens.KINDS`.

@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def prefetch(values: Iterable[T], function: Callable[[T], R]) -> Iterator[tuple[T, R]]:
-    """Yields `(value, function(value))`, computing one value ahead in a background thread.
+    """Yields `(value, function(value))`. A background thread computes one value ahead.
 
     Args:
         values: Inputs of `function`.

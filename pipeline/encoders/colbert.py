@@ -1,4 +1,4 @@
-"""ColBERT: late interaction over projected token vectors of texts (Khattab and Zaharia, 2020).
+"""ColBERT, a late-interaction model for texts (Khattab and Zaharia, 2020).
 
 Supported checkpoints are those of the original code, such as `colbert-ir/colbertv2.0`, and of
 PyLate, such as `lightonai/GTE-ModernColBERT-v1`, based on BERT or ModernBERT.
@@ -61,7 +61,7 @@ IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 class ColBERT(SequenceEncoder["ColBERT.Spec"]):
-    """Text encoder with one vector per token: the last hidden states of a BERT, linearly projected.
+    """Text encoder that projects the last hidden states of a BERT model to one vector per token.
 
     A document consists of `[CLS]`, its marker token, its text tokens and `[SEP]`. All of them are
     kept except those in the skiplist. A document longer than `document_length` is split into
@@ -265,7 +265,7 @@ class Usage:
 
     @classmethod
     def resolve(cls, spec: ColBERT.Spec) -> Usage:
-        """Resolves the fields of a spec, with defaults of the checkpoint or the original code.
+        """Fills in missing fields of a spec from the checkpoint, or else from the original code.
 
         Raises:
             SpecError: A configuration file of the checkpoint is not valid JSON.
@@ -339,14 +339,17 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         return len(self._document_marker) + 2
 
     def _marker_ids(self, marker: str) -> list[int]:
-        """Returns the id of a marker, or of its tokens if it is not in the vocabulary."""
+        """Returns the id of a marker.
+
+        If it is not in the vocabulary, returns the ids of its tokens.
+        """
         token_id = self.tokenizer.get_vocab().get(marker)
         if token_id is not None:
             return [token_id]
         return self.tokenizer(marker, add_special_tokens=False)["input_ids"]
 
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
-        """Returns one sequence per window; none for a text without tokens."""
+        """Splits a text into one sequence per window. A text without tokens has none."""
         ids, spans = self._tokenise(item["text"] or "")
         window = self.usage.document_length - self.num_markers
         starts = range(0, len(ids), window)
@@ -436,7 +439,7 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
 
 
 def _pad(tensor: torch.Tensor, length: int, fill: int) -> torch.Tensor:
-    """Appends `length` rows of a constant to a tensor."""
+    """Pads a tensor with `length` rows of a constant."""
     return torch.cat([tensor, tensor.new_full((length, *tensor.shape[1:]), fill)])
 
 

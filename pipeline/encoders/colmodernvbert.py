@@ -32,7 +32,7 @@ class ColModernVBertReader(RetrievalReader["ColModernVBert.Spec"]):
     processor_class = ColModernVBertProcessor
 
     def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
-        """Returns the tokens of the tiles in row-major order, then of the downscaled image."""
+        """Returns the tokens of all tiles in row-major order, followed by the downscaled image."""
         output = self.processor.process_images([image], return_tensors="pt")
         ids = output["input_ids"][0]
         is_visual = ids == self.processor.image_token_id
@@ -66,7 +66,7 @@ class ColModernVBertReader(RetrievalReader["ColModernVBert.Spec"]):
 
 
 class ColModernVBert(Retrieval["ColModernVBert.Spec"]):
-    """Encoder with ColModernVBert: merged patches and prompt tokens, 128 dimensions each."""
+    """Encoder with ColModernVBert. Merged patches and prompt tokens have 128 dimensions each."""
 
     class Spec(RetrievalSpec):
         """Checkpoint, and the tokens that are kept."""
@@ -88,7 +88,10 @@ class ColModernVBert(Retrieval["ColModernVBert.Spec"]):
         return self.model.vlm.text_model
 
     def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
-        """Stacks the tiles of all images, padded with zero tiles, which the model ignores."""
+        """Stacks the tiles of all images.
+
+        Images are padded with zero tiles, which the model ignores.
+        """
         images = [sequence.media for sequence in inputs if sequence.media]
         if not images:
             return {}

@@ -21,7 +21,7 @@ from pipeline.tokens import PROMPT, VISUAL
 
 
 class ColPaliReader(RetrievalReader["ColPali.Spec"]):
-    """Reader that resizes an image to a square, so its patches form a grid over the whole image."""
+    """Reader that resizes an image to a square, so that its patches form a regular grid."""
 
     processor_class = ColPaliProcessor
 
@@ -57,7 +57,7 @@ class ColPaliReader(RetrievalReader["ColPali.Spec"]):
 
 
 class ColPali(Retrieval["ColPali.Spec"]):
-    """Encoder with ColPali: patches and prompt tokens, 128 dimensions each."""
+    """Encoder with ColPali. Patches and prompt tokens have 128 dimensions each."""
 
     class Spec(RetrievalSpec):
         """Checkpoint, the tokens that are kept, and the attention mask of queries.

@@ -62,7 +62,7 @@ class ColQwen2Reader(RetrievalReader["ColQwen2.Spec"]):
 
 
 class ColQwen2(Retrieval["ColQwen2.Spec"]):
-    """Encoder with ColQwen2: merged patches and prompt tokens, 128 dimensions each."""
+    """Encoder with ColQwen2. Merged patches and prompt tokens have 128 dimensions each."""
 
     class Spec(RetrievalSpec):
         """Checkpoint, the tokens that are kept, the image size and the attention mask."""
@@ -73,9 +73,11 @@ class ColQwen2(Retrieval["ColQwen2.Spec"]):
         output_tokens: Literal["all", "visual"] = "all"
         """"all" keeps patches and prompt tokens, as transformers does; "visual" only patches."""
         min_pixels: int | None = Field(None, ge=1)
-        """Minimum number of pixels per image after resizing; null: the checkpoint's value."""
+        """Minimum number of pixels per image after resizing. If null, the checkpoint's value is
+        used."""
         max_pixels: int | None = Field(None, ge=1)
-        """Maximum number of pixels per image after resizing; null: the checkpoint's value."""
+        """Maximum number of pixels per image after resizing. If null, the checkpoint's value is
+        used."""
         bidirectional: bool = False
         """Use bidirectional attention. The checkpoints are trained with causal attention."""
 
@@ -89,7 +91,7 @@ class ColQwen2(Retrieval["ColQwen2.Spec"]):
             make_bidirectional(self.attention_module())
 
     def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
-        """Stacks the pixels of all images, padded to the longest; the model removes the padding."""
+        """Stacks the pixels of all images. The model removes the padding."""
         images = [sequence.media for sequence in inputs if sequence.media]
         if not images:
             return {}

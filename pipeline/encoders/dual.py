@@ -58,7 +58,7 @@ EDJE_LAYERS = {"siglip": -1, "siglip2": -1, "clip": -2}
 
 
 class Dual(SequenceEncoder["Dual.Spec"]):
-    """Encoder with the hidden state of each image patch and the model's single vector.
+    """Encoder that returns the hidden state of each image patch and the model's single vector.
 
     Supported checkpoints are SigLIP 2 with fixed resolution (which uses the class SigLIP) and
     NaFlex (which preserves the aspect ratio), SigLIP, and CLIP. Items with several images, such as
@@ -72,7 +72,7 @@ class Dual(SequenceEncoder["Dual.Spec"]):
     """
 
     class Spec(CheckpointSpec):
-        """Checkpoint, and the token vectors of an image."""
+        """Checkpoint of a dual encoder, and options for the token vectors of an image."""
 
         name: Literal["dual"] = "dual"
         attention: Literal["sdpa", "eager"] = "sdpa"
@@ -86,7 +86,8 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         normalise: bool = False
         """Normalise the token vectors to unit length."""
         max_patches: int | None = Field(None, ge=1)
-        """Maximum number of patches per image of a NaFlex model; null: the checkpoint's value."""
+        """Maximum number of patches per image of a NaFlex model. If null, the checkpoint's value is
+        used."""
         lowercase: bool = True
         """Lowercase queries, like the training texts of these models. The tokenizers of some SigLIP
         2 checkpoints do not.
@@ -180,7 +181,7 @@ class Dual(SequenceEncoder["Dual.Spec"]):
     def forward(
         self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the hidden states of a tower and its projected pooled output."""
+        """Runs a tower and returns its hidden states and its projected pooled output."""
         if "pixel_values" in inputs:
             return self._encode_images(inputs)
         return self._encode_texts(inputs["input_ids"])
@@ -209,7 +210,7 @@ class Dual(SequenceEncoder["Dual.Spec"]):
 
 
 def resolve_layer(spec: Dual.Spec, settings: PretrainedConfig) -> int:
-    """Returns the index from 0 of the vision tower's hidden state used as token vectors.
+    """Returns the index of the hidden state that is used as token vectors, starting from 0.
 
     Raises:
         SpecError: The vision tower has no such layer.
@@ -304,7 +305,7 @@ class DualReader(Reader["Dual.Spec"]):
         return ModelInput.create({}, media, kind, keep, extents)
 
     def _crop(self, image: Image.Image) -> tuple[float, float, float, float]:
-        """Returns the region x0 y0 x1 y1 of an image that the model sees after centre cropping."""
+        """Returns the region x0 y0 x1 y1 of an image that remains after centre cropping."""
         images = self.processor.image_processor
         if not getattr(images, "do_center_crop", False):
             return (0.0, 0.0, 1.0, 1.0)
@@ -332,7 +333,7 @@ class DualReader(Reader["Dual.Spec"]):
         return inputs, names
 
     def read_text_query(self, text: str) -> tuple[ModelInput, list[str]]:
-        """Returns the sequence of a text query, for SigLIP padded to the length of the text tower.
+        """Builds the sequence of a text query. For SigLIP, it is padded to the length of the tower.
 
         Raises:
             SpecError: The query is longer than the text tower supports.

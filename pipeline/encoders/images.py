@@ -1,4 +1,4 @@
-"""Images of queries and items, and the extents of their patches."""
+"""Decodes the images of queries and items and computes the extents of their patches."""
 
 from __future__ import annotations
 

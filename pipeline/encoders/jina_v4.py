@@ -58,14 +58,14 @@ UNSUPPORTED_VARIANTS = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan
 
 
 class JinaV4(SequenceEncoder["JinaV4.Spec"]):
-    """Encoder with the projected states of all tokens and the mean of the states.
+    """Encoder that returns the projected states of all tokens, and the mean of the states.
 
     The pooled vector is the mean over all tokens of a text, or over the tokens of an image and its
     two boundary tokens. Items with several images are encoded one image at a time.
     """
 
     class Spec(QwenSpec):
-        """Checkpoint, task, and the tokens that are kept.
+        """Checkpoint and task of jina-embeddings-v4, and the tokens that are kept.
 
         The field `adapter` names a folder or hub model with the adapters of all tasks. Null: the
         checkpoint's folder `adapters`. If there is none, the weights are assumed to be trained for
@@ -89,9 +89,8 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         images) or "text".
         """
         truncate_dim: int | None = Field(None, ge=1)
-        """Number of dimensions of the pooled vector; null: all 2048. The model is trained for 128,
-        256, 512, 1024 and 2048.
-        """
+        """Number of dimensions of the pooled vector. If null, all 2048 are used. The model is
+        trained for 128, 256, 512, 1024 and 2048."""
         max_item_tokens: int = Field(32768, ge=1)
 
     normalised = True
@@ -192,7 +191,7 @@ class JinaReader(QwenReader["JinaV4.Spec"]):
         self._passage = QUERY_PROMPT if spec.task == "text-matching" else PASSAGE_PROMPT
 
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
-        """Returns one sequence per image, or the sequence of the text.
+        """Builds one sequence per image, or a single sequence for a text.
 
         Raises:
             Unreadable: The aspect ratio of an image is too extreme, or a sequence exceeds the token

@@ -1,4 +1,4 @@
-"""Selection of hidden layers, and the token vectors computed from them."""
+"""Selects hidden layers and computes token vectors from their states."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def attention_info(
 
 
 def make_bidirectional(language_model: Any) -> None:
-    """Lets all positions of a causal model attend to each other."""
+    """Allows all positions of a causal model to attend to each other."""
     language_model.config.is_causal = False  # used by transformers to build attention masks
     for module in language_model.modules():
         if hasattr(module, "is_causal"):

@@ -1,4 +1,4 @@
-"""Finding, checking, hashing and loading checkpoints of the transformers library."""
+"""Finds, validates, hashes and loads checkpoints of the transformers library."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def checkpoint_folder(spec: Checkpoint, files: Iterable[str]) -> Path:
 
 
 def adapter_folder(adapter: str | None, files: Iterable[str]) -> Path | None:
-    """Returns the folder of an adapter, a hub name or a path, or None if `adapter` is None.
+    """Returns the folder of an adapter, which is a hub name or a path. None without an adapter.
 
     Args:
         adapter: Hub name or folder.
@@ -162,7 +162,7 @@ def adapter_folder(adapter: str | None, files: Iterable[str]) -> Path | None:
 
 
 def check_checkpoint(spec: Checkpoint, *model_types: str) -> PretrainedConfig:
-    """Returns the configuration of a checkpoint after checking it, without loading weights.
+    """Validates the configuration of a checkpoint and returns it. Weights are not loaded.
 
     Args:
         spec: Spec that names the checkpoint.
@@ -282,7 +282,7 @@ def load_model(
     optional_weights: tuple[str, ...] = (),
     folder: Path | None = None,
 ) -> PreTrainedModel:
-    """Loads a model in evaluation mode, with its adapter merged, on the GPU if there is one.
+    """Loads a model in evaluation mode and merges its adapter. Uses the GPU if there is one.
 
     Args:
         spec: Spec that names the checkpoint.
@@ -439,7 +439,7 @@ def checkpoint_fingerprint(
 
 
 def hash_files(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
-    """Returns the SHA-256 of the files of a folder that match the patterns, by file name."""
+    """Computes the SHA-256 of all files of a folder that match the patterns, by file name."""
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     return {path.name: sha256(path) for path in paths}
 

@@ -84,7 +84,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
     """
 
     class Spec(AppendedTokensSpec, config.ComponentSpec):
-        """Checkpoint, and the computation of vectors from its hidden states."""
+        """Checkpoint of a text encoder, and options for the computation of its vectors."""
 
         name: Literal["minilm"] = "minilm"
         model: str = BUNDLED
@@ -164,7 +164,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Checks the configuration of the checkpoint against the spec, without loading weights.
+        """Checks the configuration of the checkpoint against the spec. Weights are not loaded.
 
         Raises:
             SpecError: The checkpoint does not exist or does not support the spec.
@@ -233,7 +233,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         return [[window.extended(num_tokens) for window in windows] for windows in items_windows]
 
     def _tokenise(self, texts: Sequence[str], prefix: str) -> list[list[_Window]]:
-        """Returns the windows of each text, in order; at least one per text."""
+        """Splits each text into windows. A text has at least one window."""
         if not texts:
             return []
         encoded = self.tokenizer(
@@ -347,7 +347,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
     def tokens(
         self, items_windows: Sequence[list[_Window]], taps: Sequence[Tap] = ()
     ) -> TokenBatch:
-        """Runs the model over all windows of a batch of items and merges them into the items."""
+        """Runs the model on all windows of a batch of items and merges the results of each item."""
         windows = [window for windows in items_windows for window in windows]
         window_lengths = np.array([len(window.ids) for window in windows])
         budget = self.spec.max_batch_tokens
@@ -482,7 +482,7 @@ class _Output:
 
 
 def _window_ratios(windows: list[_Window]) -> np.ndarray:
-    """Returns, per kept token of an item, the ratio of its window's length to the longest, (T,)."""
+    """Returns the length of each kept token's window relative to the longest window, (T,)."""
     lengths = np.array([int((window.kind != APPENDED).sum()) for window in windows])
     return np.repeat(lengths / lengths.max(), [w.keep.sum() for w in windows]).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Model inputs of single sequences: serialisation, and collation into padded batches."""
+"""Serialises the model inputs of single sequences and collates them into padded batches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class ModelInput:
         extents: torch.Tensor | None = None,
         spans: torch.Tensor | None = None,
     ) -> ModelInput:
-        """Creates an input; by default all positions are kept and have no extents or spans."""
+        """Creates an input.
+
+        By default, all positions are kept and have neither extents nor spans.
+        """
         length = len(kind)
         return cls(
             dict(sequence),

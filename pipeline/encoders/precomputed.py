@@ -1,4 +1,4 @@
-"""Encoder for precomputed vectors: items contain them, and queries must be vectors."""
+"""Encoder for precomputed vectors. Items contain them, and queries must be vectors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Precomputed(Encoder["Precomputed.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Accepts every spec: `encode` checks the width of the vectors."""
+        """Accepts all specs, because `encode` checks the width of the vectors."""
 
     @classmethod
     def query_kinds(cls, spec: Spec) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Loading and running of Qwen-VL models without their language modelling head."""
+"""Loads and runs Qwen-VL models without their language modelling head."""
 
 from __future__ import annotations
 

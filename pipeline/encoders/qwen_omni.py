@@ -200,7 +200,7 @@ def grid_positions(times: Sequence[int], rows: int, columns: int) -> torch.Tenso
 
 
 class TimedSequenceWriter(SequenceWriter):
-    """Builder of a sequence with positions in time, row and column."""
+    """Builds a sequence whose tokens have positions in time, row and column."""
 
     _reader: QwenOmniReader
 
@@ -351,7 +351,7 @@ class QwenOmniReader(StatesReader["QwenOmni.Spec"]):
         video: Sequence[Sequence[TimedImage]] = (),
         audio: Audio | None = None,
     ) -> TimedSequenceWriter:
-        """Builds the sequence of a prompt with images, a video, audio and a text.
+        """Builds the sequence of a prompt that contains images, a video, audio and a text.
 
         Args:
             prompt: Prompt that contains `{content}`.

@@ -97,7 +97,7 @@ class QwenReader(Reader[QwenSpecT]):
         return images, text if text.strip() else ""
 
     def split_prompt(self, template: str) -> Iterable[int | str]:
-        """Yields the parts of a prompt: the ids of its special tokens and the text between them."""
+        """Splits a prompt into the ids of its special tokens and the texts between them."""
         start = 0
         for found in self._markers.finditer(template):
             if found.start() > start:
@@ -108,7 +108,7 @@ class QwenReader(Reader[QwenSpecT]):
             yield template[start:]
 
     def grid(self, image: Image.Image) -> tuple[int, int]:
-        """Returns the rows and columns of tokens of an image.
+        """Returns the number of rows and columns of tokens that an image has.
 
         Raises:
             Unreadable: The aspect ratio of the image is too extreme.

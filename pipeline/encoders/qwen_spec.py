@@ -50,13 +50,12 @@ class QwenSpec(AppendedTokensSpec, CheckpointSpec):
         documents: str
 
     min_pixels: int | None = Field(None, ge=1)
-    """Minimum number of pixels per image after resizing; null: the checkpoint's value.
+    """Minimum number of pixels per image after resizing. If null, the checkpoint's value is used.
     Qwen3-VL-Embedding uses 4096.
     """
     max_pixels: int | None = Field(None, ge=1)
-    """Maximum number of pixels per image after resizing; null: the checkpoint's value. Qwen3-VL
-    allows 16384 tokens per image. Qwen3-VL-Embedding uses 1843200, at most 1800 tokens.
-    """
+    """Maximum number of pixels per image after resizing. If null, the checkpoint's value is used.
+    Qwen3-VL allows 16384 tokens per image. Qwen3-VL-Embedding uses 1843200, at most 1800 tokens."""
     max_item_tokens: int = Field(8192, ge=1)
     """Maximum number of tokens per item or query, including the prompt, further limited by the
     context length of the model.

@@ -123,7 +123,7 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
     def forward(
         self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the selected hidden states, and the last layer's state of the last token."""
+        """Returns the selected hidden states, and the state of the last token in the last layer."""
         is_pooled_BL = inputs.pop("is_pooled")
         output = self.run(inputs, output_hidden_states=not self._is_last_layer)
         last_BLD = output.last_hidden_state
@@ -188,7 +188,7 @@ class StatesReader(QwenReader[StatesSpecT]):
         is_composed: bool = False,
         **options: Any,
     ) -> ModelInput:
-        """Builds the sequence of a prompt with its content, subsampling a video to fit the limit.
+        """Builds the sequence of a prompt. Videos are subsampled to satisfy the token limit.
 
         Args:
             prompt: Prompt that contains `{content}`.

@@ -1,4 +1,4 @@
-"""Base class of readers, which turn items and queries into model inputs without the weights."""
+"""Base class of readers, which convert items and queries to model inputs without weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Reader(ABC, Generic[CheckpointSpecT]):
 
     @abstractmethod
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
-        """Returns the sequences of an item, in order, or empty if the item has no readable content.
+        """Returns the sequences of an item. Empty if the item contains nothing that can be read.
 
         Raises:
             Unreadable: The item cannot be read by this model.

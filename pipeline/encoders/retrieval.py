@@ -50,7 +50,7 @@ class RetrievalSpec(AppendedTokensSpec, CheckpointSpec):
     """Settings of query formatting and of the projection."""
 
     query_prefix: str | None = None
-    """Prefix of each query; null: the checkpoint's prefix."""
+    """Prefix of each query. If null, the checkpoint's prefix is used."""
     num_augmentation: int = Field(10, ge=0)
     """Number of augmentation tokens appended to each query, whose vectors contribute to MaxSim."""
     projection: str | None = None

@@ -41,7 +41,7 @@ from pipeline.tokens import TokenBatch, normalise, pad
 
 
 class SequenceEncoder(Trainable[CheckpointSpecT]):
-    """Encoder around a transformers model over sequences of images, audio and text.
+    """Encoder that runs a transformers model on sequences of images, audio and text.
 
     Subclasses define the preprocessing (`reader`), the computation of hidden states (`forward`) and
     the module whose attention is recorded (`attention_module`).
@@ -107,7 +107,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         """
 
     def attention_module(self) -> PreTrainedModel:
-        """Returns the module whose attention layers the taps number: by default the whole model."""
+        """Returns the module whose attention layers are numbered. Defaults to the whole model."""
         return self.model
 
     # -- items -------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         passes: Sequence[Collated],
         taps: Sequence[Tap],
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-        """Yields a batch, or its halves if it exceeds the GPU memory."""
+        """Yields a batch. If it exceeds the GPU memory, yields its halves instead."""
         batch = None
         try:
             batch = self._embed([inputs[row] for row in rows], passes, taps)

@@ -1,4 +1,4 @@
-"""Encoder without a model that sleeps, for benchmarks of the pipeline around the encoder."""
+"""Encoder that sleeps instead of running a model. Used to benchmark the rest of the pipeline."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Sleeping(Encoder["Sleeping.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Accepts every spec, because no model is loaded."""
+        """Accepts all specs, because no model is loaded."""
 
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()

@@ -38,7 +38,7 @@ WEIGHTS_FILE = "adapter.safetensors"
 
 
 class Adapter(torch.nn.Module):
-    """Normalised linear projection of hidden states, see the equations of the module.
+    """Normalised linear projection of hidden states, as defined in the module documentation.
 
     Args:
         width: Width of the hidden states of one layer.

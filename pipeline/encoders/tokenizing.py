@@ -1,4 +1,4 @@
-"""Token ids, kinds and names, and tokenisation of text inside prompts."""
+"""Tokenises texts inside prompts and determines the kinds and names of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default encoder of all modalities: text recognised by OCR and ASR, encoded with MiniLM.
+"""Default encoder for all modalities, which encodes recognised text with MiniLM.
 
 It needs neither the hub nor a GPU. It finds only words: printed text, and clear English speech with
 the default recognisers. A photo without text cannot be indexed.
@@ -30,7 +30,7 @@ PAYLOAD = ("scan", "frames", "audio")
 
 
 class Transcript(Encoder["Transcript.Spec"]):
-    """Encoder of the words in text layers, images and audio, with MiniLM's token vectors.
+    """Encodes the words in text layers, images and audio with MiniLM.
 
     `preprocessor` converts an item to text: its own text if it has any, otherwise the text that OCR
     recognises, followed by an empty line and the recognised speech. `encode` encodes that text.
@@ -47,9 +47,9 @@ class Transcript(Encoder["Transcript.Spec"]):
         text: MiniLM.Spec = MiniLM.Spec()
         """Settings of the text encoder."""
         ocr: OcrSpec = Field("rapidocr", validate_default=True)
-        """Text recogniser (OCR) of images and video frames; null disables OCR."""
+        """Text recogniser (OCR) of images and video frames. Null disables OCR."""
         speech: SpeechSpec = Field("pocketsphinx", validate_default=True)
-        """Speech recogniser (ASR) of audio; null disables speech recognition."""
+        """Speech recogniser (ASR) of audio. Null disables speech recognition."""
 
     default_inputs = ()
     has_preprocessor = True
@@ -114,7 +114,7 @@ class Transcript(Encoder["Transcript.Spec"]):
 
     @classmethod
     def has_warnings(cls, spec: Spec) -> bool:
-        """Checks whether a recogniser reads precomputed results from files."""
+        """Checks whether one of the recognisers reads precomputed results from files."""
         return any(_registry(field).load(part.name).has_ids for field, part in _recognisers(spec))
 
     @classmethod

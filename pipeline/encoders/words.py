@@ -1,4 +1,4 @@
-"""Locations of the words of items, from which tokens get their extents."""
+"""Locations of the words of items, which determine the extents of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.tokens import TEXT, TokenBatch, flat_from_arrow
 
 @dataclass(frozen=True)
 class Words:
-    """Words of B items, with their locations on pages and in time.
+    """Words of B items and their locations on pages and in time.
 
     Attributes:
         first: Index of the first word of each item, (B + 1,) int64.

@@ -238,7 +238,7 @@ def inter_token_similarity(
     Args:
         packed: Stored vectors of the items.
         rows: Rows of the evaluated items. Those without vectors are ignored.
-        max_items: Maximum number of items; of more items, a random sample is used.
+        max_items: Maximum number of items. If there are more, a random sample is used.
         seed: Seed of the sample.
     """
     rows = rows[packed.lengths[rows].numpy() > 0]

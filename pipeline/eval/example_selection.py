@@ -95,7 +95,7 @@ def build_examples(
         chosen: Ids of the selected queries, with the reason of each.
         hits: Best hits of each selected query, by the name of a compared row.
         rankings: Scores by document id, best first, by row name and query id.
-        draw_hit: Function that draws the best hit of each compared row; None to draw nothing.
+        draw_hit: Function that draws the best hit of each compared row. If None, nothing is drawn.
     """
     id_column = f"{evaluation.spec['judged']}_id"
     best_grades = {

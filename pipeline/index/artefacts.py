@@ -1,4 +1,7 @@
-"""Fitted state of compressors and codecs, stored in the index under its content hash."""
+"""Artefacts are the fitted state of compressors and codecs.
+
+The index stores them by content hash.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ SAMPLE_ITEMS, SAMPLE_ORIGIN = "sample_items", "sample_origin"
 
 
 class Sample(NamedTuple):
-    """Items on which a compressor or codec was fitted.
+    """Items to which a compressor or a codec was fitted.
 
     Attributes:
         origin: Source, or index and filter, of a separate calibration sample. Empty if the sample
@@ -84,7 +87,7 @@ def load_artefact(index: str, name: str, metadata: dict[str, Any]) -> dict[str, 
 
 
 def load_sample(index: str, name: str) -> Sample | None:
-    """Returns the items that an artefact was fitted on, or None if they were not recorded.
+    """Loads the sample to which an artefact was fitted. None if the sample was not recorded.
 
     Raises:
         SpecError: The file is missing or corrupted.

@@ -49,7 +49,7 @@ def run(
     report: Callable[[str], None] = log.info,
     lease_seconds: float = 60.0,
 ) -> Progress:
-    """Runs the job to completion on a connected Ray cluster.
+    """Runs the job until all fragments have been filled. Ray must be connected to a cluster.
 
     Args:
         spec: Spec of the index job, with `rerank`.
@@ -120,7 +120,7 @@ def run(
 def _shards_by_fragment(
     session: Session, listed: ListingJob, resources: IndexResources
 ) -> dict[int, list[int]]:
-    """Returns, for each fragment, the shards of the source with unchanged rows in it."""
+    """Maps each fragment to the shards of the source that contain its unchanged rows."""
     read = resources.read
     num_shards = ray.get(tasks.plan.options(**read.task_options).remote(listed, None))
     task = _list_shard.options(**read.task_options)
@@ -134,14 +134,14 @@ def _shards_by_fragment(
 
 @ray.remote
 def _list_shard(listed: ListingJob, shard: int) -> tuple[int, list[int]]:
-    """Lists a shard and returns its number and the fragments with its unchanged rows."""
+    """Lists a shard. Returns its number and the fragments that contain its unchanged rows."""
     listing.list_shard(listed, shard)
     return shard, unit_reader.stored_fragments(listed, shard)
 
 
 @dataclass(frozen=True)
 class CacheTokens(Stage):
-    """Stage that computes the adapter's tokens and no other column."""
+    """Stage that computes the tokens of an EDJE adapter. It adds no other column."""
 
     encode: Encode
 
@@ -206,7 +206,7 @@ class CacheFragment:
         return {"filled": [fragment.to_json() for fragment in filled]}
 
     def fill(self, number: int, shards: list[int]) -> FilledFragment:
-        """Fills the rows without tokens of one fragment.
+        """Fills all rows of a fragment that have no tokens yet.
 
         Args:
             number: Fragment of the index.

@@ -1,4 +1,4 @@
-"""Validation of an index job before any work starts."""
+"""Validation of an index job, which takes place before any work starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.taps import Tap
 
 
 def check(spec: IndexSpec) -> None:
-    """Checks the source, encoder, representations and location of an index job.
+    """Checks the source, the encoder, the representations and the location of an index job.
 
     Raises:
         SpecError: The job cannot succeed.
@@ -49,14 +49,14 @@ def check(spec: IndexSpec) -> None:
 
 
 def check_resources(spec: IndexSpec, resources: IndexResources) -> None:
-    """Raises `SpecError` if `device_map` is set for an encoder that does not support it."""
+    """Raises `SpecError` if `device_map` is set but the encoder does not support it."""
     if resources.device_map and not ENCODERS.load(spec.encoder.name).supports_device_map:
         rule = f"null for the encoder {spec.encoder.name}, which runs on one GPU"
         raise SpecError("device_map", resources.device_map, rule)
 
 
 def check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
-    """Raises `SpecError` for a reason that no reject of the index has."""
+    """Raises `SpecError` if no reject of the index has one of the given reasons."""
     if reasons:
         known = set(map(present_reason, Index(spec.index).rejects()["reason"].to_pylist()))
         for reason in reasons:
@@ -98,7 +98,7 @@ def _check_taps(spec: IndexSpec, attention: AttentionInfo | None) -> None:
 
 
 def _check_source(spec: IndexSpec, source: str) -> None:
-    """Raises `SpecError` if a source provides none of the data that the encoder reads."""
+    """Raises `SpecError` if a source provides no input that the encoder can read."""
     provided = SOURCES.load(source).provides
     item_fields = represented_fields(all_representations(spec))
     encoder = ENCODERS.load(spec.encoder.name)

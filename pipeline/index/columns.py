@@ -1,4 +1,4 @@
-"""Columns of an index: representations, and the columns that they share."""
+"""Definition of the columns of an index: representations, and columns that they share."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ RESERVED_NAMES = (
 
 
 class Representation(Spec):
-    """One column of token vectors: a compressor, a codec and the column's name."""
+    """Column of token vectors, which is defined by a compressor and a codec."""
 
     renamed: ClassVar[Mapping[str, str]] = {"of": "field", "keep_support": "keep_assignment"}
 
@@ -92,12 +92,12 @@ class Representation(Spec):
 
     @property
     def assignment_id(self) -> str:
-        """Name of the column with the assignment of tokens to vectors."""
+        """Name of the column that stores the assignment of tokens to vectors."""
         return f"{self.id}_assignment"
 
 
 def default_id(compressor: Spec, with_budget: bool = True) -> str:
-    """Returns the default column name: the method, its non-default settings and the budget.
+    """Builds the default column name from the method, its non-default settings and the budget.
 
     Settings have the first names of their fields, so that renaming a field changes no column name.
 
@@ -134,7 +134,7 @@ def default_id(compressor: Spec, with_budget: bool = True) -> str:
 
 
 def codec_settings(codec: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a codec that its name includes: the bits and non-default values.
+    """Returns the settings of a codec that are part of its name: the bits and non-default values.
 
     >>> codec_settings({"name": "residual", "bits": 4, "num_centroids": 256})
     {'bits': 4}
@@ -160,7 +160,7 @@ def codec_name(codec: Mapping[str, Any]) -> str:
 
 
 def codec_id(codec: ComponentSpec) -> list[str]:
-    """Returns the parts of a column name that identify the codec; none for the default codec.
+    """Returns the parts of a column name that identify the codec. The default codec has none.
 
     >>> codec_id(CODECS.resolve({"name": "residual", "bits": 2, "num_centroids": 64}))
     ['residual', '2', 'num_centroids64']
@@ -190,12 +190,12 @@ class ListsRepresentations(Protocol):
 
     @property
     def sweep(self) -> Sweep:
-        """Additional representations as products of values."""
+        """Definition of additional representations as Cartesian products of values."""
         ...
 
 
 def all_representations(spec: ListsRepresentations) -> list[Representation]:
-    """Returns the explicit representations followed by those of the sweeps.
+    """Returns the explicit representations and those defined by the sweeps, in this order.
 
     Raises:
         SpecError: There are none, two have the same name, or one in a sweep is invalid.
@@ -218,7 +218,7 @@ def all_representations(spec: ListsRepresentations) -> list[Representation]:
 
 
 def taps_by_representation(representations: Iterable[Representation]) -> dict[str, tuple[Tap, ...]]:
-    """Returns the required attention statistics by id, for representations that need any."""
+    """Returns the attention statistics of each representation that requires any, by id."""
     compressors = {r.id: COMPRESSORS.build(r.compressor) for r in representations}
     return {name: c.needs_taps for name, c in compressors.items() if c.needs_taps}
 
@@ -226,7 +226,7 @@ def taps_by_representation(representations: Iterable[Representation]) -> dict[st
 def required_taps(
     representations: Iterable[Representation], num_layers: int | None
 ) -> tuple[Tap, ...]:
-    """Returns the single-layer attention statistics from which the required ones are averaged."""
+    """Returns the single-layer attention statistics from which the required ones are computed."""
     required = [tap for taps in taps_by_representation(representations).values() for tap in taps]
     return single_layer_taps(required, num_layers or 0)
 
@@ -234,7 +234,7 @@ def required_taps(
 def encoder_fields(
     encoder_info: EncoderInfo, keep_positions: bool, keep_taps: Sequence[Tap] = ()
 ) -> list[pa.Field]:
-    """Returns the columns that all representations of a field share.
+    """Returns the columns that all representations of an item field share.
 
     Args:
         encoder_info: Encoder, as seen from the field (`EncoderInfo.for_field`).
@@ -265,7 +265,7 @@ def encoder_fields(
 def representation_info(
     representation: Representation, encoder_info: EncoderInfo
 ) -> RepresentationInfo:
-    """Returns the info of a representation before fitting."""
+    """Returns the metadata of a representation that has not been fitted yet."""
     compressor = COMPRESSORS.build(representation.compressor)
     field_info = encoder_info.for_field(representation.field)
     return RepresentationInfo(
@@ -292,7 +292,7 @@ def representation_fields(
     artefact: str | None,
     codec_artefact: str | None = None,
 ) -> list[pa.Field]:
-    """Returns the column of a representation and, if stored, that of its token assignment.
+    """Returns the column of a representation and, if it is stored, the column of its assignment.
 
     Args:
         representation: Spec of the representation.
@@ -331,7 +331,7 @@ def stored_assignment_columns(
 
 
 def represented_fields(representations: Iterable[Representation]) -> tuple[str, ...]:
-    """Returns the item fields that representations encode, content first."""
+    """Returns the item fields that the representations encode. The content comes first."""
     fields = {representation.field for representation in representations}
     return tuple(item_field for item_field in ITEM_FIELDS if item_field in fields)
 
@@ -339,7 +339,7 @@ def represented_fields(representations: Iterable[Representation]) -> tuple[str, 
 def changed_setting(
     representation: Representation, encoder_info: EncoderInfo, stored: RepresentationInfo
 ) -> tuple[str, Any, Any] | None:
-    """Returns name, new value and stored value of the first setting that differs from the index.
+    """Finds the first setting that differs from the index. Returns its name and both values.
 
     Args:
         representation: Spec of the representation.
@@ -362,7 +362,7 @@ def changed_setting(
 def check_same_settings(
     representation: Representation, encoder_info: EncoderInfo, stored: RepresentationInfo
 ) -> None:
-    """Raises `SpecError` if the stored column was computed with other settings."""
+    """Raises `SpecError` if a column with other settings is stored under the same name."""
     if setting := changed_setting(representation, encoder_info, stored):
         name, value, stored_value = setting
         raise SpecError(
@@ -395,5 +395,5 @@ def compressor_remarks(
 
 
 def has_assignment(representation: Representation) -> bool:
-    """Returns True if the token assignment is stored; without compression it is the identity."""
+    """Checks whether the token assignment is stored. Without compression, it is the identity."""
     return representation.keep_assignment and representation.compressor.name != "none"

@@ -69,7 +69,7 @@ _NAME = re.compile(r"[^\W\d]\w*")
 
 
 class _Token(NamedTuple):
-    """A token of a filter: a word, string or symbol.
+    """Token of a filter, which is a word, a string or a symbol.
 
     Attributes:
         text: Text of the token.
@@ -83,7 +83,7 @@ class _Token(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Upper-case text, for comparison with keywords and symbols."""
+        """Text in upper case, which is compared with keywords and symbols."""
         return self.text.upper()
 
 
@@ -133,7 +133,7 @@ class _Parser:
         return self._token is not None and self._token.key in keys
 
     def _take(self, *keys: str) -> bool:
-        """Consumes the next token and returns True if it is one of `keys`."""
+        """Consumes the next token if it is one of `keys`. Returns True in this case."""
         token = self._token
         if token is None or token.key not in keys:
             return False
@@ -176,7 +176,7 @@ class _Parser:
             self._operator()
 
     def _predicate(self) -> None:
-        """Parses a value, optionally followed by a comparison or test."""
+        """Parses a value, which may be followed by a comparison or a test."""
         first = self._next
         self._sum(any_column=self._is_tested_for_null())
         if not self._next_is(*COMPARISONS, "IS", "NOT", "IN", "LIKE", "ILIKE", "BETWEEN"):
@@ -207,7 +207,7 @@ class _Parser:
                 self._sum()
 
     def _is_tested_for_null(self) -> bool:
-        """Returns True if the next tokens test a column for NULL."""
+        """Checks whether the next tokens test a column for NULL."""
         end = self._path_end()
         keys = [token.key for token in self._tokens[end : end + 3]]
         return keys[:2] == ["IS", "NULL"] or keys == ["IS", "NOT", "NULL"]
@@ -333,7 +333,7 @@ class _Parser:
         self._emit(token.text.lower())
 
     def _call(self, token: _Token) -> None:
-        """Parses a call of the function `token`; only list functions accept lists."""
+        """Parses a call of the function `token`. Lists are only accepted by list functions."""
         name = token.text.lower()
         if name not in FUNCTIONS + LIST_FUNCTIONS:
             names = FUNCTIONS + LIST_FUNCTIONS
@@ -359,13 +359,13 @@ class _Parser:
         self._close()
 
     def _is_column(self) -> bool:
-        """Returns True if the next argument consists of a single column."""
+        """Checks whether the next argument is a single column."""
         end = self._path_end()
         is_name = self._token is not None and _is_name(self._token)
         return is_name and end < len(self._tokens) and self._tokens[end].text in ",)"
 
     def _path_end(self) -> int:
-        """Returns the index of the token after the dotted path that starts at the next token."""
+        """Returns the index of the token that follows the dotted path at the current position."""
         end = self._next + 1
         while end + 1 < len(self._tokens) and self._tokens[end].text == ".":
             end += 2
@@ -430,7 +430,7 @@ def _unparsed(filter: str, token: _Token | None, expected: str) -> SpecError:
 
 
 def _too_long(filter: str, rule: str) -> SpecError:
-    """Returns the error for a filter that exceeds a limit."""
+    """Builds the error for a filter that exceeds a limit."""
     return SpecError("filter", f"{filter[:60]}...", rule, "is too long")
 
 
@@ -455,7 +455,7 @@ def _field_at(schema: pa.Schema, path: list[_Token]) -> tuple[pa.Field | None, l
 
 
 def _is_comparable(field: pa.Field, lists: bool) -> bool:
-    """Returns True for a column of scalars, or with `lists` also for one of lists of scalars."""
+    """Checks whether a column contains scalars or, if `lists` is set, lists of scalars."""
     type = field.type
     if lists and types.is_list(type):
         type = type.value_type
@@ -468,7 +468,7 @@ def _is_name(token: _Token) -> bool:
 
 
 def filterable(schema: pa.Schema) -> Iterator[str]:
-    """Yields the columns that filters can use, quoted where necessary; no token columns.
+    """Yields the columns that filters can use, which exclude token columns. Quotes special names.
 
     >>> span = pa.struct([("unit", pa.string()), ("start", pa.float64())])
     >>> list(filterable(pa.schema([("item_id", pa.string()), ("span", span), ("a b", pa.int8())])))

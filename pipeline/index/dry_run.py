@@ -1,4 +1,4 @@
-"""Dry run of the index job: lists the source, encodes a few items and estimates time and size."""
+"""Dry run of the index job, which encodes a few items and estimates the time and size."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Trial(NamedTuple):
 
 
 class CountingCompressor(TokenCompressor):
-    """Compressor that counts the tokens of its input."""
+    """Compressor that also counts the tokens of its input."""
 
     num_tokens = 0
 
@@ -59,7 +59,7 @@ class CountingCompressor(TokenCompressor):
 def dry_run(
     spec: IndexSpec, resources: IndexResources, limit: int | None, report: Callable[[str], None]
 ) -> None:
-    """Estimates time and size of an index job from a few items; writes nothing.
+    """Estimates the time and size of an index job from a few items. Nothing is written.
 
     Args:
         spec: Spec of the job.

@@ -106,7 +106,7 @@ def export(
 
 
 def _metadata(index: Index, representation: str) -> dict[str, Any]:
-    """Returns the stored metadata of a column of vectors."""
+    """Returns the metadata that the index stores for a column of vectors."""
     columns = [name for name in index.schema.names if _is_exportable(index, name)]
     if representation not in columns:
         problem = "is not in the index"
@@ -168,7 +168,7 @@ def _count(index: Index, condition: str, filter: str | None, representation: str
 def _rows(
     index: Index, name: str, condition: str
 ) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
-    """Yields batches of (items, vectors (T, D), number of vectors per item (B,))."""
+    """Yields batches of items, their vectors (T, D) and the number of vectors per item (B,)."""
     columns = [column for column in ITEM.names if column in index.dataset.schema.names]
     codec = None if name in index.pooled_columns else index.codec(name)
     batches = index.batches([*columns, name], filter=condition, batch_rows=BATCH_ROWS)
@@ -271,7 +271,7 @@ class _Npy(_Writer):
 
 
 def _write_header(stream: Any, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-    """Writes the header of an .npy file, format version 1.0, over the placeholder."""
+    """Overwrites the placeholder at the beginning of an .npy file with a header of version 1.0."""
     fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     text = repr(fields).encode("latin1")
     magic = np.lib.format.magic(1, 0)

@@ -44,12 +44,12 @@ class Progress:
     )
 
     def summary(self) -> dict[str, Any]:
-        """Returns all counts and rates, for the record of the job."""
+        """Returns all counts and rates, which are recorded in the summary of the job."""
         rates = {name: self.rows / spent for name, spent in self.seconds.items() if spent}
         return {**vars(self), "rates": rates}
 
     def line(self, elapsed: float) -> str:
-        """Returns the progress line after `elapsed` seconds."""
+        """Formats the progress line after `elapsed` seconds."""
         rates = "  ".join(f"{name} {r:,.0f}/s" for name, r in self.summary()["rates"].items())
         return (
             f"{self.done}/{self.fragments - self.done_before} fragments  {self.rows:,} rows"
@@ -58,7 +58,7 @@ class Progress:
 
 
 class FilledFragment(NamedTuple):
-    """Result of filling the new columns of a fragment.
+    """Result of filling the new columns of one fragment.
 
     Attributes:
         fragment: Fragment metadata with the new data file, as parsed JSON, or None if nothing was
@@ -81,7 +81,7 @@ class FilledFragment(NamedTuple):
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """Returns the JSON that actors pass to the driver."""
+        """Converts the result to JSON. Actors pass it to the driver in this form."""
         return json.dumps(self._asdict())
 
 

@@ -24,7 +24,7 @@ _FILE_ERROR = re.compile(r"Not found: |LanceError\(IO\)|Object at location|No su
 
 
 def check_filter(index: Index, filter: str) -> str:
-    """Validates a filter without reading items and returns its SQL.
+    """Validates a filter and returns its SQL. No items are read.
 
     Raises:
         SpecError: The filter does not parse, is not a condition, or cannot be planned by Lance.
@@ -64,12 +64,12 @@ def filtering(index: Index, filter: str | None) -> Iterator[str | None]:
 def matching_ids(
     index: Index, filter: str, fragments: Sequence[lance.LanceFragment] | None = None
 ) -> pa.ChunkedArray:
-    """Returns the ids of the items that match a filter.
+    """Returns the ids of all items that match a filter.
 
     Args:
         index: Index to read.
         filter: SQL condition.
-        fragments: Fragments to read; all by default.
+        fragments: Fragments to read. Defaults to all fragments.
 
     Raises:
         SpecError: See `filtering`.
@@ -85,7 +85,7 @@ def _unusable(filter: str, error: Exception) -> SpecError:
 
 
 def _problem(index: Index, filter: str) -> str | None:
-    """Returns Lance's error for a filter that it cannot plan, without executing it; else None."""
+    """Returns the error of Lance if it cannot plan a filter, or else None. Nothing is executed."""
     try:
         index.dataset.scanner(columns=["item_id"], filter=filter).explain_plan()
     except (ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Fitting of compressors and codecs on a sample, and storage of their learned state."""
+"""Fits compressors and codecs to a sample and stores the result in the index."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LearnedState(NamedTuple):
 
 
 def needs_fit(representation: Representation) -> bool:
-    """Returns True if the compressor or the codec must be fitted before items are stored."""
+    """Checks whether the compressor or the codec must be fitted before items can be stored."""
     compressor = COMPRESSORS.build(representation.compressor)
     return compressor.needs_fit or CODECS.build(representation.codec).needs_fit
 
@@ -41,7 +41,7 @@ def needs_fit(representation: Representation) -> bool:
 def fit(
     representation: Representation, sample: Callable[[], Iterable[TokenBatch]], seed: int
 ) -> LearnedState:
-    """Fits the compressor, then the codec on the compressed vectors.
+    """Fits the compressor, and then the codec to the compressed vectors.
 
     Args:
         representation: Compressor and codec to fit.
@@ -67,7 +67,7 @@ def fit(
 def fitted_fields(
     index: str, representation: Representation, encoder_info: EncoderInfo, learned: LearnedState
 ) -> list[pa.Field]:
-    """Stores the learned state and returns the columns, whose metadata references it."""
+    """Stores the fitted state. Returns the columns, whose metadata refer to it."""
     info = representation_info(representation, encoder_info)
     artefact = codec_artefact = None
     if learned.compressor is not None:
@@ -79,7 +79,7 @@ def fitted_fields(
 
 
 def load_learned_state(index: str, info: RepresentationInfo) -> LearnedState:
-    """Loads the learned state of a stored representation.
+    """Loads the fitted state of a stored representation.
 
     Raises:
         SpecError: A file is missing or corrupted, or was fitted for other settings.
@@ -93,7 +93,7 @@ def load_learned_state(index: str, info: RepresentationInfo) -> LearnedState:
 
 
 def load_fit_sample(index: str, info: RepresentationInfo) -> Sample | None:
-    """Loads the sample on which a stored representation was fitted.
+    """Loads the sample to which a stored representation was fitted.
 
     Returns:
         The sample, or None if the representation was not fitted or its sample was not recorded.

@@ -1,4 +1,4 @@
-"""Fragments of an index: written by actors and invisible until the driver commits them."""
+"""Fragments that actors have written. They become visible when the driver commits them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRITTEN = pa.schema(
 
 
 class WriteFragments:
-    """Actor that writes units as one Lance fragment, invisible until the driver commits it.
+    """Actor that writes units to one Lance fragment. The driver commits the fragment later.
 
     Args:
         index: URI of the index.
@@ -38,7 +38,7 @@ class WriteFragments:
         self.uri = part_uri(index, ITEMS)
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Writes packed units as one fragment and returns a row of `WRITTEN`."""
+        """Writes packed units to one fragment and returns a row of `WRITTEN`."""
         start = time.perf_counter()
         units = [Unit.unpack(block, i) for i in range(block.num_rows)]
         tables = [unit.items for unit in units if unit.items.num_rows]
@@ -88,7 +88,7 @@ def write_table(table: pa.Table, uri: str) -> list[FragmentMetadata]:
 
 @dataclass
 class Pending:
-    """Written fragments that are not committed yet.
+    """Fragments that have been written but not committed.
 
     Attributes:
         rows: Rows of `WRITTEN` that were added.
@@ -117,11 +117,11 @@ class Pending:
 
     @property
     def num_replaced(self) -> int:
-        """Number of items whose older revision is replaced."""
+        """Number of items whose previous revision is replaced."""
         return sum(map(len, self.replaced.values()))
 
     def rejects_with(self, spec_digest: str) -> pa.Table:
-        """Returns the rejects, with the digest of the spec where a stage left it null."""
+        """Returns the rejects and fills in the digest of the spec where a stage has not set it."""
         rejects = pa.concat_tables(self.rejects)
         spec = pc.fill_null(rejects["spec"], spec_digest)
         return rejects.set_column(REJECT.get_field_index("spec"), REJECT.field("spec"), spec)

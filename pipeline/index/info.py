@@ -1,4 +1,4 @@
-"""Typed metadata of the columns of an index, parsed from and serialised to JSON."""
+"""Typed metadata of the columns of an index, which is stored as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AssignmentForm = Literal["assignment", "indices"]
 
 @dataclass(frozen=True)
 class EncoderInfo:
-    """Description of an encoder that does not require loading it.
+    """Description of an encoder. It can be read without loading the encoder.
 
     Attributes:
         spec: Settings of the encoder in the form of `dump_stored`.
@@ -87,7 +87,7 @@ class EncoderInfo:
 
     @property
     def pooled_column(self) -> str | None:
-        """Name of the column of single vectors, or None without them."""
+        """Name of the column with single vectors, or None if the encoder has none."""
         return f"{self.prefix}_pooled" if self.pooled_dim else None
 
     @property
@@ -106,17 +106,17 @@ class EncoderInfo:
         return types
 
     def position_column(self, kind: str) -> str:
-        """Returns the column name of token positions: `spans`, `extents` or `confidence`."""
+        """Returns the name of a column of token positions: `spans`, `extents` or `confidence`."""
         return f"{self.prefix}_{kind}"
 
     def tap_column(self, tap: Tap) -> str:
-        """Returns the column name of a single-layer attention statistic."""
+        """Returns the name of the column of an attention statistic of one layer."""
         return f"{self.prefix}_{tap.statistic}_{tap.heads}_{tap.layers}_tap"
 
 
 @dataclass(frozen=True)
 class RepresentationInfo:
-    """Metadata of a stored representation: a column of vectors and its companion columns.
+    """Metadata of a stored representation, which has a column of vectors and companion columns.
 
     Attributes:
         name: Name of the column.
@@ -154,7 +154,7 @@ class RepresentationInfo:
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> RepresentationInfo:
-        """Parses the metadata of a column of vectors, ignoring unknown keys.
+        """Parses the metadata of a column of vectors. Unknown keys are ignored.
 
         Raises:
             SpecError: The metadata is malformed.
@@ -205,7 +205,7 @@ class RepresentationInfo:
             raise _malformed(name, error) from None
 
     def to_metadata(self) -> dict[str, Any]:
-        """Returns the JSON-serializable metadata of the column."""
+        """Converts the metadata of the column to JSON types."""
         metadata = {
             "format_version": self.format_version,
             "role": "search",
@@ -233,18 +233,18 @@ class RepresentationInfo:
 
     @property
     def token_columns(self) -> list[str]:
-        """Columns of the token assignment, if stored, and of the token positions."""
+        """Columns of token positions and, if it is stored, of the token assignment."""
         assignment = [] if self.assignment_column is None else [self.assignment_column]
         return [*assignment, *self.positions.values()]
 
     @property
     def is_uncompressed(self) -> bool:
-        """True if the representation stores one vector per token."""
+        """True if the representation contains one vector per token."""
         return self.compressor["name"] == "none"
 
     @property
     def is_fitted(self) -> bool:
-        """True if the compressor or the codec was fitted on a sample."""
+        """True if the compressor or the codec was fitted to a sample."""
         return bool(self.artefact or self.codec_artefact)
 
     @property
@@ -288,7 +288,7 @@ class PooledInfo:
 
 @dataclass(frozen=True)
 class RerankInfo:
-    """Metadata of the column of an EDJE adapter's tokens.
+    """Metadata of the column with the tokens of an EDJE adapter.
 
     Attributes:
         name: Name of the column.
@@ -318,7 +318,7 @@ class RerankInfo:
 
 
 def columns_with_role(schema: pa.Schema, role: str) -> list[str]:
-    """Returns the names of the columns that have a role in the index."""
+    """Returns the names of all columns that have the given role in the index."""
     return [column.name for column in schema if column_metadata(column).get("role") == role]
 
 
@@ -333,7 +333,7 @@ def representation_infos(schema: pa.Schema) -> dict[str, RepresentationInfo]:
 
 
 def pooled_infos(schema: pa.Schema) -> dict[str, PooledInfo]:
-    """Returns the columns of single vectors by name.
+    """Returns the metadata of all columns of single vectors by name.
 
     Raises:
         SpecError: The metadata of a column is malformed.
@@ -353,20 +353,20 @@ def rerank_infos(schema: pa.Schema) -> dict[str, RerankInfo]:
 
 
 def tap_names(schema: pa.Schema) -> list[str]:
-    """Returns the distinct names of the stored attention statistics."""
+    """Returns the names of all stored attention statistics without duplicates."""
     names = columns_with_role(schema, "tap")
     return list(dict.fromkeys(column_metadata(schema.field(name))["tap"] for name in names))
 
 
 def newest_format(schema: pa.Schema) -> int:
-    """Returns the highest format version of all representations, or 0 without any."""
+    """Returns the highest format version of all representations, or 0 if there are none."""
     names = columns_with_role(schema, "search")
     versions = (column_metadata(schema.field(name)).get("format_version", 0) for name in names)
     return max(versions, default=0)
 
 
 def _malformed(column: str, error: Exception) -> SpecError:
-    """Returns the error for a column whose metadata cannot be parsed."""
+    """Builds the error for a column whose metadata cannot be parsed."""
     if isinstance(error, ValidationError):
         cause = describe(error)
         detail = f"{cause.field} must be {cause.rule}"

@@ -53,7 +53,7 @@ class Context:
         return self.session.writer
 
     def map_shards(self, task: Any, job: ListingJob, shards: Iterable[int]) -> Iterator[Any]:
-        """Yields the result of a task for each shard, within the `read` resources."""
+        """Runs a task for each shard with the resources of `read` and yields the results."""
         read = self.resources.read
         bound_task = task.options(**read.task_options)
         return tasks.map_shards(bound_task, job, shards, read.max_actors, self.session.check)
@@ -87,7 +87,7 @@ def run(
     report: Callable[[str], None] = log.info,
     lease_seconds: float = 60.0,
 ) -> Progress:
-    """Runs the job to completion on a connected Ray cluster.
+    """Runs the job until all items have been processed. Ray must be connected to a cluster.
 
     Args:
         spec: Spec of the job.
@@ -176,7 +176,7 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
 def fit_columns(
     context: Context, listing: Listing, columns: ColumnPlan
 ) -> Mapping[str, LearnedState]:
-    """Fits the representations that need it and adds the missing columns to the index.
+    """Fits the representations that need it, and adds missing columns to the index.
 
     Returns:
         The learned state of all representations by id.
@@ -198,7 +198,7 @@ def fit_columns(
 
 
 def _calibration(context: Context, listing: Listing) -> tuple[ListingJob, int]:
-    """Returns the listing to draw fitting samples from, and its number of shards."""
+    """Returns the listing from which fitting samples are drawn, and its number of shards."""
     spec = context.spec.calibration()
     if spec is None:
         return listing.job, listing.num_shards
@@ -215,7 +215,7 @@ def _calibration(context: Context, listing: Listing) -> tuple[ListingJob, int]:
 def stream(
     context: Context, listing: Listing, columns: ColumnPlan, learned: Mapping[str, LearnedState]
 ) -> None:
-    """Encodes, compresses, writes and commits the items to process."""
+    """Encodes, compresses, writes and commits all items that have to be processed."""
     if not listing.shards_to_do:
         return
     spec, progress, session = context.spec, context.progress, context.session
@@ -267,7 +267,7 @@ def _commit(context: Context, listing: Listing, pending: Pending) -> None:
 
 
 def finish(context: Context) -> None:
-    """Checks that every listed item is accounted for and reports counts and warnings.
+    """Checks that all listed items are accounted for. Reports the counts and the warnings.
 
     Raises:
         JobError: The number of listed items differs from indexed + rejected.
@@ -298,7 +298,7 @@ def finish(context: Context) -> None:
 
 
 def remove_stale(context: Context, listing: Listing) -> None:
-    """Removes the rows that the source no longer lists, in one commit.
+    """Removes the rows of items that the source no longer lists, in a single commit.
 
     Raises:
         JobError: Parts of the source are unreadable. Their items would be removed by mistake.

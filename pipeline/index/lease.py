@@ -1,4 +1,4 @@
-"""Lease for writing to an index, stored as a config entry of its dataset."""
+"""Lease for writing to an index, which is stored as a config entry of its dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEASE_KEY = "maxray.lease"
 
 @dataclass(frozen=True)
 class Lease:
-    """Exclusive right of a process to write to an index until it expires.
+    """Exclusive right of a process to write to an index. It expires unless it is renewed.
 
     Attributes:
         owner: Unique id of the holder, or empty if the lease was released.
@@ -37,7 +37,7 @@ class Lease:
     process_start: str
 
     def describe(self) -> str:
-        """Returns a description of the holder for messages."""
+        """Describes the holder in messages."""
         until = time.strftime("%H:%M:%S", time.localtime(self.expires))
         return f"job {self.job} (process {self.pid} on {self.host}, lease until {until})"
 
@@ -54,12 +54,12 @@ class Lease:
         return cls(owner, epoch, expires, job, _host(), pid, _process_start(pid))
 
     def entry(self) -> dict[str, str | None]:
-        """Returns the lease as a config entry of the dataset."""
+        """Converts the lease to a config entry of the dataset."""
         return {LEASE_KEY: json.dumps(asdict(self))}
 
     @classmethod
     def from_dataset(cls, dataset: LanceDataset) -> Lease | None:
-        """Returns the last lease in the config of the dataset, or None if it was never taken."""
+        """Reads the last lease from the config of the dataset. None if it was never taken."""
         text = dataset.config().get(LEASE_KEY)
         return cls(**json.loads(text)) if text else None
 
@@ -76,7 +76,7 @@ def _host() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """Returns the start of a local process in clock ticks, or "" if it has ended."""
+    """Returns the start time of a local process in clock ticks, or "" if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, *fields = file.read().rpartition(")")[2].split()

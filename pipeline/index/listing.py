@@ -46,7 +46,7 @@ LOOKUP = 1024
 
 @dataclass(frozen=True)
 class ListingJob:
-    """Picklable settings that the listing tasks of a job share.
+    """Settings that all listing tasks of a job share. They can be pickled.
 
     Attributes:
         index: URI of the index.
@@ -66,11 +66,11 @@ class ListingJob:
     wants: tuple[str, ...] = ("text",)
 
     def build_source(self) -> Source:
-        """Returns the source, restricted to the fields that the encoder reads."""
+        """Builds the source, which is restricted to the inputs that the encoder reads."""
         return SOURCES.build(self.source, self.wants)
 
     def file(self, kind: str, shard: int) -> str:
-        """Returns the URI of a file of a shard, such as "listed"."""
+        """Returns the URI of a file of a shard. The kind of the file is, for example, "listed"."""
         return f"{self.folder}/{kind}/{shard:06d}"
 
     def read_json(self, kind: str, shard: int) -> Any:
@@ -85,7 +85,7 @@ class ListingJob:
             return reader.read_all()
 
     def rejects_table(self, rejects: Sequence[Reject]) -> pa.Table:
-        """Returns rejects as rows of `REJECT`, with the digest of the spec."""
+        """Converts rejects to rows of `REJECT`, including the digest of the spec."""
         rows = [{**reject.row(), "spec": self.spec_digest} for reject in rejects]
         return pa.Table.from_pylist(rows, schema=REJECT)
 
@@ -110,7 +110,9 @@ class ShardTally:
 
 
 def plan(job: ListingJob, limit: int | None) -> int:
-    """Writes the description of each shard to a file and returns the number of shards.
+    """Divides the source into shards and writes the description of each shard to a file.
+
+    Returns the number of shards.
 
     Args:
         job: Settings of the listing.
@@ -134,7 +136,7 @@ def plan(job: ListingJob, limit: int | None) -> int:
 
 
 def list_shard(job: ListingJob, shard: int) -> ShardTally:
-    """Scans a shard and writes the status of each item to a file."""
+    """Scans a shard, determines the status of each item and writes it to a file."""
     source = job.build_source()
     dataset = _dataset(part_uri(job.index, ITEMS))
     rejected = _dataset(part_uri(job.index, REJECTS))
@@ -246,7 +248,7 @@ def mark_duplicates(job: ListingJob, num_shards: int) -> dict[int, dict[str, int
 
 
 def _mark_taken(job: ListingJob, num_shards: int, listed: np.ndarray) -> None:
-    """Marks unlisted entries whose id belongs to an item or to an earlier unlisted entry."""
+    """Marks unlisted entries whose id is used by an item or by a previous unlisted entry."""
     hashes = _hashes(job, "unlisted", num_shards)
     unlisted = np.concatenate([np.zeros(0, np.uint64), *hashes])
     taken = np.ones(len(unlisted), bool)
@@ -262,7 +264,7 @@ def _mark_taken(job: ListingJob, num_shards: int, listed: np.ndarray) -> None:
 
 
 def disambiguated_id(item_id: str, shard: int, position: int) -> str:
-    """Returns a distinct id for an entry whose id is taken."""
+    """Returns a unique id for an entry whose id is already in use."""
     return f"{item_id}~{shard:06d}:{position}"
 
 
@@ -318,7 +320,7 @@ def stale_rows(
 
 
 def scan(source: Source, description: dict[str, Any]) -> Iterator[tuple[int, Item | Reject]]:
-    """Yields the entries of a shard with their positions, up to the shard's limit.
+    """Yields the entries of a shard and their positions, up to the limit of the shard.
 
     Args:
         source: Source of the shard.
@@ -333,7 +335,7 @@ def scan(source: Source, description: dict[str, Any]) -> Iterator[tuple[int, Ite
 def _stored(
     dataset: lance.LanceDataset | None, item_ids: Sequence[str]
 ) -> dict[str, tuple[str, str, int]]:
-    """Returns (revision, source, fragment) by id, for the ids that have a row."""
+    """Looks up the revision, source and fragment of all ids that have a row."""
     if dataset is None or not item_ids:
         return {}
     scanner = dataset.scanner(
@@ -354,7 +356,7 @@ def _stored(
 def _known_rejects(
     dataset: lance.LanceDataset | None, item_ids: Sequence[str], job: ListingJob
 ) -> dict[str, str]:
-    """Returns the rejected revision by id, for ids that the same spec rejected for good."""
+    """Looks up the rejected revision of all ids that were rejected permanently by the same spec."""
     if dataset is None or not item_ids:
         return {}
     table = dataset.scanner(
@@ -369,12 +371,12 @@ def _known_rejects(
 
 
 def _hashes(job: ListingJob, kind: str, num_shards: int) -> list[np.ndarray]:
-    """Returns the hashes of the ids in each shard's "listed" or "unlisted" file, (N,) uint64."""
+    """Returns the id hashes in the "listed" or "unlisted" file of each shard, (N,) uint64."""
     return [job.read_table(kind, i)["hash"].to_numpy() for i in range(num_shards)]
 
 
 def _ids_among(rejected: lance.LanceDataset | None, item_ids: Sequence[str]) -> list[str]:
-    """Returns the ids that are in the table of rejects."""
+    """Returns those of the given ids that occur in the table of rejects."""
     if rejected is None or not item_ids:
         return []
     table = rejected.scanner(columns=["item_id"], filter=id_filter(item_ids)).to_table()
@@ -394,7 +396,7 @@ def _dataset(uri: str) -> lance.LanceDataset | None:
 
 
 def chunks(entries: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Yields lists of at most `size` consecutive entries."""
+    """Splits entries into lists of at most `size` consecutive entries."""
     chunk = []
     for entry in entries:
         chunk.append(entry)

@@ -1,4 +1,4 @@
-"""Column plan of an index job: the columns of the spec compared with those of the index."""
+"""Comparison of the columns that an index job requires with those that the index has."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pipeline.schema import column_metadata
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """Columns that an index job fills, and those it must add.
+    """Columns that an index job fills, and those that it must add first.
 
     Attributes:
         encoder_info: Description of the encoder.
@@ -113,7 +113,7 @@ def _has_columns(
     wanted: list[Representation],
     rerank: list[pa.Field],
 ) -> bool:
-    """Returns True if a schema has exactly the wanted columns, with the same settings."""
+    """Checks whether a schema consists of the required columns with the same settings."""
     stored = representation_infos(schema)
     stored_rerank = [schema.field(name) for name in columns_with_role(schema, "rerank")]
     if [column_metadata(column) for column in stored_rerank] != [

@@ -1,4 +1,4 @@
-"""Compact storage of token positions, a third to two thirds of the in-memory size."""
+"""Compact storage of token positions, which reduces their size to between 1/3 and 2/3."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_BOX = (STEPS, STEPS, 0, 0)
 
 
 def stored_type(type: pa.DataType) -> pa.DataType:
-    """Returns the storage type of new columns of positions."""
+    """Returns the type in which new columns of positions are stored."""
     return STORED_EXTENTS if type == EXTENTS else type
 
 
@@ -43,14 +43,14 @@ def decode_positions(table: pa.Table) -> pa.Table:
 
 
 def stored_bytes(column: pa.Array) -> np.ndarray:
-    """Returns the size in bytes of each row of a column of (structs of) lists, (B,)."""
+    """Computes the size in bytes of each row of a column of (structs of) lists, (B,)."""
     if pa.types.is_struct(column.type):
         return np.sum([stored_bytes(child) for child in column.flatten()], axis=0)
     return pc.list_value_length(column).fill_null(0).to_numpy() * element_bytes(column.type)
 
 
 def element_bytes(type: pa.ListType) -> int:
-    """Returns the size in bytes of one element of a list column, such as a vector or a span."""
+    """Returns the size in bytes of an element of a list column, such as a vector or a span."""
     element = type.value_type
     if pa.types.is_fixed_size_list(element):
         return element.list_size * element.value_type.bit_width // 8
@@ -89,7 +89,7 @@ def _decode_extents(column: pa.ChunkedArray) -> pa.ListArray:
 
 
 def _flat(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the lengths of the lists, 0 for null, (B,), and the concatenated elements (T, W)."""
+    """Returns the lengths of the lists (B,), which are 0 for null, and all elements (T, W)."""
     lengths_B = pc.list_value_length(column).fill_null(0).to_numpy()
     width = column.type.value_type.list_size
     return lengths_B, column.flatten().flatten().to_numpy(zero_copy_only=False).reshape(-1, width)

@@ -1,4 +1,4 @@
-"""Counts, rates and the progress line of an index job."""
+"""Counts and rates of an index job, and its progress line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Progress:
 
     @property
     def indexed(self) -> int:
-        """Number of listed items whose current revision has a row."""
+        """Number of listed items whose current revision is in the index."""
         return self.unchanged + self.new + self.replaced
 
     @property
@@ -88,16 +88,16 @@ class Progress:
         self.first_commit = self.first_commit or self.last_commit
 
     def rates(self) -> dict[str, float]:
-        """Returns the throughput of each stage in items per second per actor."""
+        """Computes the throughput of each stage in items per second per actor."""
         done = self.new + self.replaced
         return {name: done / spent for name, spent in self.seconds.items() if spent > 0}
 
     def summary(self) -> dict[str, Any]:
-        """Returns all counts, times and rates, for the record of the job."""
+        """Returns all counts, times and rates, which are recorded in the summary of the job."""
         return {**vars(self), "indexed": self.indexed, "rates": self.rates()}
 
     def line(self, elapsed: float) -> str:
-        """Returns the progress line after `elapsed` seconds."""
+        """Formats the progress line after `elapsed` seconds."""
         rate = (self.new + self.replaced) / elapsed
         left = f"{(self.to_do - self.done) / rate:,.0f} s left" if rate else "no items written yet"
         share = 100 * self.done / self.to_do if self.to_do else 100.0

@@ -1,4 +1,4 @@
-"""Read access to an index: its rows, representations, rejects and lease."""
+"""Read access to an index, including its rejects and its lease."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ SCHEMES = ("file", "s3", "gs", "az")
 
 
 def part_uri(uri: str, *names: str) -> str:
-    """Returns the absolute URI of a file or folder of an index."""
+    """Returns the absolute URI of a file or folder that is part of an index."""
     return posixpath.join(absolute(uri), *names)
 
 
 def open_folder(uri: str, *names: str) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system, without a listings cache, and path of a folder of an index.
+    """Returns the file system and the path of a folder of an index. Listings are not cached.
 
     Raises:
         MissingExtra: The package of the storage is not installed.
@@ -88,7 +88,7 @@ def _check_scheme(uri: str) -> str:
 
 
 def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
-    """Opens the items of an index, in the given version or the latest.
+    """Opens the dataset of the items in the given version, or in the latest version.
 
     Raises:
         SpecError: The index does not exist, is corrupted or has a newer format, or it has no such
@@ -142,14 +142,14 @@ def check_data_files(uri: str, dataset: lance.LanceDataset) -> None:
 
 
 def exists(uri: str) -> bool:
-    """Returns True if the URI is a file or a folder that is not empty."""
+    """Checks whether the URI is a file or a folder that is not empty."""
     with _access_errors(uri):
         filesystem, path = open_folder(uri)
         return filesystem.exists(path) and bool(filesystem.ls(path))
 
 
 def contains_index(uri: str) -> bool:
-    """Returns True if the URI contains an index, possibly an incomplete one."""
+    """Checks whether the URI contains an index. The index may be incomplete."""
     with _access_errors(uri):
         filesystem, path = open_folder(uri)
         return any(filesystem.exists(posixpath.join(path, name)) for name in PARTS)
@@ -171,7 +171,7 @@ def _access_errors(uri: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error message, shortened and without Lance's locations."""
+    """Shortens an error message to its first line and removes the source locations of Lance."""
     return re.sub(r",? \S+\.rs:\d+:\d+", "", config.first_line(error))[:200]
 
 
@@ -189,7 +189,7 @@ def corruption_errors(uri: str) -> Iterator[None]:
 
 
 class Edition(NamedTuple):
-    """Identifier of an index version. It changes if another index replaces it at the same URI.
+    """Identifies a version of an index, even if another index has replaced it at the same URI.
 
     Attributes:
         version: Lance version.
@@ -205,7 +205,7 @@ class Index:
 
     Args:
         uri: URI of the index.
-        version: Version to read; the latest by default.
+        version: Version to read. Defaults to the latest one.
 
     Raises:
         SpecError: See `open_dataset`.
@@ -269,7 +269,7 @@ class Index:
         return rerank_infos(self.schema)
 
     def codec(self, name: str) -> Codec:
-        """Returns the codec of a representation, with its fitted state; cached."""
+        """Returns the codec of a representation in its fitted state. Codecs are cached."""
         if name not in self._codecs:
             info = self.representation(name)
             state = None
@@ -283,7 +283,7 @@ class Index:
         return corruption_errors(self.uri)
 
     def fragments(self, shard: tuple[int, int] | None = None) -> list[lance.LanceFragment]:
-        """Returns the Lance fragments in storage order, of the index or of a shard.
+        """Returns the fragments of the index, or of one of its shards, in storage order.
 
         Args:
             shard: (i, n) for the i-th of n contiguous groups of fragments with about the same
@@ -314,13 +314,13 @@ class Index:
         with_address: bool = False,
         ahead: int | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Yields the rows in storage order as batches, in constant memory.
+        """Yields the rows in storage order in batches. The memory use is constant.
 
         Args:
             columns: Columns to read.
             filter: SQL condition.
             batch_rows: Maximum number of rows per batch.
-            fragments: Fragments to read, ascending; all by default.
+            fragments: Fragments to read, ascending. Defaults to all fragments.
             with_address: Whether to add a column `_rowaddr`, whose lower 32 bits are the offset of
                 the row in its fragment; deleted rows leave gaps.
             ahead: Number of batches to read ahead, or None for the default of Lance.
@@ -343,7 +343,7 @@ class Index:
     def tokens(
         self, representation: str, *, filter: str | None = None, batch_rows: int = 1024
     ) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
-        """Yields the decoded vectors of the rows that have the representation.
+        """Yields the decoded vectors of all rows that have the representation.
 
         Args:
             representation: Name of the representation.
@@ -406,7 +406,7 @@ class Index:
             return REJECT.empty_table()
 
     def lease(self) -> Lease | None:
-        """Returns the lease of the current writer, or None if it is free or its holder has died."""
+        """Returns the lease of the current writer. None if it is free or its holder has died."""
         lease = Lease.from_dataset(self.dataset)
         return None if lease is None or lease.is_free(time.time()) else lease
 
@@ -436,18 +436,18 @@ def get_fragment(dataset: lance.LanceDataset, number: int) -> lance.LanceFragmen
 
 
 def nested_ids(field: Any) -> list[int]:
-    """Returns the ids of a Lance field and of all fields nested in it."""
+    """Returns the ids of a Lance field and of all fields that are nested in it."""
     return [field.id(), *(i for child in field.children() for i in nested_ids(child))]
 
 
 def files_with(fragment: lance.LanceFragment, field_ids: Iterable[int]) -> list[str]:
-    """Returns the sorted names of a fragment's immutable data files with any of the fields."""
+    """Returns the names of the data files of a fragment that contain any of the fields, sorted."""
     wanted = set(field_ids)
     return sorted(file.path for file in fragment.data_files() if wanted & set(file.fields))
 
 
 def id_filter(item_ids: Iterable[str]) -> str:
-    """Returns a Lance filter that matches items by id.
+    """Builds a Lance filter that matches items by their ids.
 
     >>> id_filter(["a", "it's"])
     "item_id IN ('a', 'it''s')"
@@ -456,7 +456,7 @@ def id_filter(item_ids: Iterable[str]) -> str:
 
 
 def combine_filters(filter: str | None, condition: str) -> str:
-    """Returns a Lance filter that requires a condition in addition to an optional filter.
+    """Combines an optional filter with a condition. Items must satisfy both.
 
     >>> combine_filters("a = 1 OR b = 2", "text <> ''")
     "(a = 1 OR b = 2) AND text <> ''"

@@ -90,7 +90,7 @@ def run(
     report: Callable[[str], None] = log.info,
     lease_seconds: float = 60.0,
 ) -> Progress:
-    """Runs the job to completion on a connected Ray cluster.
+    """Runs the job until all columns have been filled. Ray must be connected to a cluster.
 
     Args:
         spec: Spec of the job.
@@ -165,7 +165,7 @@ def stored_encoder(index: Index, source: str) -> tuple[EncoderInfo, str]:
 
 
 def check_taps(index: Index, encoder_info: EncoderInfo, wanted: Sequence[Representation]) -> None:
-    """Raises `SpecError` if a representation needs attention statistics that are not stored."""
+    """Raises `SpecError` if a representation needs an attention statistic that is not stored."""
     schema = index.dataset.schema
     for name, taps in taps_by_representation(wanted).items():
         for tap in taps:
@@ -184,7 +184,7 @@ def check_sample(
     item_field: str,
     wanted: Sequence[Representation],
 ) -> None:
-    """Raises `SpecError` if representations cannot be fitted on the sample of the spec."""
+    """Raises `SpecError` if the sample of the spec cannot be used to fit the representations."""
     index = Index(spec.index)
     if spec.fit_index is not None:
         with _errors_at("fit_index", spec.fit_index):
@@ -207,7 +207,7 @@ def check_sample(
 
 @contextlib.contextmanager
 def _errors_at(field: str, value: str) -> Iterator[None]:
-    """Attributes errors to a field of the spec and its value."""
+    """Converts errors inside the block to errors about a field of the spec and its value."""
     try:
         yield
     except SpecError as error:
@@ -217,7 +217,7 @@ def _errors_at(field: str, value: str) -> Iterator[None]:
 def incomplete_fragments(
     dataset: lance.LanceDataset, columns: Sequence[str]
 ) -> dict[tuple[str, ...], list[int]]:
-    """Returns the fragments that lack data of some columns, grouped by the columns they lack."""
+    """Finds the fragments that lack data of some columns. Groups them by these columns."""
     ids = {
         f.name(): {c.id() for c in f.children()} | {f.id()} for f in dataset.lance_schema.fields()
     }
@@ -235,7 +235,7 @@ def _prepare_columns(
     encoder_info: EncoderInfo,
     wanted: Sequence[Representation],
 ) -> dict[str, LearnedState]:
-    """Adds the missing columns and returns the learned state of all representations by id."""
+    """Adds the missing columns. Returns the fitted state of all representations by id."""
     schema = session.writer.dataset.schema
     learned, added = {}, []
     for r in wanted:
@@ -307,7 +307,7 @@ class FillFragment:
 def read_tokens(
     fragment: lance.LanceFragment, source: str, encoder_info: EncoderInfo, taps: Sequence[Tap]
 ) -> pa.Table:
-    """Reads the rows of a fragment that have the source representation.
+    """Reads all rows of a fragment that have the source representation.
 
     Returns:
         The token columns of `stages.Encode` with the vectors as stored, and `_rowid`.
@@ -326,7 +326,7 @@ def read_tokens(
 
 
 def with_vectors(table: pa.Table, codec: Codec, dim: int) -> pa.Table:
-    """Returns a table with its column `vectors` decoded to lists of floats."""
+    """Replaces the column `vectors` of a table by lists of decoded floats."""
     column = table.schema.get_field_index("vectors")
     vectors = lists_of(*codec.decode(table["vectors"], dim))
     return table.set_column(column, "vectors", vectors)
@@ -336,7 +336,7 @@ def with_vectors(table: pa.Table, codec: Codec, dim: int) -> pa.Table:
 def _fit(
     spec: RecompressSpec, encoder_info: EncoderInfo, representation: Representation
 ) -> LearnedState:
-    """Fits a representation on a sample of the stored items."""
+    """Fits a representation to a sample of the stored items."""
     index = Index(spec.fit_index or spec.index)
     field_info = encoder_info.for_field(representation.field)
     columns = {"vectors": spec.source}
@@ -363,7 +363,7 @@ def _fit(
 
 
 def _sample(index: Index, spec: RecompressSpec, columns: list[str]) -> pa.Table:
-    """Returns a seeded sample of the rows, in the order of the index."""
+    """Draws a random sample of the rows. The rows remain in the order of the index."""
     dataset = index.dataset
     rows = np.arange(dataset.count_rows())
     if spec.fit_filter is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def rerank_field(folder: str, encoder_info: EncoderInfo) -> pa.Field:
-    """Returns the column of an adapter's tokens, `list<fixed_size_list<float16>[D]>`.
+    """Returns the column for the tokens of an adapter, `list<fixed_size_list<float16>[D]>`.
 
     Args:
         folder: Folder of an EDJE.
@@ -52,21 +52,24 @@ def rerank_field(folder: str, encoder_info: EncoderInfo) -> pa.Field:
 
 
 def read_edje(folder: str) -> dict[str, Any]:
-    """Returns the metadata of an EDJE, see `pipeline.rerank.edje.read_metadata`."""
+    """Reads the metadata of an EDJE model, see `pipeline.rerank.edje.read_metadata`."""
     from pipeline.rerank.edje import read_metadata  # imports transformers, which few jobs need
 
     return read_metadata(folder, "rerank")
 
 
 def check_same_adapter(folder: str, stored: RerankInfo) -> None:
-    """Raises `SpecError` if a stored column has the tokens of another adapter."""
+    """Raises `SpecError` if the tokens in a stored column were computed by another adapter."""
     from pipeline.rerank.edje import check_tokens
 
     check_tokens(folder, stored.adapter, "rerank")
 
 
 def tokens_column(adapter: Adapter, batch: TokenBatch) -> pa.Array:
-    """Returns the tokens to store, null for items without tokens or beyond the float16 range."""
+    """Computes the tokens to store.
+
+    The result is null for items that have no tokens or exceed the float16 range.
+    """
     tokens_BVD, mask_BV = adapter.cache_tokens(batch)
     is_finite_B = (tokens_BVD.isfinite().all(dim=2) | ~mask_BV).all(dim=1)
     has_any = (mask_BV.any(dim=1) & is_finite_B).cpu().numpy()

@@ -1,4 +1,4 @@
-"""Session of a job that writes to an index: holds the lease, handles SIGTERM, records the job."""
+"""Session of a job that writes to an index. It holds the lease and handles SIGTERM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("maxray.session")
 
 
 class Session:
-    """Context of a writing job, which holds the lease and records it in `<index>/jobs/<job>/`.
+    """Context of a job that writes to an index and is recorded in `<index>/jobs/<job>/`.
 
     Args:
         index: URI of the index.
@@ -81,7 +81,10 @@ class Session:
             self.record(state, str(error) if error else "")
 
     def _is_deleted(self) -> bool:
-        """Returns True if the index was deleted, even if writes of this job have recreated it."""
+        """Checks whether the index was deleted.
+
+        Writes of this job may have recreated its folder.
+        """
         try:
             open_dataset(self.index)
             storage, path = open_folder(self.index, JOBS, self.job, "spec.yaml")
@@ -114,7 +117,7 @@ class Session:
         return self._lost is None
 
     def check(self) -> None:
-        """Raises `Stopped` after SIGTERM and `LeaseLost` if another job has taken the lease."""
+        """Raises `Stopped` after SIGTERM, or `LeaseLost` if another job has taken the lease."""
         if self._lost:
             raise self._lost
         if self._stop.is_set():
@@ -123,7 +126,7 @@ class Session:
             )
 
     def record(self, state: str, error: str = "") -> None:
-        """Writes the summary of the job, which `jobs.status` shows.
+        """Writes the summary of the job, which can be viewed with `jobs.status`.
 
         Args:
             state: "running", "done", "stopped" or "failed".

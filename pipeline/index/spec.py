@@ -21,7 +21,7 @@ Items = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class FitSample(Spec):
-    """Sample of items on which compressors and codecs are fitted."""
+    """Sample of items to which compressors and codecs are fitted."""
 
     num_items: Items = 256
     """Number of items in the sample."""
@@ -63,24 +63,27 @@ class IndexSpec(Spec):
     """Sample on which compressors and codecs that need it are fitted."""
 
     def calibration(self) -> IndexSpec | None:
-        """Returns this spec with the calibration source as source, or None without one."""
+        """Returns this spec with its calibration source in place of the source.
+
+        The result is None if it has none.
+        """
         if self.fit.source is None:
             return None
         return self.model_copy(update={"source": self.fit.source})
 
     def payload(self) -> tuple[str, ...]:
-        """Returns the item fields to read, see `schema.PAYLOAD`."""
+        """Returns the inputs of the items that must be read, see `schema.PAYLOAD`."""
         item_fields = represented_fields(all_representations(self))
         encoder = ENCODERS.load(self.encoder.name)
         content = encoder.supported_inputs(self.encoder) if "content" in item_fields else ()
         return (*content, *(item_field for item_field in item_fields if item_field != "content"))
 
     def build_source(self) -> Source:
-        """Returns the source, restricted to the fields in `payload`."""
+        """Builds the source, which is restricted to the inputs in `payload`."""
         return SOURCES.build(self.source, self.payload())
 
     def listing_job(self, folder: str, retry_rejects: tuple[str, ...] = ()) -> ListingJob:
-        """Returns the settings shared by the tasks that list the source.
+        """Returns the settings that the tasks for listing the source share.
 
         Args:
             folder: URI of the folder of the job.
@@ -115,5 +118,5 @@ class IndexResources(Spec):
 
     @property
     def placement(self) -> dict[str, Any]:
-        """Options of an encoder's constructor that place its weights on devices."""
+        """Constructor options that determine on which devices an encoder places its weights."""
         return {"device_map": self.device_map} if self.device_map else {}

@@ -1,4 +1,4 @@
-"""Stages of the index job: preparing and encoding items, and compressing their vectors."""
+"""Stages of the index job, which prepare and encode items and compress their vectors."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class EncodedRows(NamedTuple):
 
 
 def needs_preparing(spec: ComponentSpec, item_fields: Sequence[str]) -> bool:
-    """Returns True if the encoder requires that items with these fields are prepared."""
+    """Checks whether the encoder requires items with these fields to be prepared first."""
     return "content" in item_fields and ENCODERS.load(spec.name).has_preprocessor
 
 
 @dataclass(frozen=True)
 class Prepare(Stage):
-    """Stage that computes the inputs of the encoder, without loading its weights."""
+    """Stage that computes the inputs of the encoder. It does not load the weights."""
 
     spec: ComponentSpec
 
@@ -101,7 +101,7 @@ class Preparer(LoadedStage):
 
 @dataclass(frozen=True)
 class Encode(Stage):
-    """Stage that encodes fields of the items into token columns.
+    """Stage that encodes the fields of items and adds the results as token columns.
 
     Attributes:
         spec: Spec of the encoder.
@@ -143,11 +143,11 @@ class Encode(Stage):
 
     @property
     def adds_for_rerank(self) -> tuple[str, ...]:
-        """Columns of adapter tokens, which are not compressed."""
+        """Columns with the tokens of the adapter, which are stored without compression."""
         return (RERANK_TOKENS,) if self.rerank else ()
 
     def load(self) -> TokenEncoder:
-        """Loads the encoder and, with `rerank`, the adapter of the EDJE."""
+        """Loads the encoder and, if `rerank` is set, the adapter of the EDJE model."""
         encoder = ENCODERS.build(self.spec, **self.placement)
         prepares = self.prepare and needs_preparing(self.spec, self.item_fields)
         preparer = encoder.preprocessor(self.spec) if prepares else None
@@ -182,7 +182,10 @@ class TokenEncoder(LoadedStage):
         self.empty_reason = f"{NOTHING}: {reason}"
 
     def prepare(self, items: pa.Table) -> tuple[pa.Table, dict[str, float]]:
-        """Returns the items with the inputs of the encoder, and the time by stage if measurable."""
+        """Adds the inputs of the encoder to the items.
+
+        Also returns the time by stage, if it is known.
+        """
         start = time.perf_counter()
         if self._prepare is not None:
             items = self._prepare(items)
@@ -211,7 +214,7 @@ class TokenEncoder(LoadedStage):
         return tokens_column(self._adapter, batch)
 
     def with_rerank_tokens(self, table: pa.Table, encoded: EncodedRows) -> pa.Table:
-        """Appends the adapter tokens to the columns of a batch if `rerank` is set."""
+        """Adds the tokens of the adapter to the columns of a batch if `rerank` is set."""
         if self.stage.rerank is None or encoded.item_field != "content":
             return table
         return table.append_column(RERANK_TOKENS, self.rerank_tokens(encoded.batch))
@@ -243,7 +246,7 @@ class TokenEncoder(LoadedStage):
 
 @dataclass(frozen=True)
 class Compress(Stage):
-    """Stage that compresses token vectors into the columns of all representations.
+    """Stage that compresses token vectors and adds the columns of all representations.
 
     Attributes:
         encoder_info: Description of the encoder.
@@ -291,7 +294,7 @@ class Compress(Stage):
 
 
 class Method(NamedTuple):
-    """A compressor, and the representations that store its result with their codecs."""
+    """Compressor, and the representations that store its result with different codecs."""
 
     item_field: str
     compressor: Compressor
@@ -320,7 +323,7 @@ class TokenCompressor(LoadedStage):
         self._methods = tuple(methods.values())
 
     def columns(self, batch: TokenBatch, item_field: str = "content") -> pa.Table:
-        """Returns the stored columns of a batch of token vectors of an item field."""
+        """Computes the stored columns from the token vectors of an item field."""
         columns: dict[str, pa.Array] = {}
         encoder_info, stored = (
             self.stage.encoder_info.for_field(item_field),
@@ -358,7 +361,7 @@ class TokenCompressor(LoadedStage):
 
 @dataclass(frozen=True)
 class Represent(Stage):
-    """`Encode` and `Compress` in one actor, so that token vectors stay on its device."""
+    """Combination of `Encode` and `Compress` in one actor, which keeps vectors on the device."""
 
     encode: Encode
     compress: Compress
@@ -408,7 +411,7 @@ class Representer(LoadedStage):
 
 
 def encoder_token_columns(encoder_info: EncoderInfo) -> tuple[str, ...]:
-    """Returns the token columns that the batches of an encoder fill."""
+    """Returns the token columns that are filled when an encoder processes a batch."""
     return (
         "vectors",
         *encoder_info.position_types,
@@ -417,7 +420,7 @@ def encoder_token_columns(encoder_info: EncoderInfo) -> tuple[str, ...]:
 
 
 def _items_of(items: pa.Table, item_field: str) -> tuple[np.ndarray, pa.Table]:
-    """Returns the rows that have a field, and these items in the form that the encoder reads."""
+    """Returns the rows that have a field, and their items in the form that the encoder expects."""
     if item_field == "content":
         return np.arange(items.num_rows), items
     rows = np.flatnonzero(items[item_field].is_valid().to_numpy())
@@ -444,7 +447,7 @@ def usable_rows(batch: TokenBatch, empty_reason: str) -> tuple[torch.Tensor, Pro
 
 
 class ColumnCollector:
-    """Accumulator of the columns and problems of the items of a unit, over item fields."""
+    """Collects the columns and problems of the items of a unit for all item fields."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[np.ndarray]] = {}
@@ -454,7 +457,7 @@ class ColumnCollector:
     def add(
         self, item_field: str, rows: np.ndarray, table: pa.Table, problems: Problems | None = None
     ) -> None:
-        """Adds the columns of an item field for some rows."""
+        """Adds the columns that were computed for an item field of some rows."""
         if len(rows):
             self._rows.setdefault(item_field, []).append(rows)
             self._tables.setdefault(item_field, []).append(table)

@@ -1,4 +1,4 @@
-"""Statistics of an index, for `jobs.status` and evaluation tables."""
+"""Statistics of an index, which `jobs.status` and evaluation tables show."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.schema import present_reason
 
 
 def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
-    """Returns the statistics of an index that `jobs.status` prints.
+    """Collects the statistics of an index for `jobs.status`.
 
     Args:
         uri: URI of the index.
@@ -54,7 +54,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
 def representation_stats(
     index: Index, representation: str, filter: str | None = None
 ) -> dict[str, Any]:
-    """Returns the size statistics of a representation, optionally of items that match a filter.
+    """Computes the size statistics of a representation for all items, or those matching a filter.
 
     Returns:
         The settings and these means over the items that have the representation: `vectors`, and in
@@ -93,7 +93,7 @@ def representation_stats(
 
 
 def rerank_token_stats(index: Index, filter: str | None = None) -> dict[str, Any] | None:
-    """Returns the size statistics of the column `rerank_tokens`, or None if the index lacks it.
+    """Computes the size statistics of the column `rerank_tokens`. None if it does not exist.
 
     Returns:
         The means `tokens` and `bytes` over the items that have tokens, the fraction `filled` of
@@ -118,7 +118,7 @@ def rerank_token_stats(index: Index, filter: str | None = None) -> dict[str, Any
 
 
 def recent_jobs(uri: str, number: int, writer: str | None) -> list[dict[str, Any]]:
-    """Returns the summaries of the most recent jobs, newest first.
+    """Returns the summaries of the most recent jobs. The newest job comes first.
 
     Args:
         uri: URI of the index.

@@ -1,4 +1,4 @@
-"""Stream of the index job: Ray Data reads, encodes, compresses and writes units."""
+"""Data stream of the index job: Ray Data reads, encodes, compresses and writes units."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pipeline.taps import Tap, single_layer_taps
 
 
 def stored_taps(spec: IndexSpec, encoder_info: EncoderInfo) -> tuple[Tap, ...]:
-    """Returns the single-layer attention statistics to store."""
+    """Returns the single-layer attention statistics that the index stores."""
     return single_layer_taps(map(Tap.parse, spec.keep_taps), encoder_info.num_layers or 0)
 
 
@@ -58,7 +58,7 @@ def encode_stage(
     prepare: bool = True,
     placement: Mapping[str, Any] | None = None,
 ) -> Encode:
-    """Returns the stage that encodes items for representations and shared columns.
+    """Builds the stage that encodes items for representations and shared columns.
 
     Args:
         spec: Spec of the index job.
@@ -87,7 +87,7 @@ def encode_stage(
 def read_units(
     listing_job: ListingJob, shards: Sequence[int], unit_items: int, pool: Resources
 ) -> ray.data.Dataset:
-    """Returns a lazy dataset of packed units, read from shards by Ray tasks."""
+    """Returns a lazy dataset of packed units. Ray tasks read them from the shards."""
 
     def read(block: DataBatch) -> Iterator[pa.Table]:
         keep_memory()
@@ -117,7 +117,7 @@ def written_fragments(
     stored_columns: Sequence[str],
     schema: pa.Schema,
 ) -> ray.data.Dataset:
-    """Returns a lazy dataset with a row (`fragments.WRITTEN`) per written fragment.
+    """Returns a lazy dataset with one row (`fragments.WRITTEN`) per fragment that was written.
 
     Args:
         spec: Spec of the index job.

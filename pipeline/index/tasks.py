@@ -40,7 +40,7 @@ def map_shards(
     max_running: int,
     check: Callable[[], None],
 ) -> Iterator[Any]:
-    """Yields the result of a task for each shard, in order of completion.
+    """Runs a task for each shard and yields the results in the order of completion.
 
     Args:
         task: Ray task that is called with the listing job and a shard.
@@ -71,7 +71,7 @@ def describe_encoder(spec: ComponentSpec) -> EncoderInfo:
 
 @ray.remote
 def remarks(spec: IndexSpec) -> list[str]:
-    """Returns warnings about unused inputs and unsuitable settings of an index job."""
+    """Returns warnings about inputs that are not used and settings that are not suitable."""
 
     def ids() -> Iterator[str]:
         index = Index(spec.index)
@@ -87,7 +87,7 @@ def remarks(spec: IndexSpec) -> list[str]:
 
 @ray.remote
 def truncated_files(spec: IndexSpec) -> list[str]:
-    """Returns the truncated files of the source of a spec, with their readable duration."""
+    """Returns the truncated files in the source of a spec and their readable duration."""
     parts = SOURCES.load(spec.source.name).leaf_specs(spec.source)
     if not any({"frames", "audio"} & set(SOURCES.load(part.name).provides) for part in parts):
         return []
@@ -113,7 +113,7 @@ def fit_representation(
     stage: Encode,
     representation: Representation,
 ) -> LearnedState:
-    """Fits a representation on a sample of the listed items.
+    """Fits a representation to a sample of the listed items.
 
     Args:
         job: Settings of the listing.
@@ -151,7 +151,7 @@ def fit_representation(
 
 
 def _readable(encoder: TokenEncoder, items: pa.Table) -> Iterator[pa.Table]:
-    """Yields prepared items, skipping unreadable ones."""
+    """Yields prepared items. Unreadable items are skipped."""
     try:
         yield encoder.prepare(items)[0]
         return

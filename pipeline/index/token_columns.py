@@ -1,4 +1,4 @@
-"""Token columns: conversion between padded batches of token vectors and Arrow list columns."""
+"""Conversion between padded batches of token vectors and the list columns that store them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TAP = "tap "
 
 
 def with_taps(batch: TokenBatch, taps: Sequence[Tap], encoder_info: EncoderInfo) -> TokenBatch:
-    """Returns the batch with attention statistics averaged from the single-layer ones."""
+    """Adds the attention statistics that are averaged from those of single layers to the batch."""
     if not taps:
         return batch
     if encoder_info.num_layers is None:
@@ -33,12 +33,15 @@ def with_taps(batch: TokenBatch, taps: Sequence[Tap], encoder_info: EncoderInfo)
 
 
 def tap_values(batch: TokenBatch, tap: Tap) -> pa.Array:
-    """Returns the values of an attention statistic as `list<float32>`."""
+    """Converts the values of an attention statistic to a `list<float32>` column."""
     return ragged_to_arrow(batch.taps[tap.name], batch.mask, pa.float32())
 
 
 def positions_column(batch: TokenBatch, kind: str, type: pa.ListType) -> pa.Array:
-    """Returns the `spans`, `extents` or `confidence` of the tokens, null for items without any."""
+    """Converts the `spans`, `extents` or `confidence` of tokens to a column.
+
+    The result is null if there are none.
+    """
     positions = getattr(batch, kind)
     if positions is None:
         return pa.nulls(len(batch), type)
@@ -69,7 +72,7 @@ def assignment_column(result: TokenBatch, batch: TokenBatch, compressor: Compres
 
 
 def fixed_lists(vectors: torch.Tensor | None, type: pa.DataType) -> pa.FixedSizeListArray:
-    """Returns a (B, P) tensor as a column of fixed-size lists.
+    """Converts a (B, P) tensor to a column of fixed-size lists.
 
     Raises:
         ValueError: `vectors` is None.
@@ -81,7 +84,7 @@ def fixed_lists(vectors: torch.Tensor | None, type: pa.DataType) -> pa.FixedSize
 
 
 def token_columns(items: pa.Table, item_fields: Sequence[str] = ITEM_FIELDS) -> dict[str, str]:
-    """Maps the columns that `Encode` added to a table to their names without the field prefix."""
+    """Maps each column that `Encode` added to its name without the prefix of the item field."""
     names = {}
     for item_field in item_fields:
         prefix = token_column(item_field, "")
@@ -96,7 +99,7 @@ def token_columns(items: pa.Table, item_fields: Sequence[str] = ITEM_FIELDS) -> 
 def token_batches(
     items: pa.Table, encoder_info: EncoderInfo, item_field: str = "content"
 ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-    """Yields padded batches of items of similar length from the token columns of `Encode`.
+    """Yields padded batches of items of similar length from token columns.
 
     Yields:
         (rows, batch): Indices of rows that have tokens, and their tokens.
@@ -120,7 +123,7 @@ def token_batches(
 
 
 def batch_from(items: pa.Table, encoder_info: EncoderInfo) -> TokenBatch:
-    """Returns the token columns of a table as one padded batch."""
+    """Converts the token columns of a table to a single padded batch."""
     vectors, mask = pad(*flat_from_arrow(items["vectors"]))
     others = {
         name: padded_positions(items[name], mask, fill)
@@ -144,7 +147,7 @@ def batch_from(items: pa.Table, encoder_info: EncoderInfo) -> TokenBatch:
 def padded_positions(
     column: pa.ChunkedArray, mask: torch.Tensor, fill: float
 ) -> torch.Tensor | None:
-    """Returns positions padded to the shape of `mask` with `fill`, or None if all rows are null."""
+    """Pads positions with `fill` to the shape of `mask`. Returns None if all rows are null."""
     if column.null_count == len(column):
         return None
     flat, lengths = flat_from_arrow(column)
@@ -157,5 +160,5 @@ def padded_positions(
 
 
 def flat_lengths(column: pa.ChunkedArray) -> np.ndarray:
-    """Returns the lengths of a list column, (B,) int64, or 0 for null."""
+    """Returns the lengths of the lists in a column, (B,) int64. The length of null is 0."""
     return flat_from_arrow(column)[1]

@@ -1,4 +1,4 @@
-"""Reading of listed items: units of an index job, units of stored items, samples and previews."""
+"""Reads listed items in units, either for indexing or for samples and previews."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
 
 
 def stored_fragments(job: ListingJob, shard: int) -> list[int]:
-    """Returns the fragments with unchanged rows of a listed shard."""
+    """Returns the fragments that contain unchanged rows of a shard."""
     listed = job.read_table("listed", shard)
     return np.unique(listed["fragment"].to_numpy()[listed["status"].to_numpy() == DONE]).tolist()
 
@@ -139,7 +139,7 @@ def stored_units(
 
 
 def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> Iterator[pa.Table]:
-    """Yields a sample of the listed items: those with the smallest seeded hashes.
+    """Yields a random sample of the listed items, which are those with the smallest hashes.
 
     Args:
         job: Settings of the listing.
@@ -208,7 +208,7 @@ def preview(
 def _entries(
     job: ListingJob, source: Source, shard: int, description: dict[str, Any]
 ) -> Iterator[tuple[int, Item | Reject]]:
-    """Yields (position, entry) of a listed shard, from its file or by scanning again."""
+    """Yields the positions and entries of a shard from its file, or by scanning the shard again."""
     if not source.stores_listing:
         yield from scan(source, description)
         return
@@ -217,7 +217,7 @@ def _entries(
 
 
 def _id_reject(item: Item, status: int, reject_id: str) -> Reject:
-    """Returns the reject of an item with a duplicate id or one of another source."""
+    """Builds the reject of an item whose id is a duplicate or belongs to another source."""
     if status == DUPLICATE:
         reason, detail = "duplicate id", f"{item.item_id} was listed before; the first is kept"
     else:

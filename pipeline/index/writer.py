@@ -170,7 +170,7 @@ class IndexWriter:
     def commit(
         self, fragments: Sequence[FragmentMetadata], replaced: dict[int, list[str]] | None = None
     ) -> int:
-        """Adds rows and removes the rows that they replace, in one commit.
+        """Adds rows and removes the rows that they replace in a single commit.
 
         Args:
             fragments: Metadata of the written fragments.
@@ -211,7 +211,7 @@ class IndexWriter:
         return updated, removed
 
     def remove(self, rows: dict[int, list[str]]) -> int:
-        """Removes rows in one commit and returns its version.
+        """Removes rows in a single commit and returns its version.
 
         Args:
             rows: Ids of the items, by fragment.
@@ -219,7 +219,7 @@ class IndexWriter:
         return self.commit([], rows) if rows else self.dataset.version
 
     def commit_columns(self, fragments: Iterable[tuple[FragmentMetadata, list[int]]]) -> int:
-        """Commits filled columns and returns the version of the commit.
+        """Commits columns that have been filled and returns the version of the commit.
 
         Args:
             fragments: Results of `LanceFragment.update_columns`: metadata and modified field ids.
@@ -240,7 +240,10 @@ class IndexWriter:
             return self.dataset.version
 
     def index_ids(self) -> None:
-        """Builds or extends the B-tree over `item_id`, which resumed jobs use to look up items."""
+        """Creates or extends the B-tree index on `item_id`.
+
+        Resumed jobs use it to look up items.
+        """
         with self._lock:
             if self.dataset.count_rows() == 0:
                 return
@@ -250,7 +253,7 @@ class IndexWriter:
                 self._apply(lambda: self.dataset.create_scalar_index("item_id", "BTREE"))
 
     def set_rejects(self, rejects: pa.Table, solved: Sequence[str] = ()) -> None:
-        """Records rejects, one row per item id, and deletes those of items that are now indexed.
+        """Records one reject per item id, and deletes the rejects of items that are now indexed.
 
         Args:
             rejects: Rejects to record. They replace earlier rejects of the same items.
@@ -287,7 +290,7 @@ def _is_conflict(error: Exception) -> bool:
 
 
 def open_or_create(uri: str) -> LanceDataset:
-    """Opens the dataset of an index; creates it, with only the item columns, if nothing exists.
+    """Opens the dataset of an index. Creates a dataset with the item columns if there is none.
 
     Raises:
         SpecError: The URI cannot be written, or contains a corrupted index or other files.

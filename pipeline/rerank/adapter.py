@@ -49,7 +49,7 @@ class Adapter(torch.nn.Module):
         max_tokens: int = Field(1024, ge=1)
         """Maximum number of tokens per item."""
         heads: int = Field(8, ge=1)
-        """Number of attention heads; must divide the dimension of the states."""
+        """Number of attention heads, which must divide the dimension of the states."""
         project_queries: bool = True
         """Whether to project the learned queries Q by a W_Q."""
         project_output: bool = True

@@ -52,7 +52,7 @@ SUFFIX = ".packed"
 
 
 def cache_folder() -> Path:
-    """Returns the folder of packed files: `MAXRAY_CACHE`, else `maxray` in the user's cache folder.
+    """Returns the folder of packed files, which is `MAXRAY_CACHE` or in the user's cache folder.
 
     Raises:
         SpecError: The folder is a URI or refers to the home of an unknown user (field `cache`).
@@ -74,7 +74,7 @@ class Column:
 
     @functools.cached_property
     def _size(self) -> int | None:
-        """Dimension of single vectors, or None for a column of token vectors."""
+        """Dimension of single vectors. None if the column contains token vectors."""
         type = self.index.schema.field(self.name).type
         return type.list_size if pa.types.is_fixed_size_list(type) else None
 
@@ -104,7 +104,7 @@ class Column:
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[torch.dtype, int]]:
-        """Data type and width of each part of a vector."""
+        """Data type and width of each part of an encoded vector."""
         return self.codec.parts(self.dim)
 
     @functools.cached_property
@@ -115,14 +115,14 @@ class Column:
         return cache_folder() / f"{name}-{digest(uri)}" / self.name
 
     def key(self, fragment: lance.LanceFragment) -> str | None:
-        """Returns the hash that names a fragment's packed file, or None if it has no vectors."""
+        """Returns the hash that names the packed file of a fragment. None if it has no vectors."""
         files = files_with(fragment, self._fields)
         uri = absolute(self.index.uri)
         dependencies = [uri, fragment.fragment_id, files, self._fields, self._encoding]
         return digest(dependencies) if files else None
 
     def path(self, key: str) -> Path:
-        """Returns the path of the packed file with a key."""
+        """Returns the path of the packed file with the given key."""
         return self.folder / f"{key}{SUFFIX}"
 
     def batches(
@@ -144,7 +144,7 @@ class Column:
             yield parts, lengths, _row_offsets(batch)
 
     def without_vectors(self, num_documents: int) -> Segment:
-        """Returns a segment of documents without vectors."""
+        """Creates a segment of documents that have no vectors."""
         parts = {n: torch.empty(0, width, dtype=dtype) for n, (dtype, width) in self.layout.items()}
         return Segment(self.codec, self.dim, parts, torch.zeros(num_documents, dtype=torch.int64))
 
@@ -162,7 +162,7 @@ def packed_column(
     cache: bool = True,
     on_corruption: Callable[[], None] = lambda: None,
 ) -> PackedVectors:
-    """Opens the vectors of a column, one segment per fragment.
+    """Opens the vectors of a column. Each fragment of the index yields one segment.
 
     Args:
         index: Open version of an index.
@@ -206,7 +206,7 @@ def _open_all(
     fragments: dict[str, lance.LanceFragment],
     on_corruption: Callable[[], None],
 ) -> dict[str, Segment]:
-    """Returns the segments of each fragment by cache key, writing missing files first.
+    """Opens the segments of all fragments by cache key. Files that are missing are written first.
 
     Raises:
         SpecError: The index cannot be read, or a file cannot be written (field `cache`).
@@ -236,7 +236,7 @@ def _open_all(
 
 
 def _write(column: Column, key: str, fragment: lance.LanceFragment) -> None:
-    """Writes the packed file of a fragment in constant memory.
+    """Writes the packed file of a fragment. The memory use is constant.
 
     Raises:
         OSError: The file cannot be written.
@@ -256,7 +256,7 @@ def _open_existing(
     fragments: dict[str, lance.LanceFragment],
     on_corruption: Callable[[], None],
 ) -> dict[str, Segment]:
-    """Returns the segments of fragments whose files are valid and contain every row."""
+    """Opens the segments of all fragments that have a valid file with all of their rows."""
     opened = {}
     for key, fragment in fragments.items():
         try:
@@ -334,7 +334,7 @@ def _verify(
 
 
 def _update_access_time(path: Path) -> None:
-    """Sets the access time for `_remove_stale`, because many file systems do not update it."""
+    """Sets the access time of a file, since many file systems do not. `_remove_stale` needs it."""
     with contextlib.suppress(OSError):
         status, now = path.stat(), time.time()
         if now - status.st_atime > TOUCH_SECONDS:

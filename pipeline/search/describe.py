@@ -1,4 +1,4 @@
-"""Conversion of rankings to hits: stored fields, matches and passages of the best items."""
+"""Converts rankings to hits, with stored fields, matches and passages of the best items."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ def describe_in_slices(
     representation: str,
     item_vectors: ItemVectors | None,
 ) -> Generator[None, None, list[list[Hit]]]:
-    """Returns the hits of each query; yields control after each slice of work.
+    """Builds the hits of each query. Yields control after each slice of work.
 
     Args:
         rankings: Rankings of the queries.
         queries: Queries transformed for the representation.
         index: Index of the ranked items.
         representation: Name of the representation.
-        item_vectors: Function that reads the vectors for `matches` and `passages`; None omits both.
+        item_vectors: Function that reads the vectors for `matches` and `passages`. If None, both
+            are omitted.
     """
     info = index.representation(representation)
     rows = _stored_rows(rankings, index, info, explain=item_vectors is not None)
@@ -89,7 +90,7 @@ def describe_in_slices(
 def _stored_rows(
     rankings: Sequence[Ranking], index: Index, info: RepresentationInfo, *, explain: bool
 ) -> dict[str, dict[str, Any]]:
-    """Returns the columns of the ranked items that hits need, by item id."""
+    """Reads the columns of the ranked items that are part of hits. Returns them by item id."""
     columns = ["title", info.text_column, "span"]
     if explain:
         columns += info.token_columns
@@ -100,7 +101,7 @@ def _stored_rows(
 
 
 def _parts(ranking: Ranking, i: int, num_tokens: int) -> ScoreParts:
-    """Returns the scores that item `i` of a ranking is composed of."""
+    """Returns the components of the score of item `i` in a ranking."""
     maxsim = None if ranking.maxsim is None else float(ranking.maxsim[i])
     single_vector = None if ranking.single_vector is None else float(ranking.single_vector[i])
     return ScoreParts(
@@ -110,7 +111,7 @@ def _parts(ranking: Ranking, i: int, num_tokens: int) -> ScoreParts:
 
 @dataclass(frozen=True)
 class _InputTokens:
-    """Locations of an item's T input tokens and their assignment to vectors.
+    """Locations of the T input tokens of an item, and the vectors to which they are assigned.
 
     Attributes:
         spans, extents, confidence: Lists of length T, or None if not stored.
@@ -137,7 +138,7 @@ class _InputTokens:
         return cls(spans, extents, confidence, assignment, info.assignment_form or "")
 
     def matches(self, query_tokens: Sequence[str], sim_MN: np.ndarray) -> tuple[Match, ...]:
-        """Returns the best-matching vector of the item for each query token."""
+        """Finds the vector of the item that matches each query token best."""
         best_M, contribution_M = sim_MN.argmax(axis=1).tolist(), contributions(sim_MN).tolist()
         matches = []
         for text, sim_N, best, contribution in zip(
@@ -152,7 +153,7 @@ class _InputTokens:
     def passages(
         self, query_tokens: Sequence[str], sim_MN: np.ndarray, text: str | None
     ) -> tuple[Passage, ...]:
-        """Returns the best-matching passages, see `find_passages`."""
+        """Finds the passages that match the query best, see `find_passages`."""
         num_tokens = len(self.spans or self.extents or ())
         if not num_tokens:
             return ()
@@ -168,13 +169,13 @@ class _InputTokens:
         return find_passages(query_tokens, sim_MN, output_T, spans, extents, text, confidence)
 
     def _inputs(self, vector: int) -> Sequence[int]:
-        """Returns the input tokens assigned to a vector, or empty if no assignment is stored."""
+        """Returns the input tokens assigned to a vector. Empty if no assignment is stored."""
         if self.form == "identity":
             return [vector]
         return [] if self.assignment is None else input_tokens(vector, self.assignment, self.form)
 
     def _locations(self, inputs: Sequence[int]) -> tuple[Location, ...]:
-        """Returns the regions and times of input tokens, in text order."""
+        """Returns the regions and times of input tokens in the order of the text."""
         if not self.extents:
             return ()
         spans = self.spans or [NO_SPAN] * len(self.extents)

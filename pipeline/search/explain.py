@@ -1,4 +1,4 @@
-"""Explanations of scores: matching vectors, words, passages and snippets."""
+"""Explains scores by the vectors, words and passages that match a query."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DROPPED = 65535
 
 
 def input_tokens(token: int, assignment: Sequence[int], form: str) -> list[int]:
-    """Returns the input tokens that are assigned to a compressed vector.
+    """Returns the input tokens that were assigned to a compressed vector.
 
     Args:
         token: Index of the compressed vector.
@@ -56,7 +56,7 @@ def input_tokens(token: int, assignment: Sequence[int], form: str) -> list[int]:
 
 
 def assigned_vectors(assignment: Sequence[int], form: str, num_inputs: int) -> np.ndarray:
-    """Returns the compressed vector of each input token, -1 for none: (T,) int64.
+    """Returns the compressed vector of each input token, (T,) int64. Unassigned tokens have -1.
 
     Args:
         assignment: Stored assignment of the item.
@@ -77,7 +77,7 @@ def assigned_vectors(assignment: Sequence[int], form: str, num_inputs: int) -> n
 
 
 def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    """Sorts character ranges and joins adjacent or overlapping ones; drops empty ranges.
+    """Sorts character ranges and merges those that touch or overlap. Empty ranges are dropped.
 
     >>> merge([(5, 9), (0, 2), (2, 4), (-1, -1)])
     ((0, 4), (5, 9))
@@ -94,7 +94,7 @@ def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
 def token_location(
     span: Sequence[int], extent: Sequence[float], confidence: float = math.nan
 ) -> Location | None:
-    """Returns the location of a token, or None if it has neither a box nor times.
+    """Returns the location of a token. None if it has neither a bounding box nor times.
 
     Args:
         span: Start and end of the token in the item's text, in characters.
@@ -112,7 +112,7 @@ def token_location(
 
 
 def _box_and_times(extent: Sequence[float]) -> tuple[Box | None, Times | None]:
-    """Returns the box and the times of an extent, each None if it contains NaN."""
+    """Splits an extent into a box and times. Each of them is None if it contains NaN."""
     x0, y0, x1, y1, t0, t1 = extent
     box = None if any(map(math.isnan, (x0, y0, x1, y1))) else (x0, y0, x1, y1)
     return box, None if math.isnan(t0) or math.isnan(t1) else (t0, t1)
@@ -215,7 +215,7 @@ def find_passages(
 
 
 class _Words:
-    """Text tokens of an item and the search for their best window.
+    """Text tokens of an item, in which the best window of consecutive tokens is searched.
 
     Args:
         e_MT: See `find_passages`.
@@ -249,7 +249,7 @@ class _Words:
         self._end_A = self._start_A + (spans[at, 1] - spans[at, 0])
 
     def best(self, floor_M: np.ndarray, taken_T: np.ndarray) -> tuple[float, np.ndarray] | None:
-        """Returns the gain and the tokens of the best window that contains no taken tokens."""
+        """Finds the best window without tokens that are taken. Returns its gain and its tokens."""
         num = len(self._anchors)
         top, window, gain = 0.0, None, 0.0
         best_MA = np.tile(floor_M[:, None], num)
@@ -277,7 +277,7 @@ class _Words:
 
 
 class _Patches:
-    """Image patches of an item and the search for their best region.
+    """Image patches of an item, in which the best region is searched.
 
     Args:
         e_MT: See `find_passages`.
@@ -314,7 +314,7 @@ class _Patches:
 
 
 def _touch(boxes_P4: np.ndarray, box: np.ndarray) -> np.ndarray:
-    """Checks whether each box overlaps a box or shares an edge with it: (P,) bool."""
+    """Checks which boxes overlap with a box or share an edge with it, (P,) bool."""
     slack = 0.1 * (box[2:] - box[:2])
     gaps = np.maximum(boxes_P4[:, :2] - box[2:], box[:2] - boxes_P4[:, 2:])  # per axis
     return (gaps <= slack).all(axis=1) & (gaps <= -slack).any(axis=1)
@@ -323,7 +323,7 @@ def _touch(boxes_P4: np.ndarray, box: np.ndarray) -> np.ndarray:
 def _location(
     tokens: np.ndarray, spans_T2: np.ndarray, extents_T6: np.ndarray, text: str
 ) -> tuple[tuple[int, int], Box | None, Times | None]:
-    """Returns the span of consecutive tokens, extended to whole words, and their box and times."""
+    """Returns the span of consecutive tokens, extended to whole words, with its box and times."""
     start, end = int(spans_T2[tokens[0], 0]), int(spans_T2[tokens[-1], 1])
     if start >= 0:
         while start > 0 and text[start - 1 : start + 1].isalnum():
@@ -338,13 +338,13 @@ def _location(
 
 
 def mean_or_none(values: np.ndarray) -> float | None:
-    """Returns the mean of the values without NaN, or None if all are NaN."""
+    """Computes the mean of all values except NaN. Returns None if all values are NaN."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else None
 
 
 def highlighted_spans(passage: Passage) -> list[tuple[int, int]]:
-    """Returns the spans of a passage to highlight: those with the highest contributions.
+    """Returns the spans of a passage that should be highlighted, by their contributions.
 
     >>> words = [Highlight("the", (0, 3), 0.2), Highlight("wing", (4, 8), 0.6)]
     >>> highlighted_spans(Passage((0, 8), None, None, 0.8, tuple(words)))
@@ -400,7 +400,7 @@ def snippet(
 def _shown(
     text: str, ranges: Iterable[Sequence[int]], width: int
 ) -> tuple[int, int, list[tuple[int, int]]]:
-    """Returns start and end of the part with the most highlights, and the highlighted words."""
+    """Returns start and end of the part with the most highlights, and its highlighted words."""
     words = [(w.start(), w.end()) for w in re.finditer(r"\w+", text)]
     ranges = merge(ranges)
     highlighted = [w for w in words if any(start < w[1] and w[0] < end for start, end in ranges)]
@@ -412,7 +412,7 @@ def _shown(
 
 
 def _densest_window(length: int, highlighted: list[tuple[int, int]], width: int) -> tuple[int, int]:
-    """Returns the window of `width` characters with the most highlighted characters."""
+    """Finds the window of `width` characters that contains the most highlighted characters."""
     if length <= width or not highlighted:
         return 0, min(length, width)
     best, run, first, filled = -1, (0, 0), 0, 0

@@ -10,7 +10,7 @@ from pipeline.search.explain import highlighted_spans, printable, snippet
 
 
 def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
-    """Returns one line per hit with rank, score, id, span and title, followed by a snippet.
+    """Formats each hit as a line with rank, score, id, span and title, followed by a snippet.
 
     Args:
         hits: Hits, best first.
@@ -34,7 +34,7 @@ def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
 
 
 def format_parts(parts: ScoreParts) -> str:
-    """Returns the components of a hybrid score, or empty for other scores.
+    """Formats the components of a hybrid score. Other scores yield an empty string.
 
     >>> format_parts(ScoreParts(maxsim=4.5, maxsim_mean=0.75, single_vector=0.5))
     'single-vector 0.5000, MaxSim 4.5000 (mean 0.7500)'
@@ -48,7 +48,7 @@ def format_parts(parts: ScoreParts) -> str:
 
 
 def format_first_rank(reranked: Reranked | None) -> str:
-    """Returns the rank of a hit before reranking and, if it was skipped, the reason.
+    """Formats the rank of a hit before reranking, and the reason if the hit was skipped.
 
     >>> format_first_rank(Reranked(3, 0.5, 1.25)), format_first_rank(None)
     ('(was 3)', '')
@@ -61,7 +61,7 @@ def format_first_rank(reranked: Reranked | None) -> str:
 
 
 def format_span(span: dict[str, Any] | None) -> str:
-    """Returns the range of a hit in its parent document.
+    """Formats the range of a hit in its parent document.
 
     >>> format_span({"unit": "page", "start": 3.0, "end": 3.0}), format_span(None)
     ('(page 3)', '')
@@ -73,7 +73,7 @@ def format_span(span: dict[str, Any] | None) -> str:
 
 
 def format_location(location: Location | Passage) -> str:
-    """Returns the times, the region and the confidence of a match.
+    """Formats the times, the region and the confidence of a match.
 
     >>> format_location(Location((0, 4), (0.1, 0.25, 0.5, 0.3), (4.0, 6.0)))
     'video 4.0-6.0 s, box 0.10 0.25 0.50 0.30'

@@ -1,4 +1,4 @@
-"""Output files of similarity maps: one map per hit, and a contact sheet of all hits."""
+"""Writes similarity maps of hits to files, and all hits to a contact sheet."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_hit_maps(
     representation: str,
     documents: Mapping[str, str],
 ) -> Iterator[str]:
-    """Writes the similarity maps of hits and yields one line per hit with the file or the error.
+    """Writes the similarity maps of hits. Yields a line with the file or the error for each hit.
 
     Args:
         folder: Path or URI of the output folder.
@@ -88,7 +88,7 @@ def _write_maps(
 def write_hit_sheet(
     file: str, searcher: Searcher, query: str, hits: Sequence[Hit], options: SearchOptions
 ) -> str:
-    """Writes a sheet with the images of hits; with reranking, a row per stage.
+    """Writes a sheet with the images of all hits. With reranking, each stage has a row.
 
     Returns:
         A line with the path of the file, or the reason why it was not written.

@@ -1,4 +1,4 @@
-"""Rendering of similarity maps on pages, images, video frames and audio waveforms."""
+"""Draws similarity maps on pages, images, video frames and audio waveforms."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def highlight_words(
     boxes: Boxes,
     frame_colour: Colour,
 ) -> Image.Image:
-    """Returns an image with words highlighted by their values and frames around some boxes.
+    """Highlights the words of an image by their values and draws frames around some boxes.
 
     Args:
         image: Encoded image.
@@ -114,7 +114,7 @@ def draw_waveform(
     map: SimilarityMap,
     query_token: int | None = None,
 ) -> bytes:
-    """Returns the waveform of an audio item with matching words highlighted and labelled, as a PNG.
+    """Draws the waveform of an audio item as a PNG. Matching words are highlighted and labelled.
 
     Args:
         samples: (S,) float samples.
@@ -167,7 +167,7 @@ def draw_waveform(
 def add_header(
     drawing: bytes, map: SimilarityMap, query: str, query_token: int | None = None
 ) -> bytes:
-    """Returns a map with a header that shows the query, the item, its score and a legend."""
+    """Adds a header to a map, which shows the query, the item, its score and a legend."""
     image = Image.open(io.BytesIO(drawing)).convert("RGB")
     size = min(max(image.width // 60, 14), 28)
     font, large = ImageFont.load_default(size), ImageFont.load_default(size * 5 // 4)
@@ -205,7 +205,7 @@ def add_header(
 
 
 def _wrapped(text: str, font: Font, width: float) -> list[str]:
-    """Wraps a text to lines of at most `width` pixels."""
+    """Splits a text into lines that are at most `width` pixels wide."""
     lines = [""]
     for word in printable(text).split():
         longer = f"{lines[-1]} {word}".strip()
@@ -232,21 +232,21 @@ def hit_maps(
 
 
 def _shrunk(data: bytes) -> bytes:
-    """Returns an image scaled down to at most `REPORT_PIXELS`."""
+    """Scales an image down to at most `REPORT_PIXELS`."""
     image = Image.open(io.BytesIO(data)).convert("RGB")
     image.thumbnail((REPORT_PIXELS, REPORT_PIXELS))
     return to_png(image)
 
 
 def to_png(image: Image.Image) -> bytes:
-    """Encodes an image with 256 colours, which take a third of the bytes."""
+    """Encodes an image as PNG with 256 colours, which reduces its size to a third."""
     png = io.BytesIO()
     image.quantize(256).save(png, "PNG", optimize=True)
     return png.getvalue()
 
 
 def _is_visible_with(location: Word | Passage, best: Word | Passage) -> bool:
-    """Checks whether a location is visible in the video frame of the best word or passage."""
+    """Checks whether a location is visible in the same video frame as the best word or passage."""
     time = visible_time(best)
     if location.times is None or time is None:
         return location.times == best.times
@@ -254,7 +254,7 @@ def _is_visible_with(location: Word | Passage, best: Word | Passage) -> bool:
 
 
 def _strengths(values: np.ndarray) -> np.ndarray:
-    """Maps values to [0, 1]: 0 up to the median, 1 for the maximum."""
+    """Maps values to [0, 1] such that the median becomes 0 and the maximum becomes 1."""
     low, high = _scale(values)
     values = np.nan_to_num(values, nan=-np.inf)
     if high <= low:
@@ -263,12 +263,12 @@ def _strengths(values: np.ndarray) -> np.ndarray:
 
 
 def _scale(values: np.ndarray) -> tuple[float, float]:
-    """Returns the values of zero and full opacity: the median and the maximum."""
+    """Returns the values that are drawn with zero and full opacity: the median and the maximum."""
     finite = values[np.isfinite(values)]
     return max(float(np.median(finite)), 0.0), float(finite.max())
 
 
 def _tint(opacity: float) -> Colour:
-    """Returns the highlight colour on white at an opacity in [0, 1]."""
+    """Mixes the highlight colour with white at an opacity in [0, 1]."""
     red, green, blue = (round(255 + (side - 255) * opacity) for side in COLOUR)
     return red, green, blue

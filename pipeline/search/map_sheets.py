@@ -1,4 +1,4 @@
-"""Contact sheets: maps of phrases by representation, and the images of hits."""
+"""Draws contact sheets, which show either maps of phrases or the images of hits."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from pipeline.search.searcher import Searcher
 
 @dataclass(frozen=True)
 class Word:
-    """A word of an item and its similarity with a query of M tokens.
+    """Word of an item and its similarity to a query with M tokens.
 
     Attributes:
         text: Text of the word, or of its part in this box, or empty for an image patch.
@@ -59,7 +59,7 @@ class Word:
 
 @dataclass(frozen=True)
 class SimilarityMap:
-    """Similarities between the words of an item and a query.
+    """Similarities between the words of an item and the tokens of a query.
 
     Attributes:
         query_tokens: Texts of the M query tokens.
@@ -96,11 +96,11 @@ class SimilarityMap:
         return np.array([word.similarities[query_token] for word in self.words])
 
     def best_word(self, query_token: int | None = None) -> Word:
-        """Returns the first word with the highest value."""
+        """Returns the word with the highest value. The first one is returned in case of a tie."""
         return self.words[int(np.nanargmax(self.values(query_token)))]
 
     def lines(self, passage: Passage) -> list[Box]:
-        """Returns the boxes around the words of a passage, one per line of text."""
+        """Returns a bounding box for each line of text in a passage."""
         if passage.span == NO_SPAN:
             return [passage.box] if passage.box else []
         lines: list[Box] = []
@@ -114,7 +114,7 @@ class SimilarityMap:
         return lines
 
     def focus(self, query_token: int | None = None) -> Word | Passage:
-        """Returns the best passage with a location or, for a query token, the best word."""
+        """Returns the best passage that has a location or, for a query token, the best word."""
         located = [p for p in self.passages if p.box or p.times] if query_token is None else []
         return located[0] if located else self.best_word(query_token)
 
@@ -203,7 +203,7 @@ def similarity_map(
 
 
 def _overlap(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Checks whether two character ranges share a character."""
+    """Checks whether two character ranges have a character in common."""
     return one[0] < other[1] and other[0] < one[1]
 
 
@@ -220,7 +220,7 @@ class _StoredItem:
     num_tokens: int
 
     def value(self, column: str | None) -> Any:
-        """Returns the value of a column, or None if it is missing or null."""
+        """Returns the value of a column. None if the column is missing or the value is null."""
         return _value(self.row, column)
 
 
@@ -229,7 +229,7 @@ def _value(row: pa.Table, column: str | None) -> Any:
 
 
 def _stored_item(searcher: Searcher, item_id: str, info: RepresentationInfo) -> _StoredItem:
-    """Reads the columns of an item that a map needs.
+    """Reads the columns of an item that are needed for a map.
 
     Raises:
         SpecError: The item does not exist, or lacks positions or vectors.
@@ -266,7 +266,7 @@ def _assigned_vectors(item: _StoredItem, info: RepresentationInfo) -> np.ndarray
 def _positions(
     item: _StoredItem, columns: Mapping[str, str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the spans (T, 2), extents (T, 6) and confidences (T,) of an item's tokens."""
+    """Returns the spans (T, 2), extents (T, 6) and confidences (T,) of the tokens of an item."""
     spans, extents, confidence = (
         item.value(columns.get(kind)) for kind in ("spans", "extents", "confidence")
     )

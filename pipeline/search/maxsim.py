@@ -36,7 +36,7 @@ def maxsim_oracle(
     query_mask_M: torch.Tensor | None = None,
     reduce: Literal["sum", "mean"] = "sum",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores padded documents; slow reference implementation for tests of the fast backends.
+    """Scores padded documents. This slow reference implementation is used to test the others.
 
     Args:
         query_MD: Query tokens.
@@ -137,7 +137,7 @@ def best_tokens(
     backend: str | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Finds the best document token per document and query token.
+    """Finds the document token that matches each query token best, for every document.
 
     Args:
         query_MD: Concatenated tokens of any number of queries, without padding.
@@ -190,14 +190,14 @@ def backends(packed: PackedVectors) -> tuple[str, ...]:
 
 
 def _kernels(packed: PackedVectors) -> ModuleType | None:
-    """Returns the module with kernels for the device of the vectors, or None."""
+    """Returns the module whose kernels run on the device of the vectors. None if there is none."""
     if packed.device.type == "cuda" and importlib.util.find_spec("triton"):
         return importlib.import_module("pipeline.search.triton_kernels")
     return native if packed.device.type == "cpu" else None
 
 
 def _backend(name: str | None, packed: PackedVectors) -> tuple[ModuleType | None, str]:
-    """Returns the kernel module of a backend (None for torch) and its level.
+    """Returns the module and the level of a backend. The module of the torch backend is None.
 
     Raises:
         ValueError: The backend cannot score these vectors.
@@ -210,7 +210,7 @@ def _backend(name: str | None, packed: PackedVectors) -> tuple[ModuleType | None
 
 
 def _concatenate(queries: Sequence[torch.Tensor], packed: PackedVectors) -> torch.Tensor:
-    """Concatenates the tokens of all queries to (M, D) float32 on the device of the documents."""
+    """Concatenates the tokens of all queries (M, D) as float32 on the device of the documents."""
     for query in queries:
         if query.ndim != 2 or query.shape[1] != packed.dim:
             shape = tuple(query.shape)
@@ -246,7 +246,7 @@ def _score(
 
 
 def _first_best(block: _Block) -> torch.Tensor:
-    """Returns the first best document token per document and query token: (b, M) int64."""
+    """Returns the first of the best document tokens for each query token, (b, M) int64."""
     num_tokens = block.sim_nM.shape[1]
     # Few similarities equal the maximum of their document. Ties are resolved by a minimum.
     is_best_nM = block.sim_nM == block.best_bM[block.doc_of_n]
@@ -264,7 +264,7 @@ def _first_best(block: _Block) -> torch.Tensor:
 
 
 class _Block(NamedTuple):
-    """Similarities of a block of documents with all query tokens, and their maximum per document.
+    """Similarities between a block of documents and all query tokens, with their maxima.
 
     Attributes:
         first: Index of the first document.

@@ -1,4 +1,4 @@
-"""Search options shared by the Python interface, HTTP and the command line."""
+"""Search options that the Python interface, HTTP and the command line have in common."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEIGHTS_RULE = "two numbers (single_vector, maxsim), each 0 or from 1e-6 to 1e6,
 
 
 class _CommonKeywords(TypedDict, total=False):
-    """Keyword arguments with the same name and type as the option."""
+    """Keyword arguments that have the same name and type as the option."""
 
     k: int
     score: Score
@@ -123,7 +123,7 @@ class SearchOptions:
         )
 
     def resolve(self, index: Index) -> SearchOptions:
-        """Returns the options with the default representation of an index filled in.
+        """Returns the options after filling in the default representation of an index.
 
         Raises:
             SpecError: The representation does not exist or is only for reranking.
@@ -132,7 +132,7 @@ class SearchOptions:
 
     @property
     def column(self) -> str:
-        """Name of the representation of resolved options."""
+        """Name of the representation, which must have been resolved."""
         assert self.representation is not None
         return self.representation
 
@@ -174,7 +174,7 @@ class SearchOptions:
 
 
 def check_count(field: str, value: int) -> None:
-    """Raises `SpecError` if a value is not a positive integer."""
+    """Raises `SpecError` unless a value is a positive integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SpecError(field, value, "an integer >= 1")
 
@@ -210,7 +210,7 @@ def id_tuple(field: str, ids: Collection[str] | None) -> tuple[str, ...] | None:
 
 
 def _are_texts(values: tuple[Any, ...]) -> bool:
-    """Checks whether all values are valid UTF-8 strings; takes 1 ms for 100,000 ids."""
+    """Checks whether all values are valid UTF-8 strings. This takes 1 ms for 100,000 ids."""
     try:
         "".join(values).encode()
     except (TypeError, UnicodeEncodeError):

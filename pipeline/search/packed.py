@@ -1,4 +1,4 @@
-"""Contiguous, quantised token vectors of documents, without padding."""
+"""Quantised token vectors of documents, stored contiguously and without padding."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FLOATS = Float16(Float16.Spec())
 
 @dataclass(frozen=True)
 class Segment:
-    """Token vectors of documents, one document after another.
+    """Token vectors of several documents, stored one document after another.
 
     Attributes:
         codec: Codec of the vectors.
         dim: Dimension D of the decoded vectors.
         parts: Parts of the vectors by name, (T, width) each; contiguous, possibly memory-mapped.
-        lengths: (S,) int64, number of vectors per document; may be 0.
+        lengths: (S,) int64, number of vectors per document, which may be 0.
         live: (L,) int64, ascending indices of documents that are not deleted, or None for all S.
         verify: Called with the starts and lengths (n,) int64 of runs of vectors before they are
             read. Raises `SpecError` if they are corrupted.
@@ -44,12 +44,12 @@ class Segment:
 
     @functools.cached_property
     def starts(self) -> torch.Tensor:
-        """(S,) int64, index of the first vector per document."""
+        """Index of the first vector of each document, (S,) int64."""
         return self.lengths.cumsum(0) - self.lengths
 
     @functools.cached_property
     def live_lengths(self) -> torch.Tensor:
-        """(L,) int64, number of vectors per document that is not deleted."""
+        """Number of vectors of each document that has not been deleted, (L,) int64."""
         return self.lengths if self.live is None else self.lengths[self.live]
 
     @functools.cached_property
@@ -85,13 +85,13 @@ class Segment:
 
 
 class PackedVectors:
-    """Token vectors of all items of a column, in item order.
+    """Token vectors of all items of a column, in the order of the items.
 
     Args:
         segments: Segments in item order, with the same codec and dimension.
 
     Attributes:
-        lengths: (B,) int64, number of vectors per item; may be 0.
+        lengths: (B,) int64, number of vectors per item, which may be 0.
         starts: (B,) int64, index of the first vector per item, over all segments.
     """
 
@@ -106,7 +106,7 @@ class PackedVectors:
 
     @classmethod
     def from_values(cls, values_TD: torch.Tensor, lengths: torch.Tensor) -> PackedVectors:
-        """Creates uncompressed vectors from a tensor of any floating-point type."""
+        """Creates uncompressed vectors from a floating-point tensor."""
         return cls([Segment(FLOATS, values_TD.shape[1], {"values": values_TD}, lengths)])
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class PackedVectors:
         return int(self.lengths.sum())
 
     def item(self, row: int) -> torch.Tensor:
-        """Returns the decoded vectors (N, D) float32 of one item."""
+        """Returns the decoded vectors (N, D) float32 of an item."""
         number = int(torch.searchsorted(self._firsts, row, right=True)) - 1
         segment, row = self.segments[number], row - int(self._firsts[number])
         return segment.item(row if segment.live is None else int(segment.live[row]))
@@ -158,7 +158,7 @@ class PackedVectors:
 
 
 def single_vectors(column: pa.FixedSizeListArray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns single vectors (T, P) and lengths (B,), which are 1, or 0 for null."""
+    """Converts a column to single vectors (T, P) and lengths (B,), which are 1, or 0 for null."""
     lengths = column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
     values = column.flatten().to_numpy(zero_copy_only=False)
     return values.reshape(-1, column.type.list_size), lengths
@@ -167,7 +167,7 @@ def single_vectors(column: pa.FixedSizeListArray) -> tuple[np.ndarray, np.ndarra
 def join_blocks(
     codec: Codec, dim: int, blocks: list[tuple[dict[str, np.ndarray], np.ndarray]]
 ) -> PackedVectors:
-    """Joins blocks of (parts, lengths (B,)) into one segment; empties the list to save memory."""
+    """Joins blocks of (parts, lengths (B,)) into one segment. Empties the list to save memory."""
     lengths = np.concatenate([np.empty(0, np.int64), *(lengths for _, lengths in blocks)])
     parts = {
         name: torch.empty(int(lengths.sum()), width, dtype=dtype)

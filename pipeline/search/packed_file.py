@@ -55,7 +55,7 @@ class CorruptedError(Exception):
 
 
 def numpy_type(dtype: torch.dtype) -> np.dtype:
-    """Returns the NumPy equivalent of a torch data type."""
+    """Returns the NumPy dtype that corresponds to a torch dtype."""
     return torch.empty(0, dtype=dtype).numpy().dtype
 
 
@@ -129,7 +129,7 @@ class PackedWriter:
             done = stop
 
     def publish(self, path: Path, key: str) -> None:
-        """Completes the file and moves it to `path`, replacing an existing file."""
+        """Completes the file and moves it to `path`, where it replaces an existing file."""
         offsets = {}
         for name, file in self._files.items():
             if file is not self._file:
@@ -181,7 +181,7 @@ class PackedWriter:
         return offset
 
     def _pad(self, min_bytes: int) -> None:
-        """Writes at least `min_bytes` zeros, up to the next page boundary."""
+        """Writes zeros up to the next page boundary, but at least `min_bytes`."""
         size = min_bytes + -(self._file.tell() + min_bytes) % PAGE
         self._file.write(bytes(size))
 
@@ -191,7 +191,7 @@ UNFINISHED = ".unfinished-"
 
 
 def _begin(folder: Path) -> tuple[Path, BinaryIO]:
-    """Creates an unfinished file and locks it for the lifetime of the process."""
+    """Creates an unfinished file, which remains locked as long as the process is running."""
     while True:
         path = folder / f"{UNFINISHED}{os.getpid()}-{secrets.token_hex(8)}"
         file = path.open("x+b")
@@ -203,7 +203,7 @@ def _begin(folder: Path) -> tuple[Path, BinaryIO]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes the unfinished files of killed processes, which are the ones without a lock."""
+    """Removes unfinished files of processes that were killed. Their files are no longer locked."""
     for path in folder.glob(f"{UNFINISHED}*"):
         with contextlib.suppress(OSError), path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,7 +231,7 @@ class PackedFile:
 
     @classmethod
     def open(cls, path: Path, key: str) -> PackedFile:
-        """Maps a file into memory and verifies everything except the vectors.
+        """Maps a file into memory. Everything except the vectors is verified.
 
         Args:
             path: Path of the file.
@@ -262,7 +262,7 @@ class PackedFile:
     def _from_description(
         cls, path: Path, data: np.ndarray, description: dict[str, Any]
     ) -> PackedFile:
-        """Creates views of the mapped sections and verifies the seal."""
+        """Creates views of the sections of a mapped file and verifies the seal."""
         num_docs, num_vectors = description["documents"], description["vectors"]
         block = description["block"]
         lengths = _view(data, description["lengths"], (num_docs,), "<i8")
@@ -318,7 +318,7 @@ def _view(data: np.ndarray, offset: int, shape: tuple[int, ...], dtype: str) -> 
 
 
 def _tensor(numbers: np.ndarray) -> torch.Tensor:
-    """Returns a tensor that shares the memory of a read-only array."""
+    """Creates a tensor that shares its memory with a read-only array."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(numbers)
@@ -334,7 +334,7 @@ def _checksum(*sections: bytes | memoryview) -> int:
 
 @contextlib.contextmanager
 def _closing(file: BinaryIO) -> Iterator[BinaryIO]:
-    """Closes a file even if the disk has no space left for its buffered data."""
+    """Context that closes a file, even if the disk is too full for its buffered data."""
     try:
         yield file
     finally:
@@ -343,7 +343,7 @@ def _closing(file: BinaryIO) -> Iterator[BinaryIO]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flushes a folder to disk, which makes a rename in it durable."""
+    """Flushes a folder to disk, so that a rename in it is durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

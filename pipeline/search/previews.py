@@ -1,4 +1,4 @@
-"""Images and audio of indexed items, read from the files that were indexed."""
+"""Reads the images and the audio of indexed items from their original files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Previews:
         self._sources: dict[str, Source] = {}
 
     def image(self, item_id: str, seconds: float | None = None) -> bytes:
-        """Returns the page, the image, or the video frame at a time, as an encoded image.
+        """Returns a page, an image, or the video frame at a given time as an encoded image.
 
         Raises:
             SpecError: The item has no image, or its file is missing or unreadable.
@@ -95,7 +95,7 @@ class Previews:
         return self._sources[collection]
 
     def _specs(self) -> Iterator[ComponentSpec]:
-        """Yields the sources of the index's jobs, most recent first."""
+        """Yields the sources of all jobs of the index. The most recent job comes first."""
         filesystem, path = open_folder(self.index.uri, JOBS)
         for file in sorted(filesystem.glob(f"{path}/*/spec.yaml"), reverse=True):
             with filesystem.open(file, "r", encoding="utf-8") as stream:

@@ -1,4 +1,4 @@
-"""Encoding of queries for the representations of an index."""
+"""Encodes queries and transforms them for the representations of an index."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Queries:
         return len(self.tokens)
 
     def part(self, first: int, end: int) -> Queries:
-        """Returns the queries in the range [first, end)."""
+        """Selects the queries in the range [first, end)."""
         pooled = None if self.pooled is None else self.pooled[first:end]
         return Queries(self.tokens[first:end], pooled, self.token_texts[first:end])
 
@@ -67,7 +67,10 @@ class Queries:
 
     @classmethod
     def from_encoded(cls, encoded: EncodedQueries) -> Queries:
-        """Creates queries from the output of an encoder, normalised and without masked tokens."""
+        """Creates queries from the output of an encoder.
+
+        Vectors are normalised, masked ones removed.
+        """
         vectors = unit_vectors(encoded.tokens)
         tokens = [row[mask] for row, mask in zip(vectors, encoded.tokens.mask, strict=True)]
         pooled = encoded.tokens.pooled
@@ -142,7 +145,7 @@ class QueryEncoders:
         return self._encoders[key]
 
     def encode(self, queries: AnyQueries, representation: str) -> Queries:
-        """Encodes and transforms queries for a representation; returns `Queries` unchanged.
+        """Encodes and transforms queries for a representation. `Queries` are returned unchanged.
 
         Raises:
             SpecError: A query is empty or zero, has another dimension than the representation, or
@@ -161,7 +164,7 @@ class QueryEncoders:
         return self.transform(encoded, representation)
 
     def transform(self, queries: Queries, representation: str) -> Queries:
-        """Transforms unit query vectors for a representation, with its compressor and codec.
+        """Transforms unit query vectors with the compressor and the codec of a representation.
 
         Raises:
             SpecError: The vectors have another dimension than the representation.
@@ -200,7 +203,7 @@ def query_encoder(info: EncoderInfo) -> Encoder:
 
 
 def check_fingerprint(encoder: Encoder, representation: str, info: EncoderInfo) -> None:
-    """Raises `SpecError` if the representation was built with another encoder."""
+    """Raises `SpecError` if another encoder computed the representation."""
     if encoder.fingerprint != info.fingerprint:
         problem = (
             f"was built with another encoder (fingerprint {info.fingerprint}, "
@@ -211,7 +214,7 @@ def check_fingerprint(encoder: Encoder, representation: str, info: EncoderInfo) 
 
 
 def encode(encoder: Encoder, queries: Sequence[Unencoded]) -> EncodedQueries:
-    """Encodes a non-empty batch of texts, of images, or of composed queries.
+    """Encodes a batch of texts, images or composed queries. The batch must not be empty.
 
     Raises:
         SpecError: A query is invalid, or the encoder does not support this type of query.
@@ -225,13 +228,13 @@ def encode(encoder: Encoder, queries: Sequence[Unencoded]) -> EncodedQueries:
 
 
 def _is_encodable_batch(queries: Sequence[AnyQuery]) -> TypeGuard[Sequence[Unencoded]]:
-    """Checks whether the queries can be encoded in one batch: not empty and all of one type."""
+    """Checks whether queries are all of the same type, so that they can be encoded in one batch."""
     classes = get_args(Unencoded)
     return len(queries) > 0 and any(all(isinstance(q, c) for q in queries) for c in classes)
 
 
 def check_texts(texts: Sequence[str]) -> None:
-    """Raises `SpecError` if a text is blank or not encodable in UTF-8."""
+    """Raises `SpecError` if a text is blank or cannot be encoded in UTF-8."""
     for number, text in enumerate(texts):
         if not text.strip():
             raise query_error(text, "a text with at least one word", number, len(texts))
@@ -240,6 +243,9 @@ def check_texts(texts: Sequence[str]) -> None:
 
 
 def query_error(value: str, rule: str, number: int, num_queries: int) -> SpecError:
-    """Returns the error of an invalid query, with its number if there are several."""
+    """Builds the error for an invalid query.
+
+    If there are several queries, it contains the number.
+    """
     note = f" (query {number + 1} of {num_queries})" if num_queries > 1 else ""
     return SpecError("query", value, rule, note=note)

@@ -1,4 +1,4 @@
-"""Lookup of the searchable representations of an index."""
+"""Looks up representations of an index that can be searched."""
 
 from __future__ import annotations
 

@@ -46,7 +46,10 @@ NO_TEXT = "has no text"
 
 
 class QueryEncoderSource(Protocol):
-    """Index of the reranked items and its query encoders; implemented by `Searcher`."""
+    """Index whose items are reranked, and its query encoders.
+
+    `Searcher` implements this protocol.
+    """
 
     index: Index
 
@@ -88,13 +91,16 @@ class Reranker:
         self._vision: Encoder | None = None
 
     def with_depth(self, rerank_depth: int, add_first_stage: bool) -> Reranker:
-        """Returns a reranker with other options that shares the loaded joint encoder."""
+        """Returns a reranker with other options.
+
+        It shares the joint encoder that has been loaded.
+        """
         other = copy.copy(self)
         other.rerank_depth, other.add_first_stage = rerank_depth, add_first_stage
         return other
 
     def check(self, index: Index, queries: AnyQueries) -> Sequence[str | bytes]:
-        """Returns the queries if the joint encoder supports them and the index has its tokens.
+        """Checks that the joint encoder supports the queries and that the index has its tokens.
 
         Raises:
             SpecError: A query is neither a text nor an image, or the index lacks tokens of this
@@ -116,7 +122,7 @@ class Reranker:
         rankings: Sequence[Ranking],
         k: int,
     ) -> list[Ranking]:
-        """Returns the k best items of each query after reranking.
+        """Reranks the results of each query and returns the k best items.
 
         Args:
             source: Index of the items, with its query encoders.
@@ -161,7 +167,7 @@ class Reranker:
     def _score_texts(
         self, source: QueryEncoderSource, texts: Sequence[str], candidates: Sequence[list[str]]
     ) -> list[dict[str, JointScore]]:
-        """Scores text queries with their candidates that have tokens."""
+        """Scores pairs of a text query and one of its candidates that has tokens."""
         stored = _stored(source.index, candidates, [RERANK_TOKENS])
         dim = self.metadata["dim"]
         flat, lengths = flat_from_arrow(stored[RERANK_TOKENS])
@@ -177,7 +183,7 @@ class Reranker:
     def _score_images(
         self, source: QueryEncoderSource, images: Sequence[bytes], candidates: Sequence[list[str]]
     ) -> list[dict[str, JointScore]]:
-        """Scores image queries with their candidates that have a text."""
+        """Scores pairs of an image query and one of its candidates that has a text."""
         stored = _stored(source.index, candidates, ["text", "caption"])
         texts = [row.get("text") or row.get("caption") for row in stored.to_pylist()]
         ids = stored["item_id"].to_pylist()
@@ -193,7 +199,7 @@ class Reranker:
     def image_tokens(
         self, source: QueryEncoderSource, images: Sequence[bytes]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encodes query images like items in the index job.
+        """Encodes query images in the same way as the index job encodes items.
 
         Returns:
             Tokens of the adapter (Q, V, dim) float16 and their mask (Q, V).
@@ -215,7 +221,7 @@ class Reranker:
         return pad(torch.cat(tokens_of_image), lengths)
 
     def _encoder(self, source: QueryEncoderSource) -> Encoder:
-        """Returns the vision encoder of the EDJE model, shared with the index if identical."""
+        """Returns the vision encoder of the EDJE model. It is shared with the index if possible."""
         if self._vision is None:
             fingerprint = self.metadata["vision"]["fingerprint"]
             infos = source.index.representations().values()
@@ -242,7 +248,7 @@ JointScore = tuple[float, int]
 def check_stored(
     metadata: Mapping[str, Any], folder: str, index: Index, field: str = "rerank"
 ) -> None:
-    """Checks that an index has the tokens of an EDJE model's adapter.
+    """Checks that an index contains tokens from the adapter of an EDJE model.
 
     Args:
         metadata: Metadata of the folder, as returned by `read_metadata`.
@@ -310,7 +316,7 @@ def _stored(index: Index, candidates: Sequence[list[str]], columns: list[str]) -
 
 
 def _pairs(candidates: Sequence[list[str]], row_of: Mapping[str, int]) -> torch.Tensor:
-    """Returns (query, row) pairs of the candidates that have a row: (P, 2) int64."""
+    """Returns (query, row) pairs of all candidates that have a row, (P, 2) int64."""
     pairs = [[q, row_of[i]] for q, ids in enumerate(candidates) for i in ids if i in row_of]
     return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
 
@@ -318,5 +324,5 @@ def _pairs(candidates: Sequence[list[str]], row_of: Mapping[str, int]) -> torch.
 def _by_query(
     candidates: Sequence[list[str]], row_of: Mapping[str, int], scores: Iterator[JointScore]
 ) -> list[dict[str, JointScore]]:
-    """Groups scores, which are in the order of `_pairs`, by query and item id."""
+    """Groups scores by query and item id. The scores have the order of `_pairs`."""
     return [{i: next(scores) for i in ids if i in row_of} for ids in candidates]

@@ -44,7 +44,7 @@ SLICE_PAIRS = 1 << 27
 
 @dataclass(frozen=True)
 class Ranking:
-    """Ids and scores of the k best items of one query, best first.
+    """Ids and scores of the k best items of a query in descending order.
 
     Attributes:
         item_ids: Ids of the items.
@@ -82,7 +82,7 @@ class Ranking:
         return [float(number) for number in range(len(self.scores), 0, -1)]
 
     def take(self, indices: Sequence[int]) -> Ranking:
-        """Returns the items at some indices, in that order."""
+        """Selects items by their indices and returns them in the given order."""
         index = np.array(indices, np.int64)
         return Ranking(
             [self.item_ids[i] for i in indices],
@@ -96,7 +96,7 @@ class Ranking:
 
 
 class Scorer:
-    """Scorer of items that opens their vectors on first use.
+    """Scores the items of an index. Their vectors are opened on first use.
 
     Args:
         items: Items to score.
@@ -123,7 +123,7 @@ class Scorer:
             self.packed(column)
 
     def is_loaded(self, representation: str, score: Score = "maxsim") -> bool:
-        """Checks whether the vectors that a score needs are open."""
+        """Checks whether the vectors that a score needs have been opened."""
         return all(column in self._packed for column in self._columns(representation, score))
 
     def _columns(self, representation: str, score: Score) -> list[str]:
@@ -136,7 +136,7 @@ class Scorer:
         return self._items.index.representation(representation)
 
     def packed(self, column: str) -> PackedVectors:
-        """Returns the vectors of a representation or a column of pooled vectors."""
+        """Returns the vectors of a column, which is a representation or contains pooled vectors."""
         if column not in self._packed:
             packed = packed_column(
                 self._items.index,
@@ -152,14 +152,14 @@ class Scorer:
         self._packed.pop(column, None)
 
     def item_vectors(self, representation: str, rows: np.ndarray) -> list[torch.Tensor]:
-        """Returns the decoded vectors (N, D) float32 of each item."""
+        """Returns the decoded vectors (N, D) float32 of the given items."""
         packed = self.packed(representation)
         return [packed.item(row).cpu() for row in rows.tolist()]
 
     def rank(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> list[Ranking]:
-        """Returns the k best items of each query. Ties are sorted by item id.
+        """Finds the k best items for each query. Ties are sorted by item id.
 
         Args:
             queries: Queries transformed for the representation.
@@ -174,7 +174,7 @@ class Scorer:
     def rank_in_slices(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> Generator[None, None, list[Ranking]]:
-        """Returns the same as `rank`; yields control after each slice of work."""
+        """Does the same as `rank`, but yields control after each slice of work."""
         return self._rank(queries, options, rows, SLICE_PAIRS)
 
     def _rank(
@@ -205,7 +205,7 @@ class Scorer:
         rows: np.ndarray | None,
         slice_pairs: int | None,
     ) -> Generator[None, None, _Scores]:
-        """Scores a batch of queries, or -inf for items without vectors that the score needs."""
+        """Scores a batch of queries. Items that lack the required vectors have the score -inf."""
         items = None if rows is None else torch.from_numpy(rows)
         maxsim_scores = None
         if options.score != "single_vector":
@@ -231,7 +231,7 @@ class Scorer:
         return _Scores(total.numpy(), maxsim_scores.numpy(), pooled_scores.numpy())
 
     def _ranking(self, best: np.ndarray, scores: _Scores, rows: np.ndarray | None) -> Ranking:
-        """Returns the ranking of one query from the indices of its best scores."""
+        """Builds the ranking of a query from the indices of its best scores."""
         best_rows = best if rows is None else rows[best]
         ids = self._items.ids.take(pa.array(best_rows))
         return Ranking(
@@ -245,7 +245,7 @@ class Scorer:
 
 
 class _Scores(NamedTuple):
-    """Scores and their components, (Q, R) float32 of a batch or (R,) of one query."""
+    """Scores and their components. (Q, R) float32 for a batch, or (R,) for a single query."""
 
     total: np.ndarray
     maxsim: np.ndarray | None
@@ -258,7 +258,7 @@ class _Scores(NamedTuple):
 
 
 def finish(slices: Generator[None, None, T]) -> T:
-    """Runs all slices of a generator and returns its result."""
+    """Runs a generator to its end and returns its result."""
     while True:
         try:
             next(slices)
@@ -272,7 +272,7 @@ def _maxsim(
     rows: torch.Tensor | None,
     slice_pairs: int | None,
 ) -> Generator[None, None, torch.Tensor]:
-    """Computes scores (Q, R) of items; yields control after about `slice_pairs` pairs."""
+    """Computes scores (Q, R) of items. Yields control after about `slice_pairs` pairs."""
     num_rows = len(packed) if rows is None else len(rows)
     pairs = sum(map(len, queries)) * packed.num_vectors / max(len(packed), 1)  # per item
     size = num_rows if slice_pairs is None else max(1, int(slice_pairs / max(pairs, 1)))
@@ -294,7 +294,7 @@ def top_rows(
     k: int,
     groups: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns the indices of the k best scores or, with groups, of the best score per group.
+    """Finds the k best scores or, with groups, the best score of each of the k best groups.
 
     Args:
         scores: (S,) float. Items with -inf are excluded.

@@ -36,7 +36,7 @@ def open_index(
     cache: bool = True,
     device: str = "cpu",
 ) -> Searcher:
-    """Opens an index for search. Vectors and query encoders are loaded on first use.
+    """Opens an index for searching. Vectors and query encoders are loaded on first use.
 
     Args:
         uri: Path or URI of the index.
@@ -54,7 +54,7 @@ def open_index(
 
 
 class Searcher:
-    """Exact search over one version of an index or over one of its shards.
+    """Exact search over a version of an index, or over one of its shards.
 
     Attributes:
         index: Open version of the index.
@@ -135,7 +135,7 @@ class Searcher:
         representation: str | None = None,
         **options: Unpack[SearchKeywords],
     ) -> list[Ranking]:
-        """Returns ids and scores of the best items per query, without their stored fields."""
+        """Ranks the items for each query. Returns only their ids and scores."""
         return self.rank_with(queries, SearchOptions.from_keywords(representation, **options))
 
     def rank_with(self, queries: AnyQueries, options: SearchOptions) -> list[Ranking]:
@@ -168,7 +168,7 @@ class Searcher:
         return finish(describe_in_slices(rankings, queries, self.index, representation, vectors))
 
     def queries(self, queries: AnyQueries, representation: str | None = None) -> Queries:
-        """Encodes queries for a representation, for reuse in several searches."""
+        """Encodes queries for a representation, so that they can be used in several searches."""
         return self.encoders.encode(queries, self.representation(representation).name)
 
     def encoder(self, representation: str | None = None) -> Encoder:
@@ -196,5 +196,5 @@ class Searcher:
         return len(self.items) if rows is None else len(rows)
 
     def num_known(self, ids: Collection[str], field: Literal["ids", "parents"] = "ids") -> int:
-        """Returns how many distinct item or parent ids of a list are in the index."""
+        """Counts how many different item or parent ids of a list occur in the index."""
         return self.items.num_known(id_tuple(field, ids) or (), field)

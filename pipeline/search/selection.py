@@ -1,4 +1,4 @@
-"""Items of an index and their selection by filters and ids."""
+"""Selects items of an index by filters and ids."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CACHED_FILTERS = 16
 
 
 class Items:
-    """Items of an index or of one of its shards, in storage order.
+    """Items of an index, or of one of its shards, in storage order.
 
     Args:
         index: Open version of an index.
@@ -37,7 +37,7 @@ class Items:
 
     @functools.cached_property
     def ids(self) -> pa.Table:
-        """Table with the columns `item_id` and `parent_id`."""
+        """Table of all items with the columns `item_id` and `parent_id`."""
         scanner = self.index.dataset.scanner(
             columns=["item_id", "parent_id"], scan_in_order=True, fragments=self.fragments
         )
@@ -46,7 +46,7 @@ class Items:
 
     @functools.cached_property
     def id_order(self) -> np.ndarray:
-        """(B,) int64, rank of each item by id, which breaks ties."""
+        """Rank of each item by its id, (B,) int64. It is used to break ties."""
         rank = np.empty(len(self.ids), np.int64)
         rank[pc.sort_indices(self.ids["item_id"]).to_numpy()] = np.arange(len(rank))
         return rank
@@ -58,7 +58,7 @@ class Items:
         return codes.to_numpy().astype(np.int64)
 
     def select(self, options: SearchOptions) -> np.ndarray | None:
-        """Returns the ascending indices of the selected items, or None for all.
+        """Selects items. Returns their indices in ascending order, or None if all are selected.
 
         Raises:
             SpecError: The filter is invalid.
@@ -85,7 +85,7 @@ class Items:
         return self.cache_rows(filter, matching_ids(self.index, filter, self.fragments))
 
     def cached_rows(self, filter: str) -> np.ndarray | None:
-        """Returns the cached indices of the items that satisfy a filter, or None."""
+        """Returns the indices of the items that match a filter if they are cached, or else None."""
         return self._filtered.get(filter)
 
     def cache_rows(self, filter: str, item_ids: pa.ChunkedArray) -> np.ndarray:
@@ -104,7 +104,7 @@ class Items:
         return rows
 
     def num_known(self, ids: Sequence[str], field: str) -> int:
-        """Returns how many distinct ids of a list are in the index.
+        """Counts how many different ids of a list occur in the index.
 
         Args:
             ids: Ids of items or parents.

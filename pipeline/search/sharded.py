@@ -1,4 +1,4 @@
-"""Search over the shards of an index in Ray actors, on several machines or GPUs."""
+"""Searches the shards of an index in Ray actors, on several machines or GPUs."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class _Shard:
 
 
 class ShardedScorer(Scorer):
-    """Scorer that distributes items over actors, one per shard.
+    """Scorer that distributes the items over actors. Each actor holds one shard.
 
     Args:
         items: Items of all shards.
@@ -139,13 +139,13 @@ class ShardedScorer(Scorer):
         self._firsts = np.cumsum([0, *sizes[:-1]])  # index of the first item of each shard
 
     def load(self, representation: str, score: Score = "maxsim") -> None:
-        """Opens the vectors that a score needs in every actor."""
+        """Opens the vectors that a score needs in all actors."""
         self.call(lambda actor: actor.load.remote(representation, score))
 
     def rank(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> list[Ranking]:
-        """Returns the k best items of each query, ranked by all actors in parallel."""
+        """Finds the k best items for each query. All actors work in parallel."""
         # Also checked here, because Ray prints errors of actors whose results are not awaited.
         options.check_vectors(queries, self._info(options.column).pooled_column)
         queries_ref = ray.put(queries)
@@ -164,7 +164,10 @@ class ShardedScorer(Scorer):
         ]
 
     def _split(self, rows: np.ndarray | None) -> list[np.ndarray | None]:
-        """Splits ascending indices by shard, relative to its first item, or None for all items."""
+        """Splits indices by shard and makes them relative to its first item.
+
+        None means all items.
+        """
         if rows is None:
             return [None] * len(self._firsts)
         parts = np.split(rows, np.searchsorted(rows, self._firsts[1:]))
@@ -185,7 +188,7 @@ class ShardedScorer(Scorer):
         return [torch.tensor(vectors[i]) for i in range(len(rows))]
 
     def call(self, call: Callable[[Any], ray.ObjectRef], timeout: float | None = None) -> list[Any]:
-        """Calls every actor and returns the results in shard order."""
+        """Calls all actors in parallel and returns their results in the order of the shards."""
         return self._results([call(actor) for actor in self._open_actors()], timeout)
 
     def close(self) -> None:

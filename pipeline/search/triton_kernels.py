@@ -83,7 +83,7 @@ def _decode(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Loads and decodes BLOCK_D dimensions of N document tokens, or 0 where masked."""
+    """Loads and decodes BLOCK_D dimensions of N document tokens. Masked values are 0."""
     dim_d = first + tl.arange(0, BLOCK_D)
     if DIM % BLOCK_D == 0:
         in_range_Nd = valid_N[:, None]
@@ -136,7 +136,7 @@ def _similarities(
     BLOCK_D: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):
-    """Computes the products (M, N) of a panel and document tokens, without query scales."""
+    """Multiplies a panel by document tokens, (M, N). The scales of the queries are not applied."""
     WIDTH: tl.constexpr = BLOCK_D * NUM_BLOCKS
     sim_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if KIND == 1 else tl.float32)
     square_N = tl.zeros((BLOCK_N,), tl.float32)
@@ -320,7 +320,7 @@ def _kernel(
 
 @dataclass(frozen=True)
 class _Panels:
-    """Query tokens packed into panels of equal size for the kernel.
+    """Query tokens that are packed into panels of equal size for the kernel.
 
     Attributes:
         tokens: (1 or 2, panels x M, width), in the data type of the product.
@@ -378,7 +378,7 @@ class _Panels:
 
 
 def _pad_rows(rows: list[list[int]], width: int) -> torch.Tensor:
-    """Returns rows padded with -1 to a width, int32."""
+    """Pads rows with -1 to a common width and converts them to an int32 tensor."""
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32)
 
 
@@ -434,7 +434,7 @@ class _Layout:
 
 
 def _kind(segment: Segment) -> int:
-    """Returns the number of a segment's codec in the kernel, or `_UNSUPPORTED`."""
+    """Returns the number that the kernel uses for the codec of a segment, or `_UNSUPPORTED`."""
     values = segment.parts.get("values")
     if values is not None and values.dtype in _FLOATS:
         return _NUMBERS
@@ -442,7 +442,7 @@ def _kind(segment: Segment) -> int:
 
 
 def _values(segment: Segment) -> torch.Tensor:
-    """Returns the part with the values, residuals or bits of the vectors."""
+    """Returns the part of a segment that contains values, residuals or bits."""
     parts = segment.parts
     return next(parts[name] for name in ("values", "residuals", "bits") if name in parts)
 
@@ -453,7 +453,7 @@ def available() -> tuple[str, ...]:
 
 
 def can_score(segment: Segment) -> bool:
-    """Checks whether the kernel supports a segment's codec, device and memory layout."""
+    """Checks whether the kernel supports the codec, device and memory layout of a segment."""
     return (
         _kind(segment) != _UNSUPPORTED
         and (segment.lengths.is_cuda or _INTERPRETED)
@@ -468,7 +468,7 @@ def score(
     out_QB: torch.Tensor,
     level: str,
 ) -> None:
-    """Writes the MaxSim scores of Q queries, or -inf for documents without tokens.
+    """Writes the MaxSim scores of Q queries. Documents without tokens have the score -inf.
 
     Args:
         query_MD: float32, concatenated tokens of all queries.
@@ -514,7 +514,7 @@ def _pack(query_MD: torch.Tensor, counts: list[int], layout: _Layout) -> list[_P
 def best(
     query_MD: torch.Tensor, segment: Segment, documents: torch.Tensor | None, level: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds the best document token per document and query token.
+    """Finds the document token that matches each query token best, for every document.
 
     Returns:
         Similarities (B, M) float32 and indices (B, M) int32 of the best tokens in their document.
@@ -542,7 +542,7 @@ def _launch(
     *,
     add: bool = False,
 ) -> None:
-    """Launches the kernel for panels of queries and documents of a segment."""
+    """Launches the kernel for panels of queries and the documents of a segment."""
     num_docs = len(segment.lengths) if documents is None else len(documents)
     if not num_docs:
         return

@@ -222,7 +222,7 @@ class Client:
         key: Access key. Default: the environment variable MAXRAY_KEY.
         tries: Maximum number of attempts per request.
         timeout: Time limit of an attempt, in seconds.
-        transport: Transport of httpx; replaced in tests.
+        transport: Transport of httpx. Tests replace it.
     """
 
     def __init__(

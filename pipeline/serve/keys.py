@@ -45,11 +45,12 @@ class Key(Spec):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """SHA-256 hash of the key, in hexadecimal."""
     indexes: list[str] | None = None
-    """Indexes that the key can access; null: all."""
+    """Indexes that the key can access. Null means all."""
     expires: datetime | date | None = None
-    """Time or date at which the key expires, in UTC unless it has a time zone; null: never."""
+    """Time or date at which the key expires, in UTC unless it has a time zone. Null means that it
+    does not expire."""
     requests_per_second: PositiveFloat | None = None
-    """Rate limit of the key; null: the rate limit of the server."""
+    """Rate limit of the key. If null, the rate limit of the server is used."""
     evaluate: bool = False
     """Allows the key to run evaluations."""
 
@@ -108,7 +109,7 @@ class Keys:
 
     Args:
         uri: URI of the file. If empty, the environment variable is read.
-        clock: Monotonic clock, in seconds; replaced in tests.
+        clock: Monotonic clock, in seconds. Tests replace it.
 
     Raises:
         SpecError: The file does not exist or is invalid.
@@ -199,7 +200,7 @@ class Rates:
         default: Rate of keys without a rate limit of their own, in requests per second; None:
             unlimited.
         burst: Capacity of a bucket, in requests.
-        clock: Monotonic clock, in seconds; replaced in tests.
+        clock: Monotonic clock, in seconds. Tests replace it.
     """
 
     def __init__(

@@ -287,7 +287,7 @@ async def evaluate(
         ),
     ] = None,
 ) -> wire.Evaluation:
-    """Queues an evaluation of an index and returns it; poll it by its id for the results."""
+    """Queues an evaluation of an index and returns it. Poll it by its id for the results."""
     store, served = gateway.evaluations(key), gateway.served(key, body.index)
     for name in body.representations:
         served.representation(name)

@@ -73,7 +73,7 @@ class FairSlots:
             del self._by_key[key]
 
 
-#: Computes one result per value, given a group and its values; yields between slices.
+#: Computes one result per value, given a group and its values. Yields between slices.
 Work = Callable[[Any, list[Any]], Generator[None, None, Sequence[Any]]]
 
 

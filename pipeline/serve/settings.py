@@ -51,7 +51,7 @@ class Scale(Spec):
     num_replicas: PositiveInt = 1
     """Number of replicas. The minimum if `max_replicas` is set."""
     max_replicas: PositiveInt | None = None
-    """Maximum number of replicas under load; null disables autoscaling."""
+    """Maximum number of replicas under load. Null disables autoscaling."""
     target_ongoing_requests: PositiveFloat = 8
     """Target for the average number of requests in progress per replica."""
     num_cpus: NonNegativeFloat = 0.1
@@ -59,7 +59,7 @@ class Scale(Spec):
     num_gpus: NonNegativeFloat = 0
     """GPUs that Ray reserves per replica."""
     num_threads: PositiveInt | None = None
-    """Number of PyTorch threads per replica; null: the number of cores."""
+    """Number of PyTorch threads per replica. If null, the number of cores is used."""
     max_ongoing_requests: PositiveInt = 256
     """Maximum number of calls in progress per replica, which are scheduled fairly among keys."""
     max_queued_requests: PositiveInt = 64
@@ -88,8 +88,8 @@ class ServedIndex(Spec):
     device: str = "cpu"
     """Device used for scoring: `cpu` or `cuda`."""
     preload: list[str] = Field(default_factory=list)
-    """Representations that are loaded before the first request; empty: the default representation.
-    Other representations are loaded at the first request that uses them."""
+    """Representations that are loaded before the first request. If empty, the default one is
+    loaded. Other representations are loaded at the first request that uses them."""
     documents: dict[str, str] = Field(default_factory=dict)
     """Current location of the files of each collection that has been moved, by collection name."""
     edje: Uri | None = None
@@ -140,7 +140,8 @@ class Limits(Spec):
     """Maximum number of requests per gateway whose body has not arrived. Access keys share these
     slots in the same way."""
     requests_per_second: PositiveFloat | None = None
-    """Rate limit per access key and gateway; null: unlimited. An access key can override it."""
+    """Rate limit per access key and gateway. Null means unlimited. An access key can override it.
+    """
     burst: PositiveInt = 20
     """Number of requests that a key can send in a burst before the rate limit applies."""
 
@@ -188,7 +189,7 @@ class Evaluations(Spec):
     }
 
     folder: str = ""
-    """Persistent folder of the evaluations; empty: evaluations are disabled."""
+    """Persistent folder of the evaluations. If empty, evaluations are disabled."""
     benchmarks: dict[Annotated[str, Field(pattern=NAME)], BenchmarkSpec] = Field(
         default_factory=dict
     )

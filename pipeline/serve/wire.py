@@ -215,11 +215,11 @@ class SearchOptions(Request):
     """Lance SQL expression over the columns of the items, such as `modality = 'text'`. Only the
     items that satisfy it are searched."""
     ids: Annotated[list[Id], Field(max_length=100_000)] | None = None
-    """Ids of the items to search; null: all items."""
+    """Ids of the items to search. If null, all items are searched."""
     parents: Annotated[list[Id], Field(max_length=100_000)] | None = None
-    """Ids of the parents whose items are searched; null: all items."""
+    """Ids of the parents whose items are searched. If null, all items are searched."""
     rerank: Rerank | None = None
-    """Second stage; null: hits are not reranked."""
+    """Second stage. If null, hits are not reranked."""
     explain: Literal["matches", "map"] | None = None
     """Explanations to return: `matches` adds the best-matching vector of each query token and the
     best-matching passages of each hit, `map` additionally a similarity map of its words."""
@@ -350,7 +350,7 @@ class JointScore(Response):
     """Number of tokens truncated from the text: that of the query, or that of the hit if the query
     is an image."""
     problem: str | None
-    """Reason why a hit within `rerank_depth` could not be read; such a hit keeps its rank."""
+    """Reason why a hit within `rerank_depth` could not be read. Such a hit keeps its rank."""
 
 
 class Hit(Response):
@@ -476,7 +476,7 @@ class RerankRequest(Request):
     item_ids: Annotated[list[Id], Field(min_length=1, max_length=10_000)]
     """Ids of the items to score."""
     k: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """Maximum number of items to return; null: all."""
+    """Maximum number of items to return. Null means all."""
 
 
 class ScoredItem(Response):
@@ -565,7 +565,7 @@ class IndexInfo(Response):
     num_items: int
     """Number of items."""
     default_representation: str | None
-    """Name of the default representation; null before the first representation."""
+    """Name of the default representation. Null before the first representation."""
     representations: list[Representation]
     """Representations of the items."""
     edje: bool = False
@@ -596,13 +596,13 @@ class EvaluationRequest(Request):
     qrels: Annotated[dict[Id, dict[Id, Grade]], Field(max_length=100_000)] | None = None
     """Relevance grades by query id and by the id of an item or parent. See `judged`."""
     representations: Annotated[list[Name], Field(max_length=256)] = []
-    """Names of the representations to evaluate; empty: all."""
+    """Names of the representations to evaluate. Empty means all."""
     scores: list[Score] = []
-    """Scores to evaluate; empty: all that the representations support."""
+    """Scores to evaluate. If empty, all that the representations support."""
     measures: Annotated[list[Name], Field(max_length=64)] = []
-    """Names of ir-measures, such as `nDCG@10`; empty: the default measures."""
+    """Names of ir-measures, such as `nDCG@10`. If empty, the default measures are used."""
     k: Annotated[int, Field(ge=1, le=10_000)] = 100
-    """Number of hits per query; at least the largest cutoff of the measures."""
+    """Number of hits per query. It must be at least the largest cutoff of the measures."""
     judged: Literal["auto", "parent", "item"] = "auto"
     """Type of the ids in `qrels`. `auto` selects the type whose ids are in the index. The best item
     of a parent determines the rank of the parent."""

@@ -1,4 +1,4 @@
-"""The source that combines several sources: a list of sources in a spec."""
+"""Combination of several sources, which a spec defines as a list of sources."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Combined(Source["Combined.Spec"]):
 
     @property
     def stores_listing(self) -> bool:
-        """True if one of the sources stores its listing."""
+        """True if at least one of the sources stores its listing."""
         return any(source.stores_listing for source in self._sources)
 
     @classmethod
@@ -77,13 +77,13 @@ class Combined(Source["Combined.Spec"]):
         return pa.schema(list(columns.values()))
 
     def check(self) -> None:
-        """Raises `SpecError` if one of the sources contains no items."""
+        """Raises `SpecError` if at least one of the sources contains no items."""
         for number, source in enumerate(self._sources):
             with within(f"[{number}]"):
                 source.check()
 
     def shards(self) -> Iterator[dict[str, Any]]:
-        """Yields the shards of each source as `{"source": number of the source, "shard": ...}`."""
+        """Yields the shards of all sources as `{"source": number of the source, "shard": ...}`."""
         for number, source in enumerate(self._sources):
             for shard in source.shards():
                 yield {"source": number, "shard": shard}
@@ -95,5 +95,5 @@ class Combined(Source["Combined.Spec"]):
     def decode(
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
-        """Yields the given items, each with the payload loaded by its own source."""
+        """Yields the requested items. The payload of each item is loaded by its source."""
         return self._sources[shard["source"]].decode(shard["shard"], items)

@@ -1,4 +1,4 @@
-"""Files and folders at fsspec URIs, listed in a stable order."""
+"""Lists files and folders at fsspec URIs in a stable order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPECIAL_FILE_SIZE = -1
 
 
 def open_root(uri: str) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system of a URI, and the path in it.
+    """Resolves a URI to its file system and the path in it.
 
     Raises:
         MissingExtra: The package of the storage is not installed.
@@ -34,7 +34,7 @@ def open_root(uri: str) -> tuple[AbstractFileSystem, str]:
 
 
 def existing_root(uri: str) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system of a URI and the path in it, which must exist.
+    """Resolves a URI to its file system and the path in it. The path must exist.
 
     Raises:
         SpecError: The path does not exist, cannot be read, or is not a regular file or folder.
@@ -57,9 +57,10 @@ def existing_root(uri: str) -> tuple[AbstractFileSystem, str]:
 
 
 def resolve_folder(uri: str) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system of a URI and its folder; for a file, the folder that contains it.
+    """Returns the file system of a URI and its folder.
 
-    A missing path counts as a file if its name has a suffix.
+    If the URI is a file, its parent folder is returned. A path that does not exist is considered a
+    file if its name has a suffix.
     """
     fs, root = open_root(uri)
     folder, _, name = root.rpartition("/")
@@ -90,7 +91,7 @@ def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
 
 
 def find_files(uri: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
-    """Yields the files below a folder that have one of the suffixes, or the file at the URI.
+    """Yields the file at the URI, or all files in a folder that have one of the suffixes.
 
     Yields:
         (path relative to the folder, size in bytes), see `walk`.

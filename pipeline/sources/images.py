@@ -95,13 +95,13 @@ class Images(MediaSource["Images.Spec"]):
         self._table: Table | None = None  # open during listing and decoding of a shard
 
     def unit_limit(self, shard: dict[str, Any]) -> int:
-        """Returns the maximum number of items of a shard in memory at the same time."""
+        """Returns how many items of a shard may be in memory at the same time."""
         if "scan" in self.wants:
             return MAX_UNIT_SCANS
         return MAX_UNIT_IMAGES if self.payload.names else self.max_unit_items
 
     def settings(self) -> dict[str, Any]:
-        """Returns the options that affect the stored content, without the locations of files."""
+        """Returns the options that affect the stored content. The locations of files do not."""
         settings = super().settings()
         excluded = {"images", "id_field"}
         if not self.payload.names:
@@ -189,14 +189,14 @@ class Images(MediaSource["Images.Spec"]):
             yield MalformedEntry(manifest, error)
 
     def _id(self, fields: dict[str, Any]) -> Any:
-        """Removes and returns the id of a manifest row, or None if there is none."""
+        """Removes the id from the fields of a manifest row and returns it. None without an id."""
         name = self.spec.id_field or ("_id" if "_id" in fields else "id")
         value = fields.pop(name, None)
         is_number = isinstance(value, int) and not isinstance(value, bool)
         return str(value) if is_number else value
 
     def _find(self, name: str, manifest: str) -> tuple[str, int]:
-        """Returns the path and size of a file named by a manifest.
+        """Resolves the name of a file in a manifest to its path and size.
 
         Args:
             name: Name of the file in the manifest.
@@ -272,7 +272,7 @@ class Images(MediaSource["Images.Spec"]):
             yield replace(item, metadata={**(item.metadata or {}), **info}, payload=payload)
 
     def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
-        """Returns the image of an indexed item: upright, JPEG, PNG or WebP."""
+        """Returns the image of an indexed item as an upright JPEG, PNG or WebP file."""
         file = self.find_file(item["parent_id"], item["metadata"] or {})
         with self.local_path(file) as path:
             (result,) = self._read(path)
@@ -293,7 +293,7 @@ class Images(MediaSource["Images.Spec"]):
         return None if self.spec.images is None else open_root(self.spec.images)
 
     def resolve_path(self, file: MediaFile) -> tuple[Any, str]:
-        """Returns the file system and the path of an image, or of the table that contains it."""
+        """Returns the file system and the path of an image or of the table that contains it."""
         if file.row is not None or self._images is None:
             return super().resolve_path(file)
         fs, folder = self._images
@@ -328,7 +328,7 @@ class Images(MediaSource["Images.Spec"]):
 
 
 def _take_image(fields: dict[str, Any]) -> tuple[bytes | None, str | None]:
-    """Removes the image from the fields of a row, and returns its bytes and its name.
+    """Removes the image from the fields of a row. Returns its bytes and its name.
 
     >>> _take_image({"image": {"bytes": b"x", "path": "a.jpg"}}), _take_image({"path": "b"})
     ((b'x', 'a.jpg'), (None, 'b'))
@@ -342,7 +342,7 @@ def _take_image(fields: dict[str, Any]) -> tuple[bytes | None, str | None]:
 
 
 def _sidecars(file: MediaFile) -> dict[str, Any]:
-    """Returns the captions, title and metadata from the text files of a sample."""
+    """Reads the captions, the title and the metadata from the text files of a sample."""
     annotation: dict[str, Any] = {}
     if ".json" in file.sidecars:
         try:
@@ -361,7 +361,7 @@ def _sidecars(file: MediaFile) -> dict[str, Any]:
 
 
 def _parse_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns `captions`, `title` and the other `fields` of a row.
+    """Splits the fields of a row into `captions`, `title` and other `fields`.
 
     >>> _parse_fields({"caption": " A  cat. ", "title": "Cats", "licence": 4})
     {'captions': ['A cat.'], 'title': 'Cats', 'fields': {'licence': 4}}

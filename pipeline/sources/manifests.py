@@ -1,4 +1,7 @@
-"""Readers of manifests, whose rows name or contain images: JSON lines, Parquet and COCO JSON."""
+"""Reads manifests, whose rows contain images or their names.
+
+JSON lines, Parquet and COCO JSON are supported.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class ManifestEntry:
 
 @dataclass(frozen=True)
 class MalformedEntry:
-    """An entry of a manifest, or an entire manifest, that cannot be read.
+    """Entry of a manifest, or a complete manifest, that cannot be read.
 
     Attributes:
         location: Location of the entry.
@@ -106,7 +109,7 @@ def shards(fs: Any, folder: str, manifest: str, num_bytes: int | None) -> Iterat
 
 
 def read(fs: Any, folder: str, shard: dict[str, Any]) -> Iterator[ManifestEntry | MalformedEntry]:
-    """Yields the entries of a shard in order; for tables see `Table`.
+    """Yields the entries of a shard in order. See `Table` for tables.
 
     Args:
         fs: The file system.
@@ -156,7 +159,7 @@ def _error_fields(error: Unreadable | OSError) -> list[str]:
 
 
 def _read_value(data: bytes, manifest: str) -> list[tuple[str, dict[str, Any]]]:
-    """Returns (location, fields) of each image in a JSON manifest."""
+    """Returns the location and the fields of each image in a JSON manifest."""
     try:
         rows = parse_rows(parse_line(data))
     except ValueError as error:  # includes UnicodeError
@@ -165,7 +168,7 @@ def _read_value(data: bytes, manifest: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def parse_rows(value: Any) -> list[dict[str, Any]]:
-    """Returns the images of a parsed manifest with their `captions`.
+    """Converts a parsed manifest to a list of images with their `captions`.
 
     Args:
         value: A list of objects, or an object in the format of COCO or Karpathy.
@@ -196,7 +199,7 @@ def _coco(images: list[dict[str, Any]], annotations: Any) -> list[dict[str, Any]
 
 
 def _karpathy(images: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the images of a file in Karpathy's format (COCO and Flickr30K splits).
+    """Converts a file in Karpathy's format, which has splits of COCO and Flickr30K, to images.
 
     >>> _karpathy([{"filepath": "val", "filename": "7.jpg", "sentences": [{"raw": "A cat. "}]}])
     [{'id': '7', 'file_name': 'val/7.jpg', 'captions': ['A cat. ']}]
@@ -223,7 +226,7 @@ def _key(image_id: Any) -> str:
 
 
 class Table:
-    """A Parquet file that is read row by row in ascending order, with few rows in memory.
+    """Parquet file that is read in ascending order of rows, with few rows in memory at a time.
 
     Args:
         fs: The file system.
@@ -260,7 +263,7 @@ class Table:
         self._stream.close()
 
     def row_ranges(self) -> Iterator[list[int]]:
-        """Yields [start, end) of the row ranges that are read as shards."""
+        """Yields the start and end of the ranges of rows that are read as shards."""
         first = num_bytes = 0
         for group, (start, stop) in enumerate(itertools.pairwise(self._starts)):
             row_group = self._file.metadata.row_group(group)
@@ -298,7 +301,7 @@ class Table:
             raise _classify_error(error) from None
 
     def _advance(self, number: int) -> None:
-        """Reads the next batch of the row group that contains a row."""
+        """Reads the next batch from the row group that contains a row."""
         batch_end = self._first + (len(self._batch) if self._batch is not None else 0)
         if not batch_end <= number < self._group_end or self._batch is None:
             group = max(i for i, start in enumerate(self._starts[:-1]) if start <= number)
@@ -311,7 +314,7 @@ class Table:
 
 
 def _classify_error(error: Exception) -> Unreadable | OSError:
-    """Returns storage errors, which have an errno, unchanged and Arrow errors as `Unreadable`."""
+    """Converts Arrow errors to `Unreadable`. Storage errors, which have an errno, are unchanged."""
     if isinstance(error, OSError):
         is_transient = isinstance(error, ConnectionError | TimeoutError)
         if is_transient or error.errno is not None:

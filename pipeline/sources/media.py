@@ -1,4 +1,4 @@
-"""The base class of sources that read media files in folders and tar archives."""
+"""Base class of sources that read media files from folders and tar archives."""
 
 from __future__ import annotations
 
@@ -110,13 +110,13 @@ class MediaSource(Source[MediaSpecT]):
 
     @property
     def stores_listing(self) -> bool:
-        """True: listing an archive takes as long as reading it."""
+        """Returns True, because listing an archive takes as long as reading it."""
         return True
 
     @property
     @abstractmethod
     def decodes_to_list(self) -> bool:
-        """True if listing the items of a file requires decoding it."""
+        """True if the items of a file can only be listed by decoding it."""
 
     def __init__(self, spec: MediaSpecT, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
@@ -137,7 +137,7 @@ class MediaSource(Source[MediaSpecT]):
 
     @abstractmethod
     def decode_file(self, file: MediaFile, path: str, items: Sequence[Item]) -> Iterator[Any]:
-        """Yields the given items of a file with their payload, or `Unreadable`, in order.
+        """Yields the requested items of a file in order, with their payload or as `Unreadable`.
 
         Args:
             file: The file.
@@ -236,7 +236,7 @@ class MediaSource(Source[MediaSpecT]):
         yield from (self._listed(item, file) for item in items)
 
     def _listed(self, item: Item, file: MediaFile) -> Item:
-        """Returns the item with the location of its file, in the handle and in the metadata."""
+        """Adds the location of the file to the handle and the metadata of an item."""
         location: dict[str, Any] = {}
         if file.path != file.id:
             location["file"] = file.path
@@ -254,7 +254,7 @@ class MediaSource(Source[MediaSpecT]):
         return MediaFile(parent_id, path, size, offset, suffix, row=metadata.get("row"))
 
     def resolve_path(self, file: MediaFile) -> tuple[Any, str]:
-        """Returns the file system and the path of a file, or of the archive that contains it."""
+        """Returns the file system and the path of a file or of the archive that contains it."""
         fs, folder = self._folder
         return fs, f"{folder}/{file.path}"
 
@@ -265,7 +265,7 @@ class MediaSource(Source[MediaSpecT]):
         return make_revision(settings, self._content(file, path))
 
     def read_content_hash(self, item: dict[str, Any]) -> str:
-        """Returns the hash of the current content of an item's file, or of its size and date."""
+        """Returns the current content hash of an item's file, or a hash of its size and date."""
         file = self.find_file(item["parent_id"], item["metadata"] or {})
         return config.digest(self._content(file, None))
 
@@ -292,7 +292,7 @@ class MediaSource(Source[MediaSpecT]):
     # -- archives ----------------------------------------------------------------------------
 
     def _members(self, archive: str) -> Iterator[MediaFile | Reject]:
-        """Yields the media files of an archive, grouped by sample (members with the same key)."""
+        """Yields the media files of an archive. Members that have the same key form a sample."""
         fs, folder = self._folder
         try:
             with open_file(fs, f"{folder}/{archive}") as stream:
@@ -318,7 +318,10 @@ class MediaSource(Source[MediaSpecT]):
         return self.reject(escape(f"{archive}/{location}"), "", error, "list")
 
     def _key(self, member: Member) -> str:
-        """Returns the path of a member up to the first dot, or the last if the rest is unknown."""
+        """Returns the path of a member without its suffix, which begins at the first dot.
+
+        If this suffix is unknown, only the part from the last dot on is removed.
+        """
         folder, _, name = member.name.rpartition("/")
         stem, _, rest = name.partition(".")
         if f".{rest}".lower() not in (*self.suffixes, *SIDECARS):
@@ -364,14 +367,17 @@ class MediaSource(Source[MediaSpecT]):
                     yield self._reject(file, item.item_id, item.revision, error, "decode")
 
     def _reject(self, file: MediaFile, *arguments: Any) -> Reject:
-        """Returns the reject of an item, with the path in the detail if it differs from the id."""
+        """Builds the reject of an item.
+
+        Its detail contains the path if this differs from the id.
+        """
         reject = self.reject(*arguments)
         path = None if file.path == file.id else escape(file.path)
         return replace(reject, detail=detail_with_file(reject.detail, path))
 
     @contextmanager
     def local_path(self, file: MediaFile) -> Iterator[str]:
-        """Returns a context with a local path of the file, or of a temporary copy."""
+        """Context manager for a local path of the file, which may be a temporary copy."""
         fs, path_in_fs = self.resolve_path(file)
         if isinstance(fs, LocalFileSystem) and file.offset is None and file.row is None:
             check_regular(fs, path_in_fs)
@@ -411,13 +417,13 @@ class Member:
 
     @property
     def suffix(self) -> str:
-        """Suffix of the name, in lower case with the dot."""
+        """Suffix of the name in lower case, including the dot."""
         return PurePosixPath(self.name).suffix.lower()
 
 
 @dataclass(frozen=True)
 class UnreadableMember:
-    """A byte range or a member of an archive that cannot be read.
+    """Byte range or member of an archive that cannot be read.
 
     Attributes:
         offset: Offset in the archive, in bytes.
@@ -436,7 +442,7 @@ class ByteStream(Protocol):
     """A stream of bytes that is read sequentially."""
 
     def read(self, size: int = -1, /) -> bytes:
-        """Returns at most `size` bytes, or all remaining bytes for -1, or empty at the end."""
+        """Reads at most `size` bytes, or all remaining bytes if `size` is -1. Empty at the end."""
 
 
 class FileRange:
@@ -453,7 +459,7 @@ class FileRange:
         self._stream, self._num_remaining = stream, size
 
     def read(self, size: int = -1, /) -> bytes:
-        """Returns at most `size` bytes, or all remaining bytes for -1, or empty at the end."""
+        """Reads at most `size` bytes, or all remaining bytes if `size` is -1. Empty at the end."""
         size = self._num_remaining if size < 0 else min(size, self._num_remaining)
         data = self._stream.read(size)
         self._num_remaining -= len(data)

@@ -1,4 +1,4 @@
-"""The source of PDF documents, read page by page."""
+"""Source of PDF documents, which are divided into pages."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Pages(Source["Pages.Spec"]):
         self.payload = payload_schema(self.provides, wants)
 
     def check(self) -> None:
-        """Checks that there are documents and that the PDF library is installed.
+        """Checks that the source contains documents and that the PDF library is installed.
 
         Raises:
             MissingExtra: pypdfium2 is not installed.
@@ -133,7 +133,7 @@ class Pages(Source["Pages.Spec"]):
             yield from self._decode_document(document, pages)
 
     def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
-        """Returns a page as a JPEG, at the resolution of the spec."""
+        """Renders a page as a JPEG file with the resolution of the spec."""
         document, number = item["parent_id"], int(item["span"]["start"])
         settings = {**self._settings, "text": False, "image": True}
         with self._local_path(document) as path:
@@ -162,12 +162,12 @@ class Pages(Source["Pages.Spec"]):
         return resolve_folder(self.spec.path)
 
     def _files(self) -> Iterator[tuple[str, int | None]]:
-        """Yields (path relative to the folder, size in bytes) of all documents."""
+        """Yields the path relative to the folder and the size in bytes of all documents."""
         return find_files(self.spec.path, (SUFFIX,))
 
     @contextmanager
     def _local_path(self, file: str) -> Iterator[str]:
-        """Returns a context with a local path of a document, or of a temporary copy."""
+        """Context manager for a local path of a document, which may be a temporary copy."""
         fs, folder = self._folder
         path_in_fs = f"{folder}/{file}"
         check_regular(fs, path_in_fs)
@@ -211,7 +211,7 @@ class Pages(Source["Pages.Spec"]):
         return [self.spec.dpi, self.spec.max_pixels] if "image" in self.wants else []
 
     def read_content_hash(self, item: dict[str, Any]) -> str:
-        """Returns the hash of the current content of an item's document."""
+        """Returns the hash of the current content of the document to which an item belongs."""
         with self._local_path(item["parent_id"]) as path:
             return config.digest(_content(path))
 

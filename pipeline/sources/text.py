@@ -1,4 +1,4 @@
-"""Source of text documents: text files, JSON lines and BEIR corpora."""
+"""Source of text documents in text files, JSON lines files and BEIR corpora."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 class Passages(config.Spec):
-    """Division of long documents into overlapping windows of words."""
+    """Options for dividing long documents into overlapping windows of words."""
 
     max_words: int = Field(400, gt=0)
     """Maximum number of words per window."""
@@ -103,7 +103,7 @@ class Text(Source["Text.Spec"]):
         title_field: str = "title"
         """JSON field with the title, which may be missing or null."""
         passages: Passages | None = None
-        """Division of long documents into passages; default: documents are not divided."""
+        """Division of long documents into passages. By default, documents are not divided."""
         max_document_bytes: int = Field(MAX_LINE_BYTES, ge=1024, le=1 << 30)
         """Maximum size of a document (a file or a line), in bytes."""
 
@@ -262,7 +262,7 @@ class Text(Source["Text.Spec"]):
         metadata: dict[str, Any] | None,
         content: bytes,
     ) -> Iterator[Item | Reject]:
-        """Yields the items of a document: the whole text, or its windows."""
+        """Yields the items of a document, which are the whole text or its windows."""
         if not text.strip():
             yield self._reject(document_id, "empty text", "", content)
             return
@@ -304,7 +304,7 @@ class Text(Source["Text.Spec"]):
 
 
 def join_title(title: str, text: str) -> str:
-    r"""Returns the text to encode, which begins with the title.
+    r"""Combines title and text to the text that is encoded. It begins with the title.
 
     >>> join_title("On wings", "On wings. They lift."), join_title("On wings", "They lift.")
     ('On wings. They lift.', 'On wings\nThey lift.')
@@ -348,7 +348,7 @@ def read_lines(
     Args:
         stream: The file.
         start: Start of the range, in bytes.
-        end: End of the range, in bytes; None: the end of the file.
+        end: End of the range, in bytes. None is the end of the file.
         max_bytes: Maximum size of a line, in bytes.
 
     Raises:
@@ -370,7 +370,7 @@ def read_lines(
 
 
 def _skip_line(stream: BinaryIO) -> int:
-    """Reads to the end of the line, and returns the number of bytes read."""
+    """Skips the rest of the line and returns the number of bytes that were read."""
     num_bytes = 0
     while data := stream.readline(1 << 20):
         num_bytes += len(data)
@@ -382,13 +382,13 @@ def _skip_line(stream: BinaryIO) -> int:
 
 
 class Lines:
-    """The non-blank lines of a byte range of a file.
+    """Iterator over the non-blank lines in a byte range of a file.
 
     Args:
         fs: The file system.
         path: Path of the file. Gzip files are decompressed.
         start: Start of the range, in bytes of the decompressed content.
-        end: End of the range, in bytes; None: the end of the file. A line belongs to the range in
+        end: End of the range, in bytes. None is the end of the file. A line belongs to the range in
             which it begins.
         max_bytes: Maximum size of a line, in bytes. Longer lines are truncated to `max_bytes` + 1.
 

@@ -1,4 +1,4 @@
-"""Readers of vector files: .npy arrays, and columns of Parquet and Arrow files."""
+"""Readers of precomputed vectors in .npy arrays and in columns of Parquet and Arrow files."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ class Block:
 
     @functools.cached_property
     def row_starts(self) -> np.ndarray:
-        """Index of the first vector of each row, and the number of vectors, (n + 1,)."""
+        """Index of the first vector of each row, followed by the number of vectors, (n + 1,)."""
         return start_offsets(self.lengths)
 
     @functools.cached_property
     def value_starts(self) -> np.ndarray:
-        """Index of the first value of each row, and the number of values, (n + 1,)."""
+        """Index of the first value of each row, followed by the number of values, (n + 1,)."""
         return start_offsets(self.widths)[self.row_starts]
 
     def flat_vectors(self, row: int) -> np.ndarray:
@@ -107,7 +107,7 @@ def start_offsets(sizes: np.ndarray) -> np.ndarray:
 
 
 class NpyArray:
-    """A C-ordered .npy file at an fsspec URI, read by byte ranges.
+    """Array in a C-ordered .npy file at an fsspec URI, which is read by byte ranges.
 
     Args:
         fs: The file system.
@@ -144,7 +144,7 @@ class NpyArray:
             raise OSError(f"{fs.size(path)} bytes, but the header requires {num_bytes}")
 
     def values(self, start: int, end: int) -> np.ndarray:
-        """Returns the values [start, end) of the flattened array."""
+        """Reads the values [start, end) of the flattened array."""
         if start == end:
             return np.empty(0, self.dtype)
         first, last = (self._offset + self.dtype.itemsize * i for i in (start, end))
@@ -155,7 +155,7 @@ class NpyArray:
 
 
 class NpyFiles:
-    """A folder with vectors.npy, ids.txt and, if items differ in length, lengths.npy.
+    """Folder with vectors.npy, ids.txt and, if the items have different lengths, lengths.npy.
 
     Args:
         fs: The file system.
@@ -169,7 +169,7 @@ class NpyFiles:
         self._fs, self._root, self._spec = fs, root, spec
 
     def check(self) -> None:
-        """Raises `SpecError` if files are missing, malformed or inconsistent."""
+        """Raises `SpecError` if files are missing, malformed or not consistent with each other."""
         shape, dim = self._vectors.shape, self._spec.dim
         if len(shape) not in ((2,) if self._lengths else (2, 3)):
             rule = "shape (T, D)" if self._lengths else "shape (n, N, D) or (n, D)"
@@ -245,7 +245,7 @@ class NpyFiles:
                 yield block.flat_vectors(i).reshape(-1, self._spec.dim)
 
     def _group_rows(self, shard: dict[str, Any], positions: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields runs of rows (see `_runs`) that fit in memory together."""
+        """Yields runs of rows (see `_runs`) that fit into memory together."""
         sizes = self._row_lengths(shard["row"], shard["end"]) * self._spec.dim
         for rows in _runs(positions):
             blocks = np.cumsum(sizes[rows]) // VALUES_PER_BLOCK
@@ -262,7 +262,7 @@ class NpyFiles:
     def _block(
         self, shard: dict[str, Any], rows: np.ndarray, strings: dict[str, list] | None = None
     ) -> Block:
-        """Returns the block of consecutive rows, numbered from the start of the shard."""
+        """Reads consecutive rows as a block. Rows are numbered from the start of the shard."""
         lengths = self._row_lengths(shard["row"], shard["row"] + int(rows[-1]) + 1)
         vectors = shard["vector"] + start_offsets(lengths)
         width = self._vectors.shape[-1]
@@ -353,7 +353,7 @@ class ColumnFiles:
         raise SpecError("path", self._spec.path, rule, problem)
 
     def shards(self) -> Iterator[dict[str, Any]]:
-        """Yields runs of chunks [index, number of rows] per file; none for an unreadable file."""
+        """Yields runs of chunks [index, number of rows] per file. An unreadable file has none."""
         for file in self._names():
             try:
                 chunks = self._chunks(file)
@@ -419,7 +419,7 @@ class ColumnFiles:
         return Block(_lengths(vectors), _lengths(inner), _float32(values), strings)
 
     def _names(self) -> Iterator[str]:
-        """Yields the files relative to the folder, in a stable order."""
+        """Yields the paths of all files relative to the folder in a stable order."""
         if self._single:
             if self._single.lower().endswith(PARQUET + ARROW):
                 yield self._single
@@ -514,14 +514,14 @@ class _Arrow:
 
 
 def _runs(positions: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields runs of consecutive positions, of at most `ROWS_PER_BLOCK` each."""
+    """Splits positions into consecutive runs of at most `ROWS_PER_BLOCK` positions."""
     for run in np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1):
         for start in range(0, len(run), ROWS_PER_BLOCK):
             yield run[start : start + ROWS_PER_BLOCK]
 
 
 def _within(positions: Sequence[int] | np.ndarray, start: int, end: int) -> np.ndarray:
-    """Returns the ascending positions in [start, end), relative to `start`."""
+    """Selects the positions in [start, end) and makes them relative to `start`."""
     ascending = np.asarray(positions, dtype=np.int64)
     return ascending[slice(*np.searchsorted(ascending, [start, end]))] - start
 

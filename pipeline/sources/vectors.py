@@ -1,4 +1,4 @@
-"""The source of precomputed vectors in .npy, Parquet or Arrow files."""
+"""Source of precomputed vectors in .npy, Parquet or Arrow files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Vectors(Source[VectorsSpec]):
         self.payload = pa.schema([pa.field("vectors", vectors_type(spec.dim, pa.float32()))])
 
     def check(self) -> None:
-        """Raises `SpecError` if the files contain no vectors, or are inconsistent with `dim`."""
+        """Raises `SpecError` if the files contain no vectors or contradict the option `dim`."""
         existing_root(self.spec.path)
         self._files.check()
 
@@ -103,7 +103,7 @@ class Vectors(Source[VectorsSpec]):
         return (NpyFiles if is_npy else ColumnFiles)(fs, root, self.spec)
 
     def _list(self, block: Block, file: str, first_row: int) -> Iterator[Item | Reject]:
-        """Yields the items and rejects of a block; loops over items but not over vectors."""
+        """Yields the items and rejects of a block without a Python loop over vectors."""
         dim = self.spec.dim
         num_wrong_widths = np.diff(start_offsets(block.widths != dim)[block.row_starts])
         num_non_finite = np.diff(start_offsets(~np.isfinite(block.values))[block.value_starts])

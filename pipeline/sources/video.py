@@ -22,7 +22,7 @@ SAMPLING_OPTIONS = {
 
 
 class FramesSpec(Spec):
-    """Selection of the frames of a window, see `Video`."""
+    """Options for selecting the frames of a window. See `Video` for the sampling methods."""
 
     renamed: ClassVar[Mapping[str, str]] = {"look_fps": "scene_detection_fps"}
 
@@ -89,7 +89,7 @@ class Video(WindowSource["Video.Spec"]):
             self.max_unit_items = max(1, int(MAX_UNIT_BYTES / item_bytes))
 
     def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
-        """Returns the frame of an indexed item at a time as a JPEG.
+        """Returns the frame of an indexed item at a given time as a JPEG file.
 
         Args:
             item: The row of the item, with the metadata as a mapping.
@@ -105,7 +105,10 @@ class Video(WindowSource["Video.Spec"]):
         return frame["jpeg"]
 
     def settings(self) -> dict[str, Any]:
-        """Returns the options that affect the decoded content, without those of other samplings."""
+        """Returns the options that affect the decoded content.
+
+        Options of other samplings do not.
+        """
         names = {"window_seconds", "overlap_seconds", "wants"}
         if "audio" in self.wants:
             names |= {"sample_rate", "border_shift"}
@@ -114,7 +117,7 @@ class Video(WindowSource["Video.Spec"]):
         return {name: value for name, value in super().settings().items() if name in names}
 
     def _max_frames(self) -> int:
-        """Returns the maximum number of frames per item."""
+        """Returns how many frames an item can have at most."""
         max_frames = self.spec.num_frames
         if self.spec.sampling == "fps" and self.spec.window_seconds is not None:
             by_rate = int(self.spec.fps * (self.spec.window_seconds + 1)) + 1

@@ -43,7 +43,7 @@ class WindowSpec(MediaSpec, AudioSpec):
     @field_validator("window_seconds", "overlap_seconds")
     @classmethod
     def _whole_milliseconds(cls, seconds: float | None) -> float | None:
-        """Rounds to milliseconds, the precision of item ids."""
+        """Rounds a time to milliseconds, which is the precision of item ids."""
         return seconds if seconds is None else round(seconds, 3)
 
     @model_validator(mode="after")
@@ -74,7 +74,7 @@ class WindowSource(MediaSource[WindowSpecT]):
 
     @property
     def decodes_to_list(self) -> bool:
-        """True if files are divided into windows, which requires their duration."""
+        """True if files are divided into windows, for which their duration must be known."""
         return self.spec.window_seconds is not None
 
     def settings(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class WindowSource(MediaSource[WindowSpecT]):
     def decode_file(
         self, file: MediaFile, path: str, items: Sequence[Item]
     ) -> Iterator[Item | Unreadable]:
-        """Yields the windows with their payload and metadata."""
+        """Yields the requested windows with their payload and metadata."""
         if not self.payload:  # the encoder reads neither frames nor audio
             yield from items
             return
@@ -113,7 +113,7 @@ class WindowSource(MediaSource[WindowSpecT]):
             yield result if isinstance(result, Unreadable) else self._item(item, result)
 
     def preview_audio(self, item: dict[str, Any]) -> tuple[np.ndarray, int, float]:
-        """Returns the audio of an indexed item, for previews.
+        """Returns the audio of an indexed item for use in a preview.
 
         Args:
             item: The row of the item, with the metadata as a mapping.
@@ -133,14 +133,14 @@ class WindowSource(MediaSource[WindowSpecT]):
         return window["samples"], self.spec.sample_rate, window["audio_start"]
 
     def _reader_settings(self) -> dict[str, Any]:
-        """Returns the settings of the function `read_windows` of the decoding modules."""
+        """Returns the arguments of the function `read_windows` in the decoding modules."""
         inputs = {name: name in self.wants for name in self.provides}
         step = (self.spec.window_seconds or 0.0) - self.spec.overlap_seconds
         shift = min(self.spec.border_shift, step / 4)
         return {**self.spec.model_dump(mode="json"), **inputs, "border_shift": shift}
 
     def _item(self, item: Item, window: dict[str, Any]) -> Item:
-        """Returns an item with the payload and metadata of a decoded window."""
+        """Adds the payload and the metadata of a decoded window to an item."""
         metadata = {**(item.metadata or {}), **self._metadata(window)}
         payload = {name: self._payload(name, window) for name in self.payload.names}
         span = item.span or _span(0.0, window["info"]["duration"])
@@ -151,7 +151,7 @@ class WindowSource(MediaSource[WindowSpecT]):
         return _file_metadata(window["info"])
 
     def _payload(self, name: str, window: dict[str, Any]) -> Any:
-        """Returns the value of a payload column, see `schema.PAYLOAD`."""
+        """Returns the value of a payload column. See `schema.PAYLOAD` for the columns."""
         assert name == "audio"
         if not len(window["samples"]):
             return None
@@ -162,19 +162,19 @@ class WindowSource(MediaSource[WindowSpecT]):
         }
 
     def _audio_bytes(self) -> float:
-        """Returns the size of the audio of a window, or of one hour for entire files."""
+        """Returns the size of the audio of a window. For complete files, one hour is assumed."""
         return 4 * self.spec.sample_rate * (self.spec.window_seconds or 3600.0)
 
 
 def _file_metadata(info: dict[str, Any]) -> dict[str, Any]:
-    """Returns the metadata of a file, from the result of `describe`."""
+    """Converts the result of `describe` to the metadata of a file."""
     return {**info, "duration": round(info["duration"], 3)}
 
 
 def split_windows(
     duration: float, window: float, overlap: float = 0.0
 ) -> list[tuple[float, float]]:
-    """Returns the windows (start, end) of a file, in seconds.
+    """Divides a file into windows and returns their start and end in seconds.
 
     Args:
         duration: Duration of the file, in seconds.
@@ -199,7 +199,7 @@ def split_windows(
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats a time in seconds with millisecond precision, without trailing zeros.
+    """Formats a time in seconds with a precision of milliseconds and without trailing zeros.
 
     >>> format_seconds(30.0), format_seconds(12.5), format_seconds(0.033), format_seconds(86400.0)
     ('30', '12.5', '0.033', '86400')

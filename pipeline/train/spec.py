@@ -33,7 +33,7 @@ class Optimiser(config.Spec):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay after the warm-up: `cosine` to 0, `linear` to 0, or `constant`."""
     max_grad_norm: float | None = Field(1.0, gt=0)
-    """Maximum norm of all gradients together, to which larger gradients are clipped; null disables
+    """Maximum norm of all gradients together, to which larger gradients are clipped. Null disables
     gradient clipping."""
 
     def rate(self, step: int, num_steps: int) -> float:
@@ -106,7 +106,7 @@ class TrainSpec(config.Spec):
     optimiser: Optimiser = Optimiser()
     """Optimiser and learning rate schedule."""
     eval_every: int | None = Field(None, ge=1)
-    """Steps between evaluations on the validation data; null disables them."""
+    """Steps between evaluations on the validation data. Null disables them."""
     checkpoint_every: int = Field(500, ge=1)
     """Steps between checkpoints."""
     keep_last: int = Field(2, ge=1)

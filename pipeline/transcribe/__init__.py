@@ -1,4 +1,4 @@
-"""Recognisers, which find the words of images, video and audio with their locations (OCR and ASR).
+"""Recognisers of text and speech (OCR and ASR), which also return the locations of words.
 
 A recogniser is a module with a class and its nested `Spec`. The spec of the encoder `transcript`
 selects recognisers by name.
@@ -38,7 +38,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of text, or an utterance. Lines are separated by line breaks in the text of the item.
+    """Line of text, or utterance. Lines are separated by line breaks in the text of the item.
 
     Attributes:
         words: Words of the line, in order.
@@ -137,7 +137,7 @@ class Recogniser(ABC, Generic[ComponentSpecT]):
     def find_unmatched(
         cls, spec: ComponentSpecT, known_ids: Iterable[str]
     ) -> tuple[int, list[str]]:
-        """Returns the number of ids in the user's files that belong to no item, and examples.
+        """Counts the ids in the user's files that belong to no item. Also returns some examples.
 
         Args:
             spec: The spec.

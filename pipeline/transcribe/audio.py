@@ -1,4 +1,4 @@
-"""Audio preprocessing of speech recognisers: resampling, and division at silence."""
+"""Preprocesses audio for speech recognisers by resampling and splitting it at silence."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _amplitudes(samples_T: np.ndarray) -> np.ndarray:
 
 
 def _quietest(amplitudes: np.ndarray) -> int:
-    """Returns the middle of the quietest 0.2 seconds, as a frame number."""
+    """Finds the quietest 0.2 seconds and returns their middle as a frame number."""
     width = min(20, len(amplitudes))
     sums = np.convolve(amplitudes, np.ones(width), mode="valid")
     return int(sums.argmin()) + width // 2

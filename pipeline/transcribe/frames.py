@@ -45,7 +45,7 @@ class OcrLine:
 
 @dataclass
 class _TrackedLine:
-    """A tracked line with its best reading and its times."""
+    """Tracked line with its best reading and the times at which it is visible."""
 
     reading: OcrLine
     latest: OcrLine  # compared with the next frame, because a line may move
@@ -201,7 +201,7 @@ def _words(text: str) -> list[str]:
 
 
 def _skeleton(text: str) -> str:
-    """Returns the letters and digits of a text, with confusable characters unified."""
+    """Reduces a text to letters and digits, in which characters that OCR confuses are unified."""
     text = unicodedata.normalize("NFKC", text).casefold()
     return "".join(c for c in text if c.isalnum()).translate(CONFUSED)
 
@@ -213,7 +213,7 @@ def _track(
     before: np.ndarray,
     image: np.ndarray,
 ) -> tuple[list[_TrackedLine], list[_TrackedLine]]:
-    """Returns the tracked lines of a frame, and the new lines among them."""
+    """Matches the lines of a frame to tracked lines. Returns them and the lines that are new."""
     pairs = [
         (overlap, i, j)
         for i, line in enumerate(current)

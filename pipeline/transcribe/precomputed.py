@@ -134,7 +134,7 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
 
     @classmethod
     def find_unmatched(cls, spec: Spec, known_ids: Iterable[str]) -> tuple[int, list[str]]:
-        """Returns the number of ids in the files without an item or parent, and the first five.
+        """Counts the ids that belong to neither an item nor a parent. Also returns the first five.
 
         Args:
             spec: The spec.
@@ -345,7 +345,7 @@ def _fill(
 
 
 def _documents(name: str, file: IO[bytes], depth: int = 0) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yields the name and content of a file, or of all files in a possibly nested archive.
+    """Yields the name and the content of a file, or of all files in an archive.
 
     Raises:
         SpecError: Archives are nested too deeply, or a member is a sparse file.
@@ -493,7 +493,7 @@ def _frames_per_second(item: dict[str, Any]) -> float | None:
 def _merge_frames(
     frames: dict[int, list[str]], fps: float | None
 ) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yields (text, times) of the lines of frames, merging equal lines of successive frames.
+    """Merges equal lines of successive frames and yields the text and the times of each line.
 
     Args:
         frames: Texts by frame number in ascending order.

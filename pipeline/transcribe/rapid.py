@@ -1,4 +1,4 @@
-"""OCR with RapidOCR: PP-OCR models on the CPU, included in its wheel."""
+"""OCR with RapidOCR, which runs PP-OCR models on the CPU. The models are part of its wheel."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Rapid(Recogniser["Rapid.Spec"]):
 
 
 def _shrink_box(box: Box, size: np.ndarray) -> np.ndarray:
-    """Shrinks the box of a line to certain ink: detected boxes are wider and hide narrow gaps."""
+    """Shrinks the box of a line to its ink. Detected boxes are too wide and hide narrow gaps."""
     x0, y0, x1, y1 = box
     height = y1 - y0
     across = min(0.4 * height * size[1] / size[0], 0.4 * (x1 - x0))
@@ -165,7 +165,7 @@ def bounding_box(corners: Any, size: np.ndarray) -> Box:
 def split_words(
     text: str, pieces: list[tuple[str, Box, float]], box: Box, confidence: float
 ) -> list[Word]:
-    """Returns the words of a line from recognised pieces: words, characters or parts of words.
+    """Combines recognised pieces, which may be characters or parts of words, to words.
 
     Args:
         text: Text of the line.

@@ -26,7 +26,7 @@ PRONUNCIATION = re.compile(r"\(\d+\)$")
 
 
 class Sphinx(Recogniser["Sphinx.Spec"]):
-    """Speech recognition with PocketSphinx: clearly spoken US English, of limited accuracy.
+    """Speech recognition with PocketSphinx. It supports clearly spoken US English only.
 
     Audio is divided into utterances of at most `max_utterance_seconds`, which are recognised
     independently, so memory does not grow with the duration. The times of words are in seconds of
@@ -109,7 +109,7 @@ class Sphinx(Recogniser["Sphinx.Spec"]):
 
 
 def split_at_pauses(words: list[Word], pause: float) -> list[Line]:
-    """Divides words, ordered by time, into lines at pauses of at least `pause` seconds.
+    """Splits words into lines at pauses of at least `pause` seconds. Words are ordered by time.
 
     Args:
         words: The words.

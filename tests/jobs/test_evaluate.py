@@ -278,7 +278,7 @@ def test_invalid_specs(spec_file, tmp_path, override, field):
     ("override", "message"),
     [
         ("where=true", "field .where. was renamed to .filter."),
-        ("rerank=[{model: m, pool: 5}]", "field .pool. in rerank.0 was renamed to .rerank_depth."),
+        ("rerank=[{model: m, pool: 5}]", "field .pool. in rerank.0. was renamed to .rerank_depth."),
     ],
 )
 def test_renamed_fields(spec_file, override, message):

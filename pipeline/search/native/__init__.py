@@ -79,7 +79,7 @@ class _Output(ctypes.Structure):
     ]
 
     def after(self, num_documents: int, num_tokens: int) -> _Output:
-        """Returns the output for the documents after the first `num_documents`."""
+        """Returns the part of the output that follows the first `num_documents` documents."""
         scores = self.scores and self.scores + 4 * num_documents
         pointers = (p and p + 4 * num_documents * num_tokens for p in (self.best, self.index))
         return _Output(scores, self.stride, *pointers)
@@ -123,7 +123,7 @@ def _built_library() -> ctypes.CDLL:
 
 @functools.cache
 def available() -> tuple[str, ...]:
-    """Returns the levels that this machine supports, widest last, or empty without the library."""
+    """Returns the levels that this machine supports, widest last. Empty without the library."""
     library = _library()
     return LEVELS[: library.maxray_level() + 1] if library else ()
 
@@ -138,7 +138,7 @@ def _threads(num_threads: int, pid: int) -> ThreadPoolExecutor:
 
 
 def _kind(segment: Segment) -> int:
-    """Returns the number of a segment's codec in the library, or `_UNSUPPORTED`."""
+    """Returns the number that the library uses for the codec of a segment, or `_UNSUPPORTED`."""
     name = segment.codec.spec.name
     if name in _FLOATS:
         return _KINDS.get(segment.parts["values"].dtype, _UNSUPPORTED)
@@ -146,13 +146,13 @@ def _kind(segment: Segment) -> int:
 
 
 def _level(kind: int, level: str) -> int:
-    """Returns the number of the widest level up to `level` that supports a kind of vectors."""
+    """Returns the widest level up to `level` that supports a kind of vectors, as a number."""
     number = LEVELS.index(level)
     return min(number, LEVELS.index("avx512")) if kind == _KINDS[torch.float32] else number
 
 
 def can_score(segment: Segment) -> bool:
-    """Checks whether the library supports a segment's codec, device and memory layout."""
+    """Checks whether the library supports the codec, device and memory layout of a segment."""
     return (
         _kind(segment) != _UNSUPPORTED
         and segment.lengths.is_cpu
@@ -167,7 +167,7 @@ def score(
     out_QB: torch.Tensor,
     level: str,
 ) -> None:
-    """Writes the MaxSim scores of Q queries, or -inf for documents without tokens.
+    """Writes the MaxSim scores of Q queries. Documents without tokens have the score -inf.
 
     Args:
         query_MD: float32, concatenated tokens of all queries.
@@ -195,7 +195,7 @@ def score(
 def best(
     query_MD: torch.Tensor, segment: Segment, documents: torch.Tensor | None, level: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds the best document token per document and query token.
+    """Finds the document token that matches each query token best, for every document.
 
     Returns:
         Similarities (B, M) float32 and indices (B, M) int32 of the best tokens in their document.
@@ -213,7 +213,7 @@ def best(
 
 
 def _groups(query_lengths: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields the first query of each run of whole queries and the token offsets of its queries."""
+    """Yields runs of whole queries as the first query and the token offsets of the queries."""
     bounds = np.concatenate([[0], query_lengths.numpy()]).cumsum()
     first = 0
     while first < len(bounds) - 1:
@@ -225,7 +225,7 @@ def _groups(query_lengths: torch.Tensor, max_tokens: int) -> Iterator[tuple[int,
 
 @dataclass(frozen=True)
 class _Documents:
-    """Documents to score: their segment, first vectors and lengths."""
+    """Documents to score, described by their segment, first vectors and lengths."""
 
     segment: Segment
     kind: int
@@ -234,7 +234,7 @@ class _Documents:
 
     @classmethod
     def select(cls, segment: Segment, kind: int, documents: torch.Tensor | None) -> _Documents:
-        """Selects documents of a segment by index, or None for all."""
+        """Selects documents of a segment by their indices. None selects all documents."""
         starts, lengths = segment.starts, segment.lengths
         if documents is not None:
             starts, lengths = starts[documents], lengths[documents]
@@ -244,7 +244,7 @@ class _Documents:
         return len(self.lengths)
 
     def runs(self, max_runs: int, min_tokens: int) -> Iterator[tuple[int, int]]:
-        """Yields runs of documents with similar numbers of tokens: (first, last + 1)."""
+        """Yields runs (first, last + 1) of documents with similar numbers of tokens."""
         ends = self.lengths.cumsum(0)
         total = int(ends[-1]) if len(ends) else 0
         num_runs = max(min(max_runs, total // min_tokens), 1)
@@ -280,7 +280,7 @@ class _Documents:
 
 @dataclass(frozen=True)
 class _Queries:
-    """Query tokens packed into panels of 32 for a level of the library."""
+    """Query tokens that are packed into panels of 32 for a level of the library."""
 
     panels: torch.Tensor
     scales: torch.Tensor | None
@@ -326,14 +326,14 @@ class _Queries:
 
 
 def _packed_bytes(kind: int, level: int, dim: int) -> int:
-    """Returns the number of bytes per packed query token."""
+    """Returns the number of bytes that a packed query token occupies."""
     return dim if kind == _INT8 and level >= LEVELS.index("avx512") else 4 * dim
 
 
 def _tasks(
     documents: _Documents, queries: _Queries, output: _Output, level: int
 ) -> Iterator[Callable[[], None]]:
-    """Yields library calls, one per run of documents."""
+    """Yields calls of the library, one per run of documents."""
     library, num_threads = _built_library(), torch.get_num_threads()
     min_tokens = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
     for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, min_tokens):
@@ -349,7 +349,7 @@ def _tasks(
 
 
 def _run(tasks: Sequence[Callable[[], None]]) -> None:
-    """Runs tasks in `torch.get_num_threads()` threads."""
+    """Runs tasks in as many threads as torch uses."""
     num_threads = torch.get_num_threads()
     if num_threads == 1 or len(tasks) == 1:
         for task in tasks:

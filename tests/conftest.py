@@ -69,6 +69,8 @@ def cluster() -> Iterator[str]:
     import ray
     import ray.data
 
+    from tests.ray_tasks import as_tasks
+
     context = ray.init(
         num_cpus=4,  # logical CPUs; most tasks in tests wait
         include_dashboard=False,
@@ -76,7 +78,9 @@ def cluster() -> Iterator[str]:
         logging_level="ERROR",
         object_store_memory=1 << 30,
     )
-    yield context.address_info["gcs_address"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray.data.Dataset, "map_batches", as_tasks(ray.data.Dataset.map_batches))
+        yield context.address_info["gcs_address"]
     ray.shutdown()
 
 

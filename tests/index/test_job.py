@@ -22,6 +22,7 @@ from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld
+from tests.ray_tasks import actor_pools
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -240,7 +241,8 @@ def test_separate_compression_actors_write_the_same_rows(tmp_path, collection):
     run(together)
     apart = spec(tmp_path, collection(**documents), index=str(tmp_path / "apart"))
     profile = config.parse(IndexResources, {"compress": {"num_cpus": 0.5}})
-    job.run(apart, profile, job="test", report=lambda line: None)
+    with actor_pools():
+        job.run(apart, profile, job="test", report=lambda line: None)
     assert rows(apart) == rows(together)
 
 

@@ -29,6 +29,7 @@ from pipeline.tokens import PROMPT, VISUAL, TokenBatch
 from pipeline.train.frozen import encoded
 from tests.images import noise, png
 from tests.media import frame_times, write_video
+from tests.ray_tasks import actor_pools
 from tests.rerank.models import edje
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -170,7 +171,8 @@ def test_index_job_backfill_and_adapter_agree_exactly(cached, uri, photos, dual,
 @pytest.mark.heavy
 def test_separate_compression_actors_write_the_same_tokens(tmp_path, cached, photos, dual, model):
     apart = spec(tmp_path / "apart", photos, dual, rerank=model)
-    index(apart, compress={"num_cpus": 0.5})
+    with actor_pools():
+        index(apart, compress={"num_cpus": 0.5})
     assert_equal(tokens(tmp_path / "apart"), tokens(cached))
 
 

@@ -68,13 +68,16 @@ def test_stops_work_at_deadline_or_cancellation(uri, reason):
     edition, before = Index(uri).edition, children()
 
     async def scenario():
-        filters = Filters(uri, None, 1.0 if reason == "deadline" else 30)
+        filters = Filters(uri, None, 30)
         await filters.matching_ids(KEY, edition, "number = 1")
         (process,) = children() - before
         used = cpu_seconds(process)
+        if reason == "deadline":  # only here: a busy machine takes long to open the index
+            filters._timeout_s = 1.0
         task = asyncio.create_task(filters.matching_ids(KEY, edition, SLOW))
-        await asyncio.sleep(0.7)
-        assert cpu_seconds(process) > used + 0.2  # it is working
+        while cpu_seconds(process) <= used:  # until it works
+            assert not task.done()
+            await asyncio.sleep(0.02)
         if reason == "cancelled":
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -82,15 +85,16 @@ def test_stops_work_at_deadline_or_cancellation(uri, reason):
         else:
             with pytest.raises(TimeoutError, match="the filter took longer than 1 s"):
                 await task
-        await asyncio.sleep(0.2)
+        while cpu_seconds(process) or children() - before:  # until the killed process is reaped
+            await asyncio.sleep(0.02)
         start = resource.getrusage(resource.RUSAGE_SELF)
         await asyncio.sleep(0.5)
         end = resource.getrusage(resource.RUSAGE_SELF)
         assert end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime < 0.2
-        assert cpu_seconds(process) == 0 and not children() - before
+        filters._timeout_s = 30
         assert len(await filters.matching_ids(KEY, edition, "number < 3")) == 3
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_key_uses_at_most_one_process(uri):

@@ -23,6 +23,7 @@ from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews
 from tests.conftest import ROOT
 from tests.images import noise, png
+from tests.ray_tasks import actor_pools
 
 pytestmark = pytest.mark.heavy
 
@@ -99,12 +100,13 @@ def index(request, cluster, checkpoint, folder) -> tuple[str, Path]:
         "fit": {"num_items": 8},
     }
     pools = {"prepare": {"num_cpus": 0.5}, "encode": {"num_cpus": 0.5, "max_actors": 2}}
-    progress = job.run(
-        config.parse(IndexSpec, given),
-        config.parse(IndexResources, pools),
-        job="1",
-        report=lambda line: None,
-    )
+    with actor_pools():
+        progress = job.run(
+            config.parse(IndexSpec, given),
+            config.parse(IndexResources, pools),
+            job="1",
+            report=lambda line: None,
+        )
     assert progress.listed == progress.indexed + progress.rejected
     assert progress.seconds["prepare"] > 0
     return request.param, uri

@@ -26,6 +26,7 @@ from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews
 from tests.conftest import ROOT
 from tests.media import frame_times, make_tar, tones, write_video
+from tests.ray_tasks import actor_pools
 
 FULL = {"compressor": "none"}
 CAPTION = {"compressor": "none", "field": "caption"}
@@ -214,7 +215,8 @@ def test_separate_compression_actors_write_the_same_rows(uri, folder, tmp_path):
     sources = [
         {"name": "images", "path": str(folder / "photos/photos.jsonl"), "collection": "photos"}
     ]
-    run(tmp_path / "index", sources, "transcript", FULL, CAPTION, **resources)
+    with actor_pools():
+        run(tmp_path / "index", sources, "transcript", FULL, CAPTION, **resources)
     columns = ["item_id", "text", "caption", "full", "caption_full", "minilm_caption_pooled"]
     expected, actual = (
         Index(str(path)).dataset.to_table(columns=columns, filter="source = 'photos'")

@@ -15,6 +15,7 @@ from pipeline.index.progress import Progress
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from tests.pdfs import Page, bomb, pdf
+from tests.ray_tasks import actor_pools
 
 SAMER = {"compressor": {"name": "samer", "num_vectors": 3}}
 FULL = {"compressor": "none"}
@@ -91,7 +92,8 @@ def test_samer_uses_positions_on_pages(cluster, tmp_path, folder):
 @pytest.mark.heavy
 def test_separate_actors_and_recompression_use_the_same_boxes(cluster, tmp_path, folder):
     index(folder, tmp_path / "one", FULL, SAMER)
-    index(folder, tmp_path / "two", FULL, SAMER, compress={"num_threads": 1})
+    with actor_pools():
+        index(folder, tmp_path / "two", FULL, SAMER, compress={"num_threads": 1})
     index(folder, tmp_path / "later", FULL)
     given = {"index": str(tmp_path / "later"), "representations": [SAMER]}
     spec = config.parse(recompress.RecompressSpec, given)

@@ -30,7 +30,15 @@ from pipeline.train import lora, sharding
 from pipeline.train.frozen import cached_hidden_states, encoded, query_key
 from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
 from pipeline.train.lora import Lora
-from pipeline.train.losses import LOWEST, info_nce, kl_divergence, late_scores, margin_mse
+from pipeline.train.losses import (
+    LOWEST,
+    Positives,
+    Reduction,
+    info_nce,
+    kl_divergence,
+    late_scores,
+    margin_mse,
+)
 from pipeline.training_data.base import NO_LABEL, Batch, Phrases, TrainingData
 from pipeline.training_data.quality import Quality, grounding
 
@@ -69,7 +77,7 @@ class Distillation(config.Spec):
     """`kl`, the divergence from the teacher's distribution over the documents that it scored for a
     query; or `margin_mse`, the squared error of its margins."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Weight of this loss; that of the contrastive loss is 1."""
+    """Weight of this loss."""
     scale: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Factor on the teacher's scores, which corresponds to dividing this model's scores by the
     temperature for `kl`."""
@@ -113,15 +121,23 @@ class Contrastive(Learner["Contrastive.Spec"]):
         compressor: CompressorSpec = Field(default="none", validate_default=True)
         """Compressor of the documents' vectors."""
         score: Score = "late"
-        """Score of a query and a document: `late`, MaxSim as the mean over the query's tokens
-        (SMART, eq. 4); `single`, the inner product of the single vectors (eq. 2); `hybrid`, their
-        sum (eq. 5)."""
+        """Score of a query and a document: `late`, MaxSim (SMART, eq. 4); `single`, the inner
+        product of the single vectors (eq. 2); `hybrid`, their sum (eq. 5)."""
+        reduction: Reduction = "mean"
+        """MaxSim as the `mean` or the `sum` over the query's tokens. Sums are larger by a factor of
+        the query length; a temperature of 1 is common for them."""
         temperature: float = Field(0.07, gt=0, allow_inf_nan=False)
         """Temperature tau of eq. 7."""
         learn_temperature: bool = False
         """Trains the temperature, starting from `temperature`."""
+        positives: Positives = "any"
+        """Target for a query with several positives in the batch: `any` maximises their total
+        probability (SaMer, eq. 7); `all` is the cross entropy with a target that they share
+        equally."""
         symmetric: bool = False
         """Averages the loss of queries over documents with that of documents over queries."""
+        contrastive_weight: float = Field(1.0, ge=0, allow_inf_nan=False)
+        """Weight of the contrastive loss; 0 trains by distillation only."""
         distillation: Distillation | None = None
         """Distillation of the data's teacher scores, added to the contrastive loss."""
 
@@ -135,6 +151,9 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 raise SpecError("lora", config.dump(self.lora), rule)
             if self.trainable == "projection" and self.score != "late":
                 raise SpecError("score", self.score, "late when only the projection is trained")
+            if self.contrastive_weight == 0 and self.distillation is None:
+                rule = "greater than 0 without distillation"
+                raise SpecError("contrastive_weight", self.contrastive_weight, rule)
             return self
 
     def __init__(self, spec: Spec):
@@ -350,6 +369,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 queries["query_mask"],
                 documents["document_vectors"],
                 documents["document_mask"],
+                reduction=self.spec.reduction,
             )
         if self.spec.score != "late":
             total = total + queries["query_pooled"] @ documents["document_pooled"].T
@@ -358,54 +378,48 @@ class Contrastive(Learner["Contrastive.Spec"]):
     def loss(
         self, embedded: Embedded, batch: Batch, data: TrainingData
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Computes InfoNCE with the documents of all workers as candidates (SaMer, eq. 7)."""
-        device = self.device
-        facts = {
+        """Computes the contrastive loss over the documents of all workers, and distillation."""
+        spec, device = self.spec, self.device
+        labels = {
             "query": batch.query_labels.to(device),
             "document": batch.document_labels.to(device),
         }
         gathered_batch = {name: gather_rows(tensor) for name, tensor in embedded.items()}
-        gathered_facts = {name: gather_rows(tensor) for name, tensor in facts.items()}
+        gathered_labels = {name: gather_rows(tensor) for name, tensor in labels.items()}
         temperature = (-self.log_scale).exp()
-        positive_QB = data.relevant(facts["query"], gathered_facts["document"])
+        positive_QB = data.relevant(labels["query"], gathered_labels["document"])
         # Padding documents are no candidates.
-        is_filler_B = (gathered_facts["document"] == NO_LABEL).all(dim=1)
+        is_filler_B = (gathered_labels["document"] == NO_LABEL).all(dim=1)
         scores_QB = self.scores(embedded, gathered_batch).masked_fill(is_filler_B, LOWEST)
-        loss = info_nce(scores_QB, positive_QB, temperature) * weight(positive_QB)
-        if self.spec.symmetric:
-            backwards_BQ = (
-                scores_QB if num_workers() == 1 else self.scores(gathered_batch, embedded)
-            ).T
-            relevant_BQ = data.relevant(gathered_facts["query"], facts["document"]).T
-            backwards = info_nce(backwards_BQ, relevant_BQ, temperature)
-            loss = (loss + backwards * weight(relevant_BQ)) / 2
-        if (distillation := self.spec.distillation) is not None:
-            loss = loss + self._distilled(distillation, embedded, batch, data, temperature)
+        loss = scores_QB.new_zeros(())
+        if spec.contrastive_weight:
+            losses_A = info_nce(scores_QB, positive_QB, temperature, spec.positives)
+            contrast = mean_over_workers(losses_A)
+            if spec.symmetric:
+                backwards_BQ = (
+                    scores_QB if num_workers() == 1 else self.scores(gathered_batch, embedded)
+                ).T
+                relevant_BQ = data.relevant(gathered_labels["query"], labels["document"]).T
+                losses_A = info_nce(backwards_BQ, relevant_BQ, temperature, spec.positives)
+                contrast = (contrast + mean_over_workers(losses_A)) / 2
+            loss = loss + spec.contrastive_weight * contrast
+        if (distillation := spec.distillation) is not None:
+            if batch.teacher is None:
+                rule = "null for data without teacher scores"
+                raise SpecError("learner.distillation", distillation.kind, rule)
+            teacher_QB = batch.teacher.to(device).masked_fill(is_filler_B, torch.nan)
+            teacher_QB = teacher_QB * distillation.scale
+            if distillation.kind == "kl":
+                losses = kl_divergence(scores_QB, teacher_QB, temperature)
+            else:
+                losses = margin_mse(scores_QB, teacher_QB, positive_QB)
+            loss = loss + distillation.weight * mean_over_workers(losses)
         best_Q1 = scores_QB.detach().argmax(dim=1, keepdim=True)
         metrics = {
             "in_batch_accuracy": positive_QB.gather(1, best_Q1).float().mean().item(),
             "temperature": temperature.item(),
         }
         return loss, metrics
-
-    def _distilled(
-        self,
-        spec: Distillation,
-        embedded: Embedded,
-        batch: Batch,
-        data: TrainingData,
-        temperature: torch.Tensor,
-    ) -> torch.Tensor:
-        """Returns the distance of this worker's scores from the teacher's."""
-        if batch.teacher is None:
-            rule = "null for data without teacher scores"
-            raise SpecError("learner.distillation", spec.kind, rule)
-        scores_QB, device = self.scores(embedded, embedded), self.device
-        teacher_QB = batch.teacher.to(device) * spec.scale
-        if spec.kind == "kl":
-            return spec.weight * kl_divergence(scores_QB, teacher_QB, temperature)
-        facts = batch.query_labels.to(device), batch.document_labels.to(device)
-        return spec.weight * margin_mse(scores_QB, teacher_QB, data.relevant(*facts))
 
     # -- quality -----------------------------------------------------------------------------------
 
@@ -477,16 +491,16 @@ def _not_trainable(encoder: str) -> SpecError:
     return SpecError("encoder.name", encoder, rule)
 
 
-def weight(positive_QB: torch.Tensor) -> torch.Tensor:
-    """Returns the weight of a worker's mean loss in the mean over workers.
-
-    It gives each query with a positive the same weight, however they are distributed.
+def mean_over_workers(losses_A: torch.Tensor) -> torch.Tensor:
+    """Returns a loss whose mean over workers is the mean of the losses of all workers.
 
     Args:
-        positive_QB: bool, relevance of each document to each query of the worker.
+        losses_A: Losses of this worker, of any number.
     """
-    count = positive_QB.any(dim=1).sum().float()
-    return count / distributed.mean(count).clamp_min(1e-6)
+    count = torch.tensor(float(len(losses_A)), device=losses_A.device)
+    # A mean times a weight, so that the result on one worker is the rounded mean.
+    weight = count / distributed.mean(count).clamp_min(1e-6)
+    return losses_A.sum() / max(1, len(losses_A)) * weight
 
 
 def select(inputs: Inputs, rows: slice | Sequence[int]) -> Inputs:

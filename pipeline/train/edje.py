@@ -26,7 +26,7 @@ from pipeline.schema import DEFAULT_RERANK_DEPTH
 from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
 from pipeline.train.frozen import cached_hidden_states, encoded, query_key
 from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
-from pipeline.train.losses import LOWEST, info_nce_each, late_scores
+from pipeline.train.losses import LOWEST, info_nce, late_scores
 from pipeline.training_data.base import NO_LABEL, Batch, TrainingData
 from pipeline.training_data.quality import Quality, ranking
 
@@ -454,7 +454,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             normalise(text_QLH.float()), is_word_QL, normalise(gathered_batch["tokens"]), mask_BV
         )
         is_there_B = mask_BV.any(dim=1) & ~is_filler_B
-        return info_nce_each(
+        return info_nce(
             scores_QB.masked_fill(~is_there_B, LOWEST),
             relevant_QB & is_there_B,
             self.spec.contrast_temperature,

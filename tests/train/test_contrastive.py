@@ -253,9 +253,9 @@ def test_distillation_moves_student_towards_teacher(model, tmp_path, kind):
             embedded = loop.learner(read)
             scores = loop.learner.scores(embedded, embedded)
         if kind == "kl":
-            return kl_divergence(scores, teacher, 0.1).item()
+            return kl_divergence(scores, teacher, 0.1).mean().item()
         facts = batch.query_labels, batch.document_labels
-        return margin_mse(scores, teacher, loop.data.relevant(*facts)).item()
+        return margin_mse(scores, teacher, loop.data.relevant(*facts)).mean().item()
 
     before = distance()
     for _ in range(6):

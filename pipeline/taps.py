@@ -8,7 +8,9 @@ A statistic has one value per token. It is named `statistic/heads/layers` in spe
 - `pooled_row`: Attention from the pooled vector of the model, that is the attention row of the
   pooled token, or the mean of all rows for mean pooling.
 - `appended_rows`: Mean attention from the learned tokens that the encoder appends to an item (AGC,
-  section 5.1); only encoders with `appended_tokens` have it.
+  section 5.1). Only encoders with `appended_tokens` have it.
+- `appended_softmax`: The same with a softmax over the tokens of the sequence for each appended
+  token, as in the public code of AGC.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from pipeline.config import SpecError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Statistics of every model, and that of models with appended tokens.
+#: Statistics of every model, and those of models with appended tokens.
 MODEL_STATISTICS = ("column_sums", "eos_row", "pooled_row")
-APPENDED_ROWS = "appended_rows"
-STATISTICS = (*MODEL_STATISTICS, APPENDED_ROWS)
+APPENDED_STATISTICS = ("appended_rows", "appended_softmax")
+STATISTICS = (*MODEL_STATISTICS, *APPENDED_STATISTICS)
 HEADS = ("mean", "max")
 #: Window of the middle layers in SAP, relative to the depth of the model (eq. 9).
 MIDDLE = "0.4-0.6"

@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 
 from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
+from pipeline.encoders.appended import AppendedTokens
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
@@ -233,6 +234,7 @@ class Trainable(Encoder[ComponentSpecT]):
     Attributes:
         model: Model of the transformers library.
         device: Device of the model.
+        appended: Learned tokens that are appended to items; None appends none.
         has_projection: Whether the model has a `projection`, which the field `projection` of the
             spec can replace.
         checkpoint_prefix: Prefix of the names of the model's weights in its checkpoint, for models
@@ -243,6 +245,7 @@ class Trainable(Encoder[ComponentSpecT]):
 
     model: Any
     device: Any
+    appended: AppendedTokens | None = None
     has_projection: ClassVar[bool] = False
     checkpoint_prefix: ClassVar[str] = ""
     lora_target_modules: ClassVar[str] = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
@@ -251,6 +254,20 @@ class Trainable(Encoder[ComponentSpecT]):
     def projection(self) -> torch.nn.Module:
         """Module that maps hidden states to token vectors, for encoders with `has_projection`."""
         raise AssertionError(f"{type(self).__name__} has no projection")
+
+    @property
+    @abstractmethod
+    def embedding(self) -> torch.nn.Module:
+        """Module that maps token ids to input embeddings."""
+
+    @abstractmethod
+    def append_tokens(self, tokens: AppendedTokens) -> None:
+        """Appends learned tokens to each sequence of an item, in place of those of the spec."""
+
+    @classmethod
+    @abstractmethod
+    def weight_files(cls, spec: ComponentSpecT) -> list[Path]:
+        """Returns the weight files of the model, its adapter and its projection."""
 
     @abstractmethod
     def read_queries(self, texts: Sequence[str]) -> list[Any]:

@@ -4,6 +4,9 @@ A recording wraps the attention function of transformers. The forward pass uses 
 is bit-identical to one without recording. For the recorded layers, attention probabilities are
 computed a second time in blocks and reduced immediately. Unlike `output_attentions`, this never
 materialises the N x N attention matrix of all heads and layers.
+
+The statistics of appended tokens (`APPENDED_STATISTICS`) need few rows of the matrix. They are
+computed after the forward pass, from the queries and keys of the layer, and have gradients.
 """
 
 from __future__ import annotations
@@ -11,16 +14,16 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pipeline.taps import Tap
+from pipeline.taps import APPENDED_STATISTICS, Tap
 from pipeline.tokens import AUDIO, TEXT, VISUAL
 
 #: Maximum number of elements per block of probabilities. On a CPU the block fits into the caches.
@@ -34,28 +37,44 @@ UNSUPPORTED = ("position_bias", "softcap", "s_aux")
 _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
+class AttentionInputs(NamedTuple):
+    """Inputs of an attention layer; see `Recording.record`."""
+
+    query_BHND: torch.Tensor
+    key_BGND: torch.Tensor
+    mask: torch.Tensor | None
+    scaling: float | None
+    is_causal: bool
+
+
 class Recording:
     """Attention statistics recorded during one forward pass.
 
     Args:
         row_weights: Weights (S, B, N) of the rows of the attention matrix, by layer to record.
+        input_layers: Layers whose inputs are recorded. No computation is added to the layer itself,
+            so that activation checkpointing can repeat it without a recording.
 
     Attributes:
         sums: By layer, (S, B, heads, N) float32: for each of the S weightings and each head, the
             weighted sum over rows i of the probabilities A_ij.
+        inputs: Inputs of the layers in `input_layers`.
     """
 
-    def __init__(self, row_weights: dict[int, torch.Tensor]):
+    def __init__(self, row_weights: dict[int, torch.Tensor], input_layers: Collection[int] = ()):
         self._row_weights = row_weights
+        self._input_layers = input_layers
         self._num_layers = 0
         self.sums: dict[int, torch.Tensor] = {}
+        self.inputs: dict[int, AttentionInputs] = {}
 
     def record(
         self,
         query_BHND: torch.Tensor,
         key_BGND: torch.Tensor,
         mask: torch.Tensor | None,
-        **options: Any,
+        scaling: float | None,
+        is_causal: bool,
     ) -> None:
         """Records the next attention layer.
 
@@ -63,12 +82,18 @@ class Recording:
             query_BHND: Queries, after positional encoding.
             key_BGND: Keys, after positional encoding.
             mask: Attention mask of the layer; see `weighted_rows`.
-            options: Keyword arguments of `weighted_rows`.
+            scaling: Factor of the logits; see `weighted_rows`.
+            is_causal: Whether attention is causal; see `weighted_rows`.
         """
         layer, self._num_layers = self._num_layers, self._num_layers + 1
         if layer in self._row_weights:
             weights = self._row_weights[layer]
-            self.sums[layer] = weighted_rows(query_BHND, key_BGND, mask, weights, **options)
+            self.sums[layer] = weighted_rows(
+                query_BHND, key_BGND, mask, weights, scaling=scaling, is_causal=is_causal
+            )
+        if layer in self._input_layers:
+            inputs = AttentionInputs(query_BHND, key_BGND, mask, scaling, is_causal)
+            self.inputs[layer] = inputs
 
 
 def can_record(model_config: PretrainedConfig) -> bool:
@@ -78,18 +103,23 @@ def can_record(model_config: PretrainedConfig) -> bool:
 
 
 @contextlib.contextmanager
-def recording(model: PreTrainedModel, row_weights: dict[int, torch.Tensor]) -> Iterator[Recording]:
+def recording(
+    model: PreTrainedModel,
+    row_weights: dict[int, torch.Tensor],
+    input_layers: Collection[int] = (),
+) -> Iterator[Recording]:
     """Records attention statistics while `model` runs one forward pass.
 
     Args:
         model: Model whose attention layers are recorded.
         row_weights: Weights (S, B, N) of the rows of the attention matrix, by layer to record.
+        input_layers: Layers whose inputs are recorded.
 
     Raises:
         ValueError: A requested layer was not recorded, because the model's attention does not use
             the attention interface of transformers.
     """
-    recorded = Recording(row_weights)
+    recorded = Recording(row_weights, input_layers)
     name = model.config._attn_implementation
     token = _recording.set(recorded)
     model.config._attn_implementation = _register_recorded(name)
@@ -98,7 +128,8 @@ def recording(model: PreTrainedModel, row_weights: dict[int, torch.Tensor]) -> I
     finally:
         model.config._attn_implementation = name
         _recording.reset(token)
-    if missing := row_weights.keys() - recorded.sums.keys():
+    expected = {*row_weights, *input_layers}
+    if missing := expected - recorded.sums.keys() - recorded.inputs.keys():
         raise ValueError(
             f"cannot record the attention of layers {', '.join(map(str, sorted(missing)))} of"
             f" {type(model).__name__}: it does not use the attention interface of transformers"
@@ -213,19 +244,63 @@ def weighted_rows(
     return sums.permute(2, 0, 1, 3)
 
 
+def selected_rows(inputs: AttentionInputs, rows_BR: torch.Tensor) -> torch.Tensor:
+    """Computes some rows of the attention matrix of each item, with gradients.
+
+    Memory and time are linear in the number of columns.
+
+    Args:
+        inputs: Inputs of the attention layer.
+        rows_BR: Positions of R rows of each item.
+
+    Returns:
+        Probabilities (B, H, R, N) float32.
+    """
+    query_BHND, key_BGND, mask, scaling, is_causal = inputs
+    num_items, num_heads, _, dim = query_BHND.shape
+    num_groups, num_columns = key_BGND.shape[1:3]
+    index_BHRD = rows_BR[:, None, :, None].expand(-1, num_heads, -1, dim)
+    query_BHRD = query_BHND.gather(2, index_BHRD).float() * (scaling or dim**-0.5)
+    # Each key is shared by the heads of its group.
+    query_BGTD = query_BHRD.reshape(num_items, num_groups, -1, dim)
+    logits = (query_BGTD @ key_BGND.float().mT).reshape(num_items, num_heads, -1, num_columns)
+    if mask is None and is_causal:
+        columns_N = torch.arange(num_columns, device=logits.device)
+        mask = (columns_N <= rows_BR.unsqueeze(2)).unsqueeze(1)
+    elif mask is not None and mask.ndim == 2:  # of flash attention: False at padding
+        mask = mask.bool()[:, None, None]
+        if is_causal:
+            columns_N = torch.arange(num_columns, device=logits.device)
+            mask = mask & (columns_N <= rows_BR.unsqueeze(2)).unsqueeze(1)
+    elif mask is not None and mask.shape[2] > 1:
+        mask = mask.expand(num_items, -1, -1, -1)
+        index_BMRN = rows_BR[:, None, :, None].expand(-1, mask.shape[1], -1, num_columns)
+        mask = mask.gather(2, index_BMRN)
+    if mask is not None and mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, MASKED_LOGIT)
+    elif mask is not None:
+        logits = logits + mask.float().clamp_min(MASKED_LOGIT)
+    return logits.softmax(dim=3)
+
+
 #: Kinds of content tokens, as opposed to prompts and special tokens.
 CONTENT = (VISUAL, AUDIO, TEXT)
 
 
 def tap_statistics(taps: Sequence[Tap], layer: int) -> list[str]:
-    """Returns the distinct statistics that taps need of a layer, in a fixed order."""
-    return sorted({tap.statistic for tap in taps if int(tap.layers) == layer})
+    """Returns the distinct statistics whose rows taps need of a layer, in a fixed order."""
+    return sorted(
+        {
+            tap.statistic
+            for tap in taps
+            if int(tap.layers) == layer and tap.statistic not in APPENDED_STATISTICS
+        }
+    )
 
 
 def tap_rows(
     kind_BL: torch.Tensor,
     mask_BL: torch.Tensor,
-    is_left: bool,
     taps: Sequence[Tap],
     pooled_position: Literal["first", "last"] = "last",
 ) -> dict[int, torch.Tensor]:
@@ -233,16 +308,14 @@ def tap_rows(
 
     Args:
         kind_BL: Codes of `tokens.KINDS`.
-        mask_BL: False at padding.
-        is_left: Whether padding is on the left.
+        mask_BL: False at padding and at appended tokens.
         taps: Attention statistics, of one layer each.
         pooled_position: Position whose hidden state the model pools.
     """
-    lengths = mask_BL.sum(dim=1, keepdim=True)
     position = torch.arange(mask_BL.shape[1], device=mask_BL.device)
     content = torch.isin(kind_BL, kind_BL.new_tensor(CONTENT)) & mask_BL
-    last = (position == mask_BL.shape[1] - 1) if is_left else position == lengths - 1
-    first = (position == mask_BL.shape[1] - lengths) if is_left else position == 0
+    last = position == (mask_BL * position).argmax(dim=1, keepdim=True)
+    first = position == mask_BL.int().argmax(dim=1, keepdim=True)
     pooled = first if pooled_position == "first" else last
     weights = {"column_sums": content, "eos_row": last, "pooled_row": pooled}
     return {
@@ -252,15 +325,41 @@ def tap_rows(
                 for statistic in tap_statistics(taps, layer)
             ]
         )
-        for layer in {int(tap.layers) for tap in taps}
+        for layer in {int(tap.layers) for tap in taps if tap.statistic in weights}
     }
 
 
-def tap_values(recorded: Recording, taps: Sequence[Tap]) -> dict[str, torch.Tensor]:
-    """Returns the values (B, L) of taps of one layer each, by name."""
+def input_layers(taps: Sequence[Tap]) -> set[int]:
+    """Returns the layers whose inputs the statistics of appended tokens need."""
+    return {int(tap.layers) for tap in taps if tap.statistic in APPENDED_STATISTICS}
+
+
+def tap_values(
+    recorded: Recording,
+    taps: Sequence[Tap],
+    appended_BM: torch.Tensor | None = None,
+    keep_BL: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Returns the values (B, L) of taps of one layer each, by name.
+
+    Args:
+        recorded: Recording of the forward pass.
+        taps: Attention statistics, of one layer each.
+        appended_BM: Positions of appended tokens; required for `APPENDED_STATISTICS`.
+        keep_BL: True at tokens of the item; required for `APPENDED_STATISTICS`.
+    """
     values = {}
     for tap in taps:
-        statistics = tap_statistics(taps, int(tap.layers))
-        sums_BHL = recorded.sums[int(tap.layers)][statistics.index(tap.statistic)]
+        layer = int(tap.layers)
+        if tap.statistic in APPENDED_STATISTICS:
+            assert appended_BM is not None and keep_BL is not None
+            rows_BHML = selected_rows(recorded.inputs[layer], appended_BM)
+            rows_BML = rows_BHML.mean(dim=1) if tap.heads == "mean" else rows_BHML.amax(dim=1)
+            if tap.statistic == "appended_softmax":
+                rows_BML = rows_BML.masked_fill(~keep_BL.unsqueeze(1), MASKED_LOGIT).softmax(dim=2)
+            values[tap.name] = rows_BML.mean(dim=1)
+            continue
+        statistics = tap_statistics(taps, layer)
+        sums_BHL = recorded.sums[layer][statistics.index(tap.statistic)]
         values[tap.name] = sums_BHL.mean(dim=1) if tap.heads == "mean" else sums_BHL.amax(dim=1)
     return values

@@ -23,13 +23,16 @@ from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedM
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders import AttentionInfo
+from pipeline.encoders.appended import AppendedTokensSpec
 from pipeline.encoders.layers import attention_info
 from pipeline.encoders.loading import (
+    ADAPTER_SETTINGS,
     NOT_IN_FINGERPRINTS,
     SETTINGS,
     TOKENIZER_FILES,
     WEIGHTS,
     CheckpointSpec,
+    adapter_folder,
     check_checkpoint,
     checkpoint_fingerprint,
     checkpoint_folder,
@@ -43,6 +46,7 @@ from pipeline.encoders.loading import (
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.reader import Reader
 from pipeline.encoders.sequences import SequenceEncoder
+from pipeline.encoders.trained import appended_hashes, check_appended_tokens
 from pipeline.encoders.words import Words
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch
@@ -72,7 +76,7 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
     multiplied by the ratio of the window length to that of the item's longest window.
     """
 
-    class Spec(CheckpointSpec):
+    class Spec(AppendedTokensSpec, CheckpointSpec):
         """Checkpoint, and the formatting of queries and documents."""
 
         name: Literal["colbert"] = "colbert"
@@ -143,6 +147,7 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
             ignored=(*NOT_IN_FINGERPRINTS, *ignored),
             usage=usage.query_settings(),
             projection=[hash_files(folder, WEIGHTS) for folder in projection_folders(spec)],
+            **appended_hashes(spec),
         )
 
     @classmethod
@@ -165,13 +170,15 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
         if reader.usage.document_length < min_length:
             rule = f"at least {min_length} (one token between the marker tokens)"
             raise SpecError("document_length", reader.usage.document_length, rule)
+        size = reader.usage.document_length
+        check_appended_tokens(spec, settings.hidden_size, "document_length", size, max_positions)
         if Path(spec.model).is_dir() or spec.projection is not None:
             load_projection(spec)  # the weights of a hub model may not have been downloaded yet
 
     @classmethod
     def attention(cls, spec: Spec) -> AttentionInfo:
         """Returns column sums and the row of the last token; the model has no pooled vector."""
-        return attention_info(check_checkpoint(spec, *TYPES), ("column_sums", "eos_row"))
+        return attention_info(check_checkpoint(spec, *TYPES), ("column_sums", "eos_row"), spec)
 
     @classmethod
     def preprocessor(cls, spec: Spec) -> Callable[[pa.Table], pa.Table]:
@@ -182,6 +189,13 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
     def load(cls, spec: Spec, device_map: str | None) -> PreTrainedModel:
         """Loads the model without its projection."""
         return load_model(spec, AutoModel, device_map, optional_weights=("pooler.",))
+
+    @classmethod
+    def weight_files(cls, spec: Spec) -> list[Path]:
+        """Returns the weight files of the model, its adapter and its projection."""
+        adapter = adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
+        folders = {checkpoint_folder(spec, WEIGHTS), adapter, *projection_folders(spec)}
+        return [path for folder in folders if folder for path in folder.glob("*.safetensors")]
 
     @classmethod
     def reader(cls, spec: Spec) -> ColBERTReader:

@@ -44,6 +44,7 @@ from pipeline.encoders.qwen_model import load_backbone, run
 from pipeline.encoders.qwen_reader import QwenReader, TimedImage
 from pipeline.encoders.qwen_spec import CONTENT, QwenSpec
 from pipeline.encoders.sequences import SequenceEncoder
+from pipeline.encoders.trained import appended_hashes, check_appended_tokens
 from pipeline.tokens import VISUAL
 
 PROJECTOR = "multi_vector_projector"
@@ -103,6 +104,7 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
             spec,
             (*NOT_IN_FINGERPRINTS, "documents", "max_item_tokens"),
             adapters=hash_files(adapters, [*WEIGHTS, *ADAPTER_SETTINGS]) if adapters else {},
+            **appended_hashes(spec),
         )
 
     @classmethod
@@ -113,6 +115,7 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
             SpecError: It does not.
         """
         width = check_checkpoint(spec, "qwen2_5_vl").get_text_config().hidden_size
+        check_appended_tokens(spec, width)
         if (spec.truncate_dim or 0) > width:
             raise SpecError("truncate_dim", spec.truncate_dim, f"at most {width}")
         if Path(spec.model).is_dir():  # the weights of a hub model may not have been downloaded yet
@@ -130,7 +133,7 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
     def attention(cls, spec: Spec) -> AttentionInfo:
         """Returns column sums and the row of the last token, which is not the pooled one."""
         settings = check_checkpoint(spec, "qwen2_5_vl").get_text_config()
-        return attention_info(settings, ("column_sums", "eos_row"))
+        return attention_info(settings, ("column_sums", "eos_row"), spec)
 
     @classmethod
     def query_kinds(cls, spec: Spec) -> tuple[str, ...]:
@@ -148,6 +151,12 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         if adapters := _find_adapters(spec):
             add_adapter(model, spec, _load_products(spec, adapters))
         return model
+
+    @classmethod
+    def weight_files(cls, spec: Spec) -> list[Path]:
+        """Returns the weight files of the model, its projector and the adapters."""
+        folders = [checkpoint_folder(spec, WEIGHTS), _find_adapters(spec)]
+        return [path for folder in folders if folder for path in folder.glob("*.safetensors")]
 
     @classmethod
     def reader(cls, spec: Spec) -> JinaReader:

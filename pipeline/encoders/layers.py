@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import torch
 from pydantic import BeforeValidator
 
-from pipeline.config import SpecError
+from pipeline.config import ComponentSpec, SpecError
 from pipeline.encoders import AttentionInfo
+from pipeline.taps import APPENDED_STATISTICS
 from pipeline.tokens import normalise
 
 
@@ -60,9 +61,18 @@ def layer_states(
     return torch.cat([normalise(hidden_states[number].float()) for number in layer], dim=-1)
 
 
-def attention_info(settings: Any, statistics: Sequence[str]) -> AttentionInfo:
-    """Returns the attention info of a model whose language model has this configuration."""
-    return AttentionInfo(tuple(statistics), settings.num_hidden_layers)
+def attention_info(
+    settings: Any, statistics: Sequence[str], spec: ComponentSpec | None = None
+) -> AttentionInfo:
+    """Returns the attention info of a model.
+
+    Args:
+        settings: Configuration of the language model.
+        statistics: Statistics of the model itself.
+        spec: Spec of the encoder; with `appended_tokens`, their statistics are added.
+    """
+    appended = APPENDED_STATISTICS if getattr(spec, "appended_tokens", None) else ()
+    return AttentionInfo((*statistics, *appended), settings.num_hidden_layers)
 
 
 def make_bidirectional(language_model: Any) -> None:

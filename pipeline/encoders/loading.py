@@ -79,8 +79,10 @@ class CheckpointSpec(CheckpointFields, config.ComponentSpec):
     """Base of the specs of encoders with weights of the transformers library."""
 
 
-#: Fields that do not affect query vectors: the origin of the files, and batching.
-NOT_IN_FINGERPRINTS = ("model", "revision", "adapter", "max_batch_tokens", "trust_remote_code")
+#: Fields that are not hashed: the origin of files, whose contents are hashed instead, and batching.
+NOT_IN_FINGERPRINTS = (
+    *("model", "revision", "adapter", "appended_tokens", "max_batch_tokens", "trust_remote_code"),
+)
 
 
 class Checkpoint(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -26,8 +26,15 @@ from pipeline import config
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 from pipeline.encoders import AttentionInfo, EncodedQueries, Trainable, batches_by_size
-from pipeline.encoders.attention import can_record, recording, tap_statistics, tap_values
-from pipeline.encoders.layers import Layers, check_layers, layer_states
+from pipeline.encoders.appended import APPENDED, AppendedTokens, AppendedTokensSpec
+from pipeline.encoders.attention import (
+    can_record,
+    input_layers,
+    recording,
+    tap_statistics,
+    tap_values,
+)
+from pipeline.encoders.layers import Layers, attention_info, check_layers, layer_states
 from pipeline.encoders.loading import (
     ADAPTER_SETTINGS,
     SETTINGS,
@@ -35,6 +42,11 @@ from pipeline.encoders.loading import (
     adapter_folder,
     hash_files,
     load_model,
+)
+from pipeline.encoders.trained import (
+    appended_hashes,
+    check_appended_tokens,
+    load_appended_tokens,
 )
 from pipeline.encoders.words import Words
 from pipeline.taps import MODEL_STATISTICS, Tap
@@ -71,7 +83,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
     and have unit length.
     """
 
-    class Spec(config.ComponentSpec):
+    class Spec(AppendedTokensSpec, config.ComponentSpec):
         """Checkpoint, and the computation of vectors from its hidden states."""
 
         name: Literal["minilm"] = "minilm"
@@ -147,6 +159,8 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         self.dim = width * self.num_states
         self.pooled_dim = None if spec.pooling == "none" else width
         self.fingerprint = _fingerprint(spec, folder)
+        if (appended := load_appended_tokens(type(self), spec)) is not None:
+            self.append_tokens(appended)
 
     @classmethod
     def check(cls, spec: Spec) -> None:
@@ -169,7 +183,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             return None
         unsupported = ("pooled_row",) if spec.pooling == "none" else ()
         statistics = tuple(s for s in MODEL_STATISTICS if s not in unsupported)
-        return AttentionInfo(statistics, model_config.num_hidden_layers)
+        return attention_info(model_config, statistics, spec)
 
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
@@ -181,7 +195,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         """
         texts = [text or "" for text in items["text"].to_pylist()]
         words = Words.from_items(items) if "word_spans" in items.column_names else None
-        items_windows = self._tokenise(texts, self.spec.document_prefix)
+        items_windows = self._tokenise_items(texts)
         sizes = [sum(len(window.ids) for window in windows) for windows in items_windows]
         for rows in batches_by_size(np.array(sizes), self.spec.max_batch_tokens):
             batch = self._embed([items_windows[row] for row in rows], taps)
@@ -209,6 +223,14 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             text = texts[token_texts.index([])]
             raise SpecError("query", text, "a text with at least one token")
         return EncodedQueries(self._embed(queries_windows), token_texts)
+
+    def _tokenise_items(self, texts: Sequence[str]) -> list[list[_Window]]:
+        """Returns the windows of each item, each followed by the appended tokens, if any."""
+        items_windows = self._tokenise(texts, self.spec.document_prefix)
+        if self.appended is None:
+            return items_windows
+        num_tokens = len(self.appended)
+        return [[window.extended(num_tokens) for window in windows] for windows in items_windows]
 
     def _tokenise(self, texts: Sequence[str], prefix: str) -> list[list[_Window]]:
         """Returns the windows of each text, in order; at least one per text."""
@@ -292,6 +314,22 @@ class MiniLM(Trainable["MiniLM.Spec"]):
 
     # -- training ----------------------------------------------------------------------------------
 
+    @property
+    def embedding(self) -> torch.nn.Module:
+        """Module that maps token ids to input embeddings."""
+        return self.model.get_input_embeddings()
+
+    def append_tokens(self, tokens: AppendedTokens) -> None:
+        """Appends learned tokens to each window of an item, in place of those of the spec."""
+        self.appended = tokens.to(self.device)
+
+    @classmethod
+    def weight_files(cls, spec: Spec) -> list[Path]:
+        """Returns the weight files of the model and its adapter."""
+        adapter = adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
+        folders = [_find_folder(spec, WEIGHTS), adapter]
+        return [path for folder in folders if folder for path in folder.glob("*.safetensors")]
+
     def read_queries(self, texts: Sequence[str]) -> list[list[_Window]]:
         """Returns the windows of each query."""
         return self._tokenise(texts, self.spec.query_prefix)
@@ -299,7 +337,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
     def read_items(self, items: Sequence[Mapping[str, Any]]) -> list[list[_Window]]:
         """Returns the windows of each item's text."""
         texts = [item["text"] or "" for item in items]
-        return self._tokenise(texts, self.spec.document_prefix)
+        return self._tokenise_items(texts)
 
     def save(self, folder: Path) -> None:
         """Saves the model and its tokenizer."""
@@ -327,9 +365,15 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         spans, _ = pad(np.concatenate([w.spans[w.keep] for w in windows]), lengths, fill=-1)
         kind, _ = pad(np.concatenate([w.kind[w.keep] for w in windows]), lengths)
 
-        pooled_BP = None
+        pooled_BP = appended_BMD = None
+        num_windows = np.array([len(windows) for windows in items_windows])
+        appended = [o.appended_MD for o in outputs if o.appended_MD is not None]
+        if appended:
+            states_SMD = normalise(torch.stack(appended))
+            weights_S = states_SMD.new_tensor([int(window.keep.sum()) for window in windows])
+            sums_BSMD, _ = pad(states_SMD * weights_S.clamp_min(1)[:, None, None], num_windows)
+            appended_BMD = normalise(sums_BSMD.sum(dim=1))
         if self.pooled_dim is not None:
-            num_windows = np.array([len(windows) for windows in items_windows])
             sums, _ = pad(torch.stack([output.sum_P for output in outputs]), num_windows)
             pooled_BP = normalise(sums.sum(dim=1))
             is_empty = torch.tensor([windows[0].is_empty for windows in items_windows])
@@ -351,6 +395,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             spans=spans.to(self.device),
             kind=kind.to(self.device),
             pooled=pooled_BP,
+            appended=appended_BMD,
             taps=tap_tensors,
         )
 
@@ -359,12 +404,24 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         lengths = np.array([len(window.ids) for window in windows])
         ids, mask = pad(np.concatenate([window.ids for window in windows]), lengths)
         keep, _ = pad(np.concatenate([window.keep for window in windows]), lengths)
-        ids, mask, keep = (tensor.to(self.device) for tensor in (ids, mask, keep))
+        kind, _ = pad(np.concatenate([window.kind for window in windows]), lengths)
+        ids, mask, keep, kind = (tensor.to(self.device) for tensor in (ids, mask, keep, kind))
+        attended, is_appended, appended_WM = mask, kind == APPENDED, None
+        mask = mask & ~is_appended
         is_last_layer = self.spec.layer in (-1, self.model.config.num_hidden_layers)
-        rows = self._row_weights(windows, mask, taps)
-        with recording(self.model, rows) if taps else contextlib.nullcontext() as recorded:
+        with contextlib.ExitStack() as stack:
+            if any(window.kind[-1] == APPENDED for window in windows):  # items, not queries
+                assert self.appended is not None
+                appended_WM = is_appended.nonzero()[:, 1].reshape(len(windows), -1)
+                stack.enter_context(self.appended.inserted(self.embedding, is_appended))
+            recorded = None
+            if taps:
+                rows = self._row_weights(kind, mask, taps)
+                recorded = stack.enter_context(recording(self.model, rows, input_layers(taps)))
             output = self.model(
-                input_ids=ids, attention_mask=mask.long(), output_hidden_states=not is_last_layer
+                input_ids=ids,
+                attention_mask=attended.long(),
+                output_hidden_states=not is_last_layer,
             )
         last_WLD = output.last_hidden_state.float()
         if self.spec.pooling == "cls":
@@ -376,24 +433,26 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             states_WLD = layer_states(output.hidden_states, self.spec.layer).float()
         num_kept = [int(window.keep.sum()) for window in windows]
         window_taps: list[dict[str, torch.Tensor]] = [{} for _ in windows]
-        for name, values_WL in (tap_values(recorded, taps) if recorded else {}).items():
-            for target, values in zip(window_taps, values_WL[keep].split(num_kept), strict=True):
-                target[name] = values
+        values = tap_values(recorded, taps, appended_WM, keep) if recorded else {}
+        for name, values_WL in values.items():
+            for target, split in zip(window_taps, values_WL[keep].split(num_kept), strict=True):
+                target[name] = split
         states = states_WLD[keep].split(num_kept)
-        return [_Output(*output) for output in zip(states, sums_WP, window_taps, strict=True)]
+        appended: Sequence[torch.Tensor | None] = [None] * len(windows)
+        if appended_WM is not None:
+            appended = states_WLD[is_appended].reshape(*appended_WM.shape, -1).unbind()
+        outputs = zip(states, sums_WP, window_taps, appended, strict=True)
+        return [_Output(*output) for output in outputs]
 
     def _row_weights(
-        self, windows: list[_Window], mask: torch.Tensor, taps: Sequence[Tap]
+        self, kind: torch.Tensor, mask: torch.Tensor, taps: Sequence[Tap]
     ) -> dict[int, torch.Tensor]:
         """Returns the weights of the attention rows for the statistics of the taps, by layer."""
-        if not taps:
-            return {}
         lengths = mask.sum(dim=1, keepdim=True)
         position = torch.arange(mask.shape[1], device=self.device)
-        kinds, _ = pad(np.concatenate([w.kind for w in windows]), lengths.squeeze(1).cpu().numpy())
         pooled = position == 0 if self.spec.pooling == "cls" else mask / lengths
         weights = {
-            "column_sums": (kinds.to(self.device) == TEXT) & mask,
+            "column_sums": (kind == TEXT) & mask,
             "eos_row": position == lengths - 1,
             "pooled_row": pooled,
         }
@@ -401,7 +460,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             layer: torch.stack(
                 [weights[name].float().expand_as(mask) for name in tap_statistics(taps, layer)]
             )
-            for layer in {int(tap.layers) for tap in taps}
+            for layer in {int(tap.layers) for tap in taps if tap.statistic in weights}
         }
 
 
@@ -413,16 +472,18 @@ class _Output:
         states_TD: Hidden states of the T kept tokens.
         sum_P: Pooled state times the number of tokens of the window.
         taps: Attention statistics (T,) of the kept tokens, by name.
+        appended_MD: Hidden states of the appended tokens; None without any.
     """
 
     states_TD: torch.Tensor
     sum_P: torch.Tensor
     taps: dict[str, torch.Tensor]
+    appended_MD: torch.Tensor | None
 
 
 def _window_ratios(windows: list[_Window]) -> np.ndarray:
     """Returns, per kept token of an item, the ratio of its window's length to the longest, (T,)."""
-    lengths = np.array([len(window.ids) for window in windows])
+    lengths = np.array([int((window.kind != APPENDED).sum()) for window in windows])
     return np.repeat(lengths / lengths.max(), [w.keep.sum() for w in windows]).astype(np.float32)
 
 
@@ -433,7 +494,7 @@ class _Window:
     Attributes:
         ids: Token ids, (L,) int64.
         spans: Character offsets in the text without its prefix, (L, 2) int32; -1 if none.
-        kind: Codes of `tokens.KINDS`, (L,) int8.
+        kind: Codes of `tokens.KINDS` or `APPENDED`, (L,) int8.
         keep: True for tokens that this window contributes to its item, (L,) bool.
         is_empty: Whether the window contributes no tokens; `keep` then marks the position of the
             pooled vector.
@@ -444,6 +505,16 @@ class _Window:
     kind: np.ndarray
     keep: np.ndarray
     is_empty: bool
+
+    def extended(self, num_tokens: int) -> _Window:
+        """Returns the window with the positions of appended tokens at its end."""
+        return replace(
+            self,
+            ids=np.append(self.ids, np.repeat(self.ids[-1:], num_tokens)),
+            spans=np.concatenate([self.spans, np.full((num_tokens, 2), -1, np.int32)]),
+            kind=np.append(self.kind, np.full(num_tokens, APPENDED, np.int8)),
+            keep=np.append(self.keep, np.zeros(num_tokens, bool)),
+        )
 
 
 def _find_folder(spec: MiniLM.Spec, hub_files: list[str]) -> Path:
@@ -486,6 +557,7 @@ def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:
     limit = min(limit for limit in limits if limit is not None)
     if spec.window > limit:
         raise SpecError("window", spec.window, f"at most {limit} (the maximum length of the model)")
+    check_appended_tokens(spec, model_config.hidden_size, "window", spec.window, limit)
 
 
 def _load_tokenizer(spec: MiniLM.Spec, folder: Path):
@@ -513,4 +585,5 @@ def _fingerprint(spec: MiniLM.Spec, folder: Path) -> str:
     settings = config.dump(spec)
     for field in ("model", "revision", "adapter", "max_batch_tokens", "document_prefix"):
         del settings[field]
-    return config.digest({"files": files, "settings": settings})
+    del settings["appended_tokens"]
+    return config.digest({"files": files, "settings": settings, **appended_hashes(spec)})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 from pydantic import AfterValidator, Field
 
 from pipeline.config import SpecError
+from pipeline.encoders.appended import AppendedTokensSpec
 from pipeline.encoders.layers import Layers
 from pipeline.encoders.loading import CheckpointSpec
 
@@ -42,7 +43,7 @@ def _check_prompt(prompt: str) -> str:
 Prompt = Annotated[str, AfterValidator(_check_prompt)]
 
 
-class QwenSpec(CheckpointSpec):
+class QwenSpec(AppendedTokensSpec, CheckpointSpec):
     """Base of the specs of all families on these models."""
 
     if TYPE_CHECKING:  # defined by each subclass with different values

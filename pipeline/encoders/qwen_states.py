@@ -26,6 +26,7 @@ from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.qwen_reader import QwenReader, SequenceWriter, TimedImage
 from pipeline.encoders.qwen_spec import StatesSpecT
 from pipeline.encoders.sequences import SequenceEncoder
+from pipeline.encoders.trained import appended_hashes, check_appended_tokens
 from pipeline.taps import MODEL_STATISTICS
 from pipeline.tokens import SPECIAL, VISUAL
 
@@ -63,7 +64,9 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
         self.pooled_dim = settings.hidden_size
         self.dim = settings.hidden_size * self.num_states
         self._is_last_layer = spec.layer in (-1, settings.num_hidden_layers)
-        self.fingerprint = checkpoint_fingerprint(spec, (*NOT_IN_FINGERPRINTS, *self.ITEM_FIELDS))
+        self.fingerprint = checkpoint_fingerprint(
+            spec, (*NOT_IN_FINGERPRINTS, *self.ITEM_FIELDS), **appended_hashes(spec)
+        )
 
     @classmethod
     @abstractmethod
@@ -81,14 +84,15 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
         Raises:
             SpecError: It does not.
         """
-        depth = cls.settings(spec).get_text_config().num_hidden_layers
-        check_layers(spec.layer, depth)
+        settings = cls.settings(spec).get_text_config()
+        check_layers(spec.layer, settings.num_hidden_layers)
+        check_appended_tokens(spec, settings.hidden_size)
         cls.reader(spec)
 
     @classmethod
     def attention(cls, spec: StatesSpecT) -> AttentionInfo:
         """Returns all statistics; the last token is the pooled one."""
-        return attention_info(cls.settings(spec).get_text_config(), MODEL_STATISTICS)
+        return attention_info(cls.settings(spec).get_text_config(), MODEL_STATISTICS, spec)
 
     @classmethod
     def query_kinds(cls, spec: StatesSpecT) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders import AttentionInfo
+from pipeline.encoders.appended import AppendedTokensSpec
 from pipeline.encoders.images import item_images
 from pipeline.encoders.layers import attention_info
 from pipeline.encoders.loading import (
@@ -42,9 +43,10 @@ from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.reader import Reader
 from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.encoders.tokenizing import ids_between, text_kinds, token_names
+from pipeline.encoders.trained import appended_hashes, check_appended_tokens
 
 
-class RetrievalSpec(CheckpointSpec):
+class RetrievalSpec(AppendedTokensSpec, CheckpointSpec):
     """Settings of query formatting and of the projection."""
 
     query_prefix: str | None = None
@@ -88,7 +90,7 @@ class Retrieval(SequenceEncoder[RetrievalSpecT]):
         )
         # Without a projection the fingerprint equals that of specs that predate the field.
         self.fingerprint = checkpoint_fingerprint(
-            spec, (*NOT_IN_FINGERPRINTS, "projection"), **hashes
+            spec, (*NOT_IN_FINGERPRINTS, "projection"), **hashes, **appended_hashes(spec)
         )
 
     @classmethod
@@ -99,8 +101,9 @@ class Retrieval(SequenceEncoder[RetrievalSpecT]):
             SpecError: It does not, or the projection does not fit the model.
         """
         settings = check_checkpoint(spec, cls.model_class.config_class.model_type)
+        width = settings.vlm_config.text_config.hidden_size
+        check_appended_tokens(spec, width)
         if spec.projection:
-            width = settings.vlm_config.text_config.hidden_size
             load_linear(Path(spec.projection), width, "projection", spec.projection)
         cls.reader(spec)
 
@@ -113,7 +116,7 @@ class Retrieval(SequenceEncoder[RetrievalSpecT]):
     def attention(cls, spec: RetrievalSpecT) -> AttentionInfo:
         """Returns column sums and the row of the last token; the model has no pooled vector."""
         settings = check_checkpoint(spec, cls.model_class.config_class.model_type)
-        return attention_info(settings.vlm_config.text_config, ("column_sums", "eos_row"))
+        return attention_info(settings.vlm_config.text_config, ("column_sums", "eos_row"), spec)
 
     @classmethod
     def query_kinds(cls, spec: RetrievalSpecT) -> tuple[str, ...]:

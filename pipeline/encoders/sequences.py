@@ -22,12 +22,20 @@ from transformers import PreTrainedModel
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.encoders import EncodedQueries, Trainable, batches_by_size
-from pipeline.encoders.attention import recording, tap_rows, tap_values
+from pipeline.encoders.appended import APPENDED, AppendedTokens, append_positions
+from pipeline.encoders.attention import input_layers, recording, tap_rows, tap_values
 from pipeline.encoders.batching import concatenate, group_passes, prefetch
 from pipeline.encoders.images import open_query_image
-from pipeline.encoders.loading import CheckpointSpecT
+from pipeline.encoders.loading import (
+    ADAPTER_SETTINGS,
+    WEIGHTS,
+    CheckpointSpecT,
+    adapter_folder,
+    checkpoint_folder,
+)
 from pipeline.encoders.model_inputs import Collated, ModelInput, collate, unpack
 from pipeline.encoders.reader import MODEL_INPUTS, Reader
+from pipeline.encoders.trained import load_appended_tokens
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise, pad
 
@@ -64,6 +72,8 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         self.spec = spec
         self.model = self.load(spec, device_map)
         self.device = self.model.device
+        if (appended := load_appended_tokens(type(self), spec)) is not None:
+            self.append_tokens(appended)
 
     # -- defined by each family --------------------------------------------------------------------
 
@@ -90,7 +100,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
 
         Args:
             inputs: Keyword arguments of the model, by name.
-            mask_BL: False at padding.
+            mask_BL: False at padding and at appended tokens.
 
         Returns:
             Vectors (B, L, D) of all positions, and pooled vectors (B, P) or None.
@@ -117,7 +127,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         """Encodes items, batching those of similar length."""
         if MODEL_INPUTS not in items.column_names:
             items = self._reader.prepare(items)
-        inputs = [unpack(data.as_py()) for data in items[MODEL_INPUTS]]
+        inputs = [self._appended_to(unpack(data.as_py())) for data in items[MODEL_INPUTS]]
         sizes = np.array([sum(map(len, sequences)) for sequences in inputs], dtype=np.int64)
         batches = batches_by_size(sizes, self.spec.max_batch_tokens)
         for rows, passes in prefetch(
@@ -192,6 +202,29 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
 
     # -- the model ---------------------------------------------------------------------------------
 
+    @classmethod
+    def weight_files(cls, spec: CheckpointSpecT) -> list[Path]:
+        """Returns the weight files of the model, its adapter and its projection."""
+        adapter = adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
+        projection = getattr(spec, "projection", None)
+        folders = [checkpoint_folder(spec, WEIGHTS), adapter, projection and Path(projection)]
+        return [path for folder in folders if folder for path in folder.glob("*.safetensors")]
+
+    @property
+    def embedding(self) -> torch.nn.Module:
+        """Module that maps token ids to input embeddings."""
+        return self.attention_module().get_input_embeddings()
+
+    def append_tokens(self, tokens: AppendedTokens) -> None:
+        """Appends learned tokens to each sequence of an item, in place of those of the spec."""
+        self.appended = tokens.to(self.device)
+
+    def _appended_to(self, sequences: list[ModelInput]) -> list[ModelInput]:
+        """Appends the positions of the learned tokens, if any, to the sequences of an item."""
+        if self.appended is None:
+            return sequences
+        return [append_positions(sequence, len(self.appended)) for sequence in sequences]
+
     def _collate_passes(self, items: Sequence[Sequence[ModelInput]]) -> list[Collated]:
         """Collates the sequences of items into forward passes within the token budget."""
         inputs = [sequence for sequences in items for sequence in sequences]
@@ -211,7 +244,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
 
     def read_items(self, items: Sequence[Mapping[str, Any]]) -> list[list[ModelInput]]:
         """Returns the sequences of each item."""
-        return [self._reader.read_item(item) for item in items]
+        return [self._appended_to(self._reader.read_item(item)) for item in items]
 
     def tokens(self, items: Sequence[Sequence[ModelInput]], taps: Sequence[Tap] = ()) -> TokenBatch:
         """Computes the tokens of items of several sequences each, in order and with gradients."""
@@ -268,6 +301,12 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         values = {name: torch.cat(tensors) for name, tensors in flat.items()}
         return self._assemble(items, values, taps)
 
+    def _no_appended(self, items: Sequence[Any]) -> torch.Tensor | None:
+        """Returns the vectors of appended tokens of items without sequences."""
+        if self.appended is None:
+            return None
+        return torch.zeros(len(items), len(self.appended), self.dim, device=self.device)
+
     def _assemble(
         self,
         items: Sequence[Sequence[ModelInput]],
@@ -288,6 +327,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
                 empty.new_zeros(empty.shape[:2], dtype=torch.bool),
                 normalised=self.normalised,
                 pooled=pooled,
+                appended=self._no_appended(items),
                 kind=empty.new_zeros(empty.shape[:2], dtype=torch.int8),
                 extents=empty.new_zeros((*empty.shape[:2], 6)) if self.has_extents else None,
                 spans=(
@@ -297,14 +337,25 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
                 ),
                 taps={tap.name: empty.new_zeros(empty.shape[:2]) for tap in taps},
             )
+        per_sequence = ("pooled", "appended")
         padded = {
-            name: pad(tensor, lengths)[0] for name, tensor in flat.items() if name != "pooled"
+            name: pad(tensor, lengths)[0]
+            for name, tensor in flat.items()
+            if name not in per_sequence
         }
         _, mask = pad(flat["kind"], lengths)
-        pooled = None
+        pooled = appended = None
+        num_sequences = np.array([len(sequences) for sequences in items])
         if self.pooled_dim is not None:
-            sums, _ = pad(flat["pooled"], np.array([len(sequences) for sequences in items]))
+            sums, _ = pad(flat["pooled"], num_sequences)
             pooled = normalise(sums.sum(dim=1))
+        if "appended" in flat:
+            counts_S = [int(sequence.keep.sum()) for sequences in items for sequence in sequences]
+            weights_S11 = flat["appended"].new_tensor(counts_S).clamp_min(1)[:, None, None]
+            appended_BSMD, _ = pad(flat["appended"] * weights_S11, num_sequences)
+            weights_BS11, _ = pad(weights_S11, num_sequences)
+            appended = appended_BSMD.sum(dim=1) / weights_BS11.sum(dim=1).clamp_min(1)
+            appended = normalise(appended) if self.normalised else appended
         return TokenBatch(
             padded["vectors"],
             mask,
@@ -313,21 +364,32 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
             spans=padded["spans"] if self.has_spans else None,
             kind=padded["kind"],
             pooled=pooled,
+            appended=appended,
             taps={tap.name: padded[tap.name] for tap in taps},
         )
 
     def _run_pass(self, collated: Collated, taps: Sequence[Tap]) -> dict[str, torch.Tensor]:
-        """Runs one forward pass and returns values (T, ...) of the kept positions, by name."""
+        """Runs one forward pass and returns its outputs by name.
+
+        Returns:
+            Values (T, ...) of the kept positions; per sequence, the pooled vectors `pooled` (S, P)
+            and the vectors `appended` (S, M, D) of appended tokens, if there are any.
+        """
+        is_extended = bool((collated.kind == APPENDED).any())  # unlike those of queries
         batch = collated.map(lambda tensor: tensor.to(self.device, non_blocking=True))
-        keep = batch.keep
-        is_left = self.padding_side == "left"
-        rows = tap_rows(batch.kind, batch.mask_BL, is_left, taps, self.pooled_position)
-        with (
-            recording(self.attention_module(), rows)
-            if taps
-            else contextlib.nullcontext() as recorded
-        ):
-            states_BLD, pooled_BP = self.forward(dict(batch.kwargs), batch.mask_BL)
+        keep, is_appended_BL = batch.keep, batch.kind == APPENDED
+        content_BL = batch.mask_BL & ~is_appended_BL
+        rows = tap_rows(batch.kind, content_BL, taps, self.pooled_position)
+        with contextlib.ExitStack() as stack:
+            if is_extended:
+                assert self.appended is not None
+                stack.enter_context(self.appended.inserted(self.embedding, is_appended_BL))
+            recorded = None
+            if taps:
+                recorded = stack.enter_context(
+                    recording(self.attention_module(), rows, input_layers(taps))
+                )
+            states_BLD, pooled_BP = self.forward(dict(batch.kwargs), content_BL)
         vectors = states_BLD[keep].float()
         result = {
             "vectors": normalise(vectors) if self.normalised else vectors,
@@ -337,8 +399,14 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         }
         if pooled_BP is not None:
             result["pooled"] = normalise(pooled_BP.float())
+        appended_BM = None
+        if is_extended:
+            appended_BM = is_appended_BL.nonzero()[:, 1].reshape(len(states_BLD), -1)
+            appended = states_BLD[is_appended_BL].float().reshape(*appended_BM.shape, -1)
+            result["appended"] = normalise(appended) if self.normalised else appended
         if recorded is not None:
-            result |= {name: values[keep] for name, values in tap_values(recorded, taps).items()}
+            values = tap_values(recorded, taps, appended_BM, keep)
+            result |= {name: values_BL[keep] for name, values_BL in values.items()}
         return result
 
     def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,239 @@
+"""Folders of trained compressors, which training writes next to the weights of the encoder.
+
+A folder has the learned tokens that the encoder appends to items, the parameters of the compressor
+if it has any, and the hashes of the encoder's weights with which both were trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from pipeline.config import SpecError
+from pipeline.encoders import Trainable
+from pipeline.encoders.appended import AppendedTokens, AppendedTokensSpec
+from pipeline.encoders.loading import hash_files, sha256
+
+#: Folder of a trained compressor in the output folder of training, and its files.
+SUBFOLDER = "compressor"
+METADATA = "compressor.json"
+TOKENS = "appended_tokens.safetensors"
+MODULE = "compressor.safetensors"
+
+
+@dataclass(frozen=True)
+class TrainedCompressor:
+    """Content of the file `compressor.json` in the folder of a trained compressor.
+
+    Attributes:
+        compressor: Resolved spec of the compressor.
+        encoder: Name of the encoder with which it was trained.
+        encoder_weights: Sorted SHA-256 hashes of the encoder's weight files after training.
+        dim: Dimension of the encoder's token vectors.
+        sha256: Hashes of the weight files in the folder, by name.
+    """
+
+    compressor: dict[str, Any]
+    encoder: str
+    encoder_weights: list[str]
+    dim: int
+    sha256: dict[str, str]
+
+    @classmethod
+    def read(cls, folder: str, field: str) -> tuple[TrainedCompressor, Path]:
+        """Reads the description and checks the hashes of the weights.
+
+        Args:
+            folder: Folder of a trained compressor, or of a trained model that contains one.
+            field: Spec field that names the folder, used in messages.
+
+        Returns:
+            The description, and the folder of the files.
+
+        Raises:
+            SpecError: The folder does not exist, is not that of a trained compressor, or its
+                weights are modified or corrupted.
+        """
+        path = Path(folder)
+        if (path / SUBFOLDER).is_dir():
+            path = path / SUBFOLDER
+        rule = "the folder of a trained compressor"
+        if not path.is_dir():
+            raise SpecError(field, folder, rule, "does not exist")
+        if not (path / METADATA).is_file():
+            raise SpecError(field, folder, rule, f"has no {METADATA}")
+        try:
+            described = cls(**json.loads((path / METADATA).read_text("utf-8")))
+        except (OSError, ValueError, TypeError):
+            raise SpecError(field, folder, rule, f"has an invalid {METADATA}") from None
+        if hash_files(path, ["*.safetensors"]) != described.sha256:
+            raise SpecError(field, folder, rule, "has modified or corrupted weights")
+        return described, path
+
+    def check_encoder(self, encoder: str, hashes: list[str], field: str, folder: str) -> None:
+        """Checks that the compressor is used with the encoder with which it was trained.
+
+        Args:
+            encoder: Name of the encoder.
+            hashes: Sorted hashes of its weight files.
+            field: Spec field that names the folder of the compressor.
+            folder: Value of that field.
+
+        Raises:
+            SpecError: It was trained with another encoder.
+        """
+        rule = "the folder of a compressor that was trained with the weights of the encoder"
+        if encoder != self.encoder:
+            raise SpecError(field, folder, rule, f"was trained with the encoder {self.encoder}")
+        if hashes != self.encoder_weights:
+            raise SpecError(field, folder, rule, "was trained with other weights")
+
+
+def write_trained_compressor(
+    folder: Path,
+    compressor: Mapping[str, Any],
+    encoder: str,
+    encoder_weights: list[str],
+    dim: int,
+    appended: AppendedTokens | None,
+    module: torch.nn.Module | None,
+) -> None:
+    """Writes the subfolder of a trained compressor into the output folder of a trained model.
+
+    Args:
+        folder: Output folder.
+        compressor: Resolved spec of the compressor.
+        encoder: Name of the encoder.
+        encoder_weights: Sorted hashes of the encoder's weight files after training.
+        dim: Dimension of the encoder's token vectors.
+        appended: Appended tokens, if any.
+        module: Parameters of the compressor, if it has any.
+    """
+    path = folder / SUBFOLDER
+    path.mkdir()
+    if appended is not None:
+        weight_MH = appended.weight.detach().cpu().contiguous()
+        safetensors.torch.save_file({"weight": weight_MH}, path / TOKENS)
+    if module is not None:
+        weights = {name: t.detach().cpu().contiguous() for name, t in module.state_dict().items()}
+        safetensors.torch.save_file(weights, path / MODULE)
+    sha256 = hash_files(path, ["*.safetensors"])
+    described = TrainedCompressor(dict(compressor), encoder, encoder_weights, dim, sha256)
+    (path / METADATA).write_text(json.dumps(asdict(described), indent=1), "utf-8")
+
+
+def supports_appended_tokens(encoder_class: type[Any]) -> bool:
+    """Returns whether learned tokens can be appended to the items of an encoder."""
+    return issubclass(encoder_class.Spec, AppendedTokensSpec)
+
+
+def weight_hashes(encoder_class: type[Trainable[Any]], spec: Any) -> list[str]:
+    """Returns the sorted SHA-256 hashes of the weight files of an encoder."""
+    return sorted(map(sha256, encoder_class.weight_files(spec)))
+
+
+def appended_hashes(spec: AppendedTokensSpec) -> dict[str, str]:
+    """Returns the hash of the appended tokens for fingerprints; empty without any.
+
+    Appended tokens do not affect query vectors, but the items of an index must have the same ones.
+    """
+    if spec.appended_tokens is None:
+        return {}
+    described, _ = TrainedCompressor.read(spec.appended_tokens, "appended_tokens")
+    return {"appended_tokens": described.sha256[TOKENS]}
+
+
+def check_trained_with(
+    folder: str, field: str, encoder_class: type[Trainable[Any]], spec: Any
+) -> TrainedCompressor:
+    """Checks that a compressor was trained with the weights of an encoder.
+
+    Args:
+        folder: Folder of the trained compressor.
+        field: Spec field that names the folder.
+        encoder_class: Class of the encoder.
+        spec: Spec of the encoder.
+
+    Raises:
+        SpecError: It was not, or the folder is not that of a trained compressor.
+    """
+    described, _ = TrainedCompressor.read(folder, field)
+    described.check_encoder(spec.name, weight_hashes(encoder_class, spec), field, folder)
+    return described
+
+
+def load_appended_tokens(encoder_class: type[Trainable[Any]], spec: Any) -> AppendedTokens | None:
+    """Loads the appended tokens that the spec of an encoder names, if any.
+
+    Raises:
+        SpecError: For `appended_tokens`: the folder has none, or those of another encoder.
+    """
+    folder = getattr(spec, "appended_tokens", None)
+    if folder is None:
+        return None
+    check_trained_with(folder, "appended_tokens", encoder_class, spec)
+    with _open_tokens(folder) as file:
+        return AppendedTokens(file.get_tensor("weight").float())
+
+
+def check_appended_tokens(
+    spec: AppendedTokensSpec, width: int, field: str = "", size: int = 0, limit: int = 0
+) -> None:
+    """Checks the appended tokens that the spec of an encoder names, if any, without the model.
+
+    Args:
+        spec: Spec of the encoder.
+        width: Width of the model's input embeddings.
+        field: Field with the maximum size of the sequence to which the tokens are appended.
+        size: Value of that field.
+        limit: Maximum number of positions of the model; 0 for no limit.
+
+    Raises:
+        SpecError: The folder has no such tokens, or they do not fit the model.
+    """
+    folder = spec.appended_tokens
+    if folder is None:
+        return
+    with _open_tokens(folder) as file:
+        num_tokens, actual_width = file.get_slice("weight").get_shape()
+    if actual_width != width:
+        rule = f"the folder of a trained compressor with tokens of width {width}"
+        raise SpecError("appended_tokens", folder, rule, f"has tokens of width {actual_width}")
+    check_positions(num_tokens, field, size, limit)
+
+
+def check_positions(num_tokens: int, field: str, size: int, limit: int) -> None:
+    """Checks that appended tokens do not exceed the number of positions of the model.
+
+    Args:
+        num_tokens: Number of appended tokens.
+        field: Field with the maximum size of the sequence to which the tokens are appended.
+        size: Value of that field.
+        limit: Maximum number of positions of the model; 0 for no limit.
+
+    Raises:
+        SpecError: They do.
+    """
+    if limit and size + num_tokens > limit:
+        rule = f"at most {limit - num_tokens} with {num_tokens} appended tokens"
+        raise SpecError(field, size, rule, f"exceeds the {limit} positions of the model")
+
+
+@contextlib.contextmanager
+def _open_tokens(folder: str) -> Iterator[Any]:
+    _, path = TrainedCompressor.read(folder, "appended_tokens")
+    try:
+        with safetensors.safe_open(path / TOKENS, "pt") as file:
+            yield file
+    except (OSError, ValueError, safetensors.SafetensorError):
+        rule = "the folder of a trained compressor with appended tokens"
+        problem = f"has no readable {TOKENS}"
+        raise SpecError("appended_tokens", folder, rule, problem) from None

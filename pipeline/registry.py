@@ -120,7 +120,7 @@ COMPRESSORS: Registry[Compressor[Any]] = Registry(
     {
         "adaptive": "pipeline.compression.adaptive:Adaptive",
         "adaptive_eos": "pipeline.compression.adaptive_eos:AdaptiveEos",
-        "agc": "pipeline.compression.agc:Agc",
+        "attention_clustering": "pipeline.compression.attention_clustering:AttentionClustering",
         "cluster": "pipeline.compression.cluster:SemanticCluster",
         "eos": "pipeline.compression.eos:Eos",
         "hpc": "pipeline.compression.hpc:HPC",

@@ -7,9 +7,10 @@ with the size of each batch, the seconds per document of both sides for each rep
 memory of the method. The script needs neither Ray nor Lance.
 
 The lower bound ("bare") consists of the operations that the method cannot avoid. For `samer` and
-`agc`, these are the matrix products of their equations with the same number of threads: distances
-(N x K x D) and means (K x N x D) of each iteration, and the final ones. For hierarchical
-clustering, it is scipy's `pdist`, `linkage` and `fcluster` on the CPU, one document at a time.
+`attention_clustering`, these are the matrix products of their equations with the same number of
+threads: distances (N x K x D) and means (K x N x D) of each iteration, and the final ones. For
+hierarchical clustering, it is scipy's `pdist`, `linkage` and `fcluster` on the CPU, one document at
+a time.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def samer(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], N
     return products(compressor.spec.num_iterations + 1, run, batch)
 
 
-def agc(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
+def attention_clustering(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
     """Returns the products of the assignment to the K most salient tokens and of the means."""
     return products(1, run, batch)
 
@@ -202,7 +203,7 @@ def row_distances(item: np.ndarray) -> np.ndarray:
 
 BARE = {
     "samer": samer,
-    "agc": agc,
+    "attention_clustering": attention_clustering,
     "hpool": ward(pdist),
     "hpool,linkage=rows": ward(row_distances),
     "hpool,linkage=condensed": ward(lambda item: pdist(item, "cosine")),

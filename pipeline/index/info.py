@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
-from pydantic import ValidationError
+from pydantic import ValidationError, field_validator
 from pydantic.dataclasses import dataclass
 
 from pipeline.config import SpecError, describe, dump
@@ -145,6 +145,11 @@ class RepresentationInfo:
     support_column: str | None = None
     support_form: SupportForm | None = None
     format_version: int = FORMAT_VERSION
+
+    @field_validator("compressor")
+    @classmethod
+    def _rename_compressor(cls, spec: dict[str, Any]) -> dict[str, Any]:
+        return renamed_compressor(spec)
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> RepresentationInfo:
@@ -354,6 +359,18 @@ def newest_format(schema: pa.Schema) -> int:
     names = columns_with_role(schema, "search")
     versions = (column_metadata(schema.field(name)).get("format_version", 0) for name in names)
     return max(versions, default=0)
+
+
+def renamed_compressor(spec: dict[str, Any]) -> dict[str, Any]:
+    """Returns stored settings of a compressor under its present name.
+
+    `attention_clustering` was called `agc`, which is now a trained method without `saliency`.
+    """
+    if isinstance(method := spec.get("method"), dict):  # of `adaptive`
+        spec = {**spec, "method": renamed_compressor(method)}
+    if spec.get("name") == "agc" and "saliency" in spec:
+        return {**spec, "name": "attention_clustering"}
+    return spec
 
 
 def _malformed(column: str, error: Exception) -> SpecError:

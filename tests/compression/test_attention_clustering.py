@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from pipeline.compression.agc import Agc
+from pipeline.compression.attention_clustering import AttentionClustering
 from pipeline.config import SpecError
 from pipeline.registry import COMPRESSORS
 from pipeline.tokens import TokenBatch
@@ -45,7 +45,8 @@ def reference(states, alpha, m, reading):
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_the_equations(reading, unit, seed, ragged):
     batch = ragged(LENGTHS, seed=seed, unit=unit, taps=[TAP])
-    result = Agc(Agc.Spec(num_vectors=6, reading=reading)).compress(batch)
+    spec = AttentionClustering.Spec(num_vectors=6, reading=reading)
+    result = AttentionClustering(spec).compress(batch)
     for i, mask in enumerate(batch.mask):
         states = batch.vectors[i, mask].double().tolist()
         alpha = batch.taps[TAP][i, mask].double().tolist()
@@ -61,8 +62,9 @@ def test_readings_differ(ragged):
     """A softmax of probabilities is almost uniform, so means are almost unweighted."""
     batch = ragged([200], unit=True, taps=[TAP])
     batch.taps[TAP][batch.mask] = (8 * torch.randn(200)).softmax(dim=0)
+    spec = AttentionClustering.Spec
     paper, code = (
-        Agc(Agc.Spec(num_vectors=8, reading=reading)).compress(batch)
+        AttentionClustering(spec(num_vectors=8, reading=reading)).compress(batch)
         for reading in ("paper", "code")
     )
     assert torch.equal(paper.support, code.support)  # equal rankings yield equal groups
@@ -74,7 +76,7 @@ def test_duplicate_centroid_yields_no_vector(dim):
     vectors = torch.eye(dim)[[0, 1, 0, 2, 1, 0]].unsqueeze(0)
     taps = {TAP: torch.tensor([[0.3, 0.1, 0.25, 0.1, 0.2, 0.05]])}  # centroids 0, 2, 4
     batch = TokenBatch(vectors, torch.ones(1, 6, dtype=torch.bool), True, taps=taps)
-    result = Agc(Agc.Spec(num_vectors=3)).compress(batch)
+    result = AttentionClustering(AttentionClustering.Spec(num_vectors=3)).compress(batch)
     # Centroids 0 and 2 are equal, so the first gets both. e_2 is equally far from all centroids
     # and is assigned to the first.
     assert result.support.tolist() == [[0, 1, 0, 0, 1, 0]]
@@ -86,16 +88,20 @@ def test_group_without_saliency_yields_unweighted_mean():
     taps = {TAP: torch.tensor([[1.0, 0.0, 0.0, 0.0]])}
     tokens = torch.tensor([[1.0, 0], [0, 1], [0, 1], [0.6, 0.8]]).unsqueeze(0)
     batch = TokenBatch(tokens, torch.ones(1, 4, dtype=torch.bool), True, taps=taps)
-    result = Agc(Agc.Spec(num_vectors=2)).compress(batch)
+    result = AttentionClustering(AttentionClustering.Spec(num_vectors=2)).compress(batch)
     assert result.support.tolist() == [[0, 1, 1, 1]]
     mean = torch.tensor([0.6, 2.8])
     torch.testing.assert_close(result.vectors[0, 1], mean / mean.norm())
 
 
 def test_saliency_accepts_any_tap():
-    spec = COMPRESSORS.resolve({"name": "agc", "num_vectors": 3, "saliency": "column_sums"})
-    assert [tap.name for tap in Agc(spec).needs_taps] == ["column_sums/mean/last"]
+    def resolve(saliency):
+        fields = {"name": "attention_clustering", "num_vectors": 3, "saliency": saliency}
+        return COMPRESSORS.resolve(fields)
+
+    spec = resolve("column_sums")
+    assert [tap.name for tap in AttentionClustering(spec).needs_taps] == ["column_sums/mean/last"]
     with pytest.raises(
         SpecError, match="saliency must be STATISTIC/HEADS/LAYERS .*, got 'attention'"
     ):
-        COMPRESSORS.resolve({"name": "agc", "num_vectors": 3, "saliency": "attention"})
+        resolve("attention")

@@ -17,10 +17,10 @@ from pipeline.compression import (
     pack_outputs,
 )
 from pipeline.taps import Tap, TapName
-from pipeline.tokens import TokenBatch, normalise, unit_vectors
+from pipeline.tokens import TokenBatch, masked_vectors, normalise, unit_vectors
 
 
-class Agc(Budgeted["Agc.Spec"]):
+class AttentionClustering(Budgeted["AttentionClustering.Spec"]):
     """Assigns every token to the most similar of the K most salient tokens (training-free variant).
 
     The tokens with the highest saliency alpha are the centroids (section 5.1). Every token is
@@ -36,9 +36,9 @@ class Agc(Budgeted["Agc.Spec"]):
     """
 
     class Spec(Budget):
-        """Options of `Agc`."""
+        """Options of `AttentionClustering`."""
 
-        name: Literal["agc"] = "agc"
+        name: Literal["attention_clustering"] = "attention_clustering"
         saliency: TapName = "pooled_row/mean/last"
         """Attention statistic used as saliency, see `pipeline.taps`."""
         reading: Literal["paper", "code"] = "paper"
@@ -55,26 +55,47 @@ class Agc(Budgeted["Agc.Spec"]):
         alpha_BN = batch.taps[self.needs_taps[0].name].float()
         if self.spec.reading == "code" and alpha_BN.numel():
             alpha_BN = alpha_BN.masked_fill(~batch.mask, -torch.inf).softmax(dim=1)
-        # A group whose attention is exactly 0 yields the unweighted mean.
-        alpha_BN = alpha_BN.clamp_min(1e-12).masked_fill(~batch.mask, 0.0)
-        centroids_BK, slot_mask_BK = largest(alpha_BN, batch.mask, budgets_B)
-        num_items, num_tokens, dim = batch.vectors.shape
-        num_outputs = centroids_BK.shape[1]
-        groups_BN = torch.full_like(batch.mask, -1, dtype=torch.int64)
-        vectors_BKD = batch.vectors.new_zeros((num_items, num_outputs, dim), dtype=torch.float32)
-        for block in blocks(batch.mask, num_tokens * max(num_outputs, dim)):
-            items = batch.take(block)
-            groups_BN[block] = nearest_centroids(items, centroids_BK[block], slot_mask_BK[block])
-            # Vectors of encoders without normalisation are weighted by their length as well.
-            states_BND = unit_vectors(items) if batch.normalised else raw_vectors(items)
-            weighted_BND = states_BND * alpha_BN[block].unsqueeze(2)
-            sums_BKD = group_sums(weighted_BND, groups_BN[block], num_outputs)
-            vectors_BKD[block] = normalise(sums_BKD)  # the sum of the weights cancels
-        mask_BK = slot_mask_BK & vectors_BKD.any(dim=2)
-        vectors_BKD, mask_BK, assignment_BN = pack_outputs(vectors_BKD, mask_BK, groups_BN)
-        return TokenBatch(vectors_BKD, mask_BK, True, pooled=batch.pooled, support=assignment_BN)
+        return weighted_clusters(batch, alpha_BN, *largest(alpha_BN, batch.mask, budgets_B))
 
 
+def weighted_clusters(
+    batch: TokenBatch,
+    weights_BN: torch.Tensor,
+    centroids_BK: torch.Tensor,
+    slot_mask_BK: torch.Tensor,
+) -> TokenBatch:
+    """Assigns tokens to their nearest centroids and returns the weighted means of the clusters.
+
+    Gradients flow to the vectors and the weights; the assignment is constant.
+
+    Args:
+        batch: Items whose real tokens come first in each row.
+        weights_BN: Non-negative weights of the tokens; ignored at padding. A cluster whose weights
+            are all 0 yields the unweighted mean.
+        centroids_BK: Positions of the tokens that are centroids.
+        slot_mask_BK: True at the centroids of an item, False at padding.
+
+    Returns:
+        A batch of unit vectors, without those of centroids to which no token is assigned.
+    """
+    weights_BN = weights_BN.clamp_min(1e-12).masked_fill(~batch.mask, 0.0)
+    num_items, num_tokens, dim = batch.vectors.shape
+    num_outputs = centroids_BK.shape[1]
+    groups_BN = torch.full_like(batch.mask, -1, dtype=torch.int64)
+    vectors_BKD = batch.vectors.new_zeros((num_items, num_outputs, dim), dtype=torch.float32)
+    for block in blocks(batch.mask, num_tokens * max(num_outputs, dim)):
+        items = batch.take(block)
+        groups_BN[block] = nearest_centroids(items, centroids_BK[block], slot_mask_BK[block])
+        # Vectors of encoders without normalisation are weighted by their length as well.
+        weighted_BND = masked_vectors(items) * weights_BN[block].unsqueeze(2)
+        sums_BKD = group_sums(weighted_BND, groups_BN[block], num_outputs)
+        vectors_BKD[block] = normalise(sums_BKD)  # the sum of the weights cancels
+    mask_BK = slot_mask_BK & vectors_BKD.any(dim=2)
+    vectors_BKD, mask_BK, assignment_BN = pack_outputs(vectors_BKD, mask_BK, groups_BN)
+    return TokenBatch(vectors_BKD, mask_BK, True, pooled=batch.pooled, support=assignment_BN)
+
+
+@torch.no_grad()
 def nearest_centroids(
     batch: TokenBatch, centroids_BK: torch.Tensor, slot_mask_BK: torch.Tensor
 ) -> torch.Tensor:
@@ -97,8 +118,3 @@ def nearest_centroids(
     if not bool(slot_mask_BK.all()):
         distance_BKN.masked_fill_(~slot_mask_BK.unsqueeze(2), torch.inf)
     return first_minimum(distance_BKN, dim=1).masked_fill(~batch.mask, -1)
-
-
-def raw_vectors(batch: TokenBatch) -> torch.Tensor:
-    """Returns the unmodified vectors (B, N, D) as float32, zero at padding."""
-    return batch.vectors.float().masked_fill(~batch.mask.unsqueeze(2), 0.0)

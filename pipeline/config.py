@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -161,6 +161,7 @@ class Spec(BaseModel):
 
     Attributes:
         renamed: New names of renamed fields by old name, for error messages.
+        unnamed: Fields that default column names omit.
 
     >>> class Budget(Spec):
     ...     renamed: ClassVar = {"size": "num_vectors"}
@@ -175,6 +176,7 @@ class Spec(BaseModel):
         frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
     )
     renamed: ClassVar[Mapping[str, str]] = {}
+    unnamed: ClassVar[Collection[str]] = ()
 
     @model_validator(mode="before")
     @classmethod

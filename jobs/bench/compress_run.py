@@ -137,7 +137,7 @@ def build(run: Run) -> Compressor:
 
 
 def documents(run: Run, compressor: Compressor, size: int, seed: int = 0) -> TokenBatch:
-    """Returns random unit vectors with boxes, and random attention statistics if needed."""
+    """Returns random vectors with boxes, appended tokens and attention statistics if needed."""
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(size, run.num_tokens, run.dim, generator=generator)
     corners = torch.rand(size, run.num_tokens, 2, generator=generator) * 0.9
@@ -151,6 +151,7 @@ def documents(run: Run, compressor: Compressor, size: int, seed: int = 0) -> Tok
             tap.name: torch.rand(size, run.num_tokens, generator=generator)
             for tap in compressor.needs_taps
         },
+        appended=torch.randn(size, run.num_vectors, run.dim, generator=generator),
     )
 
 

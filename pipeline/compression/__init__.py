@@ -6,15 +6,16 @@ Each module implements one method.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from pipeline.config import ComponentSpec, ComponentSpecT, MissingField, SpecError
+from pipeline.config import ComponentSpec, ComponentSpecT, MissingField, SpecError, absolute
+from pipeline.schema import WEIGHTS_HASH
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, unit_vectors
 
@@ -47,16 +48,20 @@ class Compressor(ABC, Generic[ComponentSpecT]):
 
     Args:
         spec: Settings of the compressor.
-        artefact: Result of `fit`, for compressors with `needs_fit`.
+        artefact: Result of `fit` for compressors with `needs_fit`, or the trained weights that a
+            `TrainedSpec` names.
     """
 
     Spec: ClassVar[type[ComponentSpec]]
     spec: ComponentSpecT
     #: Whether the compressor must be fitted on a sample of the corpus.
     needs_fit: bool = False
+    #: Whether the compressor needs an encoder that appends learned tokens to items.
+    needs_appended: bool = False
     #: Stored form of the token assignment: "assignment" stores the output of each input token, or
-    #: none; "indices" stores the input token of each output, for methods that select tokens.
-    support_form: Literal["assignment", "indices"] = "assignment"
+    #: none; "indices" stores the input token of each output, for methods that select tokens; None
+    #: if tokens are not assigned to outputs.
+    support_form: Literal["assignment", "indices"] | None = "assignment"
     #: Whether output vectors have unit length.
     normalised: bool = True
     #: Whether items whose budget covers all their tokens keep the vectors unchanged.
@@ -69,6 +74,14 @@ class Compressor(ABC, Generic[ComponentSpecT]):
     def needs_taps(self) -> tuple[Tap, ...]:
         """Attention statistics required in `TokenBatch.taps`."""
         return ()
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """Trainable module that `compress` applies; None for compressors without parameters.
+
+        Without an artefact, its parameters are initialised at random by torch's generator.
+        """
+        return None
 
     @property
     def fitted(self) -> dict[str, np.ndarray]:
@@ -100,10 +113,11 @@ class Compressor(ABC, Generic[ComponentSpecT]):
 
         Returns:
             A batch with vectors (B, <= K, D) and `support` (B, N), the output position to which
-            each input token is assigned. Real outputs come first in each row.
+            each input token is assigned; `support` is None if `support_form` is. Real outputs come
+            first in each row. Items without tokens have no outputs.
 
         Raises:
-            SpecError: The batch lacks a required attention statistic.
+            SpecError: The batch lacks a required attention statistic or the appended tokens.
         """
         assert not self.needs_fit or self.artefact is not None, "fit first"
         for tap in self.needs_taps:
@@ -132,6 +146,27 @@ class Compressor(ABC, Generic[ComponentSpecT]):
     @abstractmethod
     def _compress(self, batch: TokenBatch) -> TokenBatch:
         """Implements `compress` for batches whose real tokens come first in each row."""
+
+
+class TrainedSpec(ComponentSpec):
+    """Base class of the specs of compressors with trained weights.
+
+    An index stores the weights themselves and, in the metadata of the column, their hash in place
+    of the folder.
+    """
+
+    unnamed: ClassVar[Collection[str]] = ("weights",)
+
+    weights: str | None = None
+    """Folder of a training run with the weights of the compressor; null only in training, which
+    then starts from random weights."""
+
+    @field_validator("weights")
+    @classmethod
+    def _make_folder_absolute(cls, weights: str | None) -> str | None:
+        if weights is None or weights.startswith(WEIGHTS_HASH):
+            return weights
+        return absolute(weights)
 
 
 class Budget(ComponentSpec):

@@ -103,7 +103,9 @@ def default_id(compressor: Spec, with_budget: bool = True) -> str:
     for name, field in type(compressor).model_fields.items():
         value = values[name]
         is_default = field.is_required() or value == field.get_default(call_default_factory=True)
-        if name in ("name", "num_vectors", "ratio") or (is_default and name != "method"):
+        if name in ("name", "num_vectors", "ratio", *type(compressor).unnamed):
+            continue
+        if is_default and name != "method":
             continue
         if isinstance(value, Spec):
             parts.append(default_id(value, with_budget=False))

@@ -17,14 +17,23 @@ from pydantic import Field, model_validator
 
 from pipeline import config, distributed
 from pipeline.atomic import check_writable
+from pipeline.compression import TrainedSpec
+from pipeline.compression.memtok import MemTok
 from pipeline.compression.samer import object_labels, token_coordinates
 from pipeline.config import SpecError, Uri
 from pipeline.distributed import gather_rows, num_workers
 from pipeline.encoders import Trainable
+from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_folder
 from pipeline.encoders.smart import Adapter
+from pipeline.encoders.trained import (
+    load_appended_tokens,
+    supports_appended_tokens,
+    weight_hashes,
+    write_trained_compressor,
+)
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
-from pipeline.taps import Tap, average_layers, single_layer_taps
+from pipeline.taps import APPENDED_STATISTICS, Tap, average_layers, single_layer_taps
 from pipeline.tokens import TokenBatch, normalise, pad
 from pipeline.train import lora, sharding
 from pipeline.train.frozen import cached_hidden_states, encoded, query_key
@@ -48,7 +57,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("maxray.train")
 
 Score = Literal["late", "single", "hybrid"]
-#: Values of `trainable` for which the model itself is frozen.
+#: Values of `trainable` for which the model itself has no gradients, so that its output can be
+#: cached.
 FREEZE = ("projection", "adapter")
 
 #: Preprocessed sequences; texts or items themselves for an adapter; or cached hidden states.
@@ -87,14 +97,16 @@ class Contrastive(Learner["Contrastive.Spec"]):
     """Trains an encoder by InfoNCE over the scores of a batch's queries and documents.
 
     A compressor is applied to the documents' vectors before scoring. Gradients flow through its
-    means; seeds, assignments and selections are constants (SaMer, section 4.3).
+    means and its parameters; seeds, assignments and selections are constants (SaMer, section 4.3).
+    Attention statistics are constants too, except those of appended tokens, which are weights of
+    AGC's means.
     """
 
     class Spec(BaseSpec):
         """Options of contrastive training.
 
         An `adapter` of `encoder` is merged into its weights before training; `trainable: lora`
-        trains the adapter further instead.
+        trains the adapter further instead. Its `appended_tokens` are trained further.
         """
 
         renamed: ClassVar[Mapping[str, str]] = {
@@ -104,10 +116,12 @@ class Contrastive(Learner["Contrastive.Spec"]):
         }
 
         name: Literal["contrastive"] = "contrastive"
-        trainable: Literal["all", "projection", "lora", "adapter"] = "all"
+        trainable: Literal["all", "projection", "lora", "tokens", "adapter"] = "all"
         """Trainable parameters: `all` of the model; only the `projection`, which maps hidden states
-        to vectors, for queries and documents alike; `lora`, low-rank matrices beside its layers; or
-        an `adapter` behind any frozen encoder (SMART, eq. 6)."""
+        to vectors, for queries and documents alike; `lora`, low-rank matrices beside its layers;
+        the appended `tokens` and the projection, if the encoder has one; or an `adapter` behind any
+        frozen encoder (SMART, eq. 6). Appended tokens are trained with `all` and `lora` too, and
+        the compressor's parameters always."""
         lora: Lora | None = None
         """LoRA settings."""
         adapter_dim: int = Field(128, ge=1)
@@ -120,6 +134,9 @@ class Contrastive(Learner["Contrastive.Spec"]):
         """Precision of the cached hidden states."""
         compressor: CompressorSpec = Field(default="none", validate_default=True)
         """Compressor of the documents' vectors."""
+        num_appended_tokens: int | None = Field(None, ge=1)
+        """Number of new learned tokens that are appended to each document, for AGC and MemTok. Null
+        trains those of `encoder.appended_tokens`, if any."""
         score: Score = "late"
         """Score of a query and a document: `late`, MaxSim (SMART, eq. 4); `single`, the inner
         product of the single vectors (eq. 2); `hybrid`, their sum (eq. 5)."""
@@ -146,6 +163,16 @@ class Contrastive(Learner["Contrastive.Spec"]):
             if self.hidden_states_cache is not None and self.trainable not in FREEZE:
                 rule = f"null when trainable is {self.trainable}"
                 raise SpecError("hidden_states_cache", self.hidden_states_cache, rule)
+            if self.num_appended_tokens is not None and _appended_folder(self.encoder) is not None:
+                rule = "null when encoder.appended_tokens is given"
+                raise SpecError("num_appended_tokens", self.num_appended_tokens, rule)
+            if self.has_appended_tokens and self.hidden_states_cache is not None:
+                rule = "null with appended tokens, which pass through the model in each step"
+                raise SpecError("hidden_states_cache", self.hidden_states_cache, rule)
+            if self.has_appended_tokens and self.trainable in FREEZE:
+                raise SpecError(
+                    "trainable", self.trainable, "all, lora or tokens with appended tokens"
+                )
             if self.lora is not None and self.trainable != "lora":
                 rule = "null unless trainable is lora"
                 raise SpecError("lora", config.dump(self.lora), rule)
@@ -156,15 +183,23 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 raise SpecError("contrastive_weight", self.contrastive_weight, rule)
             return self
 
+        @property
+        def has_appended_tokens(self) -> bool:
+            """Whether learned tokens are appended to documents."""
+            return self.num_appended_tokens is not None or bool(_appended_folder(self.encoder))
+
     def __init__(self, spec: Spec):
         super().__init__()
         self.spec = spec
         encoder_spec = spec.encoder
         if spec.trainable == "lora":  # its adapter is trained, not merged
             encoder_spec = encoder_spec.model_copy(update={"adapter": None})
+        if spec.has_appended_tokens:  # they are loaded below, with the hashes of the adapter
+            encoder_spec = encoder_spec.model_copy(update={"appended_tokens": None})
         encoder = ENCODERS.build(encoder_spec)
         self.encoder: Any = encoder
         self.compressor = COMPRESSORS.build(spec.compressor)
+        self.appended: AppendedTokens | None = None
         self._tuned = None
         if spec.trainable == "adapter":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -172,9 +207,13 @@ class Contrastive(Learner["Contrastive.Spec"]):
             self.model = Adapter(width, spec.adapter_dim, encoder.num_states).to(self.device)
         elif isinstance(encoder, Trainable):
             self.device, self.model = encoder.device, encoder.model
-            if spec.trainable == "projection":
+            if spec.has_appended_tokens:
+                self.appended = self._appended_tokens(encoder)
+                encoder.append_tokens(self.appended)
+            if spec.trainable in ("projection", "tokens"):
                 self.model.requires_grad_(False)
-                encoder.projection.requires_grad_(True)
+                if encoder.has_projection:
+                    encoder.projection.requires_grad_(True)
             elif spec.trainable == "lora":
                 self._tuned = lora.attach(
                     self.model, spec.lora or Lora(), encoder.lora_target_modules
@@ -185,6 +224,9 @@ class Contrastive(Learner["Contrastive.Spec"]):
                     lora.load(self._tuned, first, encoder.checkpoint_prefix)
         else:
             raise _not_trainable(spec.encoder.name).below("learner")
+        self.compressor_module = self.compressor.module
+        if self.compressor_module is not None:
+            self.compressor_module.to(self.device)
         self._taps: tuple[Tap, ...] = ()
         self._num_layers = 0
         if self.compressor.needs_taps:
@@ -198,6 +240,17 @@ class Contrastive(Learner["Contrastive.Spec"]):
         self.log_scale = torch.nn.Parameter(log_scale, requires_grad=spec.learn_temperature)
         self._states: HiddenStates | None = None
         self._has_remarked = False  # the compressor's remark on the items is logged once
+
+    def _appended_tokens(self, encoder: Trainable[Any]) -> AppendedTokens:
+        """Returns new appended tokens, or those that the encoder's spec names."""
+        if self.spec.num_appended_tokens is not None:
+            return AppendedTokens.create(self.spec.num_appended_tokens, encoder.embedding)
+        with config.within("learner.encoder"):
+            tokens = load_appended_tokens(type(encoder), self.spec.encoder)
+        assert tokens is not None, "the spec names appended tokens"
+        with config.within("learner"):
+            _check_budget(self.spec, len(tokens))
+        return tokens
 
     @classmethod
     def check(cls, spec: Spec) -> None:
@@ -221,9 +274,27 @@ class Contrastive(Learner["Contrastive.Spec"]):
             if spec.encoder.name == "jina_v4":
                 rule = "another value for jina_v4, which has one adapter per task"
                 raise SpecError("trainable", "lora", rule)
-        if COMPRESSORS.load(spec.compressor.name).needs_fit:
+        compressor_class = COMPRESSORS.load(spec.compressor.name)
+        if compressor_class.needs_fit:
             rule = "a compressor that needs no fitting (for the pruning of hpc, use eos)"
             raise SpecError("compressor.name", spec.compressor.name, rule)
+        if spec.num_appended_tokens is not None:
+            if not supports_appended_tokens(encoder_class):
+                names = [n for n in ENCODERS.names() if supports_appended_tokens(ENCODERS.load(n))]
+                rule = f"null for the encoder {spec.encoder.name}; tokens can be appended to the"
+                rule += f" items of {', '.join(names)}"
+                raise SpecError("num_appended_tokens", spec.num_appended_tokens, rule)
+            _check_budget(spec, spec.num_appended_tokens)
+        if compressor_class.needs_appended and not spec.has_appended_tokens:
+            rule = "a number of tokens, or encoder.appended_tokens a folder, for the compressor"
+            raise SpecError("num_appended_tokens", None, f"{rule} {spec.compressor.name}")
+        has_parameters = issubclass(compressor_class.Spec, TrainedSpec)
+        if has_parameters and spec.trainable == "adapter":
+            rule = "all, projection, lora or tokens with a compressor that has parameters"
+            raise SpecError("trainable", spec.trainable, rule)
+        if spec.trainable == "tokens" and not (has_parameters or spec.has_appended_tokens):
+            rule = "all, projection, lora or adapter without appended tokens"
+            raise SpecError("trainable", spec.trainable, rule)
 
     @classmethod
     def check_data(cls, spec: Spec, data: TrainingData) -> None:
@@ -239,7 +310,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         With LoRA, only the dropout of `lora.dropout` is switched.
         """
         super().train(mode)
-        if self.spec.trainable in ("projection", "lora"):
+        if self.spec.trainable in ("projection", "lora", "tokens"):
             self.model.eval()
             lora.train(self.model, mode)
             sharding.switch_checkpointing(self.model, mode)
@@ -347,10 +418,11 @@ class Contrastive(Learner["Contrastive.Spec"]):
         ):
             tokens = with_objects(tokens, boxes)
         if self._taps:
-            taps = {
-                tap.name: average_layers(tap, tokens.taps, self._num_layers).detach()
-                for tap in self.compressor.needs_taps
-            }
+            taps = {}
+            for tap in self.compressor.needs_taps:
+                values = average_layers(tap, tokens.taps, self._num_layers)
+                is_learned = tap.statistic in APPENDED_STATISTICS
+                taps[tap.name] = values if is_learned else values.detach()
             tokens = dataclasses.replace(tokens, taps=taps)
         if tokens.extents is not None and not self._has_remarked and bool(tokens.mask[0].any()):
             self._has_remarked = True
@@ -430,7 +502,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
         inputs = dataclasses.replace(self.read(validation), boxes=None)
         embedded = self.embedded(inputs)
         quality = data.quality(self.scores(embedded, embedded), validation)
-        if validation.phrases is not None:
+        # Grounding needs the assignment of tokens to vectors.
+        if validation.phrases is not None and self.compressor.support_form is not None:
             quality |= self._grounding(validation, validation.phrases, inputs)
         return quality
 
@@ -462,26 +535,66 @@ class Contrastive(Learner["Contrastive.Spec"]):
         return {name: np.concatenate([metrics[name] for metrics in found]) for name in found[0]}
 
     def save(self, folder: Path) -> None:
-        """Writes the model with its processor, or only its trained part, for an encoder to load."""
+        """Writes the model with its processor, or only its trained part, for an encoder to load.
+
+        Appended tokens and the parameters of the compressor are written with the hashes of the
+        weights that the encoder has with them.
+        """
+        trained = self._save_encoder(folder)
+        if self.appended is None and self.compressor_module is None:
+            return
+        spec = self.spec.encoder
+        write_trained_compressor(
+            folder,
+            config.dump(self.spec.compressor),
+            spec.name,
+            weight_hashes(type(self.encoder), spec.model_copy(update=trained)),
+            self.encoder.dim,
+            self.appended,
+            self.compressor_module,
+        )
+
+    def _save_encoder(self, folder: Path) -> dict[str, str | None]:
+        """Writes the trained weights of the encoder; returns the spec fields that load them."""
         if isinstance(self.model, Adapter):
             self.model.save(folder, self.encoder.fingerprint)
-            return
+            return {}
         if self._tuned is not None:
             lora.save(self._tuned, folder, self.encoder.checkpoint_prefix)
-            return
-        if self.spec.trainable == "projection":
+            return {"adapter": str(folder)}
+        if self.spec.trainable in ("projection", "tokens"):
+            if not self.encoder.has_projection:
+                return {}
             weights = {
                 name: tensor.detach().cpu().contiguous()
                 for name, tensor in self.encoder.projection.state_dict().items()
             }
             safetensors.torch.save_file(weights, folder / "projection.safetensors")
-            return
+            return {"projection": str(folder)}
         scale = getattr(self.model, "logit_scale", None)
         if self.spec.score == "single" and isinstance(scale, torch.Tensor):
             # Dual encoders store the scale of their scores, with which EDJE samples negatives.
             with torch.no_grad():
                 scale.fill_(self.log_scale.item())
         self.encoder.save(folder)
+        return {"model": str(folder), "revision": None, "adapter": None, "projection": None}
+
+
+def _appended_folder(encoder: config.ComponentSpec) -> str | None:
+    """Returns the folder of the appended tokens that the spec of an encoder names, if any."""
+    return getattr(encoder, "appended_tokens", None)
+
+
+def _check_budget(spec: Contrastive.Spec, num_tokens: int) -> None:
+    """Checks that the budget of MemTok is the number of appended tokens.
+
+    Raises:
+        SpecError: It is not.
+    """
+    compressor = COMPRESSORS.build(spec.compressor)
+    if isinstance(compressor, MemTok):
+        with config.within("compressor"):
+            compressor.check_budget(num_tokens)
 
 
 def _not_trainable(encoder: str) -> SpecError:

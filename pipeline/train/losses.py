@@ -92,8 +92,8 @@ class _Best(torch.autograd.Function):
         flat_TD = queries_QMD.reshape(-1, queries_QMD.shape[2])
         grad_TB = grad_QMB.reshape(winner_TB.shape)
         num_docs, num_tokens, dim = docs_BND.shape
-        grad_queries, grad_docs = torch.zeros_like(flat_TD), torch.zeros_like(docs_BND)
-        docs_LD, grad_LD = docs_BND.reshape(-1, dim), grad_docs.reshape(-1, dim)
+        docs_LD = docs_BND.reshape(-1, dim)
+        grad_queries, grad_LD = torch.zeros_like(flat_TD), docs_LD.new_zeros(docs_LD.shape)
         for rows in _blocks(flat_TD, num_docs * num_tokens):
             # With one nonzero per query token and document, two matrix products are the whole
             # gradient and deterministic, unlike the sums of an atomic scatter.
@@ -102,7 +102,7 @@ class _Best(torch.autograd.Function):
             chosen_TL = chosen_TBN.reshape(len(chosen_TBN), -1)
             grad_queries[rows] = chosen_TL @ docs_LD
             grad_LD.addmm_(chosen_TL.T, flat_TD[rows])
-        return grad_queries.reshape(queries_QMD.shape), grad_docs, None
+        return grad_queries.reshape(queries_QMD.shape), grad_LD.reshape(docs_BND.shape), None
 
 
 def _blocks(rows: torch.Tensor, numbers_per_row: int) -> Iterator[slice]:

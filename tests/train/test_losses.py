@@ -65,6 +65,17 @@ def test_padding_has_no_score_and_no_gradient():
     assert docs.grad[doc_mask].abs().sum() > 0
 
 
+def test_gradients_do_not_depend_on_the_memory_layout():
+    queries, query_mask, docs, doc_mask = some_tokens(0)
+    grads = []
+    for layout in (torch.Tensor.contiguous, lambda tensor: tensor.mT.contiguous().mT):
+        leaves = [layout(tensor.float()).requires_grad_() for tensor in (queries, docs)]
+        late_scores(leaves[0], query_mask, leaves[1], doc_mask).sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(*grads)
+    assert grads[0][1].abs().sum() > 0
+
+
 def test_no_documents_give_no_scores():
     queries, query_mask, docs, doc_mask = some_tokens(0)
     assert late_scores(queries, query_mask, docs[:0], doc_mask[:0]).shape == (4, 0)

@@ -202,6 +202,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
             if spec.encoder.name == "jina_v4":
                 rule = "another value for jina_v4, which has one adapter per task"
                 raise SpecError("trainable", "lora", rule)
+        COMPRESSORS.build(spec.compressor).check_encoder(spec.encoder)
         if COMPRESSORS.load(spec.compressor.name).needs_fit:
             rule = "a compressor that needs no fitting (for the pruning of hpc, use eos)"
             raise SpecError("compressor.name", spec.compressor.name, rule)

@@ -32,6 +32,8 @@ from pydantic import (
 
 from pipeline.extras import require_storage
 
+#: Prefix of the hash of trained weights, which replaces their folder in stored specs.
+WEIGHTS_HASH = "sha256:"
 #: Maximum number of characters of a value shown in a message.
 MAX_SHOWN_CHARACTERS = 400
 
@@ -206,6 +208,26 @@ class ComponentSpec(Spec):
 
     name: str
     """Name under which the component is registered."""
+
+
+class TrainedSpec(ComponentSpec):
+    """Base class of the specs of components with trained weights.
+
+    An index stores the weights themselves and, in the spec, their hash in place of the folder.
+    """
+
+    unnamed: ClassVar[Collection[str]] = ("weights",)
+
+    weights: str | None = None
+    """Folder of a training run with the weights; null only in training, which starts from random
+    ones."""
+
+    @field_validator("weights")
+    @classmethod
+    def _make_folder_absolute(cls, weights: str | None) -> str | None:
+        if weights is None or weights.startswith(WEIGHTS_HASH):
+            return weights
+        return absolute(weights)
 
 
 def absolute(uri: str) -> str:

@@ -20,8 +20,6 @@ import pyarrow as pa
 #: as `index.positions.STORED_EXTENTS`.
 FORMAT_VERSION = 2
 METADATA_KEY = b"maxray"
-#: Prefix of the hash of trained weights, which replaces their folder in stored specs.
-WEIGHTS_HASH = "sha256:"
 
 #: Location of an item in its parent. The unit is "page", "seconds", "characters" or "" (the whole).
 SPAN = pa.struct(

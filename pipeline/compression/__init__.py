@@ -6,16 +6,15 @@ Each module implements one method.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from pipeline.config import ComponentSpec, ComponentSpecT, MissingField, SpecError, absolute
-from pipeline.schema import WEIGHTS_HASH
+from pipeline.config import ComponentSpec, ComponentSpecT, MissingField, SpecError
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, unit_vectors
 
@@ -48,8 +47,8 @@ class Compressor(ABC, Generic[ComponentSpecT]):
 
     Args:
         spec: Settings of the compressor.
-        artefact: Result of `fit` for compressors with `needs_fit`, or the trained weights that a
-            `TrainedSpec` names.
+        artefact: Result of `fit` for compressors with `needs_fit`, or the weights that a
+            `config.TrainedSpec` names.
     """
 
     Spec: ClassVar[type[ComponentSpec]]
@@ -135,6 +134,16 @@ class Compressor(ABC, Generic[ComponentSpecT]):
         assignment.scatter_(1, order, result.support.masked_fill(~packed.mask, -1))
         return replace(result, support=assignment)
 
+    def check_encoder(self, encoder: ComponentSpec) -> None:
+        """Checks that the compressor can be used with an encoder, without loading it.
+
+        Raises:
+            SpecError: It needs appended tokens, and the encoder appends none.
+        """
+        if self.needs_appended and getattr(encoder, "appended_tokens", None) is None:
+            rule, problem = "used with an encoder with appended_tokens", "appends none"
+            raise SpecError(f"compressor {self.spec.name}", encoder.name, rule, problem)
+
     def remark(self, extents_N6: np.ndarray) -> str | None:
         """Returns a warning if a setting is unsuitable for the given item, else None.
 
@@ -146,27 +155,6 @@ class Compressor(ABC, Generic[ComponentSpecT]):
     @abstractmethod
     def _compress(self, batch: TokenBatch) -> TokenBatch:
         """Implements `compress` for batches whose real tokens come first in each row."""
-
-
-class TrainedSpec(ComponentSpec):
-    """Base class of the specs of compressors with trained weights.
-
-    An index stores the weights themselves and, in the metadata of the column, their hash in place
-    of the folder.
-    """
-
-    unnamed: ClassVar[Collection[str]] = ("weights",)
-
-    weights: str | None = None
-    """Folder of a training run with the weights of the compressor; null only in training, which
-    then starts from random weights."""
-
-    @field_validator("weights")
-    @classmethod
-    def _make_folder_absolute(cls, weights: str | None) -> str | None:
-        if weights is None or weights.startswith(WEIGHTS_HASH):
-            return weights
-        return absolute(weights)
 
 
 class Budget(ComponentSpec):

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import Field, model_validator
 
-from pipeline.compression import Compressor, NumVectors, TrainedSpec
-from pipeline.config import SpecError
+from pipeline.compression import Compressor, NumVectors
+from pipeline.config import SpecError, TrainedSpec
 from pipeline.tokens import TokenBatch, masked_vectors, normalise
 
 #: Type of the sizes of the layers.

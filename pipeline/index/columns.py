@@ -12,7 +12,17 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config import ComponentSpec, Spec, SpecError, dump, expand_sweep, parse, within
+from pipeline.config import (
+    WEIGHTS_HASH,
+    ComponentSpec,
+    Spec,
+    SpecError,
+    TrainedSpec,
+    dump,
+    expand_sweep,
+    parse,
+    within,
+)
 from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.index.positions import decode_positions, stored_type
 from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec
@@ -29,7 +39,7 @@ COMPANION_SUFFIXES = ("_support", "_pooled", "_spans", "_extents", "_confidence"
 ItemField = Literal["content", "caption"]
 ITEM_FIELDS: tuple[str, ...] = get_args(ItemField)
 #: Token columns that a separate encoding actor passes to the compressing actor.
-TOKEN_COLUMNS = ("vectors", "spans", "extents", "confidence", "pooled")
+TOKEN_COLUMNS = ("vectors", "spans", "extents", "confidence", "pooled", "appended")
 
 
 def token_column(item_field: str, name: str) -> str:
@@ -219,6 +229,35 @@ def required_taps(
     return single_layer_taps(required, num_layers or 0)
 
 
+def needs_appended_vectors(representations: Iterable[Representation]) -> bool:
+    """Returns True if a representation needs the vectors of the appended tokens.
+
+    Other compressors that need appended tokens use only their attention statistics.
+    """
+    compressors = (COMPRESSORS.build(r.compressor) for r in representations)
+    return any(c.needs_appended and not c.needs_taps for c in compressors)
+
+
+def stored_settings(compressor: ComponentSpec) -> dict[str, Any]:
+    """Returns the settings of a compressor for the metadata of a column.
+
+    A folder of trained weights is replaced by their hash.
+
+    Raises:
+        SpecError: The folder has no such weights.
+    """
+    settings = dump(compressor)
+    if isinstance(compressor, TrainedSpec):
+        # Imports transformers, which few jobs need.
+        from pipeline.encoders.trained import MODULE, TrainedCompressor
+
+        folder = compressor.weights
+        if folder is not None and not folder.startswith(WEIGHTS_HASH):
+            described, _ = TrainedCompressor.read(folder, "weights")
+            settings["weights"] = WEIGHTS_HASH + described.sha256[MODULE]
+    return settings
+
+
 def encoder_fields(
     encoder_info: EncoderInfo, keep_positions: bool, keep_taps: Sequence[Tap] = ()
 ) -> list[pa.Field]:
@@ -259,7 +298,7 @@ def representation_info(
     return RepresentationInfo(
         name=representation.id,
         encoder=encoder_info,
-        compressor=dump(representation.compressor),
+        compressor=stored_settings(representation.compressor),
         codec=dump(representation.codec),
         artefact=None,
         codec_artefact=None,
@@ -326,7 +365,7 @@ def changed_setting(
         codec = dump(CODECS.resolve(codec))
     settings = (
         ("fingerprint", encoder_info.fingerprint, stored.encoder.fingerprint),
-        ("compressor", dump(representation.compressor), compressor),
+        ("compressor", stored_settings(representation.compressor), compressor),
         ("codec", dump(representation.codec), codec),
         ("of", representation.of, stored.field),
     )
@@ -369,5 +408,10 @@ def compressor_remarks(
 
 
 def has_support(representation: Representation) -> bool:
-    """Returns True if the token assignment is stored; without compression it is the identity."""
-    return representation.keep_support and representation.compressor.name != "none"
+    """Returns True if the token assignment is stored.
+
+    Without compression it is the identity, and some compressors assign no tokens to vectors.
+    """
+    if not representation.keep_support or representation.compressor.name == "none":
+        return False
+    return COMPRESSORS.build(representation.compressor).support_form is not None

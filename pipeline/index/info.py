@@ -9,7 +9,7 @@ import pyarrow as pa
 from pydantic import ValidationError, field_validator
 from pydantic.dataclasses import dataclass
 
-from pipeline.config import SpecError, describe, dump
+from pipeline.config import WEIGHTS_HASH, SpecError, describe, dump
 from pipeline.index.positions import EXTENTS
 from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
 from pipeline.taps import Tap
@@ -117,7 +117,7 @@ class RepresentationInfo:
         encoder: Encoder of the token vectors. Its `has_*` flags refer to columns in the index.
         compressor: Settings of the compressor, including its name.
         codec: Settings of the codec, including its name.
-        artefact: Hash of the fitted state of the compressor; None without one.
+        artefact: Hash of the fitted state or trained weights of the compressor; None without one.
         codec_artefact: Hash of the fitted state of the codec; None without one.
         dim: Dimensions of the stored vectors.
         normalised: Whether vectors have unit length before the codec encodes them.
@@ -241,7 +241,13 @@ class RepresentationInfo:
     @property
     def is_fitted(self) -> bool:
         """True if the compressor or the codec was fitted on a sample."""
-        return bool(self.artefact or self.codec_artefact)
+        has_fitted_compressor = self.artefact and not self.has_trained_weights
+        return bool(has_fitted_compressor or self.codec_artefact)
+
+    @property
+    def has_trained_weights(self) -> bool:
+        """True if the artefact of the compressor are weights from a training run."""
+        return str(self.compressor.get("weights")).startswith(WEIGHTS_HASH)
 
     @property
     def compressor_fit(self) -> dict[str, Any]:

@@ -257,7 +257,8 @@ def _assigned_vectors(item: _StoredItem, info: RepresentationInfo) -> np.ndarray
     assignment = item.value(info.support_column)
     if assignment is None or info.support_form is None:
         rule = "a representation with stored token assignments (keep_support)"
-        raise SpecError("representation", info.name, rule, "has none")
+        note = "; memtok and seqresize do not assign tokens to vectors"
+        raise SpecError("representation", info.name, rule, "has none", note)
     return assigned_vectors(assignment, info.support_form, item.num_tokens)
 
 

@@ -11,22 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
+import safetensors.numpy
 import safetensors.torch
 import torch
 from pydantic import Field, model_validator
 
 from pipeline import config, distributed
 from pipeline.atomic import check_writable
-from pipeline.compression import TrainedSpec
+from pipeline.compression import Compressor
 from pipeline.compression.memtok import MemTok
 from pipeline.compression.samer import object_labels, token_coordinates
-from pipeline.config import SpecError, Uri
+from pipeline.config import SpecError, TrainedSpec, Uri
 from pipeline.distributed import gather_rows, num_workers
 from pipeline.encoders import Trainable
 from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_folder
 from pipeline.encoders.smart import Adapter
 from pipeline.encoders.trained import (
+    MODULE,
+    TrainedCompressor,
     load_appended_tokens,
     supports_appended_tokens,
     weight_hashes,
@@ -198,7 +201,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
             encoder_spec = encoder_spec.model_copy(update={"appended_tokens": None})
         encoder = ENCODERS.build(encoder_spec)
         self.encoder: Any = encoder
-        self.compressor = COMPRESSORS.build(spec.compressor)
+        with config.within("learner.compressor"):
+            self.compressor = _compressor(spec.compressor)
         self.appended: AppendedTokens | None = None
         self._tuned = None
         if spec.trainable == "adapter":
@@ -583,6 +587,21 @@ class Contrastive(Learner["Contrastive.Spec"]):
 def _appended_folder(encoder: config.ComponentSpec) -> str | None:
     """Returns the folder of the appended tokens that the spec of an encoder names, if any."""
     return getattr(encoder, "appended_tokens", None)
+
+
+def _compressor(spec: config.ComponentSpec) -> Compressor[Any]:
+    """Returns a compressor with the weights that its spec names, or with new ones.
+
+    Raises:
+        SpecError: The weights are missing, or were trained with other settings.
+    """
+    if not isinstance(spec, TrainedSpec) or spec.weights is None:
+        return COMPRESSORS.build(spec)
+    described, path = TrainedCompressor.read(spec.weights, "weights")
+    if described.compressor | {"weights": None} != config.dump(spec) | {"weights": None}:
+        rule = "the folder of a compressor that was trained with the settings of the spec"
+        raise SpecError("weights", spec.weights, rule)
+    return COMPRESSORS.build(spec, safetensors.numpy.load_file(path / MODULE))
 
 
 def _check_budget(spec: Contrastive.Spec, num_tokens: int) -> None:

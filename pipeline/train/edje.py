@@ -204,8 +204,9 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         """Raises `SpecError` if a model is missing, or the settings do not fit together."""
         with config.within("encoder"):
             ENCODERS.load(spec.encoder.name).check(spec.encoder)
-        compressor = COMPRESSORS.load(spec.compressor.name)
-        if compressor.needs_fit or COMPRESSORS.build(spec.compressor).needs_taps:
+        compressor = COMPRESSORS.build(spec.compressor)
+        is_trained = compressor.needs_appended or isinstance(spec.compressor, config.TrainedSpec)
+        if compressor.needs_fit or compressor.needs_taps or is_trained:
             rule = "one of none, hpool, samer, spatial, random"
             raise SpecError("compressor.name", spec.compressor.name, rule)
         if spec.hidden_states_cache is not None:

@@ -239,6 +239,19 @@ def test_training_continues_from_a_trained_compressor(model, tmp_path):
         Loop(spec_of(tmp_path / "third", model, memtok), say=print)
 
 
+def test_training_continues_from_trained_parameters(model, tmp_path):
+    first = spec_of(tmp_path / "first", model, {**SEQRESIZE, **TOKEN_RUN}, max_steps=2)
+    weights = run(first)
+    compressor = {**SEQRESIZE["compressor"], "weights": str(tmp_path / "first" / "model")}
+    learner = {**TOKEN_RUN, "compressor": compressor}
+    loop = Loop(spec_of(tmp_path / "second", model, learner), say=lambda line: None)
+    for name, tensor in loop.learner.compressor_module.state_dict().items():
+        assert torch.equal(tensor, weights[f"{SUBFOLDER}/{MODULE} {name}"])
+    compressor = {**compressor, "hidden_size": 9}
+    with pytest.raises(SpecError, match="learner.compressor.weights must be .* the settings"):
+        Loop(spec_of(tmp_path / "third", model, {"compressor": compressor}), say=print)
+
+
 def text_lists(folder: Path, num_ways: int = 16) -> Path:
     """Twelve queries, each with a list of scored documents that overlaps those of others."""
     words = [f"word{number}" for number in range(12)]

@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -33,6 +33,8 @@ from pydantic import (
 
 from pipeline.extras import require_storage
 
+#: Prefix of the hash of trained weights, which replaces their folder in stored specs.
+WEIGHTS_HASH = "sha256:"
 #: Values that are longer than this number of characters are shortened in messages.
 MAX_SHOWN_CHARACTERS = 400
 
@@ -198,6 +200,7 @@ class Spec(BaseModel):
     Attributes:
         renamed: Present names of renamed fields by former name.
         renamed_values: Present names of renamed values by former value, by present field name.
+        unnamed: Fields that default column names omit.
 
     >>> class Budget(Spec):
     ...     renamed: ClassVar = {"size": "num_vectors"}
@@ -213,6 +216,7 @@ class Spec(BaseModel):
     )
     renamed: ClassVar[Mapping[str, str]] = {}
     renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    unnamed: ClassVar[Collection[str]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -289,6 +293,26 @@ class ComponentSpec(Spec):
 
     name: str
     """Name under which the component is registered."""
+
+
+class TrainedSpec(ComponentSpec):
+    """Base class of the specs of components with trained weights.
+
+    An index stores the weights themselves and, in the spec, their hash in place of the folder.
+    """
+
+    unnamed: ClassVar[Collection[str]] = ("weights",)
+
+    weights: str | None = None
+    """Folder of a training run with the weights; null only in training, which starts from random
+    ones."""
+
+    @field_validator("weights")
+    @classmethod
+    def _make_folder_absolute(cls, weights: str | None) -> str | None:
+        if weights is None or weights.startswith(WEIGHTS_HASH):
+            return weights
+        return absolute(weights)
 
 
 def absolute(uri: str) -> str:

@@ -103,13 +103,18 @@ def normalise(vectors: torch.Tensor) -> torch.Tensor:
     return vectors / vectors.norm(dim=-1, keepdim=True).clamp_min(1e-12)
 
 
-def unit_vectors(batch: TokenBatch) -> torch.Tensor:
-    """Returns the normalised vectors as a (B, N, D) float32 tensor that is zero at padding."""
+def masked_vectors(batch: TokenBatch) -> torch.Tensor:
+    """Returns the vectors as a (B, N, D) float32 tensor that is zero at padding."""
     vectors = batch.vectors.float()
-    vectors = vectors if batch.normalised else normalise(vectors)
     if bool(batch.mask.all()):  # avoids a copy
         return vectors
     return vectors.masked_fill(~batch.mask.unsqueeze(-1), 0.0)
+
+
+def unit_vectors(batch: TokenBatch) -> torch.Tensor:
+    """Returns unit vectors (B, N, D) float32, zero at padding."""
+    vectors = masked_vectors(batch)
+    return vectors if batch.normalised else normalise(vectors)
 
 
 def ragged_to_arrow(padded: torch.Tensor, mask: torch.Tensor, type: pa.DataType) -> pa.ListArray:

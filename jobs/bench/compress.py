@@ -24,6 +24,8 @@ from pipeline.registry import COMPRESSORS
 CRANFIELD = Path(jobs.__file__).parent / "data/cranfield"
 #: Methods based on Ward linkage or k-means, which `index` omits.
 SLOW = ("adaptive", "cluster", "hpool", "light_colpali")
+#: Methods that need a trained encoder or trained weights, which `index` omits as well.
+LEARNED = ("agc", "memtok", "seqresize")
 #: Variants of methods with a different running time.
 READINGS = ("hpool,linkage=rows", "hpool,linkage=condensed", "light_colpali,distance_dtype=float64")
 
@@ -109,7 +111,7 @@ def index(bench: Bench, args: Any) -> None:
     from jobs.bench.compress_index import encode_and_compress
 
     named = dict.fromkeys(method.partition(",")[0] for method in args.methods)
-    names = [name for name in named if name not in SLOW]
+    names = [name for name in named if name not in (*SLOW, *LEARNED)]
     run = encode_and_compress(CRANFIELD, args.items, names, args.repeats)
     seconds = {name: Repeats(tuple(taken)) for name, taken in run["seconds"].items()}
     rounds = zip(*(run["seconds"][name] for name in seconds), strict=True)

@@ -49,7 +49,9 @@ def encode_and_compress(
         if needs_fit(representation):
             taps = COMPRESSORS.build(representation.compressor).needs_taps
             batches = [with_taps(batch, taps, encoder_info) for batch in sample]
-            learned[representation.id] = fit(representation, functools.partial(iter, batches), 0)
+            learned[representation.id] = fit(
+                representation, encoder_info, functools.partial(iter, batches), 0
+            )
     columns = [field.name for field in encoder_fields(encoder_info, keep_positions=True)]
     stage = Representer(encode, Compress(encoder_info, representations, learned, columns).load())
 

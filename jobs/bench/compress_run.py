@@ -7,9 +7,10 @@ with the size of each batch, the seconds per document of both sides for each rep
 memory of the method. The script needs neither Ray nor Lance.
 
 The lower bound ("bare") consists of the operations that the method cannot avoid. For `samer` and
-`agc`, these are the matrix products of their equations with the same number of threads: distances
-(N x K x D) and means (K x N x D) of each iteration, and the final ones. For hierarchical
-clustering, it is scipy's `pdist`, `linkage` and `fcluster` on the CPU, one document at a time.
+`attention_clustering`, these are the matrix products of their equations with the same number of
+threads: distances (N x K x D) and means (K x N x D) of each iteration, and the final ones. For
+hierarchical clustering, it is scipy's `pdist`, `linkage` and `fcluster` on the CPU, one document at
+a time.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def build(run: Run) -> Compressor:
 
 
 def documents(run: Run, compressor: Compressor, size: int, seed: int = 0) -> TokenBatch:
-    """Generates random unit vectors with boxes and, if they are needed, attention statistics."""
+    """Generates random vectors with boxes, appended tokens and attention statistics if needed."""
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(size, run.num_tokens, run.dim, generator=generator)
     corners = torch.rand(size, run.num_tokens, 2, generator=generator) * 0.9
@@ -153,6 +154,7 @@ def documents(run: Run, compressor: Compressor, size: int, seed: int = 0) -> Tok
             tap.name: torch.rand(size, run.num_tokens, generator=generator)
             for tap in compressor.needs_taps
         },
+        appended=torch.randn(size, run.num_vectors, run.dim, generator=generator),
     )
 
 
@@ -175,7 +177,7 @@ def samer(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], N
     return products(compressor.spec.num_iterations + 1, run, batch)
 
 
-def agc(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
+def attention_clustering(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
     """Returns the products of the assignment to the K most salient tokens and of the means."""
     return products(1, run, batch)
 
@@ -205,7 +207,7 @@ def row_distances(item: np.ndarray) -> np.ndarray:
 
 BARE = {
     "samer": samer,
-    "agc": agc,
+    "attention_clustering": attention_clustering,
     "hpool": ward(pdist),
     "hpool,linkage=rows": ward(row_distances),
     "hpool,linkage=condensed": ward(lambda item: pdist(item, "cosine")),

@@ -49,16 +49,20 @@ class Compressor(ABC, Generic[ComponentSpecT]):
 
     Args:
         spec: Options of the compressor.
-        artefact: Result of `fit`, for compressors with `needs_fit`.
+        artefact: Result of `fit` for compressors with `needs_fit`, or the weights that a
+            `config.TrainedSpec` names.
     """
 
     Spec: ClassVar[type[ComponentSpec]]
     spec: ComponentSpecT
     #: Whether the compressor must be fitted to a sample of the corpus before it can be used.
     needs_fit: bool = False
+    #: Whether the compressor needs an encoder that appends learned tokens to items.
+    needs_appended: bool = False
     #: Stored form of the token assignment: "assignment" stores the output of each input token, or
-    #: none; "indices" stores the input token of each output, for methods that select tokens.
-    assignment_form: Literal["assignment", "indices"] = "assignment"
+    #: none; "indices" stores the input token of each output, for methods that select tokens; None
+    #: if tokens are not assigned to outputs.
+    assignment_form: Literal["assignment", "indices"] | None = "assignment"
     #: Whether output vectors have unit length.
     normalised: bool = True
     #: Whether items with no more tokens than their budget keep their vectors unchanged.
@@ -71,6 +75,14 @@ class Compressor(ABC, Generic[ComponentSpecT]):
     def needs_taps(self) -> tuple[Tap, ...]:
         """Attention statistics that the compressor reads from `TokenBatch.taps`."""
         return ()
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """Trainable module that `compress` applies; None for compressors without parameters.
+
+        Without an artefact, its parameters are initialised at random by torch's generator.
+        """
+        return None
 
     @property
     def fitted(self) -> dict[str, np.ndarray]:
@@ -103,10 +115,12 @@ class Compressor(ABC, Generic[ComponentSpecT]):
 
         Returns:
             A batch with vectors (B, <= K, D) and `assignment` (B, N), the output position to which
-            each input token is assigned. Real outputs come first in each row.
+            each input token is assigned, or None if `assignment_form` is None. Real outputs come
+            first in each row. Items without tokens have no outputs.
 
         Raises:
-            SpecError: The batch lacks an attention statistic that the compressor needs.
+            SpecError: The batch lacks an attention statistic or the appended tokens that the
+                compressor needs.
         """
         assert not self.needs_fit or self.artefact is not None, "fit first"
         for tap in self.needs_taps:
@@ -124,6 +138,16 @@ class Compressor(ABC, Generic[ComponentSpecT]):
         assignment = torch.full_like(batch.mask, -1, dtype=torch.int64)
         assignment.scatter_(1, order, result.assignment.masked_fill(~packed.mask, -1))
         return replace(result, assignment=assignment)
+
+    def check_encoder(self, encoder: ComponentSpec) -> None:
+        """Checks that the compressor can be used with an encoder, without loading it.
+
+        Raises:
+            SpecError: It needs appended tokens, and the encoder appends none.
+        """
+        if self.needs_appended and getattr(encoder, "appended_tokens", None) is None:
+            rule, problem = "used with an encoder with appended_tokens", "appends none"
+            raise SpecError(f"compressor {self.spec.name}", encoder.name, rule, problem)
 
     def remark(self, extents_N6: np.ndarray) -> str | None:
         """Returns a warning if an option is unsuitable for the given item, or None.

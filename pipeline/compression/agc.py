@@ -1,110 +1,82 @@
-"""Attention-guided clustering in its training-free variant (AGC paper, section 5)."""
+"""AGC, attention-guided clustering (AGC paper, section 5)."""
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
+from pydantic import Field, model_validator
 
-from pipeline.compression import (
-    Budget,
-    Budgeted,
-    blocks,
-    first_minimum,
-    group_sums,
-    largest,
-    pack_outputs,
-)
-from pipeline.taps import Tap, TapName
-from pipeline.tokens import TokenBatch, normalise, unit_vectors
+from pipeline.compression import Budget, Budgeted, largest, select
+from pipeline.compression.attention_clustering import weighted_clusters
+from pipeline.compression.random import random_draws
+from pipeline.config import SpecError
+from pipeline.taps import Tap
+from pipeline.tokens import TokenBatch
+
+#: Attention statistic that is the saliency, by reading.
+SALIENCY = {"paper": Tap("appended_rows"), "code": Tap("appended_softmax")}
 
 
-class Agc(Budgeted["Agc.Spec"]):
-    """Assigns every token to the most similar of the K most salient tokens.
+class AGC(Budgeted["AGC.Spec"]):
+    """Assigns every token to the most similar of the K tokens with the highest learned saliency.
 
-    The K tokens with the highest saliency alpha serve as centroids (section 5.1). Every token is
-    assigned to the centroid with the highest cosine similarity, or to the first of several equally
-    similar centroids (section 5.2). The output vector of a centroid is the mean of its tokens,
-    weighted by alpha (section 5.3) and normalised to unit length as in the reference
-    implementation. A centroid that equals an earlier one receives no tokens and yields no vector.
-    The output vectors have the same order as their centroids.
+    The saliency alpha of a token is the attention that it receives in the last layer from the
+    tokens that the encoder appends to the item, the universal queries, averaged over them and over
+    heads (section 5.1). The K tokens with the highest saliency are the centroids; of equal ones,
+    the earlier tokens. Every token is assigned to the centroid with the highest cosine similarity,
+    or to the first of several (section 5.2). The output of each centroid is the mean of its tokens
+    weighted by alpha (section 5.3), normalised to unit length as in the reference implementation. A
+    centroid that equals an earlier one has no tokens and yields no vector.
 
-    In the paper, alpha is the attention of universal query tokens that are trained together with
-    the encoder. This variant uses an attention statistic of an unmodified encoder instead. Its
-    results should be considered a baseline for the trained method.
+    The method has no parameters of its own. The appended tokens and the encoder are trained with
+    it: gradients flow to the vectors and to alpha, and centroids and assignments are constants. The
+    budget of a trained encoder can be changed.
     """
 
     class Spec(Budget):
-        """Options of `Agc`."""
+        """Options of `AGC`."""
 
         name: Literal["agc"] = "agc"
-        saliency: TapName = "pooled_row/mean/last"
-        """Attention statistic that is used as the saliency, see `pipeline.taps`."""
         reading: Literal["paper", "code"] = "paper"
-        """Computation of alpha. "code" follows the reference implementation, which applies a second
-        softmax to the attention and thereby makes alpha almost uniform.
-        """
+        """Computation of alpha. "code" follows the reference implementation, which applies a
+        softmax over the tokens to the attention of each universal query."""
+        weights: Literal["saliency", "uniform"] = "saliency"
+        """Weights of the tokens in the means; "uniform" is "w/o Attn Weight" of Table 9."""
+        centroids: Literal["salient", "random"] = "salient"
+        """Choice of the centroids; "random" is "w/o Attn Select" of Table 9. It draws them by a
+        hash of the item, independently of the batch."""
+        assignment: Literal["cluster", "none"] = "cluster"
+        """Whether the other tokens are assigned to the centroids; "none" is "w/o Cluster" of Table
+        9, in which the centroids themselves are the outputs."""
+        seed: int = Field(0, ge=0, lt=2**32)
+        """Random seed of random centroids."""
 
-    @cached_property
+        @model_validator(mode="before")
+        @classmethod
+        def _reject_saliency(cls, data: Any) -> Any:
+            if isinstance(data, Mapping) and "saliency" in data:
+                rule = "attention_clustering, the training-free method, when saliency is given"
+                raise SpecError("name", "agc", rule)
+            return data
+
+    needs_appended = True
+
+    @property
     def needs_taps(self) -> tuple[Tap, ...]:
-        """Attention statistic that is used as the saliency."""
-        return (Tap.parse(self.spec.saliency),)
+        """Attention statistic that is the saliency."""
+        return (SALIENCY[self.spec.reading],)
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""
         alpha_BN = batch.taps[self.needs_taps[0].name].float()
-        if self.spec.reading == "code" and alpha_BN.numel():
-            alpha_BN = alpha_BN.masked_fill(~batch.mask, -torch.inf).softmax(dim=1)
-        # If the attention of a whole group is exactly 0, the group is represented by its unweighted
-        # mean.
-        alpha_BN = alpha_BN.clamp_min(1e-12).masked_fill(~batch.mask, 0.0)
-        centroids_BK, slot_mask_BK = largest(alpha_BN, batch.mask, budgets_B)
-        num_items, num_tokens, dim = batch.vectors.shape
-        num_outputs = centroids_BK.shape[1]
-        groups_BN = torch.full_like(batch.mask, -1, dtype=torch.int64)
-        vectors_BKD = batch.vectors.new_zeros((num_items, num_outputs, dim), dtype=torch.float32)
-        for block in blocks(batch.mask, num_tokens * max(num_outputs, dim)):
-            items = batch.take(block)
-            groups_BN[block] = nearest_centroids(items, centroids_BK[block], slot_mask_BK[block])
-            # Encoders without normalisation return vectors of different lengths, which act as
-            # weights, too.
-            states_BND = unit_vectors(items) if batch.normalised else raw_vectors(items)
-            weighted_BND = states_BND * alpha_BN[block].unsqueeze(2)
-            sums_BKD = group_sums(weighted_BND, groups_BN[block], num_outputs)
-            vectors_BKD[block] = normalise(sums_BKD)  # the sum of the weights cancels
-        mask_BK = slot_mask_BK & vectors_BKD.any(dim=2)
-        vectors_BKD, mask_BK, assignment_BN = pack_outputs(vectors_BKD, mask_BK, groups_BN)
-        return TokenBatch(vectors_BKD, mask_BK, True, pooled=batch.pooled, assignment=assignment_BN)
-
-
-def nearest_centroids(
-    batch: TokenBatch, centroids_BK: torch.Tensor, slot_mask_BK: torch.Tensor
-) -> torch.Tensor:
-    """Finds the centroid with the highest cosine similarity to each token.
-
-    Args:
-        batch: Items whose padding is at the end of each row.
-        centroids_BK: Positions of the tokens that serve as centroids.
-        slot_mask_BK: True for centroids and False for padding.
-
-    Returns:
-        Indices of the centroids, (B, N) int64. They are -1 at padding.
-    """
-    if not centroids_BK.shape[1]:
-        return torch.full_like(batch.mask, -1, dtype=torch.int64)
-    tokens_BND = unit_vectors(batch)
-    index = centroids_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2])
-    # Reductions over k are vectorised over the tokens, which are in the last dimension.
-    distance_BKN = tokens_BND.gather(1, index).neg() @ tokens_BND.mT
-    if not bool(slot_mask_BK.all()):
-        distance_BKN.masked_fill_(~slot_mask_BK.unsqueeze(2), torch.inf)
-    return first_minimum(distance_BKN, dim=1).masked_fill(~batch.mask, -1)
-
-
-def raw_vectors(batch: TokenBatch) -> torch.Tensor:
-    """Returns the vectors (B, N, D) as float32 without normalising them.
-
-    They are zero at padding.
-    """
-    return batch.vectors.float().masked_fill(~batch.mask.unsqueeze(2), 0.0)
+        if self.spec.centroids == "random":
+            scores_BN = -random_draws(batch, self.spec.seed).double()
+        else:
+            scores_BN = alpha_BN.detach()
+        centroids_BK, slot_mask_BK = largest(scores_BN, batch.mask, budgets_B)
+        if self.spec.assignment == "none":
+            return select(batch, centroids_BK, slot_mask_BK)
+        weights_BN = torch.ones_like(alpha_BN) if self.spec.weights == "uniform" else alpha_BN
+        return weighted_clusters(batch, weights_BN, centroids_BK, slot_mask_BK)

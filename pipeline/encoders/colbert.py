@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import safetensors.torch
 import torch
 from pydantic import Field, field_validator
 from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -57,7 +58,11 @@ PYLATE, ORIGINAL = "config_sentence_transformers.json", "artifact.metadata"
 MODULES = "modules.json"
 USAGE = [PYLATE, ORIGINAL, MODULES, "*_Dense/config.json"]
 #: Activation of a linear layer in PyLate's configuration.
-IDENTITY = "torch.nn.modules.linear.Identity"
+LINEAR = "torch.nn.modules.linear.Identity"
+#: Types of modules in PyLate's list.
+TRANSFORMERS, PYLATE_DENSE = "sentence_transformers.models", "pylate.models.Dense.Dense"
+#: Value of `projection` for hidden states as token vectors.
+IDENTITY = "identity"
 
 
 class ColBERT(SequenceEncoder["ColBERT.Spec"]):
@@ -116,7 +121,8 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
         checkpoint, or punctuation.
         """
         projection: str | None = None
-        """Folder with a projection in a safetensors file, `weight` and optionally `bias`. Null: the
+        """Folder with a projection in a safetensors file, `weight` and optionally `bias`; or
+        "identity", for hidden states as token vectors, as of a single-vector BERT. Null: the
         checkpoint's projection.
         """
 
@@ -124,7 +130,7 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
         @classmethod
         def _make_absolute(cls, projection: str | None) -> str | None:
             # Actors have other working directories.
-            return None if projection is None else config.absolute(projection)
+            return projection if projection in (None, IDENTITY) else config.absolute(projection)
 
     default_inputs = ("text",)
     has_preprocessor = False
@@ -138,7 +144,7 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
         super().__init__(spec, device_map)
         layers = load_projection(spec)
         self._projection = torch.nn.Sequential(*layers).to(self.device, self.model.dtype)
-        self.dim = layers[-1].out_features
+        self.dim = layers[-1].out_features if layers else self.model.config.hidden_size
         usage = Usage.resolve(spec)
         # Resolved values are hashed instead of null. Settings of documents do not affect queries.
         ignored = {field.name for field in dataclasses.fields(Usage)} | {"overlong", "projection"}
@@ -200,6 +206,28 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
         folders = {checkpoint_folder(spec, WEIGHTS), adapter, *projection_folders(spec)}
         return [path for folder in folders if folder for path in folder.glob("*.safetensors")]
 
+    def save(self, folder: Path) -> None:
+        """Saves the model, its tokenizer, its projection and the formatting of texts, as PyLate."""
+        self.model.save_pretrained(folder)
+        self.reader(self.spec).tokenizer.save_pretrained(folder)
+        settings = Usage.resolve(self.spec).pylate_settings()
+        (folder / PYLATE).write_text(json.dumps(settings, indent=1), "utf-8")
+        if not len(self._projection):
+            return
+        modules = [{"idx": 0, "name": "0", "path": "", "type": f"{TRANSFORMERS}.Transformer"}]
+        for number, layer in enumerate(self._projection, start=1):
+            path = folder / f"{number}_Dense"
+            path.mkdir()
+            weights = {f"linear.{name}": t.cpu() for name, t in layer.state_dict().items()}
+            safetensors.torch.save_file(weights, path / "model.safetensors")
+            dense = {"activation_function": LINEAR, "bias": "linear.bias" in weights}
+            dense |= {"in_features": layer.in_features, "out_features": layer.out_features}
+            (path / "config.json").write_text(json.dumps(dense, indent=1), "utf-8")
+            modules.append(
+                {"idx": number, "name": str(number), "path": path.name, "type": PYLATE_DENSE}
+            )
+        (folder / MODULES).write_text(json.dumps(modules, indent=1), "utf-8")
+
     @classmethod
     def reader(cls, spec: Spec) -> ColBERTReader:
         """Returns the reader of documents and queries."""
@@ -226,8 +254,10 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
         states = self.model(
             inputs["input_ids"], attention_mask=inputs["attended"]
         ).last_hidden_state
-        # During training the model has float32 master weights, regardless of the spec's dtype.
-        return self._projection(states.to(self._projection[0].weight.dtype)), None
+        if len(self._projection):
+            # In training the model has float32 master weights, regardless of the spec's dtype.
+            states = self._projection(states.to(self._projection[0].weight.dtype))
+        return states, None
 
     def _assemble(
         self,
@@ -303,6 +333,18 @@ class Usage:
         """Returns the settings that affect queries."""
         names = ("query_prefix", "query_length", "augment", "attend_to_augmentation")
         return {name: getattr(self, name) for name in names}
+
+    def pylate_settings(self) -> dict[str, Any]:
+        """Returns the settings under PyLate's names, from which `resolve` reads them."""
+        return {
+            "query_prefix": self.query_prefix,
+            "document_prefix": self.document_prefix,
+            "query_length": self.query_length,
+            "document_length": self.document_length,
+            "do_query_expansion": self.augment,
+            "attend_to_expansion_tokens": self.attend_to_augmentation,
+            "skiplist_words": list(self.skiplist),
+        }
 
 
 class ColBERTReader(Reader["ColBERT.Spec"]):
@@ -452,21 +494,21 @@ def projection_folders(spec: ColBERT.Spec) -> list[Path]:
         SpecError: A PyLate layer is not linear.
     """
     if spec.projection is not None:
-        return [Path(spec.projection)]
+        return [] if spec.projection == IDENTITY else [Path(spec.projection)]
     folder = checkpoint_folder(spec, [*USAGE, *WEIGHTS])
     modules = _load_json(spec, folder / MODULES) or []
     layers = [folder / module["path"] for module in modules if module["type"].endswith(".Dense")]
     for layer in layers:
         settings = _load_json(spec, layer / "config.json") or {}
-        activation = settings.get("activation_function", IDENTITY)
-        if activation != IDENTITY or settings.get("use_residual"):
+        activation = settings.get("activation_function", LINEAR)
+        if activation != LINEAR or settings.get("use_residual"):
             rule = "a checkpoint whose projection is linear"
             raise SpecError("model", spec.model, rule, f"has a different {layer.name}")
     return layers or [folder]
 
 
 def load_projection(spec: ColBERT.Spec) -> list[torch.nn.Linear]:
-    """Loads the linear layers between the model's hidden states and the token vectors.
+    """Loads the linear layers between the model's hidden states and the token vectors, if any.
 
     Raises:
         SpecError: The folder has no layer, or the layers do not fit the model or each other.

@@ -17,6 +17,7 @@ import numpy as np
 
 from pipeline.config import SpecError, absolute
 from pipeline.index import ARTEFACTS
+from pipeline.index.info import renamed_compressor
 
 #: Entry of the file with the settings that the artefact was fitted for, as JSON.
 METADATA = "about"
@@ -78,6 +79,8 @@ def load_artefact(index: str, name: str, metadata: dict[str, Any]) -> dict[str, 
     """
     stored = _read(index, name)
     stored_metadata = json.loads(str(stored.pop(METADATA)))
+    if "compressor" in stored_metadata:
+        stored_metadata["compressor"] = renamed_compressor(stored_metadata["compressor"])
     stored.pop(SAMPLE_ITEMS, None)
     for key, value in metadata.items():
         if stored_metadata.get(key) != value:

@@ -13,6 +13,7 @@ from pipeline.index.info import EncoderInfo, pooled_infos, representation_infos
 from pipeline.index.reader import Index, check_location
 from pipeline.index.rerank_tokens import read_edje
 from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.index.trained import check_compressors
 from pipeline.registry import ENCODERS, SOURCES
 from pipeline.schema import present_reason
 from pipeline.taps import Tap
@@ -42,6 +43,7 @@ def check(spec: IndexSpec) -> None:
     encoder_dim, source_dim = (getattr(s, "dim", None) for s in (spec.encoder, spec.source))
     if "vectors" in encoder.default_inputs and source_dim and encoder_dim != source_dim:
         raise SpecError("encoder.dim", encoder_dim, f"{source_dim}, as in source.dim")
+    check_compressors(all_representations(spec), spec.encoder)
     _check_taps(spec, encoder.attention(spec.encoder))
     for source in filter(None, (spec.source, spec.fit.source)):
         for leaf in SOURCES.load(source.name).leaf_specs(source):

@@ -12,7 +12,17 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config import ComponentSpec, Spec, SpecError, dump_stored, expand_sweep, parse, within
+from pipeline.config import (
+    WEIGHTS_HASH,
+    ComponentSpec,
+    Spec,
+    SpecError,
+    TrainedSpec,
+    dump_stored,
+    expand_sweep,
+    parse,
+    within,
+)
 from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.index.positions import decode_positions, stored_type
 from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec
@@ -37,7 +47,7 @@ COMPANION_SUFFIXES = (
 ItemField = Literal["content", "caption"]
 ITEM_FIELDS: tuple[str, ...] = get_args(ItemField)
 #: Token columns that a separate encoding actor passes to the compressing actor.
-TOKEN_COLUMNS = ("vectors", "spans", "extents", "confidence", "pooled")
+TOKEN_COLUMNS = ("vectors", "spans", "extents", "confidence", "pooled", "appended")
 
 
 def token_column(item_field: str, name: str) -> str:
@@ -58,7 +68,7 @@ RESERVED_NAMES = (
 class Representation(Spec):
     """Column of token vectors, which is defined by a compressor and a codec."""
 
-    renamed: ClassVar[Mapping[str, str]] = {"of": "field", "keep_support": "keep_assignment"}
+    renamed: ClassVar[Mapping[str, str]] = {"of": "field", "keep_assignment": "keep_assignment"}
 
     compressor: CompressorSpec
     """Compressor of the token vectors."""
@@ -116,7 +126,9 @@ def default_id(compressor: Spec, with_budget: bool = True) -> str:
     for name, field in type(compressor).model_fields.items():
         value = values[name]
         is_default = field.is_required() or value == field.get_default(call_default_factory=True)
-        if name in ("name", "num_vectors", "ratio") or (is_default and name != "method"):
+        if name in ("name", "num_vectors", "ratio", *type(compressor).unnamed):
+            continue
+        if is_default and name != "method":
             continue
         if isinstance(value, Spec):
             parts.append(default_id(value, with_budget=False))
@@ -231,6 +243,35 @@ def required_taps(
     return single_layer_taps(required, num_layers or 0)
 
 
+def needs_appended_vectors(representations: Iterable[Representation]) -> bool:
+    """Returns True if a representation needs the vectors of the appended tokens.
+
+    Other compressors that need appended tokens use only their attention statistics.
+    """
+    compressors = (COMPRESSORS.build(r.compressor) for r in representations)
+    return any(c.needs_appended and not c.needs_taps for c in compressors)
+
+
+def stored_settings(compressor: ComponentSpec) -> dict[str, Any]:
+    """Returns the settings of a compressor for the metadata of a column.
+
+    A folder of trained weights is replaced by their hash.
+
+    Raises:
+        SpecError: The folder has no such weights.
+    """
+    settings = dump_stored(compressor)
+    if isinstance(compressor, TrainedSpec):
+        # Imports transformers, which few jobs need.
+        from pipeline.encoders.trained import MODULE, TrainedCompressor
+
+        folder = compressor.weights
+        if folder is not None and not folder.startswith(WEIGHTS_HASH):
+            described, _ = TrainedCompressor.read(folder, "weights")
+            settings["weights"] = WEIGHTS_HASH + described.sha256[MODULE]
+    return settings
+
+
 def encoder_fields(
     encoder_info: EncoderInfo, keep_positions: bool, keep_taps: Sequence[Tap] = ()
 ) -> list[pa.Field]:
@@ -271,7 +312,7 @@ def representation_info(
     return RepresentationInfo(
         name=representation.id,
         encoder=encoder_info,
-        compressor=dump_stored(representation.compressor),
+        compressor=stored_settings(representation.compressor),
         codec=dump_stored(representation.codec),
         artefact=None,
         codec_artefact=None,
@@ -352,7 +393,7 @@ def changed_setting(
         codec = dump_stored(CODECS.resolve(codec, stored=True))
     settings = (
         ("fingerprint", encoder_info.fingerprint, stored.encoder.fingerprint),
-        ("compressor", dump_stored(representation.compressor), compressor),
+        ("compressor", stored_settings(representation.compressor), compressor),
         ("codec", dump_stored(representation.codec), codec),
         ("field", representation.field, stored.field),
     )
@@ -395,5 +436,10 @@ def compressor_remarks(
 
 
 def has_assignment(representation: Representation) -> bool:
-    """Checks whether the token assignment is stored. Without compression, it is the identity."""
-    return representation.keep_assignment and representation.compressor.name != "none"
+    """Checks whether the token assignment is stored.
+
+    Without compression it is the identity, and some compressors assign no tokens to vectors.
+    """
+    if not representation.keep_assignment or representation.compressor.name == "none":
+        return False
+    return COMPRESSORS.build(representation.compressor).assignment_form is not None

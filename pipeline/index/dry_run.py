@@ -14,7 +14,7 @@ from pipeline.config import dump_yaml, within
 from pipeline.index import unit_reader
 from pipeline.index.checks import check
 from pipeline.index.columns import all_representations
-from pipeline.index.fitting import needs_fit
+from pipeline.index.fitting import needs_fit, trained_state
 from pipeline.index.info import EncoderInfo
 from pipeline.index.rerank_tokens import rerank_field
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -112,8 +112,12 @@ def _run_trial(spec: IndexSpec, items: pa.Table) -> Trial:
     unfitted = [r.model_copy(update={"codec": float16}) if r.id in codecs else r for r in requested]
     unfitted = [r for r in unfitted if not needs_fit(r)]
     encode = encode_stage(spec, encoder_info, unfitted, rerank=True)
+    learned = {r.id: trained_state(r, encoder_info) for r in unfitted}
     compress = Compress(
-        encoder_info, unfitted, {}, [column.name for column in encoder_columns(spec, encoder_info)]
+        encoder_info,
+        unfitted,
+        learned,
+        [column.name for column in encoder_columns(spec, encoder_info)],
     )
     compressor = CountingCompressor(compress)
     stage = Representer(encode.load(), compressor)

@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from pipeline.compression.random import sample_tokens
 from pipeline.config import within
 from pipeline.index.artefacts import Sample, load_artefact, load_sample, save_artefact
 from pipeline.index.columns import Representation, representation_fields, representation_info
 from pipeline.index.info import EncoderInfo, RepresentationInfo
+from pipeline.index.trained import load_weights
 from pipeline.registry import CODECS, COMPRESSORS
 from pipeline.tokens import TokenBatch
 
@@ -22,7 +24,7 @@ class LearnedState(NamedTuple):
     """Learned state of a representation.
 
     Attributes:
-        compressor: Fitted state of the compressor, or None if it needs no fitting.
+        compressor: Fitted state or trained weights of the compressor, or None if it has neither.
         codec: Fitted state of the codec, or None if it needs no fitting.
         sample: Items on which both were fitted, or None if not recorded.
     """
@@ -38,13 +40,28 @@ def needs_fit(representation: Representation) -> bool:
     return compressor.needs_fit or CODECS.build(representation.codec).needs_fit
 
 
+def trained_state(representation: Representation, encoder_info: EncoderInfo) -> LearnedState:
+    """Returns the learned state of a representation that needs no fitting: its trained weights.
+
+    Raises:
+        SpecError: The weights were trained for vectors of another dimension.
+    """
+    with within(f"representations.{representation.id}.compressor"):
+        return LearnedState(load_weights(representation.compressor, encoder_info))
+
+
+@torch.no_grad()
 def fit(
-    representation: Representation, sample: Callable[[], Iterable[TokenBatch]], seed: int
+    representation: Representation,
+    encoder_info: EncoderInfo,
+    sample: Callable[[], Iterable[TokenBatch]],
+    seed: int,
 ) -> LearnedState:
     """Fits the compressor, and then the codec to the compressed vectors.
 
     Args:
         representation: Compressor and codec to fit.
+        encoder_info: Encoder of the token vectors.
         sample: Returns the batches of the sample, with the attention statistics that the compressor
             needs. It is called twice if both are fitted, so that the sample need not fit in memory.
         seed: Seed of the sample of tokens on which the codec is fitted.
@@ -53,7 +70,11 @@ def fit(
         SpecError: The sample is too small for the settings.
     """
     compressor = COMPRESSORS.build(representation.compressor)
-    compressor_state = compressor.fit(compressor.spec, sample()) if compressor.needs_fit else None
+    compressor_state = (
+        compressor.fit(compressor.spec, sample())
+        if compressor.needs_fit
+        else trained_state(representation, encoder_info).compressor
+    )
     codec = CODECS.build(representation.codec)
     if not codec.needs_fit:
         return LearnedState(compressor_state)
@@ -71,7 +92,8 @@ def fitted_fields(
     info = representation_info(representation, encoder_info)
     artefact = codec_artefact = None
     if learned.compressor is not None:
-        artefact = save_artefact(index, learned.compressor, info.compressor_fit, learned.sample)
+        sample = None if info.has_trained_weights else learned.sample
+        artefact = save_artefact(index, learned.compressor, info.compressor_fit, sample)
     if learned.codec is not None:
         codec_fit = replace(info, artefact=artefact).codec_fit
         codec_artefact = save_artefact(index, learned.codec, codec_fit, learned.sample)
@@ -98,5 +120,5 @@ def load_fit_sample(index: str, info: RepresentationInfo) -> Sample | None:
     Returns:
         The sample, or None if the representation was not fitted or its sample was not recorded.
     """
-    name = info.artefact or info.codec_artefact
+    name = (None if info.has_trained_weights else info.artefact) or info.codec_artefact
     return load_sample(index, name) if name else None

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
-from pydantic import ValidationError
+from pydantic import ValidationError, field_validator
 from pydantic.dataclasses import dataclass
 
-from pipeline.config import SpecError, describe, dump_stored
+from pipeline.config import WEIGHTS_HASH, SpecError, describe, dump_stored
 from pipeline.index.positions import EXTENTS
 from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
 from pipeline.taps import Tap
@@ -123,7 +123,8 @@ class RepresentationInfo:
         encoder: Encoder of the token vectors. Its `has_*` flags refer to columns in the index.
         compressor: Settings of the compressor in the form of `dump_stored`.
         codec: Settings of the codec in the form of `dump_stored`.
-        artefact: Hash of the fitted state of the compressor, or None without one.
+        artefact: Hash of the fitted state or the trained weights of the compressor, or None without
+            one.
         codec_artefact: Hash of the fitted state of the codec, or None without one.
         dim: Dimensions of the stored vectors.
         normalised: Whether vectors have unit length before the codec encodes them.
@@ -151,6 +152,11 @@ class RepresentationInfo:
     assignment_column: str | None = None
     assignment_form: AssignmentForm | None = None
     format_version: int = FORMAT_VERSION
+
+    @field_validator("compressor")
+    @classmethod
+    def _rename_compressor(cls, spec: dict[str, Any]) -> dict[str, Any]:
+        return renamed_compressor(spec)
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> RepresentationInfo:
@@ -245,7 +251,13 @@ class RepresentationInfo:
     @property
     def is_fitted(self) -> bool:
         """True if the compressor or the codec was fitted to a sample."""
-        return bool(self.artefact or self.codec_artefact)
+        has_fitted_compressor = self.artefact and not self.has_trained_weights
+        return bool(has_fitted_compressor or self.codec_artefact)
+
+    @property
+    def has_trained_weights(self) -> bool:
+        """True if the artefact of the compressor are weights from a training run."""
+        return str(self.compressor.get("weights")).startswith(WEIGHTS_HASH)
 
     @property
     def compressor_fit(self) -> dict[str, Any]:
@@ -363,6 +375,18 @@ def newest_format(schema: pa.Schema) -> int:
     names = columns_with_role(schema, "search")
     versions = (column_metadata(schema.field(name)).get("format_version", 0) for name in names)
     return max(versions, default=0)
+
+
+def renamed_compressor(spec: dict[str, Any]) -> dict[str, Any]:
+    """Returns stored settings of a compressor under its present name.
+
+    `attention_clustering` was called `agc`, which is now a trained method without `saliency`.
+    """
+    if isinstance(method := spec.get("method"), dict):  # of `adaptive`
+        spec = {**spec, "method": renamed_compressor(method)}
+    if spec.get("name") == "agc" and "saliency" in spec:
+        return {**spec, "name": "attention_clustering"}
+    return spec
 
 
 def _malformed(column: str, error: Exception) -> SpecError:

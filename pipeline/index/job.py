@@ -19,7 +19,7 @@ import ray
 from pipeline.config import JobError
 from pipeline.index import tasks
 from pipeline.index.checks import check, check_reasons, check_resources
-from pipeline.index.fitting import LearnedState, fitted_fields, needs_fit
+from pipeline.index.fitting import LearnedState, fitted_fields, needs_fit, trained_state
 from pipeline.index.fragments import Pending
 from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.plan import ColumnPlan, plan_columns
@@ -187,8 +187,9 @@ def fit_columns(
     task = tasks.fit_representation.options(**context.resources.encode.task_options)
     learned, fields = dict(columns.learned), []
     for r in columns.added:
-        learned[r.id] = LearnedState()
-        if r in fitted:
+        if r not in fitted:
+            learned[r.id] = trained_state(r, columns.encoder_info)
+        else:
             stage = encode_stage(spec, columns.encoder_info, [r])
             with context.progress.phase(f"fit {r.id}"):
                 learned[r.id] = ray.get(task.remote(job, num_shards, spec.fit, stage, r))

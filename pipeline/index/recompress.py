@@ -28,13 +28,21 @@ from pipeline.index.columns import (
     all_representations,
     check_same_settings,
     compressor_remarks,
+    needs_appended_vectors,
     required_taps,
     stored_assignment_columns,
     taps_by_representation,
 )
 from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
 from pipeline.index.filters import matching_ids
-from pipeline.index.fitting import LearnedState, fit, fitted_fields, load_learned_state, needs_fit
+from pipeline.index.fitting import (
+    LearnedState,
+    fit,
+    fitted_fields,
+    load_learned_state,
+    needs_fit,
+    trained_state,
+)
 from pipeline.index.info import EncoderInfo, RepresentationInfo, tap_names
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.positions import decode_positions
@@ -42,9 +50,10 @@ from pipeline.index.reader import Index, get_fragment, part_uri
 from pipeline.index.session import Session
 from pipeline.index.stages import ColumnCollector, Compress
 from pipeline.index.token_columns import TAP, token_batches, with_taps
-from pipeline.registry import COMPRESSORS
+from pipeline.index.trained import check_compressors
+from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.stage import Resources
-from pipeline.taps import Tap
+from pipeline.taps import APPENDED_STATISTICS, Tap
 from pipeline.tokens import TokenBatch, lists_of
 
 log = logging.getLogger("maxray.recompress")
@@ -111,6 +120,13 @@ def run(
         if r.field != item_field:
             rule = f"{item_field}, the field of {spec.source}"
             raise SpecError(f"representations.{r.id}.field", r.field, rule)
+        if needs_appended_vectors([r]):
+            rule = "a compressor of stored token vectors"
+            problem = "needs the vectors of the appended tokens, which no column stores"
+            note = "; add it with `python -m jobs.index` to a new index"
+            field = f"representations.{r.id}.compressor"
+            raise SpecError(field, r.compressor.name, rule, problem, note)
+    check_compressors(wanted, ENCODERS.resolve(encoder_info.spec))
     check_taps(index, encoder_info.for_field(item_field), wanted)
     if fitted := [r for r in wanted if needs_fit(r)]:
         check_sample(spec, encoder_info, item_field, fitted)
@@ -174,7 +190,9 @@ def check_taps(index: Index, encoder_info: EncoderInfo, wanted: Sequence[Represe
             if not columns or not set(columns) <= set(schema.names):
                 stored = ", ".join(tap_names(schema)) or "none"
                 rule = f"an attention statistic that the index stores ({stored})"
-                note = f"; index with `keep_taps: [{tap.statistic}/{tap.heads}/all]` to store it"
+                layers = tap.layers if tap.statistic in APPENDED_STATISTICS else "all"
+                name_to_store = tap._replace(layers=layers).name
+                note = f"; index with `keep_taps: [{name_to_store}]` to store it"
                 raise SpecError(f"representations.{name}", tap.name, rule, note=note)
 
 
@@ -245,7 +263,9 @@ def _prepare_columns(
             learned[r.id] = load_learned_state(spec.index, stored)
             continue
         learned[r.id] = (
-            ray.get(_fit.remote(spec, encoder_info, r)) if needs_fit(r) else LearnedState()
+            ray.get(_fit.remote(spec, encoder_info, r))
+            if needs_fit(r)
+            else trained_state(r, encoder_info)
         )
         added += fitted_fields(spec.index, r, encoder_info, learned[r.id])
     session.writer.add_columns(added)
@@ -358,7 +378,7 @@ def _fit(
 
     origin = {"index": spec.fit_index, "filter": spec.fit_filter}
     origin = {name: value for name, value in origin.items() if value is not None}
-    learned = fit(representation, sample, spec.fit_seed)
+    learned = fit(representation, encoder_info, sample, spec.fit_seed)
     return learned._replace(sample=Sample(origin, content_N))
 
 

@@ -108,6 +108,7 @@ class Encode(Stage):
         encoder_info: Description of the encoder.
         item_fields: Fields to encode.
         taps: Single-layer attention statistics to add.
+        appended: Whether to add the vectors of the appended tokens.
         rerank: Folder of an EDJE whose adapter tokens are added, or None for none.
         prepare: Whether this stage prepares the items itself, without an earlier `Prepare`.
         placement: Options of the encoder's constructor that place its weights on devices.
@@ -117,6 +118,7 @@ class Encode(Stage):
     encoder_info: EncoderInfo
     item_fields: Sequence[str] = ("content",)
     taps: Sequence[Tap] = ()
+    appended: bool = False
     rerank: str | None = None
     prepare: bool = True
     placement: Mapping[str, Any] = field(default_factory=dict)
@@ -133,11 +135,13 @@ class Encode(Stage):
     @property
     def adds(self) -> tuple[str, ...]:
         """Columns that the stage adds."""
-        taps = tuple(TAP + tap.name for tap in self.taps)
+        others = [TAP + tap.name for tap in self.taps]
+        if self.appended:
+            others.append("appended")
         tokens = (
             token_column(item_field, name)
             for item_field in self.item_fields
-            for name in (*encoder_token_columns(self.encoder_info.for_field(item_field)), *taps)
+            for name in (*encoder_token_columns(self.encoder_info.for_field(item_field)), *others)
         )
         return (*tokens, *self.adds_for_rerank)
 
@@ -231,6 +235,8 @@ class TokenEncoder(LoadedStage):
                 columns[kind] = positions_column(batch, kind, type)
             if self.stage.encoder_info.pooled_dim:
                 columns["pooled"] = fixed_lists(batch.pooled, pa.float32())
+            if self.stage.appended and batch.appended is not None:
+                columns["appended"] = fixed_lists(batch.appended.flatten(1), pa.float32())
             for tap in self.stage.taps:
                 columns[TAP + tap.name] = tap_values(batch, tap)
             named = {token_column(item_field, name): column for name, column in columns.items()}
@@ -322,6 +328,7 @@ class TokenCompressor(LoadedStage):
             methods[key].outputs.append((r, CODECS.build(r.codec, learned.codec)))
         self._methods = tuple(methods.values())
 
+    @torch.no_grad()
     def columns(self, batch: TokenBatch, item_field: str = "content") -> pa.Table:
         """Computes the stored columns from the token vectors of an item field."""
         columns: dict[str, pa.Array] = {}
@@ -436,6 +443,8 @@ def usable_rows(batch: TokenBatch, empty_reason: str) -> tuple[torch.Tensor, Pro
     finite = (batch.vectors.isfinite().all(dim=2) | ~batch.mask).all(dim=1)
     if batch.pooled is not None:
         finite &= batch.pooled.isfinite().all(dim=1)
+    if batch.appended is not None:
+        finite &= batch.appended.isfinite().all(dim=2).all(dim=1)
     lengths = batch.lengths
     usable = (finite & (lengths > 0) & (lengths <= MAX_TOKENS)).cpu()
     problems = {}

@@ -16,6 +16,7 @@ from pipeline.index.columns import (
     Representation,
     all_representations,
     encoder_fields,
+    needs_appended_vectors,
     represented_fields,
     required_taps,
     stored_assignment_columns,
@@ -78,6 +79,7 @@ def encode_stage(
                 *stored_taps(spec, encoder_info),
             }
         ),
+        needs_appended_vectors(representations),
         spec.rerank if rerank else None,
         prepare,
         placement or {},

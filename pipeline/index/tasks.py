@@ -145,7 +145,7 @@ def fit_representation(
             field = "fit.source" if fit_sample.source else "source"
             raise SpecError(field, job.source.name, rule, problem)
 
-    learned = fit(representation, sample, fit_sample.seed)
+    learned = fit(representation, stage.encoder_info, sample, fit_sample.seed)
     origin = {"source": dump_stored(fit_sample.source)} if fit_sample.source else {}
     return learned._replace(sample=Sample(origin, np.array(sorted(hashes), np.uint64)))
 

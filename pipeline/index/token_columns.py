@@ -130,18 +130,31 @@ def batch_from(items: pa.Table, encoder_info: EncoderInfo) -> TokenBatch:
         for name, fill in (("spans", -1), ("extents", float("nan")), ("confidence", float("nan")))
         if name in items.column_names
     }
-    pooled = None
-    if "pooled" in items.column_names:
-        column = items["pooled"].combine_chunks()
-        pooled = torch.from_numpy(column.flatten().to_numpy().reshape(len(column), -1))
+    pooled, appended = (_fixed_rows(items, name) for name in ("pooled", "appended"))
+    if appended is not None:
+        appended = appended.unflatten(1, (-1, encoder_info.dim))
     taps = {
         name.removeprefix(TAP): pad(*flat_from_arrow(items[name]))[0]
         for name in items.column_names
         if name.startswith(TAP)
     }
     return TokenBatch(
-        vectors.float(), mask, encoder_info.normalised, pooled=pooled, taps=taps, **others
+        vectors.float(),
+        mask,
+        encoder_info.normalised,
+        pooled=pooled,
+        appended=appended,
+        taps=taps,
+        **others,
     )
+
+
+def _fixed_rows(items: pa.Table, name: str) -> torch.Tensor | None:
+    """Returns a column of fixed-size lists as a tensor (B, P); None if the table lacks it."""
+    if name not in items.column_names:
+        return None
+    column = items[name].combine_chunks()
+    return torch.from_numpy(column.flatten().to_numpy().reshape(len(column), -1))
 
 
 def padded_positions(

@@ -259,7 +259,8 @@ def _assigned_vectors(item: _StoredItem, info: RepresentationInfo) -> np.ndarray
     assignment = item.value(info.assignment_column)
     if assignment is None or info.assignment_form is None:
         rule = "a representation with stored token assignments (keep_assignment)"
-        raise SpecError("representation", info.name, rule, "has no token assignments")
+        note = "; memtok and seqresize do not assign tokens to vectors"
+        raise SpecError("representation", info.name, rule, "has no token assignments", note)
     return assigned_vectors(assignment, info.assignment_form, item.num_tokens)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
+import safetensors.numpy
 import safetensors.torch
 import torch
 from pydantic import Field, model_validator
@@ -18,20 +19,38 @@ from pydantic import Field, model_validator
 from pipeline import config, distributed
 from pipeline.atomic import check_writable
 from pipeline.compression import Compressor
+from pipeline.compression.memtok import MemTok
 from pipeline.compression.samer import object_labels, token_coordinates
-from pipeline.config import SpecError, Uri
+from pipeline.config import SpecError, TrainedSpec, Uri
 from pipeline.distributed import gather_rows, num_workers
 from pipeline.encoders import Trainable
+from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_folder
 from pipeline.encoders.smart import Adapter
+from pipeline.encoders.trained import (
+    MODULE,
+    TrainedCompressor,
+    load_appended_tokens,
+    supports_appended_tokens,
+    weight_hashes,
+    write_trained_compressor,
+)
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
-from pipeline.taps import Tap, average_layers, single_layer_taps
+from pipeline.taps import APPENDED_STATISTICS, Tap, average_layers, single_layer_taps
 from pipeline.tokens import TokenBatch, normalise, pad
 from pipeline.train import lora, sharding
 from pipeline.train.frozen import cached_hidden_states, encoded, query_key
 from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
 from pipeline.train.lora import Lora
-from pipeline.train.losses import LOWEST, info_nce, kl_divergence, late_scores, margin_mse
+from pipeline.train.losses import (
+    LOWEST,
+    Positives,
+    Reduction,
+    info_nce,
+    kl_divergence,
+    late_scores,
+    margin_mse,
+)
 from pipeline.training_data.base import NO_LABEL, Batch, Phrases, TrainingData
 from pipeline.training_data.quality import Quality, grounding, utilisation
 
@@ -41,7 +60,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("maxray.train")
 
 Score = Literal["late", "single", "hybrid"]
-#: Values of `trainable` for which the model itself is frozen.
+#: Values of `trainable` for which the model itself has no gradients, so that its output can be
+#: cached.
 FREEZE = ("projection", "adapter")
 
 #: Preprocessed sequences; texts or items themselves for an adapter; or cached hidden states.
@@ -70,7 +90,7 @@ class Distillation(config.Spec):
     """`kl`, the divergence from the teacher's distribution over the documents that it scored for a
     query; or `margin_mse`, the squared error of its margins."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Weight of this loss. That of the contrastive loss is 1."""
+    """Weight of this loss."""
     scale: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Factor on the teacher's scores, which corresponds to dividing this model's scores by the
     temperature for `kl`."""
@@ -80,15 +100,17 @@ class Contrastive(Learner["Contrastive.Spec"]):
     """Trains an encoder with InfoNCE over the scores of the queries and documents of a batch.
 
     If a compressor is set, it is applied to the vectors of the documents before scoring. Gradients
-    flow through the means that it computes. Seeds, assignments and selections are treated as
-    constants (SaMer, section 4.3).
+    flow through the means that it computes and to its parameters. Seeds, assignments and selections
+    are treated as constants (SaMer, section 4.3). Attention statistics are constants as well,
+    except those of appended tokens, which are the weights of AGC's means.
     """
 
     class Spec(BaseSpec):
         """Options of contrastive training.
 
         If the encoder has an `adapter`, it is merged into the weights before training. With
-        `trainable: lora`, the adapter itself is trained further instead.
+        `trainable: lora`, the adapter itself is trained further instead. The encoder's
+        `appended_tokens` are trained further.
         """
 
         renamed: ClassVar[Mapping[str, str]] = {
@@ -98,10 +120,12 @@ class Contrastive(Learner["Contrastive.Spec"]):
         }
 
         name: Literal["contrastive"] = "contrastive"
-        trainable: Literal["all", "projection", "lora", "adapter"] = "all"
+        trainable: Literal["all", "projection", "lora", "tokens", "adapter"] = "all"
         """Trainable parameters: `all` of the model; only the `projection`, which maps hidden states
-        to vectors, for queries and documents alike; `lora`, low-rank matrices beside its layers; or
-        an `adapter` behind any frozen encoder (SMART, eq. 6)."""
+        to vectors, for queries and documents alike; `lora`, low-rank matrices beside its layers;
+        the appended `tokens` and the projection, if the encoder has one; or an `adapter` behind any
+        frozen encoder (SMART, eq. 6). Appended tokens are trained with `all` and `lora` too, and
+        the compressor's parameters always."""
         lora: Lora | None = None
         """LoRA settings."""
         adapter_dim: int = Field(128, ge=1)
@@ -117,16 +141,27 @@ class Contrastive(Learner["Contrastive.Spec"]):
         other budgets. The names of their metrics end with the compressor in parentheses."""
         compressor: CompressorSpec = Field(default="none", validate_default=True)
         """Compressor of the documents' vectors."""
+        num_appended_tokens: int | None = Field(None, ge=1)
+        """Number of new learned tokens that are appended to each document, for AGC and MemTok. Null
+        trains those of `encoder.appended_tokens`, if any."""
         score: Score = "late"
-        """Score of a query and a document: `late`, MaxSim as the mean over the query's tokens
-        (SMART, eq. 4); `single`, the inner product of the single vectors (eq. 2); `hybrid`, their
-        sum (eq. 5)."""
+        """Score of a query and a document: `late`, MaxSim (SMART, eq. 4); `single`, the inner
+        product of the single vectors (eq. 2); `hybrid`, their sum (eq. 5)."""
+        reduction: Reduction = "mean"
+        """MaxSim as the `mean` or the `sum` over the query's tokens. Sums are larger by a factor of
+        the query length; a temperature of 1 is common for them."""
         temperature: float = Field(0.07, gt=0, allow_inf_nan=False)
         """Temperature tau of eq. 7."""
         learn_temperature: bool = False
         """Trains the temperature, starting from `temperature`."""
+        positives: Positives = "any"
+        """Target for a query with several positives in the batch: `any` maximises their total
+        probability (SaMer, eq. 7); `all` is the cross entropy with a target that they share
+        equally."""
         symmetric: bool = False
         """Averages the loss of queries over documents with that of documents over queries."""
+        contrastive_weight: float = Field(1.0, ge=0, allow_inf_nan=False)
+        """Weight of the contrastive loss; 0 trains by distillation only."""
         distillation: Distillation | None = None
         """Distillation of the data's teacher scores, added to the contrastive loss."""
 
@@ -135,12 +170,30 @@ class Contrastive(Learner["Contrastive.Spec"]):
             if self.hidden_states_cache is not None and self.trainable not in FREEZE:
                 rule = f"null when trainable is {self.trainable}"
                 raise SpecError("hidden_states_cache", self.hidden_states_cache, rule)
+            if self.num_appended_tokens is not None and _appended_folder(self.encoder) is not None:
+                rule = "null when encoder.appended_tokens is given"
+                raise SpecError("num_appended_tokens", self.num_appended_tokens, rule)
+            if self.has_appended_tokens and self.hidden_states_cache is not None:
+                rule = "null with appended tokens, which pass through the model in each step"
+                raise SpecError("hidden_states_cache", self.hidden_states_cache, rule)
+            if self.has_appended_tokens and self.trainable in FREEZE:
+                raise SpecError(
+                    "trainable", self.trainable, "all, lora or tokens with appended tokens"
+                )
             if self.lora is not None and self.trainable != "lora":
                 rule = "null unless trainable is lora"
                 raise SpecError("lora", config.dump(self.lora), rule)
             if self.trainable == "projection" and self.score != "late":
                 raise SpecError("score", self.score, "late when only the projection is trained")
+            if self.contrastive_weight == 0 and self.distillation is None:
+                rule = "greater than 0 without distillation"
+                raise SpecError("contrastive_weight", self.contrastive_weight, rule)
             return self
+
+        @property
+        def has_appended_tokens(self) -> bool:
+            """True if learned tokens are appended to documents."""
+            return self.num_appended_tokens is not None or bool(_appended_folder(self.encoder))
 
     def __init__(self, spec: Spec):
         super().__init__()
@@ -148,13 +201,17 @@ class Contrastive(Learner["Contrastive.Spec"]):
         encoder_spec = spec.encoder
         if spec.trainable == "lora":  # its adapter is trained, not merged
             encoder_spec = encoder_spec.model_copy(update={"adapter": None})
+        if spec.has_appended_tokens:  # they are loaded below, with the hashes of the adapter
+            encoder_spec = encoder_spec.model_copy(update={"appended_tokens": None})
         encoder = ENCODERS.build(encoder_spec)
         self.encoder: Any = encoder
-        self.compressor = COMPRESSORS.build(spec.compressor)
+        with config.within("learner.compressor"):
+            self.compressor = _compressor(spec.compressor)
         self._validation_compressors = {
             compressor_label(other): COMPRESSORS.build(other)
             for other in spec.validation_compressors
         }
+        self.appended: AppendedTokens | None = None
         self._tuned = None
         if spec.trainable == "adapter":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -162,9 +219,13 @@ class Contrastive(Learner["Contrastive.Spec"]):
             self.model = Adapter(width, spec.adapter_dim, encoder.num_states).to(self.device)
         elif isinstance(encoder, Trainable):
             self.device, self.model = encoder.device, encoder.model
-            if spec.trainable == "projection":
+            if spec.has_appended_tokens:
+                self.appended = self._appended_tokens(encoder)
+                encoder.append_tokens(self.appended)
+            if spec.trainable in ("projection", "tokens"):
                 self.model.requires_grad_(False)
-                encoder.projection.requires_grad_(True)
+                if encoder.has_projection:
+                    encoder.projection.requires_grad_(True)
             elif spec.trainable == "lora":
                 self._tuned = lora.attach(
                     self.model, spec.lora or Lora(), encoder.lora_target_modules
@@ -175,6 +236,9 @@ class Contrastive(Learner["Contrastive.Spec"]):
                     lora.load(self._tuned, first, encoder.checkpoint_prefix)
         else:
             raise _not_trainable(spec.encoder.name).below("learner")
+        self.compressor_module = self.compressor.module
+        if self.compressor_module is not None:
+            self.compressor_module.to(self.device)
         self._taps: tuple[Tap, ...] = ()
         self._num_layers = 0
         compressors = (self.compressor, *self._validation_compressors.values())
@@ -190,6 +254,17 @@ class Contrastive(Learner["Contrastive.Spec"]):
         self.log_scale = torch.nn.Parameter(log_scale, requires_grad=spec.learn_temperature)
         self._states: HiddenStates | None = None
         self._has_remarked = False  # the compressor's remark on the items is logged once
+
+    def _appended_tokens(self, encoder: Trainable[Any]) -> AppendedTokens:
+        """Returns new appended tokens, or those that the encoder's spec names."""
+        if self.spec.num_appended_tokens is not None:
+            return AppendedTokens.create(self.spec.num_appended_tokens, encoder.embedding)
+        with config.within("learner.encoder"):
+            tokens = load_appended_tokens(type(encoder), self.spec.encoder)
+        assert tokens is not None, "the spec names appended tokens"
+        with config.within("learner"):
+            _check_budget(self.spec, len(tokens))
+        return tokens
 
     @classmethod
     def check(cls, spec: Spec) -> None:
@@ -214,9 +289,27 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 rule = "another value for jina_v4, which has one adapter per task"
                 raise SpecError("trainable", "lora", rule)
         for compressor in (spec.compressor, *spec.validation_compressors):
-            if COMPRESSORS.load(compressor.name).needs_fit:
+            compressor_class = COMPRESSORS.load(compressor.name)
+            if compressor_class.needs_fit:
                 rule = "a compressor that needs no fitting (for the pruning of hpc, use eos)"
                 raise SpecError("compressor.name", compressor.name, rule)
+            if compressor_class.needs_appended and not spec.has_appended_tokens:
+                rule = "a number of tokens, or encoder.appended_tokens a folder, for the compressor"
+                raise SpecError("num_appended_tokens", None, f"{rule} {compressor.name}")
+        if spec.num_appended_tokens is not None:
+            if not supports_appended_tokens(encoder_class):
+                names = [n for n in ENCODERS.names() if supports_appended_tokens(ENCODERS.load(n))]
+                rule = f"null for the encoder {spec.encoder.name}; tokens can be appended to the"
+                rule += f" items of {', '.join(names)}"
+                raise SpecError("num_appended_tokens", spec.num_appended_tokens, rule)
+            _check_budget(spec, spec.num_appended_tokens)
+        has_parameters = issubclass(COMPRESSORS.load(spec.compressor.name).Spec, TrainedSpec)
+        if has_parameters and spec.trainable == "adapter":
+            rule = "all, projection, lora or tokens with a compressor that has parameters"
+            raise SpecError("trainable", spec.trainable, rule)
+        if spec.trainable == "tokens" and not (has_parameters or spec.has_appended_tokens):
+            rule = "all, projection, lora or adapter without appended tokens"
+            raise SpecError("trainable", spec.trainable, rule)
 
     @classmethod
     def check_data(cls, spec: Spec, data: TrainingData) -> None:
@@ -233,7 +326,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         switched.
         """
         super().train(mode)
-        if self.spec.trainable in ("projection", "lora"):
+        if self.spec.trainable in ("projection", "lora", "tokens"):
             self.model.eval()
             lora.train(self.model, mode)
             sharding.switch_checkpointing(self.model, mode)
@@ -356,10 +449,11 @@ class Contrastive(Learner["Contrastive.Spec"]):
         ):
             tokens = with_objects(tokens, boxes)
         if self._taps:
-            taps = {
-                tap.name: average_layers(tap, tokens.taps, self._num_layers).detach()
-                for tap in compressor.needs_taps
-            }
+            taps = {}
+            for tap in compressor.needs_taps:
+                values = average_layers(tap, tokens.taps, self._num_layers)
+                is_learned = tap.statistic in APPENDED_STATISTICS
+                taps[tap.name] = values if is_learned else values.detach()
             tokens = dataclasses.replace(tokens, taps=taps)
         if tokens.extents is not None and not self._has_remarked and bool(tokens.mask[0].any()):
             self._has_remarked = True
@@ -378,6 +472,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 queries["query_mask"],
                 documents["document_vectors"],
                 documents["document_mask"],
+                reduction=self.spec.reduction,
             )
         if self.spec.score != "late":
             total = total + queries["query_pooled"] @ documents["document_pooled"].T
@@ -386,54 +481,48 @@ class Contrastive(Learner["Contrastive.Spec"]):
     def loss(
         self, embedded: Embedded, batch: Batch, data: TrainingData
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Computes InfoNCE with the documents of all workers as candidates (SaMer, eq. 7)."""
-        device = self.device
-        facts = {
+        """Computes the contrastive loss over the documents of all workers, and distillation."""
+        spec, device = self.spec, self.device
+        labels = {
             "query": batch.query_labels.to(device),
             "document": batch.document_labels.to(device),
         }
         gathered_batch = {name: gather_rows(tensor) for name, tensor in embedded.items()}
-        gathered_facts = {name: gather_rows(tensor) for name, tensor in facts.items()}
+        gathered_labels = {name: gather_rows(tensor) for name, tensor in labels.items()}
         temperature = (-self.log_scale).exp()
-        positive_QB = data.relevant(facts["query"], gathered_facts["document"])
+        positive_QB = data.relevant(labels["query"], gathered_labels["document"])
         # Padding documents are no candidates.
-        is_filler_B = (gathered_facts["document"] == NO_LABEL).all(dim=1)
+        is_filler_B = (gathered_labels["document"] == NO_LABEL).all(dim=1)
         scores_QB = self.scores(embedded, gathered_batch).masked_fill(is_filler_B, LOWEST)
-        loss = info_nce(scores_QB, positive_QB, temperature) * weight(positive_QB)
-        if self.spec.symmetric:
-            backwards_BQ = (
-                scores_QB if num_workers() == 1 else self.scores(gathered_batch, embedded)
-            ).T
-            relevant_BQ = data.relevant(gathered_facts["query"], facts["document"]).T
-            backwards = info_nce(backwards_BQ, relevant_BQ, temperature)
-            loss = (loss + backwards * weight(relevant_BQ)) / 2
-        if (distillation := self.spec.distillation) is not None:
-            loss = loss + self._distilled(distillation, embedded, batch, data, temperature)
+        loss = scores_QB.new_zeros(())
+        if spec.contrastive_weight:
+            losses_A = info_nce(scores_QB, positive_QB, temperature, spec.positives)
+            contrast = mean_over_workers(losses_A)
+            if spec.symmetric:
+                backwards_BQ = (
+                    scores_QB if num_workers() == 1 else self.scores(gathered_batch, embedded)
+                ).T
+                relevant_BQ = data.relevant(gathered_labels["query"], labels["document"]).T
+                losses_A = info_nce(backwards_BQ, relevant_BQ, temperature, spec.positives)
+                contrast = (contrast + mean_over_workers(losses_A)) / 2
+            loss = loss + spec.contrastive_weight * contrast
+        if (distillation := spec.distillation) is not None:
+            if batch.teacher is None:
+                rule = "null for data without teacher scores"
+                raise SpecError("learner.distillation", distillation.kind, rule)
+            teacher_QB = batch.teacher.to(device).masked_fill(is_filler_B, torch.nan)
+            teacher_QB = teacher_QB * distillation.scale
+            if distillation.kind == "kl":
+                losses = kl_divergence(scores_QB, teacher_QB, temperature)
+            else:
+                losses = margin_mse(scores_QB, teacher_QB, positive_QB)
+            loss = loss + distillation.weight * mean_over_workers(losses)
         best_Q1 = scores_QB.detach().argmax(dim=1, keepdim=True)
         metrics = {
             "in_batch_accuracy": positive_QB.gather(1, best_Q1).float().mean().item(),
             "temperature": temperature.item(),
         }
         return loss, metrics
-
-    def _distilled(
-        self,
-        spec: Distillation,
-        embedded: Embedded,
-        batch: Batch,
-        data: TrainingData,
-        temperature: torch.Tensor,
-    ) -> torch.Tensor:
-        """Returns the distance of this worker's scores from the teacher's."""
-        if batch.teacher is None:
-            rule = "null for data without teacher scores"
-            raise SpecError("learner.distillation", spec.kind, rule)
-        scores_QB, device = self.scores(embedded, embedded), self.device
-        teacher_QB = batch.teacher.to(device) * spec.scale
-        if spec.kind == "kl":
-            return spec.weight * kl_divergence(scores_QB, teacher_QB, temperature)
-        facts = batch.query_labels.to(device), batch.document_labels.to(device)
-        return spec.weight * margin_mse(scores_QB, teacher_QB, data.relevant(*facts))
 
     # -- quality -----------------------------------------------------------------------------------
 
@@ -443,7 +532,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
         # Inference has no boxes.
         inputs = dataclasses.replace(self.read(validation), boxes=None)
         quality = self._quality(self.embedded(inputs), validation, data)
-        if validation.phrases is not None:
+        # Grounding needs the assignment of tokens to vectors.
+        if validation.phrases is not None and self.compressor.assignment_form is not None:
             quality |= self._grounding(validation, validation.phrases, inputs)
         for label, compressor in self._validation_compressors.items():
             found = self._quality(self.embedded(inputs, compressor), validation, data)
@@ -492,26 +582,81 @@ class Contrastive(Learner["Contrastive.Spec"]):
         return {name: np.concatenate([metrics[name] for metrics in found]) for name in found[0]}
 
     def save(self, folder: Path) -> None:
-        """Writes the model with its processor, or only its trained part, for an encoder to load."""
+        """Writes the model with its processor, or only its trained part, for an encoder to load.
+
+        Appended tokens and the parameters of the compressor are written with the hashes of the
+        weights that the encoder has with them.
+        """
+        trained = self._save_encoder(folder)
+        if self.appended is None and self.compressor_module is None:
+            return
+        spec = self.spec.encoder
+        write_trained_compressor(
+            folder,
+            config.dump(self.spec.compressor),
+            spec.name,
+            weight_hashes(type(self.encoder), spec.model_copy(update=trained)),
+            self.encoder.dim,
+            self.appended,
+            self.compressor_module,
+        )
+
+    def _save_encoder(self, folder: Path) -> dict[str, str | None]:
+        """Writes the trained weights of the encoder; returns the spec fields that load them."""
         if isinstance(self.model, Adapter):
             self.model.save(folder, self.encoder.fingerprint)
-            return
+            return {}
         if self._tuned is not None:
             lora.save(self._tuned, folder, self.encoder.checkpoint_prefix)
-            return
-        if self.spec.trainable == "projection":
+            return {"adapter": str(folder)}
+        if self.spec.trainable in ("projection", "tokens"):
+            if not self.encoder.has_projection:
+                return {}
             weights = {
                 name: tensor.detach().cpu().contiguous()
                 for name, tensor in self.encoder.projection.state_dict().items()
             }
             safetensors.torch.save_file(weights, folder / "projection.safetensors")
-            return
+            return {"projection": str(folder)}
         scale = getattr(self.model, "logit_scale", None)
         if self.spec.score == "single" and isinstance(scale, torch.Tensor):
             # Dual encoders store the scale of their scores, with which EDJE samples negatives.
             with torch.no_grad():
                 scale.fill_(self.log_scale.item())
         self.encoder.save(folder)
+        return {"model": str(folder), "revision": None, "adapter": None, "projection": None}
+
+
+def _appended_folder(encoder: config.ComponentSpec) -> str | None:
+    """Returns the folder of the appended tokens that the spec of an encoder names, if any."""
+    return getattr(encoder, "appended_tokens", None)
+
+
+def _compressor(spec: config.ComponentSpec) -> Compressor[Any]:
+    """Returns a compressor with the weights that its spec names, or with new ones.
+
+    Raises:
+        SpecError: The weights are missing, or were trained with other settings.
+    """
+    if not isinstance(spec, TrainedSpec) or spec.weights is None:
+        return COMPRESSORS.build(spec)
+    described, path = TrainedCompressor.read(spec.weights, "weights")
+    if described.compressor | {"weights": None} != config.dump(spec) | {"weights": None}:
+        rule = "the folder of a compressor that was trained with the settings of the spec"
+        raise SpecError("weights", spec.weights, rule)
+    return COMPRESSORS.build(spec, safetensors.numpy.load_file(path / MODULE))
+
+
+def _check_budget(spec: Contrastive.Spec, num_tokens: int) -> None:
+    """Checks that the budget of MemTok is the number of appended tokens.
+
+    Raises:
+        SpecError: It is not.
+    """
+    compressor = COMPRESSORS.build(spec.compressor)
+    if isinstance(compressor, MemTok):
+        with config.within("compressor"):
+            compressor.check_budget(num_tokens)
 
 
 def compressor_label(spec: CompressorSpec) -> str:
@@ -536,17 +681,16 @@ def _not_trainable(encoder: str) -> SpecError:
     return SpecError("encoder.name", encoder, rule)
 
 
-def weight(positive_QB: torch.Tensor) -> torch.Tensor:
-    """Returns the weight with which the mean loss of a worker enters the mean over all workers.
-
-    All queries that have a positive then have the same weight, regardless of how they are
-    distributed over workers.
+def mean_over_workers(losses_A: torch.Tensor) -> torch.Tensor:
+    """Returns a loss whose mean over workers is the mean of the losses of all workers.
 
     Args:
-        positive_QB: bool, relevance of each document to each query of the worker.
+        losses_A: Losses of this worker, of any number.
     """
-    count = positive_QB.any(dim=1).sum().float()
-    return count / distributed.mean(count).clamp_min(1e-6)
+    count = torch.tensor(float(len(losses_A)), device=losses_A.device)
+    # A mean times a weight, so that the result on one worker is the rounded mean.
+    weight = count / distributed.mean(count).clamp_min(1e-6)
+    return losses_A.sum() / max(1, len(losses_A)) * weight
 
 
 def select(inputs: Inputs, rows: slice | Sequence[int]) -> Inputs:

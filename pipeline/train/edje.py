@@ -26,7 +26,7 @@ from pipeline.schema import DEFAULT_RERANK_DEPTH
 from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
 from pipeline.train.frozen import cached_hidden_states, encoded, query_key
 from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
-from pipeline.train.losses import LOWEST, info_nce_each, late_scores
+from pipeline.train.losses import LOWEST, info_nce, late_scores
 from pipeline.training_data.base import NO_LABEL, Batch, TrainingData
 from pipeline.training_data.quality import Quality, ranking
 
@@ -203,8 +203,9 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         """Raises `SpecError` if a model is missing or if options contradict each other."""
         with config.within("encoder"):
             ENCODERS.load(spec.encoder.name).check(spec.encoder)
-        compressor = COMPRESSORS.load(spec.compressor.name)
-        if compressor.needs_fit or COMPRESSORS.build(spec.compressor).needs_taps:
+        compressor = COMPRESSORS.build(spec.compressor)
+        is_trained = compressor.needs_appended or isinstance(spec.compressor, config.TrainedSpec)
+        if compressor.needs_fit or compressor.needs_taps or is_trained:
             rule = "one of none, hpool, samer, spatial, random"
             raise SpecError("compressor.name", spec.compressor.name, rule)
         if spec.hidden_states_cache is not None:
@@ -453,7 +454,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             normalise(text_QLH.float()), is_word_QL, normalise(gathered_batch["tokens"]), mask_BV
         )
         is_there_B = mask_BV.any(dim=1) & ~is_filler_B
-        return info_nce_each(
+        return info_nce(
             scores_QB.masked_fill(~is_there_B, LOWEST),
             relevant_QB & is_there_B,
             self.spec.contrast_temperature,

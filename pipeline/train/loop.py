@@ -119,6 +119,8 @@ class Loop:
             dtype = torch.bfloat16 if self.spec.precision == "bfloat16" else None
             sharding.shard(learner, set(loss_parameters), dtype)
             return learner
+        if not any(parameter.requires_grad for parameter in model_parameters):
+            return learner  # DDP requires trainable parameters
         return DistributedDataParallel(_Forward(learner), find_unused_parameters=True)
 
     def run(self) -> None:

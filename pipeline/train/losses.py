@@ -6,8 +6,14 @@ Shapes: Q queries of M tokens, B documents of N tokens, vectors of D dimensions.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
+
+#: Aggregation of the similarities of a query's tokens.
+Reduction = Literal["mean", "sum"]
+#: Target of the contrastive loss for several positives per query.
+Positives = Literal["any", "all"]
 
 #: Maximum number of similarities in memory at once, by device type.
 BLOCK_NUMBERS = {"cpu": 1 << 22}
@@ -21,10 +27,14 @@ def late_scores(
     query_mask_QM: torch.Tensor,
     docs_BND: torch.Tensor,
     doc_mask_BN: torch.Tensor,
+    *,
+    reduction: Reduction = "mean",
 ) -> torch.Tensor:
-    """Computes MaxSim of each query with each document, as the mean over the query's tokens.
+    """Computes MaxSim of each query with each document, by default as the mean over query tokens.
 
         s_late(q, d) = 1/|q| * sum over i of max over j of <q_i, d_j>          (SMART, eq. 4)
+
+    The reduction `sum` leaves out the factor 1/|q| (ColBERT).
 
     The gradient of a maximum is that of the first maximal token, so the backward pass stores no
     tensor of size Q x M x B x N, and the forward pass computes it in blocks. Documents and queries
@@ -35,6 +45,7 @@ def late_scores(
         query_mask_QM: bool, valid query tokens.
         docs_BND: Document token vectors.
         doc_mask_BN: bool, valid document tokens.
+        reduction: Aggregation over the query's tokens.
 
     Returns:
         (Q, B) float32 scores.
@@ -44,12 +55,17 @@ def late_scores(
     >>> mask = torch.ones(1, 2, dtype=torch.bool)
     >>> late_scores(queries, mask, docs, mask).tolist()
     [[0.75]]
+    >>> late_scores(queries, mask, docs, mask, reduction="sum").tolist()
+    [[1.5]]
     """
     with torch.autocast(queries_QMD.device.type, enabled=False):
         best_QMB = _Best.apply(queries_QMD.float(), docs_BND.float(), doc_mask_BN)
     best_QMB = best_QMB.masked_fill(~doc_mask_BN.any(dim=1), 0.0)
     best_QMB = best_QMB.masked_fill(~query_mask_QM.unsqueeze(2), 0.0)
-    return best_QMB.sum(dim=1) / query_mask_QM.sum(dim=1, keepdim=True).clamp_min(1)
+    scores_QB = best_QMB.sum(dim=1)
+    if reduction == "sum":
+        return scores_QB
+    return scores_QB / query_mask_QM.sum(dim=1, keepdim=True).clamp_min(1)
 
 
 class _Best(torch.autograd.Function):
@@ -76,8 +92,8 @@ class _Best(torch.autograd.Function):
         flat_TD = queries_QMD.reshape(-1, queries_QMD.shape[2])
         grad_TB = grad_QMB.reshape(winner_TB.shape)
         num_docs, num_tokens, dim = docs_BND.shape
-        grad_queries, grad_docs = torch.zeros_like(flat_TD), torch.zeros_like(docs_BND)
-        docs_LD, grad_LD = docs_BND.reshape(-1, dim), grad_docs.reshape(-1, dim)
+        docs_LD = docs_BND.reshape(-1, dim)
+        grad_queries, grad_LD = torch.zeros_like(flat_TD), docs_LD.new_zeros(docs_LD.shape)
         for rows in _blocks(flat_TD, num_docs * num_tokens):
             # With one nonzero per query token and document, two matrix products are the whole
             # gradient and deterministic, unlike the sums of an atomic scatter.
@@ -86,7 +102,7 @@ class _Best(torch.autograd.Function):
             chosen_TL = chosen_TBN.reshape(len(chosen_TBN), -1)
             grad_queries[rows] = chosen_TL @ docs_LD
             grad_LD.addmm_(chosen_TL.T, flat_TD[rows])
-        return grad_queries.reshape(queries_QMD.shape), grad_docs, None
+        return grad_queries.reshape(queries_QMD.shape), grad_LD.reshape(docs_BND.shape), None
 
 
 def _blocks(rows: torch.Tensor, numbers_per_row: int) -> Iterator[slice]:
@@ -98,34 +114,41 @@ def _blocks(rows: torch.Tensor, numbers_per_row: int) -> Iterator[slice]:
 
 
 def info_nce(
-    scores_QB: torch.Tensor, positive_QB: torch.Tensor, temperature: float | torch.Tensor
+    scores_QB: torch.Tensor,
+    positive_QB: torch.Tensor,
+    temperature: float | torch.Tensor,
+    positives: Positives = "any",
 ) -> torch.Tensor:
-    """Computes the mean contrastive loss with several positives per query (SaMer, eq. 7).
+    """Computes the contrastive loss of each query with a positive.
 
-        -log( sum over positives exp(s / tau) / sum over the batch exp(s / tau) )
+    With one positive per query, this is InfoNCE (SMART, eq. 1). Several positives are alternatives
+    ("any"; SaMer, eq. 7), or share the target probability equally ("all"):
 
-    With one positive per query, this is InfoNCE (SMART, eq. 1). Queries without a positive are
-    left out of the mean.
+        any: -log( sum over positives exp(s / tau) / sum over the batch exp(s / tau) )
+        all: -mean over positives of log( exp(s / tau) / sum over the batch exp(s / tau) )
 
     Args:
         scores_QB: Scores of each query with each document of the batch.
         positive_QB: bool, relevance of each document to each query.
         temperature: Temperature tau.
+        positives: Target of queries with several positives.
+
+    Returns:
+        Losses (A,) of the queries that have a positive, in order.
 
     >>> scores, positive = torch.tensor([[2.0, 0.0]]), torch.tensor([[True, False]])
     >>> round(info_nce(scores, positive, 1.0).item(), 4)
     0.1269
+    >>> both = torch.tensor([[True, True]])
+    >>> round(info_nce(scores, both, 1.0, "all").item(), 4)
+    1.1269
     """
-    losses_A = info_nce_each(scores_QB, positive_QB, temperature)
-    return losses_A.sum() / max(1, len(losses_A))
-
-
-def info_nce_each(
-    scores_QB: torch.Tensor, positive_QB: torch.Tensor, temperature: float | torch.Tensor
-) -> torch.Tensor:
-    """Computes the losses (A,) of `info_nce` for the queries that have a positive."""
     log_p_QB = (scores_QB.float() / temperature).log_softmax(dim=1)
-    log_positive_Q = log_p_QB.masked_fill(~positive_QB, -torch.inf).logsumexp(dim=1)
+    if positives == "any":
+        log_positive_Q = log_p_QB.masked_fill(~positive_QB, -torch.inf).logsumexp(dim=1)
+    else:
+        num_positives_Q = positive_QB.sum(dim=1).clamp_min(1)
+        log_positive_Q = log_p_QB.masked_fill(~positive_QB, 0.0).sum(dim=1) / num_positives_Q
     # An infinity that is masked afterwards would still make its gradient NaN.
     return -log_positive_Q[positive_QB.any(dim=1)]
 
@@ -133,13 +156,16 @@ def info_nce_each(
 def kl_divergence(
     scores_QB: torch.Tensor, teacher_QB: torch.Tensor, temperature: float | torch.Tensor
 ) -> torch.Tensor:
-    """Computes KL(teacher || student) over the documents of the teacher, averaged over queries.
+    """Computes KL(teacher || student) of each query over the documents that the teacher scored.
 
     Args:
         scores_QB: Scores of the student.
         teacher_QB: Scores of the teacher on the scale of `scores / temperature`, NaN where there
             are none.
         temperature: Temperature of the student's scores.
+
+    Returns:
+        Divergences (A,) of the queries with at least two scored documents, in order.
 
     >>> same = torch.tensor([[1.0, 2.0, 0.0]])
     >>> round(kl_divergence(same, same, 1.0).item(), 6)
@@ -152,7 +178,7 @@ def kl_divergence(
     student = (scores_QB[is_compared_Q].float() / temperature).masked_fill(~is_scored, lowest)
     teacher = teacher.float().masked_fill(~is_scored, lowest)
     student, teacher = student.log_softmax(dim=1), teacher.log_softmax(dim=1)
-    return (teacher.exp() * (teacher - student)).sum() / is_compared_Q.sum().clamp_min(1)
+    return (teacher.exp() * (teacher - student)).sum(dim=1)
 
 
 def margin_mse(
@@ -160,12 +186,15 @@ def margin_mse(
 ) -> torch.Tensor:
     """Computes MarginMSE (Hofstätter et al., 2020) between student and teacher margins.
 
-        mean over scored pairs (p, n) of ((s_p - s_n) - (t_p - t_n))^2
+        ((s_p - s_n) - (t_p - t_n))^2
 
     Args:
         scores_QB: Scores of the student.
         teacher_QB: Scores of the teacher, NaN where there are none.
         positive_QB: bool, relevance of each document to each query.
+
+    Returns:
+        Squared errors (P,) of all scored pairs (p, n) of a positive and another document.
 
     >>> teacher, positive = torch.tensor([[3.0, 1.0]]), torch.tensor([[True, False]])
     >>> margin_mse(torch.tensor([[5.0, 4.0]]), teacher, positive).item()
@@ -175,5 +204,4 @@ def margin_mse(
     is_pair_QBB = (positive_QB & is_scored_QB).unsqueeze(2) & (~positive_QB & is_scored_QB)[:, None]
     off_QB = scores_QB.float() - teacher_QB.nan_to_num(nan=0.0)
     off_QBB = off_QB.unsqueeze(2) - off_QB.unsqueeze(1)
-    squares = off_QBB.square().masked_fill(~is_pair_QBB, 0.0)
-    return squares.sum() / is_pair_QBB.sum().clamp_min(1)
+    return off_QBB[is_pair_QBB].square()

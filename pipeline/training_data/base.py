@@ -48,7 +48,8 @@ class Batch:
         document_labels: Relevance labels of the documents (B, G) int64.
         boxes: Boxes (M, 4) of the annotated objects of each document, x0 y0 x1 y1 relative to the
             image size, or None.
-        teacher: Scores of a teacher model (Q, B) float32, NaN where unknown, or None.
+        teacher: Scores of a teacher model for the documents of all workers in rank order,
+            (Q, workers * B) float32, NaN where unknown, or None.
         phrases: Phrases to measure grounding, or None.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 from abc import abstractmethod
@@ -250,9 +251,13 @@ class RowData(TrainingData[RowSpecT]):
             for row in part:
                 for number in row.negatives:
                     owner.setdefault(number, w)
-        counts = np.bincount(list(owner.values()), minlength=num_workers)
-        numbers = [number for number, w in owner.items() if w == worker]
-        numbers += [NO_LABEL] * int(counts.max() - len(numbers))
+        numbers_by_worker: list[list[int]] = [[] for _ in range(num_workers)]
+        for number, w in owner.items():
+            numbers_by_worker[w].append(number)
+        size = max(map(len, numbers_by_worker))
+        for numbers in numbers_by_worker:
+            numbers += [NO_LABEL] * (size - len(numbers))
+        numbers = numbers_by_worker[worker]
 
         relevant = [
             [number for number in self._positives[row.query] if number in owner] for row in rows
@@ -264,7 +269,9 @@ class RowData(TrainingData[RowSpecT]):
             numbers,
             num_labels=max(map(len, relevant)),
             boxes=self._boxes(rows, numbers) if self._has_boxes else None,
-            teacher=teacher_scores(rows[selected], numbers) if self.has_teacher else None,
+            teacher=teacher_scores(rows[selected], list(itertools.chain(*numbers_by_worker)))
+            if self.has_teacher
+            else None,
         )
 
     def validation(self) -> Batch | None:
@@ -301,7 +308,7 @@ class RowData(TrainingData[RowSpecT]):
             numbers: Numbers of the documents; `NO_LABEL` for one without tokens.
             num_labels: Number of labels per query. Defaults to the maximum over the queries.
             boxes: Boxes of each document, if any.
-            teacher: Teacher scores, if any.
+            teacher: Teacher scores of the documents of all workers, if any.
 
         Raises:
             JobError: None of several files can be read.
@@ -331,8 +338,6 @@ class RowData(TrainingData[RowSpecT]):
                 document_labels[row] = document.label
         if boxes is not None:
             boxes = [b if d else NO_BOXES for b, d in zip(boxes, documents, strict=True)]
-        if teacher is not None:
-            teacher[:, torch.tensor([document is None for document in documents])] = torch.nan
         return Batch(
             [query for query, _ in queries],
             [self._empty_item | (item or {}) for item in items],
@@ -467,7 +472,7 @@ def _is_media(document: Document) -> bool:
 
 
 def teacher_scores(rows: Sequence[Row], numbers: Sequence[int]) -> torch.Tensor:
-    """Returns the teacher's scores of the documents of a batch (Q, B). Unknown scores are NaN.
+    """Returns the teacher's scores of the documents with the given numbers. Unknown scores are NaN.
 
     >>> teacher_scores([Row("q", 3, (5,), (0.75, 0.25))], [5, 4, 3])
     tensor([[0.2500,    nan, 0.7500]])

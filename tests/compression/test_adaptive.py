@@ -101,7 +101,9 @@ def test_equals_definition(criterion):
         assert found[i] == min(max(expected, 4), 32, n)
 
 
-@pytest.mark.parametrize("method", ["hpool", "random", "sap", "agc", "samer", "spatial"])
+@pytest.mark.parametrize(
+    "method", ["hpool", "random", "sap", "attention_clustering", "samer", "spatial"]
+)
 def test_supports_all_methods_with_budget(method):
     batch = make_batch()
     spec = parse(Adaptive.Spec, {"num_vectors": 8, "method": method})

@@ -16,6 +16,8 @@ METHODS = [
     *COMPRESSORS.names(),
     *(f"{name} {seeds}" for name in ("samer", "spatial") for seeds in ("lattice", "farthest")),
 ]
+#: Methods whose items have the same number of vectors, also if they have fewer tokens.
+CONSTANT = ("memtok", "seqresize")
 
 
 def build(method, ragged, **budget) -> Compressor:
@@ -26,6 +28,8 @@ def build(method, ragged, **budget) -> Compressor:
     else:
         budget = {"ratio": 0.3} if "ratio" in cls.Spec.model_fields else {}
     options = {"seeds": seeds} if seeds else {}
+    if name == "seqresize":
+        options = {"sequence_length": max(12, budget["num_vectors"]), "hidden_size": 7}
     compressor = cls(parse(cls.Spec, {"name": name, **budget, **options}))
     if not compressor.needs_fit:
         return compressor
@@ -40,12 +44,24 @@ def compressor(request, ragged):
 
 
 def make_batch(compressor, ragged, lengths=LENGTHS, **options):
-    return ragged(lengths, taps=[tap.name for tap in compressor.needs_taps], **options)
+    batch = ragged(lengths, taps=[tap.name for tap in compressor.needs_taps], **options)
+    if compressor.spec.name != "memtok":
+        return batch
+    generator = torch.Generator().manual_seed(1)
+    size = len(batch), compressor.spec.num_vectors, batch.vectors.shape[2]
+    return dataclasses.replace(batch, appended=torch.randn(size, generator=generator))
 
 
 def max_vectors(compressor):
     """Returns the maximum number of vectors per item; unlimited for methods without a budget."""
     return compressor.spec.num_vectors if isinstance(compressor, Budgeted) else 10**9
+
+
+def limit(compressor, length):
+    """Returns the maximum number of vectors of an item with `length` tokens."""
+    if compressor.spec.name in CONSTANT:
+        return compressor.spec.num_vectors if length else 0
+    return min(max_vectors(compressor), length)
 
 
 @pytest.mark.parametrize("boxes", [False, True])
@@ -54,12 +70,12 @@ def test_shapes_mask_and_unit_length(compressor, ragged, boxes, unit):
     batch = make_batch(compressor, ragged, boxes=boxes, unit=unit)
     result = compressor.compress(batch)
     num_items, width, _ = result.vectors.shape
-    assert num_items == len(batch) and width <= min(max_vectors(compressor), max(LENGTHS))
+    assert num_items == len(batch) and width <= limit(compressor, max(LENGTHS))
     assert result.vectors.is_floating_point()
     assert result.normalised == compressor.normalised
     for length, num_outputs in zip(LENGTHS, result.lengths.tolist(), strict=True):
         assert bool(num_outputs) == bool(length)
-        assert num_outputs <= min(length, max_vectors(compressor))
+        assert num_outputs <= limit(compressor, length)
     # Real outputs come first.
     assert torch.equal(result.mask, torch.arange(width) < result.lengths.unsqueeze(1))
     if compressor.normalised:
@@ -81,6 +97,9 @@ def test_items_within_budget_keep_their_tokens(compressor, ragged, unit_items):
 def test_assignment_maps_tokens_to_outputs(compressor, ragged):
     batch = make_batch(compressor, ragged)
     result = compressor.compress(batch)
+    if compressor.assignment_form is None:
+        assert result.assignment is None
+        return
     if result.assignment is None:  # the assignment is the identity
         assert torch.equal(result.lengths, batch.lengths)
         return
@@ -113,6 +132,7 @@ def test_result_is_independent_of_batch(compressor, ragged):
             mask=torch.ones(1, int(real.sum()), dtype=torch.bool),
             extents=batch.extents[i : i + 1, real],
             taps={name: tap[i : i + 1, real] for name, tap in batch.taps.items()},
+            appended=None if batch.appended is None else batch.appended[i : i + 1],
         )
         result = compressor.compress(alone)
         torch.testing.assert_close(
@@ -135,7 +155,7 @@ def test_values_at_padding_are_ignored(compressor, ragged, garbage):
 def test_empty_batches_and_short_items(compressor, ragged, lengths, num_padding):
     batch = make_batch(compressor, ragged, lengths, num_padding=num_padding, boxes=True)
     result = compressor.compress(batch)
-    assert result.lengths.tolist() == lengths
+    assert result.lengths.tolist() == [limit(compressor, length) for length in lengths]
     assert result.assignment is None or result.assignment.shape == batch.mask.shape
 
 
@@ -160,7 +180,7 @@ def test_any_budget(name, ragged, num_vectors):
     compressor = build(name, ragged, num_vectors=num_vectors)
     result = compressor.compress(make_batch(compressor, ragged))
     assert result.vectors[result.mask].isfinite().all()
-    assert result.lengths.max() <= min(max_vectors(compressor), max(LENGTHS))
+    assert result.lengths.max() <= limit(compressor, max(LENGTHS))
 
 
 @pytest.mark.parametrize("name", COMPRESSORS.names())
@@ -202,8 +222,9 @@ def test_rejects_invalid_specs(name):
         with pytest.raises(SpecError) as error:
             parse(cls.Spec, {"name": name, "num_vectors": 0})
         assert str(error.value) == ("num_vectors must be greater than or equal to 1, got 0")
-        with pytest.raises(SpecError, match="field 'num_vectors' is required"):
-            parse(cls.Spec, {"name": name})
+        if name != "memtok":
+            with pytest.raises(SpecError, match="field 'num_vectors' is required"):
+                parse(cls.Spec, {"name": name})
     if issubclass(cls, Budgeted):
         with pytest.raises(
             SpecError, match="ratio must be null when num_vectors is given, got 0.5"

@@ -283,6 +283,34 @@ def test_replaces_the_projection(build, encoder, family, tmp_path):
     check(model=replaced.spec.model, projection=str(tmp_path))
 
 
+def test_identity_projection_keeps_hidden_states(build, family, tmp_path):
+    """Without markers and a skiplist, as for a single-vector model."""
+    plain = {"query_prefix": "", "document_prefix": "", "skiplist": (), "projection": "identity"}
+    encoder = build(family, query_length=9, **plain)
+    assert encoder.dim == encoder.model.config.hidden_size
+    check(model=encoder.spec.model, **plain)
+    inputs = encoder._reader.read_item({"text": "lift"})[0].sequence["input_ids"]
+    names = encoder._reader.tokenizer.convert_ids_to_tokens(inputs.tolist())
+    assert names[0] == "[CLS]" and names[-1] == "[SEP]" and "lift" in "".join(names[1:-1])
+    with torch.no_grad():
+        states = encoder.model(inputs[None]).last_hidden_state[0]
+    (batch,) = encode_texts(encoder, ["lift"])
+    assert_close(batch.vectors[0], normalise(states))
+    assert encoder.encode_queries(["lift"]).tokens.lengths.tolist() == [9]
+
+
+@pytest.mark.parametrize("projection", [None, "identity"])
+def test_saved_model_gives_equal_vectors(build, family, projection, tmp_path):
+    encoder = build(family, projection=projection, query_length=9, skiplist=("wing",))
+    encoder.save(tmp_path)
+    fields = {"model": str(tmp_path), "projection": projection, "dtype": "float32"}
+    loaded = ENCODERS.build(ENCODERS.resolve({"name": "colbert", **fields}))
+    for one, other in zip(encode_texts(encoder, TEXTS), encode_texts(loaded, TEXTS), strict=True):
+        assert torch.equal(one.vectors[one.mask], other.vectors[other.mask])
+    one, other = (e.encode_queries(["the wing"]).tokens for e in (encoder, loaded))
+    assert torch.equal(one.vectors, other.vectors)
+
+
 def test_projection_of_several_layers(build, copy):
     folder = copy("colbert_modernbert")
     shutil.copytree(folder / "1_Dense", folder / "2_Dense")

@@ -23,6 +23,7 @@ from pipeline.index.info import (
     rerank_infos,
     tap_names,
 )
+from pipeline.registry import COMPRESSORS
 from pipeline.schema import column_metadata, with_metadata
 from pipeline.taps import Tap
 
@@ -138,9 +139,22 @@ def test_keys_missing_in_the_first_versions():
     assert newest_format(column()) == 0 and newest_format(column(format_version=7)) == 7
 
 
+def test_former_agc_is_attention_clustering():
+    former = {"name": "agc", "num_vectors": 4, "saliency": "eos_row/mean/last", "reading": "paper"}
+    present = {**former, "name": "attention_clustering"}
+    info = RepresentationInfo.from_schema(column(compressor=former), "r")
+    assert info.compressor == present
+    assert COMPRESSORS.resolve(info.compressor).name == "attention_clustering"
+    adaptive = {"name": "adaptive", "num_vectors": 4, "method": former}
+    info = RepresentationInfo.from_schema(column(compressor=adaptive), "r")
+    assert info.compressor == {**adaptive, "method": present}
+    trained = {"name": "agc", "num_vectors": 4}
+    assert RepresentationInfo.from_schema(column(compressor=trained), "r").compressor == trained
+
+
 def test_dropped_columns_remain_in_the_metadata():
     positions = {"spans": "minilm_spans", "confidence": "minilm_confidence"}
-    lost = column(positions=positions, pooled="minilm_pooled", support="r_support")
+    lost = column(positions=positions, pooled="minilm_pooled", assignment="r_support")
     info = RepresentationInfo.from_schema(lost, "r")
     assert info.positions == positions and not info.encoder.has_spans
     assert info.pooled_column == "minilm_pooled" and info.encoder.pooled_dim is None

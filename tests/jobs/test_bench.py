@@ -110,7 +110,7 @@ def test_the_pages_bench(cluster, tmp_path):
     assert list(memory["MiB"])[-1] == "30"
 
 
-METHODS = ("samer", "agc", "hpool,linkage=rows", "spatial", "adaptive_eos")
+METHODS = ("samer", "attention_clustering", "hpool,linkage=rows", "spatial", "adaptive_eos")
 
 
 @pytest.mark.heavy
@@ -132,7 +132,7 @@ def test_the_compress_bench(tmp_path):
                 ratios = [a / b for a, b in zip(batch["seconds"], batch["bare"], strict=True)]
                 assert batch["ratio"]["values"] == pytest.approx(ratios)
     assert list(methods["methods"]) == list(METHODS)
-    assert index["methods"] == ["samer", "agc", "spatial", "adaptive_eos"]
+    assert index["methods"] == ["samer", "attention_clustering", "spatial", "adaptive_eos"]
     assert index["left_out"] == ["hpool"] and index["compress"]["median"] > 0
     assert "| spatial | 3 |" in out and "**attention and methods, in encodes**" in out
 

@@ -19,7 +19,7 @@ class Sleeper:
     """Work that takes as many slices as its largest value, and records its calls.
 
     Attributes:
-        seconds: Total duration of the slices, each of which counts as `SLICE` seconds.
+        seconds: Total duration of the slices. Each slice counts as `SLICE` seconds.
         max_running: Maximum number of slices that ran at the same time.
     """
 

@@ -35,7 +35,8 @@ def grid_batch(seed: int, compressor) -> TokenBatch:
 TRAINABLE = [
     name
     for name in COMPRESSORS.names()
-    if not COMPRESSORS.load(name).needs_fit and name not in ("none", "samer")
+    if not COMPRESSORS.load(name).needs_fit
+    and name not in ("none", "samer", "memtok", "seqresize")  # the last two have tests of their own
 ]
 OPTIONS = [
     *((name, {}) for name in TRAINABLE),
@@ -269,9 +270,9 @@ def test_distillation_moves_student_towards_teacher(model, tmp_path, kind):
             embedded = loop.learner(read)
             scores = loop.learner.scores(embedded, embedded)
         if kind == "kl":
-            return kl_divergence(scores, teacher, 0.1).item()
+            return kl_divergence(scores, teacher, 0.1).mean().item()
         facts = batch.query_labels, batch.document_labels
-        return margin_mse(scores, teacher, loop.data.relevant(*facts)).item()
+        return margin_mse(scores, teacher, loop.data.relevant(*facts)).mean().item()
 
     before = distance()
     for _ in range(6):

@@ -331,7 +331,7 @@ def test_loss_is_independent_of_number_of_workers(pairs, tmp_path):
         keys = [key for batch in documents for key in batch.document_keys]
         scores = torch.stack([score[key] for key in keys], dim=1)[rows]
         scores = scores.masked_fill((labels == NO_LABEL).all(dim=1), LOWEST)
-        return info_nce(scores, data.relevant(queries.query_labels, labels), 0.1)
+        return info_nce(scores, data.relevant(queries.query_labels, labels), 0.1).mean()
 
     single = loss(whole, [whole], slice(None))
     both = [loss(part, parts, slice(w * 3, w * 3 + 3)) for w, part in enumerate(parts)]

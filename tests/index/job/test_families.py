@@ -35,7 +35,7 @@ METHODS: list[dict[str, Any]] = [
 METHODS += [
     {"name": "eos", "num_vectors": 8},
     {"name": "adaptive_eos", "ratio": 0.25},
-    {"name": "agc", "num_vectors": 8, "saliency": "column_sums"},
+    {"name": "attention_clustering", "num_vectors": 8, "saliency": "column_sums"},
     {"name": "hpc", "num_vectors": 8, "saliency": "column_sums", "num_centroids": 32},
     {"name": "adaptive", "num_vectors": 8, "method": {"name": "hpool"}},
 ]

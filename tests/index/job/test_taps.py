@@ -27,8 +27,13 @@ METHODS = [
     {"name": "sap", "num_vectors": 4, "heads": "max", "layers": [1, -1]},
     {"name": "eos", "ratio": 0.2},
     {"name": "adaptive_eos", "ratio": 0.2},
-    {"name": "agc", "num_vectors": 4, "saliency": "column_sums/max/last"},
-    {"name": "adaptive", "num_vectors": 4, "method": "agc", "criterion": "entropy"},
+    {"name": "attention_clustering", "num_vectors": 4, "saliency": "column_sums/max/last"},
+    {
+        "name": "adaptive",
+        "num_vectors": 4,
+        "method": "attention_clustering",
+        "criterion": "entropy",
+    },
     {"name": "hpc", "num_vectors": 4, "num_centroids": 8, "binary": True},
 ]
 REPRESENTATIONS = [{"compressor": method} for method in METHODS]
@@ -37,8 +42,8 @@ IDS = [
     "sap_max_layers1_1_4",
     "eos_20pct",
     "adaptive_eos_20pct",
-    "agc_column_sums_max_last_4",
-    "adaptive_agc_entropy_4",
+    "attention_clustering_column_sums_max_last_4",
+    "adaptive_attention_clustering_entropy_4",
     "hpc_num_centroids8_binary_4",
 ]
 STORED_TAPS = [
@@ -100,7 +105,7 @@ def test_all_methods_have_a_column(at_once):
     assert not [name for name in schema.names if name.endswith("_tap")]
     for item_id, row in rows(at_once).items():
         num_tokens = len(row["full"])
-        for name in ("sap_4", "sap_max_layers1_1_4", "agc_column_sums_max_last_4"):
+        for name in ("sap_4", "sap_max_layers1_1_4", "attention_clustering_column_sums_max_last_4"):
             assert len(row[name]) == min(4, num_tokens), item_id
         assert len(row["eos_20pct"]) == max(1, num_tokens // 5)
         tokens = np.array(row["full"], dtype=np.float64)

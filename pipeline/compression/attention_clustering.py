@@ -1,0 +1,120 @@
+"""Training-free variant of AGC, attention-guided clustering (AGC paper, section 5)."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from pipeline.compression import (
+    Budget,
+    Budgeted,
+    blocks,
+    first_minimum,
+    group_sums,
+    largest,
+    pack_outputs,
+)
+from pipeline.taps import Tap, TapName
+from pipeline.tokens import TokenBatch, masked_vectors, normalise, unit_vectors
+
+
+class AttentionClustering(Budgeted["AttentionClustering.Spec"]):
+    """Assigns every token to the most similar of the K most salient tokens (training-free variant).
+
+    The tokens with the highest saliency alpha are the centroids (section 5.1). Every token is
+    assigned to the centroid with the highest cosine similarity, or the first of tied centroids
+    (section 5.2). The output of each centroid is the mean of its tokens weighted by alpha (section
+    5.3), normalised to unit length as in the reference implementation. Centroids that equal an
+    earlier centroid have no tokens and yield no vector. Outputs are in the order of their centroids
+    in the item.
+
+    In the paper, alpha is the attention of universal query tokens that are trained with the
+    encoder. Here, it is an attention statistic of an unmodified encoder. Results are therefore a
+    baseline for the trained method.
+    """
+
+    class Spec(Budget):
+        """Options of `AttentionClustering`."""
+
+        name: Literal["attention_clustering"] = "attention_clustering"
+        saliency: TapName = "pooled_row/mean/last"
+        """Attention statistic used as saliency, see `pipeline.taps`."""
+        reading: Literal["paper", "code"] = "paper"
+        """Computation of alpha. "code" follows the reference implementation, which applies another
+        softmax to the attention, so that alpha is almost uniform."""
+
+    @cached_property
+    def needs_taps(self) -> tuple[Tap, ...]:
+        """Attention statistic used as saliency."""
+        return (Tap.parse(self.spec.saliency),)
+
+    def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
+        """Compresses each item to its budget."""
+        alpha_BN = batch.taps[self.needs_taps[0].name].float()
+        if self.spec.reading == "code" and alpha_BN.numel():
+            alpha_BN = alpha_BN.masked_fill(~batch.mask, -torch.inf).softmax(dim=1)
+        return weighted_clusters(batch, alpha_BN, *largest(alpha_BN, batch.mask, budgets_B))
+
+
+def weighted_clusters(
+    batch: TokenBatch,
+    weights_BN: torch.Tensor,
+    centroids_BK: torch.Tensor,
+    slot_mask_BK: torch.Tensor,
+) -> TokenBatch:
+    """Assigns tokens to their nearest centroids and returns the weighted means of the clusters.
+
+    Gradients flow to the vectors and the weights; the assignment is constant.
+
+    Args:
+        batch: Items whose real tokens come first in each row.
+        weights_BN: Non-negative weights of the tokens; ignored at padding. A cluster whose weights
+            are all 0 yields the unweighted mean.
+        centroids_BK: Positions of the tokens that are centroids.
+        slot_mask_BK: True at the centroids of an item, False at padding.
+
+    Returns:
+        A batch of unit vectors, without those of centroids to which no token is assigned.
+    """
+    weights_BN = weights_BN.clamp_min(1e-12).masked_fill(~batch.mask, 0.0)
+    num_items, num_tokens, dim = batch.vectors.shape
+    num_outputs = centroids_BK.shape[1]
+    groups_BN = torch.full_like(batch.mask, -1, dtype=torch.int64)
+    vectors_BKD = batch.vectors.new_zeros((num_items, num_outputs, dim), dtype=torch.float32)
+    for block in blocks(batch.mask, num_tokens * max(num_outputs, dim)):
+        items = batch.take(block)
+        groups_BN[block] = nearest_centroids(items, centroids_BK[block], slot_mask_BK[block])
+        # Vectors of encoders without normalisation are weighted by their length as well.
+        weighted_BND = masked_vectors(items) * weights_BN[block].unsqueeze(2)
+        sums_BKD = group_sums(weighted_BND, groups_BN[block], num_outputs)
+        vectors_BKD[block] = normalise(sums_BKD)  # the sum of the weights cancels
+    mask_BK = slot_mask_BK & vectors_BKD.any(dim=2)
+    vectors_BKD, mask_BK, assignment_BN = pack_outputs(vectors_BKD, mask_BK, groups_BN)
+    return TokenBatch(vectors_BKD, mask_BK, True, pooled=batch.pooled, assignment=assignment_BN)
+
+
+@torch.no_grad()
+def nearest_centroids(
+    batch: TokenBatch, centroids_BK: torch.Tensor, slot_mask_BK: torch.Tensor
+) -> torch.Tensor:
+    """Returns the centroid with the highest cosine similarity to each token.
+
+    Args:
+        batch: Items whose real tokens come first in each row.
+        centroids_BK: Positions of the tokens that are centroids.
+        slot_mask_BK: True at the centroids of an item, False at padding.
+
+    Returns:
+        Centroid indices (B, N) int64; -1 at padding.
+    """
+    if not centroids_BK.shape[1]:
+        return torch.full_like(batch.mask, -1, dtype=torch.int64)
+    tokens_BND = unit_vectors(batch)
+    index = centroids_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2])
+    # With tokens as the last dimension, reductions over k are vectorised over tokens.
+    distance_BKN = tokens_BND.gather(1, index).neg() @ tokens_BND.mT
+    if not bool(slot_mask_BK.all()):
+        distance_BKN.masked_fill_(~slot_mask_BK.unsqueeze(2), torch.inf)
+    return first_minimum(distance_BKN, dim=1).masked_fill(~batch.mask, -1)

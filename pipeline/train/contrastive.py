@@ -188,7 +188,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
 
         @property
         def has_appended_tokens(self) -> bool:
-            """Whether learned tokens are appended to documents."""
+            """True if learned tokens are appended to documents."""
             return self.num_appended_tokens is not None or bool(_appended_folder(self.encoder))
 
     def __init__(self, spec: Spec):

@@ -8,32 +8,49 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
 
 from pipeline.extras import PACKAGES
 from tests.conftest import ROOT
 
 DATA = ROOT / "jobs/data"
-#: Runs a command with modules that cannot be imported.
+#: Runs commands, each with a module that cannot be imported.
 RUN = """
-import importlib, json, sys
-missing, verb, arguments = json.loads(sys.argv[1])
-sys.modules.update(dict.fromkeys(missing))
+import contextlib, importlib, io, json, sys
 import jobs
-jobs.run(importlib.import_module(f"jobs.{verb}").main, arguments)
+results = []
+for module, verb, arguments in json.loads(sys.argv[1]):
+    error, code = io.StringIO(), 0
+    sys.modules[module] = None
+    with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(error):
+        try:
+            jobs.run(importlib.import_module(f"jobs.{verb}").main, arguments)
+        except SystemExit as exit:
+            code = exit.code
+    del sys.modules[module]
+    results.append([code, error.getvalue()])
+print(json.dumps(results))
 """
 
 
-def run(missing: list[str], verb: str, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps([missing, verb, arguments])],
+def assert_missing(*commands: tuple[str, str, list[str]]) -> None:
+    """Runs commands without a module and checks the error messages.
+
+    Args:
+        *commands: Missing module, verb and arguments of each command.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(commands)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,
-        check=False,
+        check=True,
     )
+    for (module, *_), result in zip(commands, json.loads(done.stdout), strict=True):
+        name, extra, purpose = PACKAGES[module]
+        message = f'error: {purpose} needs {name}; install it with: pip install "maxray[{extra}]"\n'
+        assert result == [2, message], (module, done.stderr[-2000:])
 
 
 def index_spec(folder: Path, source: str, path: str, **fields: object) -> str:
@@ -48,26 +65,24 @@ def index_spec(folder: Path, source: str, path: str, **fields: object) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize(
-    ("module", "source", "path"),
-    [
+def test_sources_and_recognisers_report_missing_extra(tmp_path):
+    commands = []
+    for module, source, path in (
         ("pypdfium2", "pages", str(DATA / "pages")),
         ("rapidocr", "images", str(DATA / "photos")),
         ("onnxruntime", "images", str(DATA / "photos")),
         ("pocketsphinx", "audio", str(DATA / "speech")),
         ("s3fs", "text", "s3://bucket/documents"),
-    ],
-)
-def test_sources_and_recognisers_report_missing_extra(tmp_path, module, source, path):
-    encoder = "minilm" if source == "text" else "transcript"
-    assert_missing(
-        module, run([module], "index", index_spec(tmp_path, source, path, encoder=encoder))
-    )
-    assert not (tmp_path / "index").exists()
+    ):
+        encoder = "minilm" if source == "text" else "transcript"
+        folder = tmp_path / module
+        folder.mkdir()
+        commands.append((module, "index", [index_spec(folder, source, path, encoder=encoder)]))
+    assert_missing(*commands)
+    assert not list(tmp_path.glob("*/index"))
 
 
-@pytest.mark.parametrize("module", ["matplotlib", "jinja2", "bm25s"])
-def test_evaluation_reports_missing_extra(index_uri, tmp_path, module):
+def test_evaluation_and_training_report_missing_extra(index_uri, tmp_path):
     spec = tmp_path / "evaluate.yaml"
     spec.write_text(
         yaml.safe_dump(
@@ -78,19 +93,11 @@ def test_evaluation_reports_missing_extra(index_uri, tmp_path, module):
             }
         )
     )
-    assert_missing(module, run([module], "evaluate", str(spec)))
-
-
-def test_training_reports_missing_extra(tmp_path):
-    spec = str(ROOT / "jobs/specs/training/binding_lora.yaml")
-    output = f"output={tmp_path / 'out'}"
-    assert_missing("peft", run(["peft"], "train", spec, output, "--dry-run"))
-
-
-def assert_missing(module: str, result: subprocess.CompletedProcess) -> None:
-    name, extra, purpose = PACKAGES[module]
-    message = f'error: {purpose} needs {name}; install it with: pip install "maxray[{extra}]"\n'
-    assert (result.returncode, result.stderr) == (2, message), result.stdout[-2000:]
+    training = str(ROOT / "jobs/specs/training/binding_lora.yaml")
+    assert_missing(
+        *((module, "evaluate", [str(spec)]) for module in ("matplotlib", "jinja2", "bm25s")),
+        ("peft", "train", [training, f"output={tmp_path / 'out'}", "--dry-run"]),
+    )
 
 
 def test_core_requires_no_extra():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,8 @@ def test_image_query_is_scored_with_texts(uri, model, photos):
         assert hit.reranked.problem == (NO_TEXT if is_flagged else "")
 
 
-def test_item_without_tokens_keeps_its_rank(tmp_path, dual, model, photos):
-    uri = index_captioned(tmp_path / "photos", dual, photos, rerank=model)
+def test_item_without_tokens_keeps_its_rank(tmp_path, uri, model):
+    uri = str(shutil.copytree(uri, tmp_path / "index"))
     searcher, reranker = open_index(uri), Reranker(model, 5)
     first = searcher.search(TEXT, k=NUM_PHOTOS, **SINGLE)
     second, sixth = first[1].item_id, first[5].item_id
@@ -169,8 +170,8 @@ def test_item_without_tokens_keeps_its_rank(tmp_path, dual, model, photos):
     assert reranked[5].item_id == sixth and reranked[5].reranked.problem == ""
 
 
-def test_deleted_items_and_no_candidates(tmp_path, dual, model, photos):
-    uri = index_captioned(tmp_path / "photos", dual, photos, rerank=model)
+def test_deleted_items_and_no_candidates(tmp_path, uri, model, photos):
+    uri = str(shutil.copytree(uri, tmp_path / "index"))
     searcher, reranker = open_index(uri), Reranker(model)
     before = searcher.search(TEXT, rerank=reranker, **SINGLE)
     best = before[0].item_id

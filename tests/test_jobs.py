@@ -199,7 +199,7 @@ def test_index_deleted_during_the_job(cluster, spec, tmp_path):
     assert error.count("\n") == 1, error
 
 
-@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("name", ["raylet", pytest.param("gcs_server", marks=pytest.mark.heavy)])
 def test_ray_process_dies(spec, name):
     process = start_job("jobs.index", spec)
     wait_for(process, lambda: len(children(process, "raylet")) == 1)

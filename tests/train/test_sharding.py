@@ -14,7 +14,8 @@ from tests.train.runs import assert_same, logged, run_workers, spec_of, trained,
 @pytest.mark.parametrize(
     ("learner", "more"),
     [
-        ({"symmetric": True, "learn_temperature": True}, {}),
+        # Covered by the case "sharded" and by the test of two Ray workers.
+        pytest.param({"symmetric": True, "learn_temperature": True}, {}, marks=pytest.mark.heavy),
         pytest.param(
             {"compressor": {"name": "samer", "num_vectors": 4, "object_prior": True}},
             {},

@@ -1,7 +1,7 @@
 """Tests that the index job survives the death of any of its processes with bit-identical rows.
 
-Each test runs the job with pretrained weights in separate processes, kills one of them, and
-compares the final index with that of an uninterrupted run.
+Each test runs the job with pretrained weights in separate processes, kills one of them, resumes
+the job, and compares the final index with that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ import pyarrow as pa
 import pytest
 import yaml
 
+import jobs
+from pipeline import config
+from pipeline.index import job
 from pipeline.index.lease import Lease
 from pipeline.index.reader import Index
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
 from tests.conftest import CRANFIELD, ROOT
 
-NUM_ITEMS = 160
+NUM_ITEMS = 120
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kills")
     lines = (CRANFIELD / "corpus.jsonl").read_text().splitlines()[:NUM_ITEMS]
     documents = [json.loads(line) for line in lines]
-    short = [{"_id": d["_id"], "text": " ".join(d["text"].split()[:50])} for d in documents]
+    short = [{"_id": d["_id"], "text": " ".join(d["text"].split()[:25])} for d in documents]
     short[70]["text"] = ""
     (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, short)))
     return folder
@@ -43,13 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path, cluster: str) -> pa.Table:
     """Rows of an uninterrupted run."""
-    driver = start(folder, "uninterrupted", cluster)
-    assert finish(driver) == 0
+    run(folder, "uninterrupted")
     return table(folder / "uninterrupted")
 
 
-def start(folder: Path, name: str, cluster: str, lease_seconds: float = 60.0) -> subprocess.Popen:
-    """Starts the index job with small units, so that it can be killed while it runs."""
+def write_spec(folder: Path, name: str) -> str:
+    """Writes a spec with small units, so that the job can be killed while it runs."""
     spec = {
         "index": str(folder / name),
         "source": {"name": "text", "path": str(folder / "corpus.jsonl")},
@@ -64,13 +67,25 @@ def start(folder: Path, name: str, cluster: str, lease_seconds: float = 60.0) ->
     }
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(spec))
+    return str(path)
+
+
+def run(folder: Path, name: str) -> None:
+    """Runs or resumes the index job in this process."""
+    spec = config.load(IndexSpec, write_spec(folder, name))
+    job.run(spec, IndexResources(), job=jobs.job_id(), report=lambda line: None)
+
+
+def start(folder: Path, name: str, cluster: str, lease_seconds: float = 60.0) -> subprocess.Popen:
+    """Starts the index job in a process."""
+    path = write_spec(folder, name)
     code = f"""
 import jobs, ray
 from pipeline import config
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
 def main(_):
-    spec = config.load(IndexSpec, {str(path)!r})
+    spec = config.load(IndexSpec, {path!r})
     with jobs.cluster():
         job.run(spec, IndexResources(), job=jobs.job_id(), lease_seconds={lease_seconds})
 jobs.run(main)
@@ -167,7 +182,7 @@ def test_sigkill_to_the_driver(folder: Path, cluster: str, uninterrupted: pa.Tab
     assert (
         Index(str(index)).lease() is None and job["state"] == "killed"
     )  # ... but its holder is known to be dead
-    assert finish(start(folder, index.name, cluster)) == 0
+    run(folder, index.name)
     check_resumed(index, rows_before)
     check_complete(index, uninterrupted)
 
@@ -197,7 +212,7 @@ def test_sigterm_commits_finished_work(folder: Path, cluster: str, uninterrupted
     assert last_job(index)["state"] == "stopped"
     rows_before = committed(index)
     assert rows_before == last_job(index)["new"]
-    assert finish(start(folder, index.name, cluster)) == 0
+    run(folder, index.name)
     check_resumed(index, rows_before)
     check_complete(index, uninterrupted)
 
@@ -218,7 +233,7 @@ def test_driver_suspended_beyond_its_lease_adds_no_rows(
 ):
     index = folder / "suspended"
     time.sleep(4.5)
-    assert finish(start(folder, index.name, cluster)) == 0
+    run(folder, index.name)
     check_complete(index, uninterrupted)
     version = Index(str(index)).version
     os.kill(suspended.pid, signal.SIGCONT)

@@ -129,7 +129,7 @@ class Encoder(ABC, Generic[ComponentSpecT]):
 
     @classmethod
     def query_kinds(cls, spec: ComponentSpecT) -> tuple[str, ...]:
-        """Returns the supported keys of `QUERY_KINDS`, which are none if queries must be vectors."""
+        """Returns the supported keys of `QUERY_KINDS`, or none if queries are vectors."""
         return ("text",)
 
     @classmethod

@@ -84,7 +84,7 @@ def nearest_centroids(
     """Finds the centroid with the highest cosine similarity to each token.
 
     Args:
-        batch: Items whose padding is at the end of each row.
+        batch: Items. Padding is at the end of each row.
         centroids_BK: Positions of the tokens that serve as centroids.
         slot_mask_BK: True for centroids and False for padding.
 

@@ -177,7 +177,10 @@ def detail_with_file(detail: str, file: str | None) -> str:
 
 
 def metadata_file(modality: str, metadata: str | None) -> str | None:
-    """Returns the file of a stored item, such as its archive. None if the id names the file."""
+    """Returns the file of a stored item, such as its archive.
+
+    Returns None if the id names the file.
+    """
     return json.loads(metadata).get("file") if metadata and modality in MEDIA else None
 
 
@@ -341,7 +344,7 @@ class Composed:
 
 @dataclass(frozen=True)
 class Hit:
-    """Search result. See `pipeline.search.score` for the definition of the score."""
+    """Result of a search. See `pipeline.search.score` for the definition of the score."""
 
     rank: int
     score: float

@@ -312,7 +312,7 @@ def largest(
 
     Args:
         scores_BN: Scores, finite at real tokens.
-        mask_BN: True at real tokens, which come first in each row.
+        mask_BN: True for tokens, which come first in each row.
         budgets_B: Number of positions per item.
 
     Returns:

@@ -46,7 +46,7 @@ def random_draws(batch: TokenBatch, seed: int) -> torch.Tensor:
     element.
 
     Args:
-        batch: Items whose padding is at the end of each row. Numbers at padding are undefined.
+        batch: Items. Padding is at the end of each row. Numbers at padding are undefined.
         seed: Random seed in [0, 2^32).
 
     Returns:

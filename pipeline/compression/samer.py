@@ -195,7 +195,7 @@ class Geometry:
 
     Args:
         coords_BNA: Coordinates of the tokens on A >= 0 axes, NaN if undefined.
-        mask_BN: True at real tokens.
+        mask_BN: True for tokens and False for padding.
         gamma: Weight of the spatial term.
     """
 
@@ -225,7 +225,7 @@ class Geometry:
             tokens_BND: Features v_i of the tokens.
             features_BKD: Features mu_k of the centroids.
             sites_BKA: Positions s_k of the centroids, NaN if undefined.
-            slot_mask_BK: True at the centroids of an item, False at padding.
+            slot_mask_BK: True for centroids and False for padding.
 
         Returns:
             Distances (B, K, N), `MASKED_DISTANCE` at padded centroids. With tokens as the last
@@ -348,7 +348,7 @@ def cluster(
     Args:
         tokens_BND: Unit vectors, zero at padding.
         seeds_BK: Positions of the tokens that are the initial centroids.
-        slot_mask_BK: True at the centroids of an item, False at padding.
+        slot_mask_BK: True for centroids and False for padding.
         geometry: Positions of the tokens and distance function.
         num_iterations: Number of iterations.
 
@@ -405,7 +405,7 @@ def penalty(
 
     Args:
         objects_BN: Object b_i of each token.
-        mask_BN: True at real tokens.
+        mask_BN: True for tokens and False for padding.
         assigned_BN: Hard assignment c_i of each token.
         num_outputs: Number of representatives K.
 

@@ -94,7 +94,7 @@ def lattice_positions(
     Args:
         coords_BN3: Coordinates t, y and x of the tokens, NaN if undefined. Real tokens come first
             in each row. The last dimension may be 0.
-        mask_BN: True at real tokens.
+        mask_BN: True for tokens and False for padding.
         budgets_B: Number of seeds per item, int64, at most its length.
 
     Returns:
@@ -165,7 +165,7 @@ def farthest_positions(
     Args:
         distance: Function that returns the distances (B, N) float32 of all tokens from the tokens
             at positions (B,), or from the centre for None, up to a global constant.
-        mask_BN: True at real tokens, which come first in each row.
+        mask_BN: True for tokens, which come first in each row.
         budgets_B: Number of seeds per item, int64, at most its length.
 
     Returns:

@@ -129,7 +129,7 @@ class Encoder(ABC, Generic[ComponentSpecT]):
 
     @classmethod
     def query_kinds(cls, spec: ComponentSpecT) -> tuple[str, ...]:
-        """Returns the supported keys of `QUERY_KINDS`. Empty if queries must be vectors."""
+        """Returns the supported keys of `QUERY_KINDS`, or none if queries are vectors."""
         return ("text",)
 
     @classmethod
@@ -200,7 +200,7 @@ class Encoder(ABC, Generic[ComponentSpecT]):
         """
 
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes image queries. Only for encoders whose `query_kinds` contain "image".
+        """Encodes image queries. The `query_kinds` of the encoder must contain "image".
 
         Args:
             images: PNG, JPEG or WebP files.

@@ -161,7 +161,7 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
         """Checks that the checkpoint exists and supports the settings of the spec.
 
         Raises:
-            SpecError: It does not.
+            SpecError: One of these checks fails.
         """
         settings = check_checkpoint(spec, *TYPES)
         reader = cls.reader(spec)

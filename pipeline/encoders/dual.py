@@ -114,7 +114,7 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         """Checks that the checkpoint exists and supports the settings of the spec.
 
         Raises:
-            SpecError: It does not.
+            SpecError: One of these checks fails.
         """
         settings = check_checkpoint(spec, *CLASSES)
         if not getattr(settings.vision_config, "vision_use_head", True):

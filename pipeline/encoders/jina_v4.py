@@ -116,7 +116,7 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         """Checks that the checkpoint exists, has the expected type, and supports the task.
 
         Raises:
-            SpecError: It does not.
+            SpecError: One of these checks fails.
         """
         width = check_checkpoint(spec, "qwen2_5_vl").get_text_config().hidden_size
         check_appended_tokens(spec, width)

@@ -132,7 +132,9 @@ def checkpoint_folder(spec: Checkpoint, files: Iterable[str]) -> Path:
 
 
 def adapter_folder(adapter: str | None, files: Iterable[str]) -> Path | None:
-    """Returns the folder of an adapter, which is a hub name or a path. None without an adapter.
+    """Returns the folder of an adapter, which is a hub name or a path.
+
+    Returns None without an adapter.
 
     Args:
         adapter: Hub name or folder.

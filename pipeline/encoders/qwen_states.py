@@ -82,7 +82,7 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
         """Checks that the checkpoint exists, has the expected type and has the selected layers.
 
         Raises:
-            SpecError: It does not.
+            SpecError: One of these checks fails.
         """
         settings = cls.settings(spec).get_text_config()
         check_layers(spec.layer, settings.num_hidden_layers)

@@ -31,7 +31,7 @@ class Reader(ABC, Generic[CheckpointSpecT]):
 
     @abstractmethod
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
-        """Returns the sequences of an item. Empty if the item contains nothing that can be read.
+        """Returns the sequences of an item. There are none if the item cannot be read.
 
         Raises:
             Unreadable: The item cannot be read by this model.

@@ -98,7 +98,7 @@ class Retrieval(SequenceEncoder[RetrievalSpecT]):
         """Checks that the checkpoint exists and has the expected model class.
 
         Raises:
-            SpecError: It does not, or the projection does not fit the model.
+            SpecError: One of these checks fails, or the projection does not fit the model.
         """
         settings = check_checkpoint(spec, cls.model_class.config_class.model_type)
         width = settings.vlm_config.text_config.hidden_size

@@ -85,7 +85,7 @@ class Transcript(Encoder["Transcript.Spec"]):
         """Checks that the model is available. Queries need no recogniser.
 
         Raises:
-            SpecError: It is not available.
+            SpecError: The model is not available.
         """
         with within("text"):
             MiniLM.check(spec.text)

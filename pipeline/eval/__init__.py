@@ -1,4 +1,4 @@
-"""Evaluations: benchmarks, metrics, significance tests, diagnostics and grounding."""
+"""Evaluation of indexes with benchmarks, metrics, significance tests and diagnostics."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class CachedDiagnosis(CacheEntry):
 
 
 class CachedGrounding(CacheEntry):
-    """Grounding metrics of a representation. Empty if the metrics do not apply to it."""
+    """Grounding metrics of a representation, if they apply to it."""
 
     numbers: dict[str, float]
 

@@ -108,7 +108,7 @@ class Ranker:
                 reranker = Reranker(spec.model, precision=spec.precision)
                 reranker.check(self._searcher.index, list(self._judged.queries.values()))
             except SpecError as error:
-                field = f"rerank.{self._spec.rerank.index(spec)}.model"
+                field = f"rerank[{self._spec.rerank.index(spec)}].model"
                 raise error.at(field) from None
             self._loaded[key] = reranker
         return self._loaded[key]

@@ -174,7 +174,10 @@ class Result:
         return None if self.diagnosis is None else self.diagnosis.retention()
 
     def spread(self, name: str) -> float | None:
-        """Returns the standard deviation of a metric or the OSR over seeds. None for one seed."""
+        """Returns the standard deviation of a metric or the OSR over seeds.
+
+        Returns None for one seed.
+        """
         values = [numbers[name] for numbers in self.seeds.values() if name in numbers]
         return float(np.std(values, ddof=1)) if len(values) > 1 else None
 

@@ -90,7 +90,9 @@ def load_artefact(index: str, name: str, metadata: dict[str, Any]) -> dict[str, 
 
 
 def load_sample(index: str, name: str) -> Sample | None:
-    """Loads the sample to which an artefact was fitted. None if the sample was not recorded.
+    """Loads the sample to which an artefact was fitted.
+
+    Returns None if the sample was not recorded.
 
     Raises:
         SpecError: The file is missing or corrupted.

@@ -210,7 +210,7 @@ def all_representations(spec: ListsRepresentations) -> list[Representation]:
     """Returns the explicit representations and those defined by the sweeps, in this order.
 
     Raises:
-        SpecError: There are none, two have the same name, or one in a sweep is invalid.
+        SpecError: There are none, two of them have the same name, or one of a sweep is invalid.
     """
     representations = list(spec.representations)
     for sweep in [spec.sweep] if isinstance(spec.sweep, dict) else spec.sweep:

@@ -59,7 +59,10 @@ class Lease:
 
     @classmethod
     def from_dataset(cls, dataset: LanceDataset) -> Lease | None:
-        """Reads the last lease from the config of the dataset. None if it was never taken."""
+        """Reads the last lease from the config of the dataset.
+
+        Returns None if it was never taken.
+        """
         text = dataset.config().get(LEASE_KEY)
         return cls(**json.loads(text)) if text else None
 

@@ -406,7 +406,10 @@ class Index:
             return REJECT.empty_table()
 
     def lease(self) -> Lease | None:
-        """Returns the lease of the current writer. None if it is free or its holder has died."""
+        """Returns the lease of the current writer.
+
+        Returns None if it is free or its holder has died.
+        """
         lease = Lease.from_dataset(self.dataset)
         return None if lease is None or lease.is_free(time.time()) else lease
 

@@ -93,7 +93,9 @@ def representation_stats(
 
 
 def rerank_token_stats(index: Index, filter: str | None = None) -> dict[str, Any] | None:
-    """Computes the size statistics of the column `rerank_tokens`. None if it does not exist.
+    """Computes the size statistics of the column `rerank_tokens`.
+
+    Returns None if it does not exist.
 
     Returns:
         The means `tokens` and `bytes` over the items that have tokens, the fraction `filled` of

@@ -62,7 +62,7 @@ def _bm25_sentence(evaluation: Evaluation) -> Iterator[str]:
 
 
 def against_bm25(comparison: RowComparison) -> str:
-    """Describes how a row that is below BM25 compares with it. Empty for all other rows."""
+    """Describes how a row compares with BM25, or returns an empty text if it is not below."""
     if not comparison.below_bm25:
         return ""
     is_significant = comparison.loses_to_bm25
@@ -71,7 +71,7 @@ def against_bm25(comparison: RowComparison) -> str:
 
 
 def fitting(result: Result) -> str:
-    """Describes the sample on which a row was fitted. Empty if nothing was fitted."""
+    """Describes the sample on which a row was fitted, if it was fitted."""
     fit_sample = result.fit_sample
     if not fit_sample:
         return ""

@@ -61,7 +61,7 @@ def budget(result: Result) -> str:
 
 
 def spread(result: Result, name: str) -> str:
-    """Formats the standard deviation of a metric or the OSR over seeds. Empty without seeds."""
+    """Formats the standard deviation of a metric or the OSR over seeds, if there are any."""
     deviation = result.spread(name)
     return "" if deviation is None else f"±{deviation:.3f}"
 

@@ -446,7 +446,9 @@ class JointEncoder(torch.nn.Module):
             return self.match(states_PH).squeeze(1).float()
 
     def _layers(self) -> _Layers | None:
-        """Returns the layers optimised for inference. None during training and for custom layers.
+        """Returns the layers optimised for inference.
+
+        Returns None during training and for custom layers.
 
         The layers are cached and built again when the weights change.
         """

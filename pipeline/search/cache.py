@@ -115,7 +115,10 @@ class Column:
         return cache_folder() / f"{name}-{digest(uri)}" / self.name
 
     def key(self, fragment: lance.LanceFragment) -> str | None:
-        """Returns the hash that names the packed file of a fragment. None if it has no vectors."""
+        """Returns the hash that names the packed file of a fragment.
+
+        Returns None if it has no vectors.
+        """
         files = files_with(fragment, self._fields)
         uri = absolute(self.index.uri)
         dependencies = [uri, fragment.fragment_id, files, self._fields, self._encoding]

@@ -169,7 +169,7 @@ class _InputTokens:
         return find_passages(query_tokens, sim_MN, output_T, spans, extents, text, confidence)
 
     def _inputs(self, vector: int) -> Sequence[int]:
-        """Returns the input tokens assigned to a vector. Empty if no assignment is stored."""
+        """Returns the input tokens assigned to a vector, if the assignment is stored."""
         if self.form == "identity":
             return [vector]
         return [] if self.assignment is None else input_tokens(vector, self.assignment, self.form)

@@ -94,7 +94,7 @@ def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
 def token_location(
     span: Sequence[int], extent: Sequence[float], confidence: float = math.nan
 ) -> Location | None:
-    """Returns the location of a token. None if it has neither a bounding box nor times.
+    """Returns the location of a token, or None if it has neither a bounding box nor times.
 
     Args:
         span: Start and end of the token in the item's text, in characters.

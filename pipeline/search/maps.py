@@ -220,7 +220,10 @@ class _StoredItem:
     num_tokens: int
 
     def value(self, column: str | None) -> Any:
-        """Returns the value of a column. None if the column is missing or the value is null."""
+        """Returns the value of a column.
+
+        Returns None if the column is missing or the value is null.
+        """
         return _value(self.row, column)
 
 

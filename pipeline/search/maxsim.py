@@ -190,7 +190,10 @@ def backends(packed: PackedVectors) -> tuple[str, ...]:
 
 
 def _kernels(packed: PackedVectors) -> ModuleType | None:
-    """Returns the module whose kernels run on the device of the vectors. None if there is none."""
+    """Returns the module whose kernels run on the device of the vectors.
+
+    Returns None if there is none.
+    """
     if packed.device.type == "cuda" and importlib.util.find_spec("triton"):
         return importlib.import_module("pipeline.search.triton_kernels")
     return native if packed.device.type == "cpu" else None

@@ -189,7 +189,10 @@ class Images(MediaSource["Images.Spec"]):
             yield MalformedEntry(manifest, error)
 
     def _id(self, fields: dict[str, Any]) -> Any:
-        """Removes the id from the fields of a manifest row and returns it. None without an id."""
+        """Removes the id from the fields of a manifest row and returns it.
+
+        Returns None without an id.
+        """
         name = self.spec.id_field or ("_id" if "_id" in fields else "id")
         value = fields.pop(name, None)
         is_number = isinstance(value, int) and not isinstance(value, bool)

@@ -23,7 +23,7 @@ from pipeline.distributed import num_workers, rank
 
 
 def layers_of(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:
-    """Returns the repeated layers of a transformers model. Empty for other modules."""
+    """Returns the repeated layers of a transformers model. Other modules have none."""
     return [
         submodule
         for submodule in module.modules()

@@ -351,7 +351,10 @@ class RowData(TrainingData[RowSpecT]):
     # -- documents ---------------------------------------------------------------------------------
 
     def _load_item(self, document: Document | None) -> dict[str, Any] | None:
-        """Returns a document as input of the encoder. None for padding and unreadable files."""
+        """Returns a document as input of the encoder.
+
+        Returns None for padding and unreadable files.
+        """
         if document is None:
             return None
         if self._key(document) in self.cached_keys:

@@ -123,7 +123,7 @@ def _built_library() -> ctypes.CDLL:
 
 @functools.cache
 def available() -> tuple[str, ...]:
-    """Returns the levels that this machine supports, widest last. Empty without the library."""
+    """Returns the supported levels, widest last. There are none without the library."""
     library = _library()
     return LEVELS[: library.maxray_level() + 1] if library else ()
 

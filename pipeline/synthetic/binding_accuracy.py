@@ -18,13 +18,15 @@ from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS
 from pipeline.report.plot import COLORS, REFERENCE, apply_style, to_png
 from pipeline.schema import ITEM, Item, payload_schema
+from pipeline.scores import ScoreName
 from pipeline.synthetic.binding import PANELS, SIDE, Pair
 from pipeline.synthetic.binding_data import Form, payload
 from pipeline.tokens import TokenBatch, unit_vectors
 from pipeline.train.losses import late_scores
 from pipeline.training_data.quality import pairwise
 
-SCORES = ("single", "late", "hybrid")
+#: Scores in the order of the table.
+SCORES: tuple[ScoreName, ...] = ("single_vector", "maxsim", "hybrid")
 #: Kinds of `schema.PAYLOAD` that represent each form.
 PAYLOAD_KINDS = {"text": ("text",), "rendered": ("image", "scan")}
 #: Number of pairs whose tokens are in memory at a time.
@@ -96,12 +98,12 @@ def pair_scores(
 ) -> dict[str, torch.Tensor]:
     """Computes the scores of the queries of each pair with its report and hard negative.
 
-        single = <q, d> of the pooled vectors                                  (SMART, eq. 2)
-        late   = mean over query tokens of the maximum over document tokens    (eq. 4)
-        hybrid = single + late                                                 (eq. 5)
+        single_vector = <q, d> of the pooled vectors                                (SMART, eq. 2)
+        maxsim        = mean over query tokens of the maximum over document tokens  (eq. 4)
+        hybrid        = single_vector + maxsim                                      (eq. 5)
 
-    Encoders without pooled vectors have only the score "late". Encoders without token vectors of
-    queries have only "single".
+    Encoders without pooled vectors have only the score "maxsim". Encoders without token vectors of
+    queries have only "single_vector".
 
     Returns:
         Scores (P, 25, 2) float32 by name.
@@ -124,12 +126,12 @@ def compute_scores(queries: TokenBatch, documents: TokenBatch) -> dict[str, torc
     """Computes the scores (Q, B) by name, for the vectors that are available."""
     scores = {}
     if queries.pooled is not None and documents.pooled is not None:
-        scores["single"] = queries.pooled.float() @ documents.pooled.float().T
+        scores["single_vector"] = queries.pooled.float() @ documents.pooled.float().T
     if queries.mask.any():
         vectors = unit_vectors(documents)
-        scores["late"] = late_scores(unit_vectors(queries), queries.mask, vectors, documents.mask)
+        scores["maxsim"] = late_scores(unit_vectors(queries), queries.mask, vectors, documents.mask)
     if len(scores) == 2:
-        scores["hybrid"] = scores["single"] + scores["late"]
+        scores["hybrid"] = scores["single_vector"] + scores["maxsim"]
     return scores
 
 

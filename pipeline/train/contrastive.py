@@ -36,6 +36,7 @@ from pipeline.encoders.trained import (
     write_trained_compressor,
 )
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
+from pipeline.scores import RENAMED, ScoreName
 from pipeline.taps import APPENDED_STATISTICS, Tap, average_layers, single_layer_taps
 from pipeline.tokens import TokenBatch, normalise, pad
 from pipeline.train import lora, sharding
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("maxray.train")
 
-Score = Literal["late", "single", "hybrid"]
 #: Values of `trainable` for which the model itself has no gradients, so that its output can be
 #: cached.
 FREEZE = ("projection", "adapter")
@@ -118,6 +118,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
             "states_dtype": "hidden_states_dtype",
             "trains": "trainable",
         }
+        renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {"score": RENAMED}
 
         name: Literal["contrastive"] = "contrastive"
         trainable: Literal["all", "projection", "lora", "tokens", "adapter"] = "all"
@@ -144,8 +145,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
         num_appended_tokens: int | None = Field(None, ge=1)
         """Number of new learned tokens that are appended to each document, for AGC and MemTok. Null
         trains those of `encoder.appended_tokens`, if any."""
-        score: Score = "late"
-        """Score of a query and a document: `late`, MaxSim (SMART, eq. 4); `single`, the inner
+        score: ScoreName = "maxsim"
+        """Score of a query and a document: `maxsim` (SMART, eq. 4); `single_vector`, the inner
         product of the single vectors (eq. 2); `hybrid`, their sum (eq. 5)."""
         reduction: Reduction = "mean"
         """MaxSim as the `mean` or the `sum` over the query's tokens. Sums are larger by a factor of
@@ -183,8 +184,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
             if self.lora is not None and self.trainable != "lora":
                 rule = "null unless trainable is lora"
                 raise SpecError("lora", config.dump(self.lora), rule)
-            if self.trainable == "projection" and self.score != "late":
-                raise SpecError("score", self.score, "late when only the projection is trained")
+            if self.trainable == "projection" and self.score != "maxsim":
+                raise SpecError("score", self.score, "maxsim when only the projection is trained")
             if self.contrastive_weight == 0 and self.distillation is None:
                 rule = "greater than 0 without distillation"
                 raise SpecError("contrastive_weight", self.contrastive_weight, rule)
@@ -408,7 +409,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         for name, tokens in (("query", queries), ("document", documents)):
             embedded[f"{name}_vectors"] = tokens.vectors.float()
             embedded[f"{name}_mask"] = tokens.mask
-            if self.spec.score != "late":
+            if self.spec.score != "maxsim":
                 assert tokens.pooled is not None
                 embedded[f"{name}_pooled"] = tokens.pooled
         return embedded
@@ -466,7 +467,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
     def scores(self, queries: Embedded, documents: Embedded) -> torch.Tensor:
         """Computes the (Q, B) scores of the type that is set in the spec."""
         total: Any = 0.0
-        if self.spec.score != "single":
+        if self.spec.score != "single_vector":
             total = late_scores(
                 queries["query_vectors"],
                 queries["query_mask"],
@@ -474,7 +475,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 documents["document_mask"],
                 reduction=self.spec.reduction,
             )
-        if self.spec.score != "late":
+        if self.spec.score != "maxsim":
             total = total + queries["query_pooled"] @ documents["document_pooled"].T
         return total
 
@@ -543,7 +544,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
     def _quality(self, embedded: Embedded, validation: Batch, data: TrainingData) -> Quality:
         """Returns the metrics of the data, and for MaxSim those of the use of the vectors."""
         quality = data.quality(self.scores(embedded, embedded), validation)
-        if self.spec.score == "single":
+        if self.spec.score == "single_vector":
             return quality
         queries, documents = (
             TokenBatch(embedded[f"{name}_vectors"], embedded[f"{name}_mask"], True)
@@ -619,7 +620,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
             safetensors.torch.save_file(weights, folder / "projection.safetensors")
             return {"projection": str(folder)}
         scale = getattr(self.model, "logit_scale", None)
-        if self.spec.score == "single" and isinstance(scale, torch.Tensor):
+        if self.spec.score == "single_vector" and isinstance(scale, torch.Tensor):
             # Dual encoders store the scale of their scores, with which EDJE samples negatives.
             with torch.no_grad():
                 scale.fill_(self.log_scale.item())

@@ -23,6 +23,7 @@ from pipeline.rerank.candidates import candidate_pairs, rerank_scores
 from pipeline.rerank.edje import Edje, read_metadata
 from pipeline.rerank.joint import JointEncoder, Texts
 from pipeline.schema import DEFAULT_RERANK_DEPTH
+from pipeline.scores import RENAMED
 from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
 from pipeline.train.frozen import cached_hidden_states, encoded, query_key
 from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
@@ -89,6 +90,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             "masked": "mask_probability",
             "pairs_at_once": "pair_mini_batch_size",
         }
+        renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {"first_stage": RENAMED}
 
         name: Literal["edje"] = "edje"
         hidden_states_cache: Uri | None = None
@@ -102,12 +104,12 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         """Settings of the adapter. Null uses those of `init_from`, or the paper's."""
         joint: JointEncoder.Spec | None = None
         """Settings of the joint encoder. Null uses those of `init_from`, or the bundled model."""
-        first_stage: Literal["single", "late"] = "single"
-        """Similarity of the frozen encoder: `single`, the inner product of the single vectors, or
-        `late`, MaxSim."""
+        first_stage: Literal["single_vector", "maxsim"] = "single_vector"
+        """Similarity of the frozen encoder: `single_vector`, the inner product of the single
+        vectors, or `maxsim`."""
         compressor: CompressorSpec = Field(default="none", validate_default=True)
-        """Compressor of the items' vectors in the first stage of evaluations, for `late`. Negatives
-        are selected with all vectors, because harder negatives teach more."""
+        """Compressor of the items' vectors in the first stage of evaluations, for `maxsim`.
+        Negatives are selected with all vectors, because harder negatives teach more."""
         itm: float = Field(1.0, ge=0, allow_inf_nan=False)
         """Weight of image-text matching; 0 disables it."""
         mlm: float = Field(1.0, ge=0, allow_inf_nan=False)
@@ -147,8 +149,8 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             if self.itm == 0 and self.contrast == 0 and self.distillation is None:
                 rule = "greater than 0 unless distillation or contrast is set"
                 raise SpecError("itm", 0, rule)
-            if self.compressor.name != "none" and self.first_stage != "late":
-                raise SpecError("first_stage", self.first_stage, "late for compressed vectors")
+            if self.compressor.name != "none" and self.first_stage != "maxsim":
+                raise SpecError("first_stage", self.first_stage, "maxsim for compressed vectors")
             if self.negatives == "sampled" and self.negatives_top_k < self.num_negatives:
                 rule = f"at least num_negatives={self.num_negatives}"
                 raise SpecError("negatives_top_k", self.negatives_top_k, rule)
@@ -163,9 +165,9 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         super().__init__()
         self.spec = spec
         self.encoder: Any = ENCODERS.build(spec.encoder)
-        if self.encoder.pooled_dim is None and spec.first_stage == "single":
-            rule = "late (the encoder has no single vector)"
-            raise SpecError("learner.first_stage", "single", rule)
+        if self.encoder.pooled_dim is None and spec.first_stage == "single_vector":
+            rule = "maxsim (the encoder has no single vector)"
+            raise SpecError("learner.first_stage", "single_vector", rule)
         self.compressor = COMPRESSORS.build(spec.compressor)
         vision = {"spec": config.dump_stored(spec.encoder), "fingerprint": self.encoder.fingerprint}
         if spec.init_from is not None:
@@ -299,7 +301,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             elif name == "query":
                 sums = (frozen.vectors.float() * frozen.mask.unsqueeze(2)).sum(dim=1)
                 embedded["query_pooled"] = normalise(sums)
-            if self.spec.first_stage == "late":
+            if self.spec.first_stage == "maxsim":
                 if name == "document":
                     frozen = self._compared(frozen)
                 embedded[f"{name}_vectors"] = unit_vectors(frozen)
@@ -317,7 +319,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
     def similarity(self, embedded: Embedded) -> torch.Tensor:
         """Returns the (Q, B) similarities of the frozen encoder, by single vectors or MaxSim."""
         with torch.no_grad():
-            if self.spec.first_stage == "single":
+            if self.spec.first_stage == "single_vector":
                 return embedded["query_pooled"] @ embedded["document_pooled"].T
             names = ("query_vectors", "query_mask", "document_vectors", "document_mask")
             return late_scores(*(embedded[name] for name in names))
@@ -391,7 +393,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         """Returns the temperature with which negatives are sampled."""
         if self.spec.negatives_temperature is not None:
             return self.spec.negatives_temperature
-        scale = self.encoder.logit_scale if self.spec.first_stage == "single" else None
+        scale = self.encoder.logit_scale if self.spec.first_stage == "single_vector" else None
         return DEFAULT_TEMPERATURE if scale is None else 1 / scale
 
     def _pairs(

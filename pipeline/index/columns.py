@@ -68,7 +68,7 @@ RESERVED_NAMES = (
 class Representation(Spec):
     """Column of token vectors, which is defined by a compressor and a codec."""
 
-    renamed: ClassVar[Mapping[str, str]] = {"of": "field", "keep_assignment": "keep_assignment"}
+    renamed: ClassVar[Mapping[str, str]] = {"of": "field", "keep_support": "keep_assignment"}
 
     compressor: CompressorSpec
     """Compressor of the token vectors."""

@@ -1,4 +1,4 @@
-"""Training-free variant of AGC, attention-guided clustering (AGC paper, section 5)."""
+"""Attention-guided clustering in its training-free variant (AGC paper, section 5)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from pipeline.tokens import TokenBatch, masked_vectors, normalise, unit_vectors
 class AttentionClustering(Budgeted["AttentionClustering.Spec"]):
     """Assigns every token to the most similar of the K most salient tokens (training-free variant).
 
-    The tokens with the highest saliency alpha are the centroids (section 5.1). Every token is
-    assigned to the centroid with the highest cosine similarity, or the first of tied centroids
-    (section 5.2). The output of each centroid is the mean of its tokens weighted by alpha (section
-    5.3), normalised to unit length as in the reference implementation. Centroids that equal an
-    earlier centroid have no tokens and yield no vector. Outputs are in the order of their centroids
-    in the item.
+    The K tokens with the highest saliency alpha serve as centroids (section 5.1). Every token is
+    assigned to the centroid with the highest cosine similarity, or to the first of several equally
+    similar centroids (section 5.2). The output vector of a centroid is the mean of its tokens,
+    weighted by alpha (section 5.3) and normalised to unit length as in the reference
+    implementation. A centroid that equals an earlier one receives no tokens and yields no vector.
+    The output vectors have the same order as their centroids.
 
-    In the paper, alpha is the attention of universal query tokens that are trained with the
-    encoder. Here, it is an attention statistic of an unmodified encoder. Results are therefore a
-    baseline for the trained method.
+    In the paper, alpha is the attention of universal query tokens that are trained together with
+    the encoder. This variant uses an attention statistic of an unmodified encoder instead. Its
+    results should be considered a baseline for the trained method.
     """
 
     class Spec(Budget):
@@ -40,14 +40,15 @@ class AttentionClustering(Budgeted["AttentionClustering.Spec"]):
 
         name: Literal["attention_clustering"] = "attention_clustering"
         saliency: TapName = "pooled_row/mean/last"
-        """Attention statistic used as saliency, see `pipeline.taps`."""
+        """Attention statistic that is used as the saliency, see `pipeline.taps`."""
         reading: Literal["paper", "code"] = "paper"
-        """Computation of alpha. "code" follows the reference implementation, which applies another
-        softmax to the attention, so that alpha is almost uniform."""
+        """Computation of alpha. "code" follows the reference implementation, which applies a second
+        softmax to the attention and thereby makes alpha almost uniform.
+        """
 
     @cached_property
     def needs_taps(self) -> tuple[Tap, ...]:
-        """Attention statistic used as saliency."""
+        """Attention statistic that is used as the saliency."""
         return (Tap.parse(self.spec.saliency),)
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
@@ -99,21 +100,21 @@ def weighted_clusters(
 def nearest_centroids(
     batch: TokenBatch, centroids_BK: torch.Tensor, slot_mask_BK: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the centroid with the highest cosine similarity to each token.
+    """Finds the centroid with the highest cosine similarity to each token.
 
     Args:
-        batch: Items whose real tokens come first in each row.
-        centroids_BK: Positions of the tokens that are centroids.
-        slot_mask_BK: True at the centroids of an item, False at padding.
+        batch: Items whose padding is at the end of each row.
+        centroids_BK: Positions of the tokens that serve as centroids.
+        slot_mask_BK: True for centroids and False for padding.
 
     Returns:
-        Centroid indices (B, N) int64; -1 at padding.
+        Indices of the centroids, (B, N) int64. They are -1 at padding.
     """
     if not centroids_BK.shape[1]:
         return torch.full_like(batch.mask, -1, dtype=torch.int64)
     tokens_BND = unit_vectors(batch)
     index = centroids_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2])
-    # With tokens as the last dimension, reductions over k are vectorised over tokens.
+    # Reductions over k are vectorised over the tokens, which are in the last dimension.
     distance_BKN = tokens_BND.gather(1, index).neg() @ tokens_BND.mT
     if not bool(slot_mask_BK.all()):
         distance_BKN.masked_fill_(~slot_mask_BK.unsqueeze(2), torch.inf)

@@ -126,7 +126,7 @@ def run(
             note = "; add it with `python -m jobs.index` to a new index"
             field = f"representations.{r.id}.compressor"
             raise SpecError(field, r.compressor.name, rule, problem, note)
-    check_compressors(wanted, ENCODERS.resolve(encoder_info.spec))
+    check_compressors(wanted, ENCODERS.resolve(encoder_info.spec, stored=True))
     check_taps(index, encoder_info.for_field(item_field), wanted)
     if fitted := [r for r in wanted if needs_fit(r)]:
         check_sample(spec, encoder_info, item_field, fitted)

@@ -76,7 +76,11 @@ def representations(trained: str) -> list[dict[str, Any]]:
         {"compressor": {"name": "agc", "num_vectors": 4}, "codec": "float32"},
         {"compressor": {"name": "agc", "num_vectors": 4, "reading": "code"}, "codec": "float32"},
         {"compressor": seqresize, "codec": "float32"},
-        {"compressor": seqresize, "codec": {"name": "residual", "num_centroids": 4}},
+        {
+            "compressor": seqresize,
+            "codec": {"name": "residual", "num_centroids": 4},
+            "id": "seqresize_4_residual",
+        },
     ]
 
 
@@ -151,7 +155,7 @@ def test_columns_equal_the_compressors(indexed, trained):
         assert len(row["seqresize_4_residual"]) == 4
     schema = Index(indexed).schema
     assert "agc_4_float32_assignment" in schema.names and "agc_code_4_float32" in schema.names
-    assert not {"memtok_float32_assignment", "seqresize_4_float32_assignment"} & set(schema.names)
+    assert not {"memtok_float32_assignment", "seqresize_4_float32_support"} & set(schema.names)
 
 
 def test_metadata_has_the_hash_of_the_weights(indexed, trained):

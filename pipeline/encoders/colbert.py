@@ -24,7 +24,7 @@ from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedM
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders import AttentionInfo
-from pipeline.encoders.appended import AppendedTokensSpec
+from pipeline.encoders.appended import AppendedTokens, AppendedTokensSpec
 from pipeline.encoders.layers import attention_info
 from pipeline.encoders.loading import (
     ADAPTER_SETTINGS,
@@ -47,7 +47,7 @@ from pipeline.encoders.loading import (
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.reader import Reader
 from pipeline.encoders.sequences import SequenceEncoder
-from pipeline.encoders.trained import appended_hashes, check_appended_tokens
+from pipeline.encoders.trained import appended_hashes, check_appended_tokens, check_positions
 from pipeline.encoders.words import Words
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch
@@ -232,6 +232,17 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
     def reader(cls, spec: Spec) -> ColBERTReader:
         """Returns the reader of documents and queries."""
         return ColBERTReader(spec)
+
+    def append_tokens(self, tokens: AppendedTokens) -> None:
+        """Appends learned tokens to each window of an item, in place of those of the spec.
+
+        Raises:
+            SpecError: For `document_length`: the tokens exceed the positions of the model.
+        """
+        size = self.reader(self.spec).usage.document_length
+        limit = self.model.config.max_position_embeddings
+        check_positions(len(tokens), "document_length", size, limit)
+        super().append_tokens(tokens)
 
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from pydantic import Field, field_validator, model_validator
-from transformers import MODEL_MAPPING, AutoConfig, AutoTokenizer
+from transformers import MODEL_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 
 from pipeline import config
 from pipeline.checkpoint import find_checkpoint
@@ -46,6 +46,7 @@ from pipeline.encoders.loading import (
 from pipeline.encoders.trained import (
     appended_hashes,
     check_appended_tokens,
+    check_positions,
     load_appended_tokens,
 )
 from pipeline.encoders.words import Words
@@ -321,6 +322,8 @@ class MiniLM(Trainable["MiniLM.Spec"]):
 
     def append_tokens(self, tokens: AppendedTokens) -> None:
         """Appends learned tokens to each window of an item, in place of those of the spec."""
+        limit = _max_positions(self.model.config, self.tokenizer)
+        check_positions(len(tokens), "window", self.spec.window, limit)
         self.appended = tokens.to(self.device)
 
     @classmethod
@@ -553,14 +556,16 @@ def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:
     check_layers(spec.layer, num_layers)
     # The usable length can be less than the position table, because RoBERTa's starts after the
     # padding index. The tokenizer has the correct limit.
-    limits = (
-        getattr(model_config, "max_position_embeddings", None),
-        _load_tokenizer(spec, folder).model_max_length,
-    )
-    limit = min(limit for limit in limits if limit is not None)
+    limit = _max_positions(model_config, _load_tokenizer(spec, folder))
     if spec.window > limit:
         raise SpecError("window", spec.window, f"at most {limit} (the maximum length of the model)")
     check_appended_tokens(spec, model_config.hidden_size, "window", spec.window, limit)
+
+
+def _max_positions(model_config: PretrainedConfig, tokenizer: Any) -> int:
+    """Returns the maximum number of tokens per window, including special tokens."""
+    limits = (getattr(model_config, "max_position_embeddings", None), tokenizer.model_max_length)
+    return min(limit for limit in limits if limit is not None)
 
 
 def _load_tokenizer(spec: MiniLM.Spec, folder: Path):

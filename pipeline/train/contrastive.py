@@ -222,7 +222,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
             self.device, self.model = encoder.device, encoder.model
             if spec.has_appended_tokens:
                 self.appended = self._appended_tokens(encoder)
-                encoder.append_tokens(self.appended)
+                with config.within("learner.encoder"):
+                    encoder.append_tokens(self.appended)
             if spec.trainable in ("projection", "tokens"):
                 self.model.requires_grad_(False)
                 if encoder.has_projection:

@@ -239,11 +239,22 @@ def test_rejects_folders(tmp_path):
     write(tmp_path / "narrow", spec, encoder)
     assert "has tokens of width 7" in error(tmp_path / "narrow")
 
-    encoder.append_tokens(AppendedTokens(torch.zeros(257, 384)))
+    encoder.appended = AppendedTokens(torch.zeros(257, 384))
     write(tmp_path / "many", spec, encoder)
     assert error(tmp_path / "many").startswith(
         "window must be at most 255 with 257 appended tokens, got 256"
     )
+
+
+@pytest.mark.parametrize(("name", "size"), [("minilm", "window"), ("colbert", "document_length")])
+def test_rejects_more_tokens_than_positions(name, size, checkpoint):
+    model = {} if name == "minilm" else {"model": checkpoint("colbert_bert"), "dtype": "float32"}
+    model |= {"overlap_tokens": 0} if name == "minilm" else {}
+    encoder = ENCODERS.build(ENCODERS.resolve({"name": name, **model, size: 64}))
+    num_positions = encoder.model.config.max_position_embeddings
+    num_tokens = num_positions - 63
+    with pytest.raises(SpecError, match=f"^{size} must be at most 63 with {num_tokens} appended"):
+        encoder.append_tokens(AppendedTokens.create(num_tokens, encoder.embedding))
 
 
 def test_windows_of_an_item_share_the_budget():

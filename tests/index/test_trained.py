@@ -76,7 +76,11 @@ def representations(trained: str) -> list[dict[str, Any]]:
         {"compressor": {"name": "agc", "num_vectors": 4}, "codec": "float32"},
         {"compressor": {"name": "agc", "num_vectors": 4, "reading": "code"}, "codec": "float32"},
         {"compressor": seqresize, "codec": "float32"},
-        {"compressor": seqresize, "codec": {"name": "residual", "num_centroids": 4}},
+        {
+            "compressor": seqresize,
+            "codec": {"name": "residual", "num_centroids": 4},
+            "id": "seqresize_4_residual",
+        },
     ]
 
 

@@ -316,10 +316,20 @@ class Loop:
                 folder.mkdir(exist_ok=True)
                 path = folder / f"step-{self.step:08d}.npz"
                 np.savez_compressed(path, allow_pickle=False, **values)
-                line = ", ".join(f"{name} {value:.4f}" for name, value in quality.items())
-                self._say(f"step {self.step}: {line}")
+                self._say(f"step {self.step}: {_summary(quality)}")
                 self.checkpoints.keep_best(self.step, quality, self.learner)
         distributed.wait_for_all()
+
+
+def _summary(quality: dict[str, float]) -> str:
+    """Formats metrics. Of additional compressors, only the first metric is shown.
+
+    >>> _summary({"R@1": 0.5, "R@5": 0.75, "R@1 (eos)": 0.25, "R@5 (eos)": 0.5})
+    'R@1 0.5000, R@5 0.7500, R@1 (eos) 0.2500'
+    """
+    first = next(iter(quality))
+    shown = (name for name in quality if " (" not in name or name.startswith(f"{first} ("))
+    return ", ".join(f"{name} {quality[name]:.4f}" for name in shown)
 
 
 class _Forward(torch.nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ class Metrics:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         if self._writer is not None:
             for name, value in metrics.items():
-                # The library warns about each name with an @ or a space.
-                self._writer.add_scalar(name.replace("@", "_").replace(" ", "_"), value, step)
+                # The library warns about each name with other characters.
+                self._writer.add_scalar(re.sub(r"[^\w./-]+", "_", name), value, step)
 
     def close(self) -> None:
         """Flushes and closes the event file."""

@@ -1,4 +1,4 @@
-"""Plain loops without Ray, in which several processes read files from a shared list."""
+"""Baseline of the benchmarks: plain loops without Ray, in which processes share a list of files."""
 
 from __future__ import annotations
 

@@ -180,13 +180,13 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
 
 
 class OneBatch(TrainingData[ComponentSpec]):
-    """Training data that consists of a single batch with default relevance labels.
+    """Training data that repeats a single batch, with default relevance labels.
 
     Args:
-        spec: Spec of the data that the batch replaces.
-        batch_size: Documents per step.
-        seed: Seed of the run.
-        batch: Batch of every step.
+        spec: Spec of the original data.
+        batch_size: Number of documents per step.
+        seed: Random seed of the run.
+        batch: The batch that is used in every step.
     """
 
     num_batches = 1

@@ -43,7 +43,7 @@ class AdaptiveEos(Compressor["AdaptiveEos.Spec"]):
 
     @classmethod
     def fit(cls, spec: Spec, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:
-        """Computes the quantile k of eq. 14 with linear interpolation, as `{"k": (1,) float64}`."""
+        """Computes k, the quantile in equation 14, by interpolation, as `{"k": (1,) float64}`."""
         scores = []
         for batch in sample:
             packed, _ = pack_left(batch)

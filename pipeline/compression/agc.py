@@ -57,7 +57,7 @@ class AGC(Budgeted["AGC.Spec"]):
         @classmethod
         def _reject_saliency(cls, data: Any) -> Any:
             if isinstance(data, Mapping) and "saliency" in data:
-                rule = "attention_clustering, the training-free method, when saliency is given"
+                rule = "attention_clustering, the training-free method, to use the option saliency"
                 raise SpecError("name", "agc", rule)
             return data
 

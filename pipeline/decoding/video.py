@@ -77,7 +77,7 @@ class DecordFrames:
         """Reads frames.
 
         Args:
-            indices: Numbers of the frames in ascending order.
+            indices: Frame indices, in ascending order.
 
         Returns:
             The numbers, and the frames (F, H, W, 3) uint8.
@@ -131,7 +131,7 @@ class FFmpegFrames:
         """Reads the frames that can be decoded.
 
         Args:
-            indices: Numbers of the frames in ascending order.
+            indices: Frame indices, in ascending order.
 
         Returns:
             The numbers of the decoded frames, and the frames (F, H, W, 3) uint8.
@@ -400,7 +400,7 @@ class WindowReader:
         """Returns `pixels`, `indices` and `seconds` of frames.
 
         Args:
-            indices: Numbers of the frames in ascending order.
+            indices: Frame indices, in ascending order.
 
         Raises:
             UnreadableVideo: No frame can be decoded.

@@ -291,7 +291,7 @@ CONTENT = (VISUAL, AUDIO, TEXT)
 
 
 def tap_statistics(taps: Sequence[Tap], layer: int) -> list[str]:
-    """Returns the distinct statistics whose rows taps need of a layer, in a fixed order."""
+    """Returns the distinct statistics that the taps need from a layer, in a fixed order."""
     return sorted(
         {
             tap.statistic

@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def prefetch(values: Iterable[T], function: Callable[[T], R]) -> Iterator[tuple[T, R]]:
-    """Yields `(value, function(value))`. A background thread computes one value ahead.
+    """Yields `(value, function(value))`, prefetching the next result in a background thread.
 
     Args:
         values: Inputs of `function`.

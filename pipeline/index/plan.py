@@ -95,8 +95,8 @@ def plan_columns(spec: IndexSpec, encoder_info: EncoderInfo, writer: IndexWriter
     for column in missing:
         tap = column_metadata(column).get("tap")
         if tap and not is_empty:
-            rule = "attention statistics that the index stores, unless the index is empty"
-            raise SpecError("keep_taps", tap, rule, "is not in this index")
+            rule = "an attention statistic that the index stores"
+            raise SpecError("keep_taps", tap, rule, "can only be added while the index is empty")
     return ColumnPlan(
         encoder_info,
         learned,

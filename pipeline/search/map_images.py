@@ -263,7 +263,7 @@ def _strengths(values: np.ndarray) -> np.ndarray:
 
 
 def _scale(values: np.ndarray) -> tuple[float, float]:
-    """Returns the values that are drawn with zero and full opacity: the median and the maximum."""
+    """Returns the values drawn with zero opacity (the median) and full opacity (the maximum)."""
     finite = values[np.isfinite(values)]
     return max(float(np.median(finite)), 0.0), float(finite.max())
 

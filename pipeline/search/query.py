@@ -1,4 +1,4 @@
-"""Encodes queries and transforms them for the representations of an index."""
+"""Encoding of queries, and the transformation that each representation of an index requires."""
 
 from __future__ import annotations
 

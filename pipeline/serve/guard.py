@@ -78,7 +78,7 @@ class Guard:
         gateway.check_running()
         key = gateway.auth.key(Request(scope))
         scope.setdefault("state", {})["key"] = key
-        with _slot(gateway.bodies, key, "whose body has not arrived"):
+        with _slot(gateway.bodies, key, "with incomplete bodies"):
             body = await _read_body(receive, headers, gateway.settings)
         if body is None:  # the client has disconnected
             return

@@ -137,7 +137,7 @@ class Limits(Spec):
     Access keys share these slots: a key gets another slot while it holds fewer than are free, so
     one key holds at most half of the slots, and two keys a third each."""
     max_pending_bodies: PositiveInt = 128
-    """Maximum number of requests per gateway whose body has not arrived. Access keys share these
+    """Maximum number of requests per gateway with incomplete bodies. Access keys share these
     slots in the same way."""
     requests_per_second: PositiveFloat | None = None
     """Rate limit per access key and gateway. Null means unlimited. An access key can override it.

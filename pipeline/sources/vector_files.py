@@ -463,7 +463,10 @@ class ColumnFiles:
             if name in schema.names and not _is_string(schema.field(name).type):
                 problem = f"has a column {name} of the type {schema.field(name).type}"
                 raise SpecError(
-                    "path", spec.path, f"a file without a column {name}, or one of strings", problem
+                    "path",
+                    spec.path,
+                    f"a file whose column {name}, if any, contains strings",
+                    problem,
                 )
 
 

@@ -131,7 +131,7 @@ class Shapes(TrainingData["Shapes.Spec"]):
             yield make_batch(scenes.take(worker_rows), captions, keys)
 
     def validation(self) -> Batch:
-        """Returns scenes of another series. Each has a caption of two objects and a phrase."""
+        """Returns scenes from a second series, each with a caption of two objects and a phrase."""
         scenes, captions, scene_C = validation_scenes(self.spec.validation, layout=self.spec.layout)
         keys = [self._key(VALIDATION_SERIES, number) for number in range(len(scenes))]
         return make_batch(scenes, captions, keys, first_phrases(scenes, captions, scene_C))

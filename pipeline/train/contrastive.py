@@ -179,7 +179,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 raise SpecError("hidden_states_cache", self.hidden_states_cache, rule)
             if self.has_appended_tokens and self.trainable in FREEZE:
                 raise SpecError(
-                    "trainable", self.trainable, "all, lora or tokens with appended tokens"
+                    "trainable", self.trainable, "one of all, lora, tokens if tokens are appended"
                 )
             if self.lora is not None and self.trainable != "lora":
                 rule = "null unless trainable is lora"

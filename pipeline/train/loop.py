@@ -210,8 +210,8 @@ class Loop:
                 f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
             )
             raise JobError(
-                f"step {self.step + 1}: the loss is {total['loss']:.4g} and its gradient"
-                f" {total['gradient_norm']:.4g}; {good}"
+                f"step {self.step + 1}: non-finite loss ({total['loss']:.4g}) or gradient norm"
+                f" ({total['gradient_norm']:.4g}); {good}"
             )
         total["learning_rate"] = rate = spec.optimiser.rate(self.step, self.num_steps)
         for group in self.optimiser.param_groups:

@@ -60,7 +60,7 @@ def mine(
     """
     first, last = ranks
     if not 1 <= first <= last:
-        raise SpecError("ranks", ranks, "two integers first, last with 1 <= first <= last")
+        raise SpecError("ranks", ranks, "two ascending integers >= 1, the first and the last rank")
     positives = {
         query: {data.documents[number].id for number in numbers}
         for query, numbers in data.positives().items()

@@ -104,7 +104,8 @@ class Whisper(Recogniser["Whisper.Spec"]):
     def lines(self, item: dict[str, Any]) -> list[Line]:
         """Returns the recognised speech.
 
-        Lines are the segments of the model, or are divided at pauses if words have times.
+        Each line is one segment of the model. If word times are available, lines are split at
+        pauses instead.
         """
         audio = item.get("audio")
         if audio is None:

@@ -215,6 +215,6 @@ def test_former_spec_names_attention_clustering():
     with pytest.raises(SpecError) as error:
         COMPRESSORS.resolve({"name": "agc", "num_vectors": 3, "saliency": "eos_row"})
     assert str(error.value) == (
-        "name must be attention_clustering, the training-free method, when saliency is given,"
+        "name must be attention_clustering, the training-free method, to use the option saliency,"
         " got 'agc'"
     )

@@ -81,7 +81,7 @@ def test_job_measures_a_table_of_encoders(tmp_path, capsys):
     arguments = ["--table", str(tmp_path / "table.yaml"), "--pairs", "3"]
     job.main([*arguments, "--output", str(tmp_path / "out")])
     printed = capsys.readouterr().out
-    assert re.search(r"^encoder +seeds +single +late +hybrid$", printed, re.MULTILINE)
+    assert re.search(r"^encoder +seeds +single_vector +maxsim +hybrid$", printed, re.MULTILINE)
     assert re.search(r"^one +1 +- +0\.\d{3} \[0\.\d{3}, 0\.\d{3}\] +-$", printed, re.MULTILINE)
     with (tmp_path / "out/binding.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -79,7 +79,7 @@ def test_rejects_invalid_input(index_uri, pairs, tmp_path):
     with pytest.raises(SpecError) as error:
         mine.main((index_uri, str(pairs), output, "--ranks", "5", "4"))
     assert str(error.value) == (
-        "ranks must be two integers first, last with 1 <= first <= last, got (5, 4)"
+        "ranks must be two ascending integers >= 1, the first and the last rank, got (5, 4)"
     )
     other = write_lines(tmp_path / "other.jsonl", [{"query": "q", "document_id": "x", "text": "t"}])
     with pytest.raises(SpecError) as error:

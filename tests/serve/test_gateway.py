@@ -274,7 +274,7 @@ def test_slow_bodies_do_not_block_other_keys(url):
         assert b"503" in connections[-1].recv(100)
         assert search(url, "mr_other").status_code == 200
         message = error_message(search(url, "mr_all"), 503, "unavailable")
-        assert message == "the key all has too many requests whose body has not arrived"
+        assert message == "the key all has too many requests with incomplete bodies"
     wait_until(lambda: search(url, "mr_all").status_code == 200)
 
 

@@ -204,7 +204,7 @@ def test_rejects_folder_without_projection(checkpoint, tmp_path):
         (
             {"trainable": "projection", "score": "hybrid"},
             {},
-            "learner.score must be late .*, got 'hybrid'",
+            "learner.score must be maxsim .*, got 'hybrid'",
         ),
         ({"temperature": 0}, {}, "learner.temperature must be greater than 0, got 0"),
         (

@@ -515,7 +515,7 @@ def test_training_stores_the_scale_of_a_dual_encoder(towers, tmp_path):
         ({"itm": 0}, "learner.itm must be greater than 0 unless distillation .*, got 0"),
         (
             {"compressor": {"name": "hpool", "num_vectors": 2}},
-            "learner.first_stage must be late .*, got 'single'",
+            "learner.first_stage must be maxsim .*, got 'single_vector'",
         ),
         (
             LATE | {"compressor": {"name": "hpc", "num_vectors": 2}},
@@ -555,7 +555,7 @@ def test_rejects_invalid_specs_before_loading(run_of, learner, message):
 @pytest.mark.parametrize(
     ("learner", "message"),
     [
-        ({"encoder": {"name": "minilm", "pooling": "none"}}, "learner.first_stage must be late "),
+        ({"encoder": {"name": "minilm", "pooling": "none"}}, "learner.first_stage must be maxsim "),
         ({"adapter": {**ADAPTER, "heads": 3}}, "adapter.heads must be a divisor of 32, .*, got 3"),
         (
             {"joint": {"model": "bundled", "max_text_tokens": 513}},

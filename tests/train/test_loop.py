@@ -206,7 +206,9 @@ def test_non_finite_loss_aborts_with_the_step(model, tmp_path, monkeypatch):
         return honest(scores * (torch.nan if len(calls) == 4 else 1), *more)
 
     monkeypatch.setattr(contrastive, "info_nce", spoiled)
-    with pytest.raises(JobError, match=r"step 4: the loss is nan .* good checkpoint is .*00000002"):
+    with pytest.raises(
+        JobError, match=r"step 4: non-finite loss \(nan\) .* good checkpoint is .*00000002"
+    ):
         trained(spec_of(tmp_path, model))
     checkpoints = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert checkpoints == ["step-00000002"]

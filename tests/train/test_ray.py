@@ -95,5 +95,5 @@ def test_failed_run_reports_one_sentence(cluster, model, tmp_path):
     spec = spec_of(
         tmp_path, model, optimiser={"learning_rate": 1e30, "max_grad_norm": None, "warmup_ratio": 0}
     )
-    with pytest.raises(JobError, match=r"step \d+: the loss is nan"):
+    with pytest.raises(JobError, match=r"step \d+: non-finite loss \(nan\)"):
         train(spec, Workers(max_failures=0))

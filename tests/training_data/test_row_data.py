@@ -281,7 +281,7 @@ def test_corrupted_image_is_padding(tmp_path, caplog):
     relevant = data.relevant(batch.query_labels, batch.document_labels)
     assert relevant.sum(dim=1).tolist() == [int(row != lost) for row in range(6)]
     (message,) = caplog.messages
-    assert message.startswith(f"the image of {NAMES[2]} (line 3 of {path}) cannot be read: damag")
+    assert message.startswith(f"the image of {NAMES[2]} (line 3 of {path}) cannot be read: corrupt")
     # Workers still have equal numbers of documents.
     parts = [next(data.batches(0, 0, w, 2)) for w in range(2)]
     assert [len(part.documents) for part in parts] == [3, 3]

@@ -172,8 +172,8 @@ def test_recompression_from_stored_attention_statistics(tmp_path, collection, at
     )  # fewer columns: nothing to do
     with pytest.raises(
         SpecError,
-        match="keep_taps must be attention statistics that the index stores, unless the index is"
-        " empty, got 'eos_row/mean/0', which is not in this index",
+        match="keep_taps must be an attention statistic that the index stores, got"
+        " 'eos_row/mean/0', which can only be added while the index is empty",
     ):
         index(uri, collection, *REPRESENTATIONS, keep_taps=["eos_row/mean/0"])
     with pytest.raises(SpecError) as error:

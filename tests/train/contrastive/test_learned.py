@@ -352,7 +352,7 @@ def test_tokens_train_without_a_trainable_model(tmp_path):
         ),
         (
             {**AGC, "trainable": "projection"},
-            "learner.trainable must be all, lora or tokens with appended tokens, got 'projection'",
+            "learner.trainable must be one of all, lora, tokens if tokens are appended, got",
         ),
         (
             {**SEQRESIZE, "trainable": "adapter"},

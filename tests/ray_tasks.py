@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,14 +14,14 @@ from ray.data import ActorPoolStrategy, Dataset, TaskPoolStrategy
 
 
 @functools.lru_cache(maxsize=2)
-def _actor(pickled: bytes) -> Callable[[Any], Any]:
+def _actor(pickled: bytes, pool: str) -> Callable[[Any], Any]:
     actor, arguments = cloudpickle.loads(pickled)
     return actor(**arguments)
 
 
-def call_actor(block: Any, pickled: bytes) -> Any:
-    """Calls an actor on a block and constructs it if this process has not done so before."""
-    return _actor(pickled)(block)
+def call_actor(block: Any, pickled: bytes, pool: str) -> Any:
+    """Calls an actor on a block; a process constructs one actor for each pool."""
+    return _actor(pickled, pool)(block)
 
 
 def as_tasks(map_batches: Callable[..., Dataset]) -> Callable[..., Dataset]:
@@ -35,7 +36,8 @@ def as_tasks(map_batches: Callable[..., Dataset]) -> Callable[..., Dataset]:
         pool = options.get("compute")
         if isinstance(pool, ActorPoolStrategy):
             arguments = options.pop("fn_constructor_kwargs", {})
-            options["fn_kwargs"] = {"pickled": cloudpickle.dumps((function, arguments))}
+            pickled = cloudpickle.dumps((function, arguments))
+            options["fn_kwargs"] = {"pickled": pickled, "pool": uuid.uuid4().hex}
             options["compute"] = TaskPoolStrategy(size=pool.max_size)
             function = call_actor
         return map_batches(dataset, function, **options)

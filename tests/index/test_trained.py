@@ -155,7 +155,7 @@ def test_columns_equal_the_compressors(indexed, trained):
         assert len(row["seqresize_4_residual"]) == 4
     schema = Index(indexed).schema
     assert "agc_4_float32_assignment" in schema.names and "agc_code_4_float32" in schema.names
-    assert not {"memtok_float32_assignment", "seqresize_4_float32_support"} & set(schema.names)
+    assert not {"memtok_float32_assignment", "seqresize_4_float32_assignment"} & set(schema.names)
 
 
 def test_metadata_has_the_hash_of_the_weights(indexed, trained):

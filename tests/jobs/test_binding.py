@@ -21,7 +21,7 @@ def test_the_job_on_minilm(tmp_path, capsys):
     assert printed[0].split()[:3] == ["form", "score", "accuracy"]
     with (tmp_path / "out/binding.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["score"] for row in rows] == ["single", "late", "hybrid"]
+    assert [row["score"] for row in rows] == ["single_vector", "maxsim", "hybrid"]
     scores = pair_scores(MiniLM(MiniLM.Spec(layer=3)), evaluation_pairs(3), "text")
     for row, line in zip(rows, printed[1:], strict=False):
         assert line.split() == list(row.values())
@@ -42,7 +42,7 @@ def test_the_job_reads_encoders_from_files(tmp_path, capsys, checkpoint):
         job.main(arguments)
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
-    assert [line.split()[:2] for line in printed[0].splitlines()[1:]] == [["rendered", "late"]]
+    assert [line.split()[:2] for line in printed[0].splitlines()[1:]] == [["rendered", "maxsim"]]
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_job_measures_a_table_of_encoders(tmp_path, capsys):
     with (tmp_path / "out/binding.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["encoder"], row["score"]) for row in rows] == [
-        *(("two", score) for score in ("single", "late", "hybrid")),
-        ("one", "late"),
+        *(("two", score) for score in ("single_vector", "maxsim", "hybrid")),
+        ("one", "maxsim"),
     ]
     pairs = evaluation_pairs(3)
-    scores = [pair_scores(MiniLM(MiniLM.Spec(layer=n)), pairs, "text")["late"] for n in (3, 6)]
+    scores = [pair_scores(MiniLM(MiniLM.Spec(layer=n)), pairs, "text")["maxsim"] for n in (3, 6)]
     right = torch.stack(scores).diff(dim=3).squeeze(3).lt(0).double()  # seeds, pairs, queries
     late = rows[1]
     assert (late["seeds"], rows[3]["seeds"], rows[3]["sd"]) == ("2", "1", "")

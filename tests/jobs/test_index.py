@@ -315,7 +315,7 @@ def test_dry_run_prints_the_spec_and_writes_nothing(cluster, tmp_path, spec, cap
     assert not (tmp_path / "index").exists()
 
 
-def test_repeated_runs_and_retry_rejects(cluster, tmp_path, spec):
+def test_repeated_runs_and_retry_rejects(cluster, tmp_path, spec, capsys):
     """The second run on the same cluster skips rejects, the third retries them."""
     (tmp_path / "collection").mkdir()
     (tmp_path / "collection/corpus.jsonl").touch()
@@ -326,12 +326,13 @@ def test_repeated_runs_and_retry_rejects(cluster, tmp_path, spec):
     assert (code, error) == (0, "")
     assert "listed 2 = indexed 1 (1 new, 0 replaced, 0 unchanged) + rejected 1" in output
 
-    _, output, _ = finish("jobs.index", path, address=cluster)
+    index.main([path])
+    output = capsys.readouterr().out
     assert "listed 2 items in 1 shards" in output
     assert "0 new, 0 changed, 1 already indexed, 1 already rejected" in output
 
-    job = ["jobs.index", path, "--retry-rejects", "empty text"]
-    _, output, _ = finish(*job, address=cluster)
+    index.main([path, "--retry-rejects", "empty text"])
+    output = capsys.readouterr().out
     assert "0 new, 0 changed, 1 already indexed, 0 already rejected" in output
     assert Index(str(tmp_path / "index")).rejects()["item_id"].to_pylist() == ["b"]
 

@@ -48,7 +48,7 @@ def reference_scores(queries: TokenBatch, documents: TokenBatch) -> dict[str, np
             ]
             best.append(max(cosines))
         late[q, d] = sum(best) / len(best)
-    return {"single": single, "late": late, "hybrid": single + late}
+    return {"single_vector": single, "maxsim": late, "hybrid": single + late}
 
 
 def test_scores_and_accuracy_equal_reference():
@@ -59,7 +59,7 @@ def test_scores_and_accuracy_equal_reference():
             parts.setdefault(name, []).append(scores)
         for name, scores in reference_scores(queries, documents).items():
             references.setdefault(name, []).append(scores)
-    for name in ("single", "late", "hybrid"):
+    for name in ("single_vector", "maxsim", "hybrid"):
         found = torch.stack(parts[name])
         np.testing.assert_allclose(found, np.stack(references[name]), atol=1e-6)
         num_correct = sum(p > n for scores in references[name] for p, n in scores)
@@ -71,7 +71,7 @@ def test_scores_and_accuracy_equal_reference():
 
 def test_ties_are_incorrect():
     scores = torch.tensor([[[1.0, 1.0], [2.0, 1.0]], [[0.0, 0.0], [0.0, 1.0]]])
-    row = summarise(scores, "text", "late")
+    row = summarise(scores, "text", "maxsim")
     assert (row.accuracy, row.ties) == (0.25, 0.5)
     assert (row.low, row.high) == (0.0, 0.5)  # accuracies per pair: 0.5 and 0
 
@@ -79,11 +79,11 @@ def test_ties_are_incorrect():
 def test_scores_require_vectors():
     queries, documents = random_tokens(0, 3, 4), random_tokens(1, 2, 4)
     without = TokenBatch(documents.vectors, documents.mask, normalised=False)
-    assert list(compute_scores(queries, without)) == ["late"]
+    assert list(compute_scores(queries, without)) == ["maxsim"]
     empty = TokenBatch(
         queries.vectors, torch.zeros_like(queries.mask), False, pooled=queries.pooled
     )
-    assert list(compute_scores(empty, documents)) == ["single"]
+    assert list(compute_scores(empty, documents)) == ["single_vector"]
 
 
 class OneHotEncoder(Encoder):
@@ -136,7 +136,7 @@ def test_scores_of_pairs_are_independent(checkpoint):
         scores_by_name = pair_scores(encoder, pairs, form, MIN_SIDE)
         last = pair_scores(encoder, pairs[4:], form, MIN_SIDE)
         assert list(scores_by_name) == (
-            ["single", "late", "hybrid"] if form == "text" else ["late"]
+            ["single_vector", "maxsim", "hybrid"] if form == "text" else ["maxsim"]
         )
         for name, scores in scores_by_name.items():
             assert scores.shape == (5, PANELS, 2)

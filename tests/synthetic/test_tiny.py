@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from jobs import shapes
 from pipeline import config
 from pipeline.encoders.batching import concatenate
 from pipeline.index import job
@@ -51,6 +52,13 @@ def siglip():
     return ENCODERS.build(ENCODERS.resolve({"name": "dual", "model": model, "dtype": "float32"}))
 
 
+@pytest.fixture(scope="module")
+def documents(colpali):
+    """Tokens of 300 scenes."""
+    scenes, _, _ = validation_scenes(300)
+    return encode_images(colpali, [scenes.render(row) for row in range(300)])
+
+
 def encode_images(encoder, images):
     import pyarrow as pa
 
@@ -77,9 +85,8 @@ def test_captions_have_no_unknown_tokens(colpali):
         assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"]
 
 
-def test_shipped_colpali_quality(colpali):
-    scenes, captions, _ = validation_scenes(300)
-    documents = encode_images(colpali, [scenes.render(row) for row in range(300)])
+def test_shipped_colpali_quality(colpali, documents):
+    _, captions, _ = validation_scenes(300)
     assert documents.vectors.shape == (300, 196, 64)
     queries = colpali.encode_queries(captions.texts).tokens
     scores = late_scores(queries.vectors, queries.mask, documents.vectors, documents.mask)
@@ -102,12 +109,11 @@ def test_shipped_dual_encoder_quality(siglip):
     assert quality["R@10"].mean() > 0.75
 
 
-def test_shipped_edje_improves_ranking(colpali):
+def test_shipped_edje_improves_ranking(colpali, documents):
     """Reranks the results of eight SaMer vectors per scene with tokens as stored in an index."""
     folder = SHIPPED / "shapes_edje"
     assert read_metadata(folder)["vision"]["fingerprint"] == colpali.fingerprint
-    scenes, captions, _ = validation_scenes(300)
-    documents = encode_images(colpali, [scenes.render(row) for row in range(300)])
+    _, captions, _ = validation_scenes(300)
     samer = {"name": "samer", "num_vectors": 8}
     compressed = COMPRESSORS.build(COMPRESSORS.resolve(samer)).compress(documents)
     queries = colpali.encode_queries(captions.texts).tokens
@@ -160,10 +166,10 @@ def test_index_and_search_scenes(cluster, tmp_path):
     assert searcher.search(image, representation="full", k=1)[0].item_id == "scene-00003.png"
 
 
-def test_job_is_deterministic(tmp_path):
-    for name in ("one", "two"):
-        command = [sys.executable, "-m", "jobs.shapes", str(tmp_path / name), "--count", "5"]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+def test_job_is_deterministic(tmp_path, capsys):
+    command = [sys.executable, "-m", "jobs.shapes", str(tmp_path / "one"), "--count", "5"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    shapes.main([str(tmp_path / "two"), "--count", "5"])
     first, second = (
         {
             path.relative_to(tmp_path / name): path.read_bytes()
@@ -172,9 +178,10 @@ def test_job_is_deterministic(tmp_path):
         for name in ("one", "two")
     )
     assert first == second and len(first) == 5 + 3
-    command[-1] = "0"
-    failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert failed.returncode == 2 and "must be an integer >= 1, got '0'" in failed.stderr
+    with pytest.raises(SystemExit) as exit:
+        shapes.main([str(tmp_path / "two"), "--count", "0"])
+    assert exit.value.code == 2
+    assert "must be an integer >= 1, got '0'" in capsys.readouterr().err
 
 
 def list_files(folder: Path) -> list[Path]:

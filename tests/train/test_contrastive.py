@@ -311,8 +311,8 @@ def test_distillation_requires_a_teacher(model, tmp_path):
     ("family", "layer", "score"),
     [
         ("minilm", [-1, 1], "hybrid"),
-        ("qwen3_vl", -1, "late"),
-        pytest.param("minilm", -1, "late", marks=pytest.mark.heavy),
+        ("qwen3_vl", -1, "maxsim"),
+        pytest.param("minilm", -1, "maxsim", marks=pytest.mark.heavy),
         pytest.param("qwen3_vl", [-1, 1], "hybrid", marks=pytest.mark.heavy),
     ],
 )
@@ -323,7 +323,7 @@ def test_adapter_trains_on_any_encoder(checkpoint, tmp_path, family, layer, scor
     data = {"name": "binding", "num_pairs": 4, "fresh": False, "queries": 2, "validation": 2}
     data |= {"form": "text" if family == "minilm" else "rendered"}
     learner = {"encoder": encoder, "trainable": "adapter", "adapter_dim": 8, "score": score}
-    learner["compressor"] = {"name": "sap", "num_vectors": 8} if score == "late" else "none"
+    learner["compressor"] = {"name": "sap", "num_vectors": 8} if score == "maxsim" else "none"
     runs = {}
     for name, states in (("run", None), ("cached", str(tmp_path / "states"))):
         fields = {**learner, "hidden_states_cache": states, "hidden_states_dtype": "float32"}

@@ -30,7 +30,7 @@ from tests.rerank.models import language_model
 from tests.train.runs import assert_same, logged, run_workers, spec_of, trained, weights_of
 
 ADAPTER = {"num_tokens": 3, "hidden": 24, "heads": 2}
-LATE = {"first_stage": "late"}
+LATE = {"first_stage": "maxsim"}
 
 
 @pytest.fixture(scope="module")
@@ -413,7 +413,7 @@ def test_batch_without_positives_has_zero_gradients(run_of):
 
 
 def test_first_stage_with_late_interaction(run_of, tmp_path):
-    trained(run_of("run", {"first_stage": "late"}, eval_every=6))
+    trained(run_of("run", {"first_stage": "maxsim"}, eval_every=6))
     single = trained(run_of("single", eval_every=6))
     assert logged(tmp_path / "run", "first stage R@1")[0] >= 0
     assert (weights_of(tmp_path / "run" / "model")["match.weight"] != single["match.weight"]).any()
@@ -422,7 +422,7 @@ def test_first_stage_with_late_interaction(run_of, tmp_path):
 def test_first_stage_with_compressed_items(run_of):
     """In measurements, by MaxSim over what the compressor gives of the states."""
     spec = {"name": "hpool", "num_vectors": 3}
-    loop = loop_of(run_of("run", {"first_stage": "late", "compressor": spec}))
+    loop = loop_of(run_of("run", {"first_stage": "maxsim", "compressor": spec}))
     learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
     queries, full = learner._frozen(batch.queries), learner._frozen(batch.documents)
     few = COMPRESSORS.build(COMPRESSORS.resolve(spec)).compress(full)
@@ -437,7 +437,7 @@ def test_first_stage_with_compressed_items(run_of):
 def test_recovery_without_single_vectors_uses_the_mean(run_of, tmp_path):
     tiny.colpali(tmp_path / "colpali")
     encoder = {"name": "colpali", "model": str(tmp_path / "colpali"), "dtype": "float32"}
-    loop = loop_of(run_of("run", {"encoder": encoder, "first_stage": "late"}))
+    loop = loop_of(run_of("run", {"encoder": encoder, "first_stage": "maxsim"}))
     learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
     embedded = learner(learner.read(batch))
     queries = learner._frozen(batch.queries)
@@ -497,12 +497,17 @@ def test_negatives_use_the_scale_of_the_encoder(run_of, towers, tmp_path):
 
 
 def test_negatives_use_the_default_temperature_without_a_scale(run_of, towers):
-    learner = {"first_stage": "late", "encoder": {**towers, "normalise": True}}
+    learner = {"first_stage": "maxsim", "encoder": {**towers, "normalise": True}}
     assert loop_of(run_of("run", learner)).learner.negatives_temperature == DEFAULT_TEMPERATURE
 
 
 def test_training_stores_the_scale_of_a_dual_encoder(towers, tmp_path):
-    learner = {"encoder": towers, "score": "single", "temperature": 0.1, "learn_temperature": True}
+    learner = {
+        "encoder": towers,
+        "score": "single_vector",
+        "temperature": 0.1,
+        "learn_temperature": True,
+    }
     trained(spec_of(tmp_path, "", learner, epochs=1))
     (scale,) = [1 / each for each in logged(tmp_path, "temperature")[-1:]]
     encoder = ENCODERS.build(ENCODERS.resolve({**towers, "model": f"{tmp_path}/model"}))

@@ -110,11 +110,11 @@ def text_run(folder, encoder=None, **learner):
 @pytest.mark.parametrize(
     ("trainable", "score"),
     [
-        ("lora", "late"),
-        ("all", "single"),
-        pytest.param("lora", "single", marks=pytest.mark.heavy),
+        ("lora", "maxsim"),
+        ("all", "single_vector"),
+        pytest.param("lora", "single_vector", marks=pytest.mark.heavy),
         pytest.param("lora", "hybrid", marks=pytest.mark.heavy),
-        pytest.param("all", "late", marks=pytest.mark.heavy),
+        pytest.param("all", "maxsim", marks=pytest.mark.heavy),
         pytest.param("all", "hybrid", marks=pytest.mark.heavy),
     ],
 )

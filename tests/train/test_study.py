@@ -35,11 +35,14 @@ def test_sweep_has_one_run_per_combination(model, tmp_path):
     assert len({run.spec.output for run in runs}) == 4
     both = runs_of(study_of(tmp_path, model, [{"seed": [0]}, {"batch_size": [4, 6]}]))
     assert [run.title for run in both] == ["seed 0", "batch_size 4", "batch_size 6"]
-    named = {"name": ["Single"], "learner.score": ["single"], "seed": [0, 1]}
+    named = {"name": ["Single"], "learner.score": ["single_vector"], "seed": [0, 1]}
     called = runs_of(study_of(tmp_path, model, [named]))
     assert [run.title for run in called] == ["Single, seed 0", "Single, seed 1"]
     assert {run.row for run in called} == {"Single"}
-    assert called[1].spec.learner.score == "single" and called[1].spec.name == "test_Single_seed-1"
+    assert (
+        called[1].spec.learner.score == "single_vector"
+        and called[1].spec.name == "test_Single_seed-1"
+    )
 
 
 @pytest.mark.parametrize(

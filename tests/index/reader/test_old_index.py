@@ -19,6 +19,7 @@ from pipeline.index.info import representation_infos
 from pipeline.index.reader import Index
 from pipeline.index.status import status
 from pipeline.schema import FORMAT_VERSION, column_metadata, with_metadata
+from pipeline.scores import RENAMED
 from pipeline.taps import Tap
 from tests.conftest import ROOT
 
@@ -64,7 +65,7 @@ def test_searches_return_the_same_hits(uri):
     for name, by_score in EXPECTED["hits"].items():
         query = EXPECTED["queries"]["caption" if name.startswith("caption") else "content"]
         for score, hits in by_score.items():
-            actual = searcher.search(query, name, k=3, score=score)
+            actual = searcher.search(query, name, k=3, score=RENAMED.get(score, score))
             assert [hit.item_id for hit in actual] == [item_id for item_id, _ in hits]
             assert [hit.score for hit in actual] == pytest.approx([s for _, s in hits], abs=1e-5)
     (hit,) = searcher.search(EXPECTED["queries"]["content"], "hpool_4", k=1)

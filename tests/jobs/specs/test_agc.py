@@ -130,13 +130,14 @@ def test_index_has_the_settings_of_training(name):
     encoder = config.load(IndexSpec, str(SPECS / f"{index}_index.yaml"), []).encoder
     trained = config.dump(run.spec.learner.encoder)
     found = config.dump(encoder)
-    assert found["model"] == found["appended_tokens"] == f"{run.spec.output}/model"
+    assert Path(found["model"]).absolute() == Path(run.spec.output, "model").absolute()
+    assert Path(found["appended_tokens"]) == Path(found["model"]).absolute()
     usage = ("query_prefix", "document_prefix", "query_length", "document_length", "skiplist")
     differing = {field for field in trained if trained[field] != found[field]}
     assert differing <= {"model", "appended_tokens", *usage}
     evaluation = config.load(EvaluateSpec, str(SPECS / f"{index}_evaluate.yaml"), [])
     index_spec = config.load(IndexSpec, str(SPECS / f"{index}_index.yaml"), [])
-    assert evaluation.index == index_spec.index
+    assert Path(evaluation.index).absolute() == Path(index_spec.index).absolute()
 
 
 @pytest.mark.heavy

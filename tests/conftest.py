@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -25,6 +26,7 @@ from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item, column_metadata, with_metadata
 from pipeline.serve.settings import PROXY_ENV
+from pipeline.stage import REUSE_PROCESSES
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests must not access the hub
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -80,8 +82,6 @@ def cluster() -> Iterator[str]:
     import ray
     import ray.data
 
-    from tests.ray_tasks import as_tasks
-
     context = ray.init(
         num_cpus=4,  # logical CPUs; most tasks in tests wait
         include_dashboard=False,
@@ -89,10 +89,19 @@ def cluster() -> Iterator[str]:
         logging_level="ERROR",
         object_store_memory=1 << 30,
     )
+    # Actors would start processes in each job. Jobs that tests start as processes have actors.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray.data.Dataset, "map_batches", as_tasks(ray.data.Dataset.map_batches))
+        patch.setenv(REUSE_PROCESSES, "1")
         yield context.address_info["gcs_address"]
     ray.shutdown()
+
+
+@contextlib.contextmanager
+def actor_pools() -> Iterator[None]:
+    """Runs the stages of index jobs in actors, as outside of tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(REUSE_PROCESSES, "0")
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -129,7 +138,8 @@ def collection(tmp_path: Path) -> Callable[..., Path]:
 def start_job(*arguments: str, address: str | None = None, **environment: str) -> subprocess.Popen:
     """Starts `python -m jobs...`, on the Ray cluster at `address` if one is given."""
     environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
-    environment.pop("RAY_ADDRESS", None)
+    for variable in ("RAY_ADDRESS", REUSE_PROCESSES):
+        environment.pop(variable, None)
     if address:
         environment["RAY_ADDRESS"] = address
     return subprocess.Popen(

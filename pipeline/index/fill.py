@@ -16,7 +16,7 @@ import ray
 from lance.fragment import FragmentMetadata
 
 from pipeline.index.session import Session, configure_ray_data, iter_rows
-from pipeline.stage import Resources
+from pipeline.stage import Resources, map_batches
 
 
 @dataclass
@@ -103,14 +103,8 @@ def fill_fragments(
         Lazy dataset with one row per fragment.
     """
     configure_ray_data()
-    return ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-        actor,
-        fn_constructor_kwargs=constructor_kwargs,
-        batch_size=1,
-        compute=ray.data.ActorPoolStrategy(min_size=pool.min_actors, max_size=pool.max_actors),
-        num_cpus=pool.num_cpus,
-        num_gpus=pool.num_gpus,
-    )
+    dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
+    return map_batches(dataset, actor, constructor_kwargs, pool, batch_size=1)
 
 
 def commit_filled(

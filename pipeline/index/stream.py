@@ -30,7 +30,7 @@ from pipeline.index.session import configure_ray_data
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress, Encode, Prepare, Represent, needs_preparing
 from pipeline.schema import ITEM
-from pipeline.stage import Resources, Stage, chain, packed_table
+from pipeline.stage import Resources, Stage, chain, map_batches, packed_table
 from pipeline.taps import Tap, single_layer_taps
 
 
@@ -154,14 +154,12 @@ def written_fragments(
         groups += [([encode], resources.encode), ([compress], resources.compress)]
     units = read_units(listing_job, shards, spec.unit_items, resources.read)
     payload = listing_job.build_source().payload
-    return chain(units, groups, [*ITEM.names, *payload.names]).map_batches(
+    return map_batches(
+        chain(units, groups, [*ITEM.names, *payload.names]),
         WriteFragments,
-        fn_constructor_kwargs={"index": part_uri(spec.index)},
+        {"index": part_uri(spec.index)},
+        resources.write,
         batch_size=max(1, spec.fragment_items // spec.unit_items),
         batch_format="pyarrow",
         zero_copy_batch=True,
-        compute=ray.data.ActorPoolStrategy(
-            min_size=resources.write.min_actors, max_size=resources.write.max_actors
-        ),
-        num_cpus=resources.write.num_cpus,
     )

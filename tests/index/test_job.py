@@ -22,7 +22,7 @@ from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld
-from tests.ray_tasks import actor_pools
+from tests.conftest import actor_pools
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -27,9 +27,9 @@ from pipeline.rerank.edje import load_adapter
 from pipeline.schema import column_metadata
 from pipeline.tokens import PROMPT, VISUAL, TokenBatch
 from pipeline.train.frozen import encoded
+from tests.conftest import actor_pools
 from tests.images import noise, png
 from tests.media import frame_times, write_video
-from tests.ray_tasks import actor_pools
 from tests.rerank.models import edje
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -21,9 +21,8 @@ from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.search.map_images import highlight
 from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews
-from tests.conftest import ROOT
+from tests.conftest import ROOT, actor_pools
 from tests.images import noise, png
-from tests.ray_tasks import actor_pools
 
 pytestmark = pytest.mark.heavy
 

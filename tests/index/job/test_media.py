@@ -24,9 +24,8 @@ from pipeline.schema import Hit
 from pipeline.search.map_images import highlight
 from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews
-from tests.conftest import ROOT
+from tests.conftest import ROOT, actor_pools
 from tests.media import frame_times, make_tar, tones, write_video
-from tests.ray_tasks import actor_pools
 
 FULL = {"compressor": "none"}
 CAPTION = {"compressor": "none", "field": "caption"}

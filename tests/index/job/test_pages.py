@@ -14,8 +14,8 @@ from pipeline.index.positions import decode_positions
 from pipeline.index.progress import Progress
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
+from tests.conftest import actor_pools
 from tests.pdfs import Page, bomb, pdf
-from tests.ray_tasks import actor_pools
 
 SAMER = {"compressor": {"name": "samer", "num_vectors": 3}}
 FULL = {"compressor": "none"}

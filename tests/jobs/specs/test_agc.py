@@ -83,6 +83,8 @@ CASES = {
     "multivent": (events, "qwen2_5_omni", "multivent", ["max_pixels=1024"]),
 }
 METHODS = ["full", "seqresize", "memtok", "agc"]
+#: Number of runs of each spec on generated data.
+SMALL = {"shapes": 30, "shapes_ablation": 15, "shapes_tokens": 12}
 
 
 @pytest.fixture
@@ -106,8 +108,18 @@ def command_of(checkpoint, tmp_path, monkeypatch):
 
 def test_every_spec_is_tried():
     indexes = {index for _, _, index, _ in CASES.values()}
-    names = {*CASES, *(f"{name}_{job}" for name in indexes for job in ("index", "evaluate"))}
+    names = {
+        *CASES,
+        *SMALL,
+        *(f"{name}_{job}" for name in indexes for job in ("index", "evaluate")),
+    }
     assert {path.stem for path in SPECS.glob("*.yaml")} == names
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_dry_run_on_generated_data(name, capsys):
+    train.main([str(SPECS / f"{name}.yaml"), "data.num_scenes=64", "--dry-run"])
+    assert len(capsys.readouterr().out.splitlines()) == SMALL[name]
 
 
 @pytest.mark.parametrize("name", CASES)

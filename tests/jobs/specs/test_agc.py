@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import train
+from jobs.data import make_text_pairs
 from pipeline import config
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index.dry_run import dry_run
@@ -111,6 +112,7 @@ def test_every_spec_is_tried():
     names = {
         *CASES,
         *SMALL,
+        "cranfield",
         *(f"{name}_{job}" for name in indexes for job in ("index", "evaluate")),
     }
     assert {path.stem for path in SPECS.glob("*.yaml")} == names
@@ -120,6 +122,14 @@ def test_every_spec_is_tried():
 def test_a_dry_run_on_generated_data(name, capsys):
     train.main([str(SPECS / f"{name}.yaml"), "data.num_scenes=64", "--dry-run"])
     assert len(capsys.readouterr().out.splitlines()) == SMALL[name]
+
+
+def test_a_dry_run_on_titles_of_abstracts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_text_pairs.main([])
+    assert capsys.readouterr().out.startswith("1398 pairs and 857 judgments of 113 queries")
+    train.main([str(SPECS / "cranfield.yaml"), "--dry-run"])
+    assert len(capsys.readouterr().out.splitlines()) == 21
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,57 @@
+"""Generates training pairs from the titles of `jobs/data/cranfield`, without the judged queries.
+
+    python -m jobs.data.make_text_pairs --out out/agc/cranfield
+
+The title of an abstract is a query whose document is the rest of the abstract. The judged queries
+are written separately, for validation.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jobs
+from pipeline.config import absolute
+
+FOLDER = Path(__file__).parent / "cranfield"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes documents.jsonl, train.jsonl and judged.jsonl."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("--out", default="out/agc/cranfield", help="output folder")
+    folder = Path(absolute(parser.parse_args(arguments).out))
+    documents, pairs, queries = [], [], {}
+    for line in _lines(FOLDER / "corpus.jsonl"):
+        abstract = json.loads(line)
+        text = abstract["text"].removeprefix(abstract["title"]).strip()
+        if not text:
+            continue
+        documents.append({"document_id": abstract["_id"], "text": text})
+        pairs.append({"query": abstract["title"], "document_id": abstract["_id"]})
+    for line in _lines(FOLDER / "queries.jsonl"):
+        query = json.loads(line)
+        queries[query["_id"]] = query["text"]
+    stored = {document["document_id"] for document in documents}
+    with (FOLDER / "qrels/test.tsv").open(encoding="utf-8") as file:
+        judged = [
+            {"query": queries[row["query-id"]], "document_id": row["corpus-id"]}
+            for row in csv.DictReader(file, delimiter="\t")
+            if int(row["score"]) > 0 and row["corpus-id"] in stored
+        ]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("documents", documents), ("train", pairs), ("judged", judged)):
+        content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(content, encoding="utf-8")
+    print(f"{len(pairs)} pairs and {len(judged)} judgments of {len(queries)} queries: {folder}")
+
+
+def _lines(path: Path) -> Iterable[str]:
+    return path.read_text("utf-8").splitlines()
+
+
+if __name__ == "__main__":
+    jobs.run(main)

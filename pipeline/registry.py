@@ -138,6 +138,7 @@ COMPRESSORS: Registry[Compressor[Any]] = Registry(
         "eos": "pipeline.compression.eos:Eos",
         "hpc": "pipeline.compression.hpc:HPC",
         "hpool": "pipeline.compression.hpool:HPool",
+        "kcenter": "pipeline.compression.kcenter:KCenter",
         "light_colpali": "pipeline.compression.light_colpali:LightColPali",
         "memtok": "pipeline.compression.memtok:MemTok",
         "none": "pipeline.compression.none:Uncompressed",

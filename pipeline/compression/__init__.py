@@ -177,9 +177,14 @@ class Budget(ComponentSpec):
     implementations round differently. With "floor", the ratio is never exceeded.
     """
 
+    @property
+    def requires_budget(self) -> bool:
+        """True if `num_vectors` or `ratio` must be set."""
+        return True
+
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
-        if self.num_vectors is None and self.ratio is None:
+        if self.requires_budget and self.num_vectors is None and self.ratio is None:
             raise MissingField("num_vectors", None, "an integer >= 1 unless ratio is given")
         if self.num_vectors is not None and self.ratio is not None:
             raise SpecError("ratio", self.ratio, "null when num_vectors is given")

@@ -13,11 +13,14 @@ from pydantic import Field, model_validator
 from pipeline import config
 from pipeline.compression import Budgeted, Compressor, NumVectors, pack_left
 from pipeline.compression.hpool import merge_costs
+from pipeline.compression.kcenter import covering_radii
 from pipeline.config import SpecError
 from pipeline.registry import COMPRESSORS, CompressorSpec
 from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, unit_vectors
 
+#: Criteria whose theta is the smallest gain or radius for which an item receives another vector.
+THRESHOLDS = ("gain", "radius")
 #: Number of bisection steps. It is sufficient to determine theta with float64 precision.
 NUM_BISECTIONS = 60
 
@@ -44,13 +47,16 @@ class Adaptive(Compressor["Adaptive.Spec"]):
         """Mean number of vectors per item."""
         method: CompressorSpec = Field(default="hpool", validate_default=True)
         """Compressor that is run with the budgets. Its own budget must be omitted."""
-        criterion: Literal["gain", "entropy", "length"] = "gain"
+        criterion: Literal["gain", "radius", "entropy", "length"] = "gain"
         """Definition of the budget of an item. Theta is a constant of the corpus, determined by
         `fit`.
 
         - "gain": `1 + #{Ward merges that increase the squared error by more than theta}`. The next
           vector of any item then reduces the error by about the same amount. This is equivalent to
           Ward clustering of the whole corpus in which tokens of different items are never merged.
+        - "radius": The smallest number of centres of `kcenter` with a covering radius of at most
+          theta, as a distance `1 - cos`. The maximum similarity of a unit query token to these
+          centres is then at most `sqrt(2 theta)` below that to all tokens.
         - "entropy": `theta exp(H)`, where H is the entropy of the saliency over the tokens. exp(H)
           can be interpreted as the effective number of salient tokens.
         - "length": `theta N` for an item with N tokens. This baseline is equivalent to a constant
@@ -118,8 +124,8 @@ class Adaptive(Compressor["Adaptive.Spec"]):
         def total(theta: float) -> int:
             return sum(int(budgets(spec, *item, theta).sum()) for item in measured)
 
-        # Bisection on a logarithmic scale. For "gain", smaller values of theta yield more vectors.
-        few, many = (1e3, 1e-12) if spec.criterion == "gain" else (1e-6, 1e6)
+        # Bisection on a logarithmic scale. Smaller values of a threshold yield more vectors.
+        few, many = (1e3, 1e-12) if spec.criterion in THRESHOLDS else (1e-6, 1e6)
         for _ in range(NUM_BISECTIONS):
             middle = (few * many) ** 0.5
             few, many = (middle, many) if total(middle) <= max_total else (few, middle)
@@ -139,14 +145,17 @@ def information(batch: TokenBatch, spec: Adaptive.Spec) -> torch.Tensor:
         spec: Options of the compressor.
 
     Returns:
-        Costs of the Ward merges (B, N) for "gain", or the effective number of tokens (B, 1) for the
-        other criteria.
+        Costs of the Ward merges (B, N) for "gain"; covering radii of 1, 2, ... centres (B, K) for
+        "radius", up to the maximum budget; the effective number of tokens (B, 1) for the other
+        criteria.
     """
     lengths_B1 = batch.lengths.double().unsqueeze(1)
     if spec.criterion == "length":
         return lengths_B1
     if spec.criterion == "gain":
         return merge_costs(unit_vectors(batch), batch.lengths)
+    if spec.criterion == "radius":
+        return covering_radii(batch, round(spec.max_budget * spec.num_vectors))
     weights_BN = batch.taps[spec.saliency].double().masked_fill(~batch.mask, 0.0)
     shares_BN = weights_BN / weights_BN.sum(dim=1, keepdim=True).clamp_min(1e-300)
     return torch.special.entr(shares_BN).sum(dim=1, keepdim=True).exp()
@@ -171,7 +180,7 @@ def budgets(
     >>> budgets(spec, measure, lengths, theta=0.1).tolist()
     [1, 4, 9]
     """
-    if spec.criterion == "gain":
+    if spec.criterion in THRESHOLDS:
         budgets_B = 1 + (measure > theta).sum(dim=1)
     else:
         budgets_B = (measure.squeeze(1) * theta).round().clamp(max=2.0**31).long()

@@ -158,9 +158,7 @@ def farthest_positions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the positions selected by farthest-point sampling (Gonzalez, 1985).
 
-    The first seed is the token nearest to the centre of all tokens. Each further seed is the token
-    with the largest distance to its nearest seed. Ties within 1e-5 are broken in favour of the
-    first token. The seeds of a smaller budget are a prefix of the seeds of a larger budget.
+    The seeds of a smaller budget are a subset of the seeds of a larger budget.
 
     Args:
         distance: Function that returns the distances (B, N) float32 of all tokens from the tokens
@@ -173,16 +171,54 @@ def farthest_positions(
     """
     num_seeds = int(budgets_B.max()) if len(budgets_B) else 0
     slot_mask_BK = torch.arange(num_seeds, device=mask_BN.device) < budgets_B.unsqueeze(1)
+    order_BK = farthest_order(distance, mask_BN, num_seeds)[0]
+    return sort_positions(order_BK, slot_mask_BK)
+
+
+@torch.no_grad()
+def farthest_order(
+    distance: Callable[[torch.Tensor | None], torch.Tensor],
+    mask_BN: torch.Tensor,
+    num_seeds: int,
+    weights_BN: torch.Tensor | None = None,
+    max_radius: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Orders tokens by farthest-point sampling (Gonzalez, 1985).
+
+    The first seed is the token nearest to the centre of all tokens. Each further seed is the token
+    with the largest distance to its nearest seed. Ties within 1e-5 are broken in favour of the
+    first token.
+
+    Args:
+        distance: Function that returns the distances (B, N) float32 of all tokens from the tokens
+            at positions (B,), or from the centre for None, up to a global constant.
+        mask_BN: True for tokens, which come first in each row.
+        num_seeds: Number of seeds K, at most N.
+        weights_BN: Factors of the distances in the selection of a seed. They require distances
+            without a constant.
+        max_radius: Covering radius at which to stop, if all items have reached it.
+
+    Returns:
+        Positions (B, K) int64 in the order of selection, arbitrary beyond the length of an item,
+        and covering radii (B, K) float32: the largest distance of a token to its nearest seed for
+        each prefix of the seeds.
+    """
     if num_seeds == 0:
-        return slot_mask_BK.long(), slot_mask_BK
+        radii_B0 = mask_BN.new_zeros((len(mask_BN), 0), dtype=torch.float32)
+        return radii_B0.long(), radii_B0
     seeds = [first_minimum(distance(None).masked_fill(~mask_BN, torch.inf), dim=1)]
-    nearest_BN = torch.full(mask_BN.shape, torch.inf, device=mask_BN.device)
-    is_unselected_BN = mask_BN.clone()
+    nearest_BN = distance(seeds[0])
+    radii = [nearest_BN.masked_fill(~mask_BN, -torch.inf).amax(dim=1)]
+    is_candidate_BN = mask_BN.clone()
     for _ in range(1, num_seeds):
-        is_unselected_BN.scatter_(1, seeds[-1].unsqueeze(1), False)
+        if max_radius is not None and bool((radii[-1] <= max_radius).all()):
+            break
+        is_candidate_BN.scatter_(1, seeds[-1].unsqueeze(1), False)
+        scores_BN = nearest_BN.neg() if weights_BN is None else -nearest_BN * weights_BN
+        seeds.append(first_minimum(scores_BN.masked_fill_(~is_candidate_BN, torch.inf), dim=1))
         nearest_BN = torch.minimum(nearest_BN, distance(seeds[-1]))
-        seeds.append(first_minimum((-nearest_BN).masked_fill(~is_unselected_BN, torch.inf), dim=1))
-    return sort_positions(torch.stack(seeds, dim=1), slot_mask_BK)
+        radii.append(nearest_BN.masked_fill(~mask_BN, -torch.inf).amax(dim=1))
+    return torch.stack(seeds, dim=1), torch.stack(radii, dim=1)
 
 
 def sort_positions(

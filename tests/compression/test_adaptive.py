@@ -5,12 +5,13 @@ import torch
 
 from pipeline.compression.adaptive import Adaptive, budgets, information
 from pipeline.compression.hpool import HPool, merge_costs
+from pipeline.compression.kcenter import KCenter
 from pipeline.config import SpecError, dump, parse
 from pipeline.registry import COMPRESSORS
 from pipeline.tokens import TokenBatch, normalise
 
 TAP = "pooled_row/mean/last"
-CRITERIA = ["gain", "entropy", "length"]
+CRITERIA = ["gain", "radius", "entropy", "length"]
 
 
 def make_batch(num_items=24, dim=16, seed=0):
@@ -92,6 +93,15 @@ def test_equals_definition(criterion):
     for i, n in enumerate(batch.lengths.tolist()):
         if criterion == "gain":
             expected = 1 + sum(cost > theta for cost in measure[i].tolist())
+        elif criterion == "radius":
+            tokens, k = batch.vectors[i, :n].double(), 0
+            radius = 2.0
+            while radius > theta:
+                k += 1
+                centres = KCenter(KCenter.Spec(num_vectors=k, output="centre")).compress(batch)
+                similarity = tokens @ centres.vectors[i, centres.mask[i]].double().T
+                radius = float((1 - similarity.amax(dim=1)).max())
+            expected = k
         elif criterion == "length":
             expected = round(theta * n)
         else:
@@ -102,7 +112,7 @@ def test_equals_definition(criterion):
 
 
 @pytest.mark.parametrize(
-    "method", ["hpool", "random", "sap", "attention_clustering", "samer", "spatial"]
+    "method", ["hpool", "kcenter", "random", "sap", "attention_clustering", "samer", "spatial"]
 )
 def test_supports_all_methods_with_budget(method):
     batch = make_batch()

@@ -15,19 +15,20 @@ LENGTHS = [9, 1, 0, 23, 5, 4, 40, 6]
 METHODS = [
     *COMPRESSORS.names(),
     *(f"{name} {seeds}" for name in ("samer", "spatial") for seeds in ("lattice", "farthest")),
+    *(f"kcenter {output}" for output in ("centre", "progressive")),
 ]
 #: Methods whose items have the same number of vectors, also if they have fewer tokens.
 CONSTANT = ("memtok", "seqresize")
 
 
 def build(method, ragged, **budget) -> Compressor:
-    name, _, seeds = method.partition(" ")
+    name, _, option = method.partition(" ")
     cls = COMPRESSORS.load(name)
     if "num_vectors" in cls.Spec.model_fields:
         budget = budget or {"num_vectors": NUM_VECTORS}
     else:
         budget = {"ratio": 0.3} if "ratio" in cls.Spec.model_fields else {}
-    options = {"seeds": seeds} if seeds else {}
+    options = {"output" if name == "kcenter" else "seeds": option} if option else {}
     if name == "seqresize":
         options = {"sequence_length": max(12, budget["num_vectors"]), "hidden_size": 7}
     compressor = cls(parse(cls.Spec, {"name": name, **budget, **options}))

@@ -66,7 +66,8 @@ class KCenter(Budgeted["KCenter.Spec"]):
           all tokens if only a prefix of the vectors is used.
         """
         oversampling: float = Field(1.5, ge=1, le=64, allow_inf_nan=False)
-        """Number of centres selected per vector. The surplus is merged. It is 1 for the outputs "centre" and "progressive" and with `max_radius`.
+        """Number of centres selected per vector. The surplus is merged. It is 1 for the outputs
+        "centre" and "progressive" and with `max_radius`.
         """
         start: Literal["mean", "first", "outlier"] = "mean"
         """First centre: the token most similar to the mean, the first token of the item, or the

@@ -414,12 +414,15 @@ def rule_text(message: str) -> str:
 
     >>> rule_text("Input should be a valid integer, unable to parse string as an integer")
     'an integer'
+    >>> rule_text("Input should be a valid integer, got a number with a fractional part")
+    'an integer'
     >>> rule_text("List should have at least 1 item after validation, not 0")
     'a list with at least 1 item'
     """
     message = message.removeprefix("Value error, ").removeprefix("Input should be ")
     message = re.sub(r"^(\w+) should have ", lambda kind: f"a {kind[1].lower()} with ", message)
-    message = re.sub(r" after validation, not \d+$|, unable to parse .*", "", message)
+    dropped = r" after validation, not \d+$|, (unable to parse|got a number with a fractional) .*"
+    message = re.sub(dropped, "", message)
     message = message.replace("a valid dictionary", "a mapping").replace("a valid int", "an int")
     return message.replace("a valid ", "a ")
 

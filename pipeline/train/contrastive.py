@@ -530,10 +530,19 @@ class Contrastive(Learner["Contrastive.Spec"]):
 
     @torch.no_grad()
     def evaluate(self, validation: Batch, data: TrainingData) -> Quality:
-        """Returns the metrics of the data. If there are phrases, grounding metrics are added."""
+        """Returns the metrics of the data. If there are phrases, grounding metrics are added.
+
+        Raises:
+            FloatingPointError: The model computes non-finite vectors.
+        """
         # Inference has no boxes.
         inputs = dataclasses.replace(self.read(validation), boxes=None)
-        quality = self._quality(self.embedded(inputs), validation, data)
+        embedded = self.embedded(inputs)
+        for kind in ("query", "document"):
+            vectors_TD = embedded[f"{kind}_vectors"][embedded[f"{kind}_mask"]]
+            if not bool(vectors_TD.isfinite().all()):
+                raise FloatingPointError(f"non-finite vectors of the {kind} tokens")
+        quality = self._quality(embedded, validation, data)
         # Grounding needs the assignment of tokens to vectors.
         if validation.phrases is not None and self.compressor.assignment_form is not None:
             quality |= self._grounding(validation, validation.phrases, inputs)

@@ -103,6 +103,9 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
 
         Returns:
             Metrics by name, higher is better. The first one selects the best model.
+
+        Raises:
+            FloatingPointError: The model computes non-finite values.
         """
 
     @abstractmethod

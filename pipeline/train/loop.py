@@ -205,19 +205,19 @@ class Loop:
         *means, total["gradient_norm"] = distributed.mean(both).tolist()
         total |= dict(zip(names, means, strict=True))
         if not all(math.isfinite(total[name]) for name in ("loss", "gradient_norm")):
-            last = self.checkpoints.last()
-            good = (
-                f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
-            )
-            raise JobError(
-                f"step {self.step + 1}: non-finite loss ({total['loss']:.4g}) or gradient norm"
-                f" ({total['gradient_norm']:.4g}); {good}"
-            )
+            values = f"{total['loss']:.4g}) or gradient norm ({total['gradient_norm']:.4g}"
+            raise self._non_finite(self.step + 1, f"non-finite loss ({values})")
         total["learning_rate"] = rate = spec.optimiser.rate(self.step, self.num_steps)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.step()
         return total
+
+    def _non_finite(self, step: int, problem: str) -> JobError:
+        """Returns the error for non-finite values, which names the step and the last checkpoint."""
+        last = self.checkpoints.last()
+        good = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
+        return JobError(f"step {step}: {problem}; {good}")
 
     def _backward(self, batch: Batch, inputs: Any, is_last: bool) -> dict[str, float]:
         """Adds the gradients of a batch and returns its loss and metrics.
@@ -306,7 +306,10 @@ class Loop:
         if (is_first or is_spread) and self._validation is not None:
             self.learner.eval()
             with self._autocast():
-                values = self.learner.evaluate(self._validation, self.data)
+                try:
+                    values = self.learner.evaluate(self._validation, self.data)
+                except FloatingPointError as error:
+                    raise self._non_finite(self.step, f"validation: {error}") from None
             self.learner.train()
             quality = means(values)
         with sharding.whole(self.learner), masters.as_loaded(self.learner, self._dtypes):

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline import config
-from pipeline.config import SpecError
+from pipeline.config import JobError, SpecError
 from pipeline.encoders.trained import MODULE, SUBFOLDER, TOKENS
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.taps import average_layers, single_layer_taps
@@ -396,3 +396,13 @@ def test_rejects_new_tokens_beside_trained_ones(model, tmp_path):
     encoder = {"name": "colpali", "model": model, "appended_tokens": str(tmp_path)}
     with pytest.raises(SpecError, match="num_appended_tokens must be null when encoder.appended"):
         spec_of(tmp_path, model, {**AGC, "encoder": encoder})
+
+
+def test_non_finite_vectors_end_an_evaluation(model, tmp_path):
+    """Their assignments to vectors are undefined."""
+    loop = Loop(spec_of(tmp_path, model, AGC, eval_every=1), say=lambda line: None)
+    assert loop.learner.appended is not None
+    torch.nn.init.constant_(loop.learner.appended.weight, torch.nan)
+    rule = "^step 0: validation: non-finite vectors of the document tokens; no checkpoint was writ"
+    with pytest.raises(JobError, match=rule):
+        loop.run()

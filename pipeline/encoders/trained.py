@@ -13,14 +13,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
+import safetensors.numpy
 import safetensors.torch
 import torch
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, TrainedSpec, dump
 from pipeline.encoders import Trainable
 from pipeline.encoders.appended import AppendedTokens, AppendedTokensSpec
 from pipeline.encoders.loading import hash_files, sha256
+from pipeline.registry import COMPRESSORS
 
 #: Folder of a trained compressor in the output folder of training, and its files.
 SUBFOLDER = "compressor"
@@ -46,6 +49,10 @@ class TrainedCompressor:
     encoder_weights: list[str]
     dim: int
     sha256: dict[str, str]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compressor, dict) or "name" not in self.compressor:
+            raise ValueError("the compressor has no name")
 
     @classmethod
     def read(cls, folder: str, field: str) -> tuple[TrainedCompressor, Path]:
@@ -94,7 +101,28 @@ class TrainedCompressor:
         if encoder != self.encoder:
             raise SpecError(field, folder, rule, f"was trained with the encoder {self.encoder}")
         if hashes != self.encoder_weights:
-            raise SpecError(field, folder, rule, "was trained with other weights")
+            note = "; the encoder must load the model, adapter and projection of the same run"
+            raise SpecError(field, folder, rule, "was trained with other weights", note)
+
+    def check_settings(self, compressor: TrainedSpec) -> None:
+        """Checks that a compressor has the settings of the trained one.
+
+        Args:
+            compressor: Spec whose field `weights` is the folder.
+
+        Raises:
+            SpecError: Its method or a setting differs.
+        """
+        name = self.compressor["name"]
+        if name != compressor.name:
+            rule, problem = f"the folder of a trained {compressor.name}", f"has a trained {name}"
+            raise SpecError("weights", compressor.weights, rule, problem)
+        trained = COMPRESSORS.resolve(self.compressor, stored=True)
+        for field, value in dump(compressor).items():
+            if field != "weights" and value != (expected := getattr(trained, field)):
+                note = "; it cannot be changed after training"
+                rule = f"{expected}, as in {compressor.weights}"
+                raise SpecError(field, value, rule, note=note)
 
 
 def write_trained_compressor(
@@ -202,12 +230,22 @@ def check_appended_tokens(
     folder = spec.appended_tokens
     if folder is None:
         return
-    with _open_tokens(folder) as file:
-        num_tokens, actual_width = file.get_slice("weight").get_shape()
+    num_tokens, actual_width = appended_shape(folder)
     if actual_width != width:
         rule = f"the folder of a trained compressor with tokens of width {width}"
         raise SpecError("appended_tokens", folder, rule, f"has tokens of width {actual_width}")
     check_positions(num_tokens, field, size, limit)
+
+
+def appended_shape(folder: str) -> tuple[int, int]:
+    """Returns the number and the width of the appended tokens in the folder of a compressor.
+
+    Raises:
+        SpecError: For `appended_tokens`: the folder has none.
+    """
+    with _open_tokens(folder) as file:
+        num_tokens, width = file.get_slice("weight").get_shape()
+    return num_tokens, width
 
 
 def check_positions(num_tokens: int, field: str, size: int, limit: int) -> None:
@@ -222,9 +260,26 @@ def check_positions(num_tokens: int, field: str, size: int, limit: int) -> None:
     Raises:
         SpecError: They do.
     """
+    if limit and num_tokens >= limit:
+        rule = f"fewer than {limit} tokens, the number of positions of the model"
+        raise SpecError("appended_tokens", num_tokens, rule)
     if limit and size + num_tokens > limit:
         rule = f"at most {limit - num_tokens} with {num_tokens} appended tokens"
         raise SpecError(field, size, rule, f"exceeds the {limit} positions of the model")
+
+
+def load_parameters(folder: str) -> dict[str, np.ndarray]:
+    """Loads the parameters of a trained compressor by name.
+
+    Raises:
+        SpecError: For `weights`: the folder has none.
+    """
+    _, path = TrainedCompressor.read(folder, "weights")
+    try:
+        return safetensors.numpy.load_file(path / MODULE)
+    except (OSError, safetensors.SafetensorError):
+        rule = "the folder of a trained compressor with parameters"
+        raise SpecError("weights", folder, rule, f"has no readable {MODULE}") from None
 
 
 @contextlib.contextmanager

@@ -10,14 +10,10 @@ jobs do not need.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import safetensors
-import safetensors.numpy
-
 from pipeline.compression.memtok import MemTok
-from pipeline.config import WEIGHTS_HASH, ComponentSpec, SpecError, TrainedSpec, dump, within
+from pipeline.config import WEIGHTS_HASH, ComponentSpec, SpecError, TrainedSpec, within
 from pipeline.encoders import Trainable
 from pipeline.index.columns import Representation
 from pipeline.index.info import EncoderInfo
@@ -52,31 +48,23 @@ def load_weights(compressor: ComponentSpec, encoder_info: EncoderInfo) -> dict[s
     """
     if not isinstance(compressor, TrainedSpec):
         return None
-    from pipeline.encoders.trained import MODULE
+    from pipeline.encoders.trained import load_parameters
 
-    described, path = _read(compressor)
+    described = _read(compressor)
     if described.dim != encoder_info.dim:
         rule = f"the folder of a compressor of vectors of dimension {encoder_info.dim}"
         problem = f"was trained for dimension {described.dim}"
         raise SpecError("weights", compressor.weights, rule, problem)
-    return safetensors.numpy.load_file(path / MODULE)
+    return load_parameters(str(compressor.weights))
 
 
 def _check_weights(compressor: TrainedSpec, encoder: ComponentSpec) -> None:
     """Checks that trained weights exist, and fit the spec of the compressor and the encoder."""
     from pipeline.encoders.trained import check_trained_with
 
-    described, _ = _read(compressor)
+    described = _read(compressor)
+    described.check_settings(compressor)
     folder = str(compressor.weights)
-    if described.compressor["name"] != compressor.name:
-        rule = f"the folder of a trained {compressor.name}"
-        problem = f"has a trained {described.compressor['name']}"
-        raise SpecError("weights", folder, rule, problem)
-    trained = dump(COMPRESSORS.resolve(described.compressor))
-    for field, value in dump(compressor).items():
-        if field != "weights" and value != trained[field]:
-            note = "; it cannot be changed after training"
-            raise SpecError(field, value, f"{trained[field]}, as in {folder}", note=note)
     encoder_class = ENCODERS.load(encoder.name)
     if issubclass(encoder_class, Trainable):
         check_trained_with(folder, "weights", encoder_class, encoder)
@@ -84,20 +72,18 @@ def _check_weights(compressor: TrainedSpec, encoder: ComponentSpec) -> None:
         described.check_encoder(encoder.name, [], "weights", folder)
 
 
-def _read(compressor: TrainedSpec) -> tuple[TrainedCompressor, Path]:
-    """Reads the description of trained weights, and returns it with the folder of the files."""
+def _read(compressor: TrainedSpec) -> TrainedCompressor:
+    """Reads the description of trained weights."""
     from pipeline.encoders.trained import TrainedCompressor
 
     if compressor.weights is None or compressor.weights.startswith(WEIGHTS_HASH):
         rule = "the folder of a training run with the weights of the compressor"
         raise SpecError("weights", compressor.weights, rule)
-    return TrainedCompressor.read(compressor.weights, "weights")
+    return TrainedCompressor.read(compressor.weights, "weights")[0]
 
 
 def _num_appended(encoder: Any) -> int:
     """Returns the number of tokens that an encoder appends to items."""
-    from pipeline.encoders.trained import TOKENS, TrainedCompressor
+    from pipeline.encoders.trained import appended_shape
 
-    _, path = TrainedCompressor.read(encoder.appended_tokens, "appended_tokens")
-    with safetensors.safe_open(path / TOKENS, "np") as file:
-        return int(file.get_slice("weight").get_shape()[0])
+    return appended_shape(encoder.appended_tokens)[0]

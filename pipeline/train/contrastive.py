@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
-import safetensors.numpy
 import safetensors.torch
 import torch
 from pydantic import Field, model_validator
@@ -28,9 +27,10 @@ from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_folder
 from pipeline.encoders.smart import Adapter
 from pipeline.encoders.trained import (
-    MODULE,
     TrainedCompressor,
+    appended_shape,
     load_appended_tokens,
+    load_parameters,
     supports_appended_tokens,
     weight_hashes,
     write_trained_compressor,
@@ -139,7 +139,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
         """Precision of the cached hidden states."""
         validation_compressors: tuple[CompressorSpec, ...] = ()
         """Additional compressors with which the validation documents are evaluated, for example
-        other budgets. The names of their metrics end with the compressor in parentheses."""
+        other budgets. They must not have parameters, as these would not be trained. The names of
+        their metrics end with the compressor in parentheses."""
         compressor: CompressorSpec = Field(default="none", validate_default=True)
         """Compressor of the documents' vectors."""
         num_appended_tokens: int | None = Field(None, ge=1)
@@ -205,6 +206,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
         if spec.has_appended_tokens:  # they are loaded below, with the hashes of the adapter
             encoder_spec = encoder_spec.model_copy(update={"appended_tokens": None})
         encoder = ENCODERS.build(encoder_spec)
+        with config.within("learner"):
+            _check_score(spec, encoder.pooled_dim)
         self.encoder: Any = encoder
         with config.within("learner.compressor"):
             self.compressor = _compressor(spec.compressor)
@@ -264,8 +267,6 @@ class Contrastive(Learner["Contrastive.Spec"]):
         with config.within("learner.encoder"):
             tokens = load_appended_tokens(type(encoder), self.spec.encoder)
         assert tokens is not None, "the spec names appended tokens"
-        with config.within("learner"):
-            _check_budget(self.spec, len(tokens))
         return tokens
 
     @classmethod
@@ -283,6 +284,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 raise SpecError("trainable", "projection", rule)
         with config.within("encoder"):
             encoder_class.check(spec.encoder)
+        _check_score(spec, getattr(encoder_class, "pooled_dim", 0))
         if spec.hidden_states_cache is not None:
             check_writable(spec.hidden_states_cache, "hidden_states_cache")
         if spec.trainable == "lora":
@@ -298,13 +300,13 @@ class Contrastive(Learner["Contrastive.Spec"]):
             if compressor_class.needs_appended and not spec.has_appended_tokens:
                 rule = "a number of tokens, or encoder.appended_tokens a folder, for the compressor"
                 raise SpecError("num_appended_tokens", None, f"{rule} {compressor.name}")
-        if spec.num_appended_tokens is not None:
-            if not supports_appended_tokens(encoder_class):
-                names = [n for n in ENCODERS.names() if supports_appended_tokens(ENCODERS.load(n))]
-                rule = f"null for the encoder {spec.encoder.name}; tokens can be appended to the"
-                rule += f" items of {', '.join(names)}"
-                raise SpecError("num_appended_tokens", spec.num_appended_tokens, rule)
-            _check_budget(spec, spec.num_appended_tokens)
+        num_appended = spec.num_appended_tokens
+        if num_appended is not None and not supports_appended_tokens(encoder_class):
+            names = [n for n in ENCODERS.names() if supports_appended_tokens(ENCODERS.load(n))]
+            rule = f"null for the encoder {spec.encoder.name}; tokens can be appended to the items"
+            raise SpecError("num_appended_tokens", num_appended, f"{rule} of {', '.join(names)}")
+        _check_budgets(spec)
+        _check_parameters(spec)
         has_parameters = issubclass(COMPRESSORS.load(spec.compressor.name).Spec, TrainedSpec)
         if has_parameters and spec.trainable == "adapter":
             rule = "all, projection, lora or tokens with a compressor that has parameters"
@@ -644,30 +646,73 @@ def _appended_folder(encoder: config.ComponentSpec) -> str | None:
 
 
 def _compressor(spec: config.ComponentSpec) -> Compressor[Any]:
-    """Returns a compressor with the weights that its spec names, or with new ones.
+    """Returns a compressor with the parameters that its spec names, or with new ones.
 
     Raises:
-        SpecError: The weights are missing, or were trained with other settings.
+        SpecError: For `weights`: the folder has no such parameters.
     """
     if not isinstance(spec, TrainedSpec) or spec.weights is None:
         return COMPRESSORS.build(spec)
-    described, path = TrainedCompressor.read(spec.weights, "weights")
-    if described.compressor | {"weights": None} != config.dump(spec) | {"weights": None}:
-        rule = "the folder of a compressor that was trained with the settings of the spec"
-        raise SpecError("weights", spec.weights, rule)
-    return COMPRESSORS.build(spec, safetensors.numpy.load_file(path / MODULE))
+    return COMPRESSORS.build(spec, load_parameters(spec.weights))
 
 
-def _check_budget(spec: Contrastive.Spec, num_tokens: int) -> None:
-    """Checks that the budget of MemTok is the number of appended tokens.
+def _check_parameters(spec: Contrastive.Spec) -> None:
+    """Checks the parameters of the compressors.
 
     Raises:
-        SpecError: It is not.
+        SpecError: Those of the compressor were trained with other settings, or an additional
+            compressor has parameters, which no run would train.
     """
-    compressor = COMPRESSORS.build(spec.compressor)
-    if isinstance(compressor, MemTok):
-        with config.within("compressor"):
-            compressor.check_budget(num_tokens)
+    for field, compressor in _compressors(spec).items():
+        if not isinstance(compressor, TrainedSpec):
+            continue
+        with config.within(field):
+            if field != "compressor":
+                raise SpecError("name", compressor.name, "a compressor without parameters")
+            if compressor.weights is not None:
+                described, _ = TrainedCompressor.read(compressor.weights, "weights")
+                described.check_settings(compressor)
+
+
+def _check_budgets(spec: Contrastive.Spec) -> None:
+    """Checks that the budget of MemTok is the number of appended tokens, if there are any.
+
+    Raises:
+        SpecError: It is not, or the folder of the encoder has no such tokens.
+    """
+    folder = _appended_folder(spec.encoder)
+    if folder is not None:
+        with config.within("encoder"):
+            num_tokens, _ = appended_shape(folder)
+    elif spec.num_appended_tokens is not None:
+        num_tokens = spec.num_appended_tokens
+    else:
+        return
+    for field, compressor in _compressors(spec).items():
+        if isinstance(compressor, MemTok.Spec):
+            with config.within(field):
+                if folder is None and compressor.num_vectors not in (None, num_tokens):
+                    rule = f"{num_tokens}, the value of learner.num_appended_tokens"
+                    raise SpecError("num_vectors", compressor.num_vectors, rule)
+                MemTok(compressor).check_budget(num_tokens)
+
+
+def _compressors(spec: Contrastive.Spec) -> dict[str, CompressorSpec]:
+    """Returns the compressor and the additional ones of the validation, by field."""
+    additional = enumerate(spec.validation_compressors)
+    numbered = {f"validation_compressors[{number}]": other for number, other in additional}
+    return {"compressor": spec.compressor, **numbered}
+
+
+def _check_score(spec: Contrastive.Spec, pooled_dim: int | None) -> None:
+    """Checks that the encoder has single vectors if the score compares them.
+
+    Raises:
+        SpecError: For `score`: it has none.
+    """
+    if spec.score != "maxsim" and pooled_dim is None:
+        rule = f"maxsim for the encoder {spec.encoder.name}, which has no single vector"
+        raise SpecError("score", spec.score, rule)
 
 
 def compressor_label(spec: CompressorSpec) -> str:

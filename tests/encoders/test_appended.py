@@ -227,8 +227,9 @@ def test_rejects_folders(tmp_path):
     assert "was trained with other weights" in error(tmp_path / "other")
     described.write_text(json.dumps({**fields, "encoder": "colbert"}))
     assert "was trained with the encoder colbert" in error(tmp_path / "other")
-    described.write_text("{}")
-    assert "has an invalid compressor.json" in error(tmp_path / "other")
+    for content in ("{}", json.dumps({**fields, "compressor": "agc"})):
+        described.write_text(content)
+        assert "has an invalid compressor.json" in error(tmp_path / "other")
 
     folder = Path(write(tmp_path / "changed", spec, encoder)) / SUBFOLDER
     weights = folder / "appended_tokens.safetensors"
@@ -255,6 +256,10 @@ def test_rejects_more_tokens_than_positions(name, size, checkpoint):
     num_tokens = num_positions - 63
     with pytest.raises(SpecError, match=f"^{size} must be at most 63 with {num_tokens} appended"):
         encoder.append_tokens(AppendedTokens.create(num_tokens, encoder.embedding))
+    tokens = AppendedTokens.create(num_positions, encoder.embedding)
+    rule = f"^appended_tokens must be fewer than {num_positions} tokens, .*, got {num_positions}$"
+    with pytest.raises(SpecError, match=rule):
+        encoder.append_tokens(tokens)
 
 
 def test_windows_of_an_item_share_the_budget():

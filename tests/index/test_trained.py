@@ -265,7 +265,10 @@ def test_checks_before_the_encoder_is_loaded(tmp_path, collection, trained):
     assert "weights must be the folder of a training run" in seqresize(weights=None)
     assert "got '/missing', which does not exist" in seqresize(weights="/missing")
     backbone = write_folder(tmp_path / "backbone", weights=["0" * 64])
-    assert seqresize(weights=backbone).endswith("which was trained with other weights")
+    assert seqresize(weights=backbone).endswith(
+        "which was trained with other weights; the encoder must load the model, adapter and"
+        " projection of the same run"
+    )
 
 
 def test_weights_of_another_dimension_are_refused(cluster, tmp_path, collection):

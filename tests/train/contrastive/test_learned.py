@@ -368,7 +368,25 @@ def test_tokens_train_without_a_trainable_model(tmp_path):
         ),
         (
             {**MEMTOK, "num_appended_tokens": 5},
-            "learner.compressor.num_vectors must be 5, .*, got 4",
+            "learner.compressor.num_vectors must be 5, the value of learner.num_appended_tokens, "
+            "got 4$",
+        ),
+        (
+            {**AGC, "validation_compressors": ["none", MEMTOK["compressor"] | {"num_vectors": 3}]},
+            r"learner.validation_compressors\[1\].num_vectors must be 4, .*, got 3$",
+        ),
+        (
+            {**AGC, "validation_compressors": [SEQRESIZE["compressor"]]},
+            r"learner.validation_compressors\[0\].name must be a compressor without parameters,"
+            " got 'seqresize'",
+        ),
+        (
+            {"compressor": {**SEQRESIZE["compressor"], "weights": "/missing"}},
+            "learner.compressor.weights must be .*, got '/missing', which does not exist",
+        ),
+        (
+            {**AGC, "score": "hybrid"},
+            "learner.score must be maxsim for the encoder colpali, which has no single vector, got",
         ),
         (
             {"compressor": AGC["compressor"]},
@@ -396,6 +414,53 @@ def test_rejects_new_tokens_beside_trained_ones(model, tmp_path):
     encoder = {"name": "colpali", "model": model, "appended_tokens": str(tmp_path)}
     with pytest.raises(SpecError, match="num_appended_tokens must be null when encoder.appended"):
         spec_of(tmp_path, model, {**AGC, "encoder": encoder})
+
+
+def test_rejects_other_folders_before_loading(model, tmp_path):
+    """Also in a dry run, and before the first run of a study."""
+    run(spec_of(tmp_path / "agc", model, {**AGC, **TOKEN_RUN}, max_steps=1))
+    run(spec_of(tmp_path / "seqresize", model, {**SEQRESIZE, **TOKEN_RUN}, max_steps=1))
+    agc, seqresize = (str(tmp_path / name / "model") for name in ("agc", "seqresize"))
+
+    def error(compressor: dict[str, Any], **encoder: str) -> str:
+        learner = {
+            "compressor": compressor,
+            "encoder": {"name": "colpali", "model": model, "output_tokens": "visual", **encoder},
+        }
+        with pytest.raises(SpecError) as caught:
+            check(spec_of(tmp_path / "run", model, learner))
+        return str(caught.value)
+
+    trained = {**SEQRESIZE["compressor"], "weights": seqresize}
+    assert error({**trained, "hidden_size": 9}) == (
+        f"learner.compressor.hidden_size must be 8, as in {seqresize}, got 9; it cannot be changed"
+        " after training"
+    )
+    assert error({**trained, "weights": agc}) == (
+        f"learner.compressor.weights must be the folder of a trained seqresize, got '{agc}', which"
+        " has a trained agc"
+    )
+    assert error(MEMTOK["compressor"] | {"num_vectors": 3}, appended_tokens=agc) == (
+        "learner.compressor.num_vectors must be 4, the number of tokens that the encoder was"
+        " trained to append, got 3; MemTok cannot change its budget after training"
+    )
+    assert error(AGC["compressor"], appended_tokens=seqresize) == (
+        "learner.encoder.appended_tokens must be the folder of a trained compressor with appended"
+        f" tokens, got '{seqresize}', which has no readable {TOKENS}"
+    )
+
+
+def test_tokens_without_the_projection_of_their_run_are_rejected(model, tmp_path):
+    run(spec_of(tmp_path / "agc", model, {**AGC, **TOKEN_RUN}, max_steps=1))
+    folder = str(tmp_path / "agc" / "model")
+    encoder = {"name": "colpali", "model": model, "dtype": "float32", "appended_tokens": folder}
+    spec = spec_of(tmp_path / "run", model, {"compressor": AGC["compressor"], "encoder": encoder})
+    with pytest.raises(SpecError) as caught:
+        Loop(spec, say=lambda line: None)
+    assert str(caught.value).endswith(
+        "which was trained with other weights; the encoder must load the model, adapter and"
+        " projection of the same run"
+    )
 
 
 def test_non_finite_vectors_end_an_evaluation(model, tmp_path):

@@ -33,11 +33,18 @@ def check_compressors(representations: Iterable[Representation], encoder: Compon
     for r in representations:
         compressor = COMPRESSORS.build(r.compressor)
         compressor.check_encoder(encoder)
-        with within(f"representations.{r.id}.compressor"):
-            if isinstance(compressor, MemTok):
+        field = f"representations.{r.id}.compressor"
+        if isinstance(compressor, MemTok):
+            with within(field):
                 compressor.check_budget(_num_appended(encoder))
-            if isinstance(r.compressor, TrainedSpec):
-                _check_weights(r.compressor, encoder)
+        if isinstance(r.compressor, TrainedSpec):
+            with within(field):
+                described = _read(r.compressor)
+                described.check_settings(r.compressor)
+            with within("encoder"):
+                hashes = _weight_hashes(encoder)
+            with within(field):
+                described.check_encoder(encoder.name, hashes, "weights", str(r.compressor.weights))
 
 
 def load_weights(compressor: ComponentSpec, encoder_info: EncoderInfo) -> dict[str, Any] | None:
@@ -58,18 +65,12 @@ def load_weights(compressor: ComponentSpec, encoder_info: EncoderInfo) -> dict[s
     return load_parameters(str(compressor.weights))
 
 
-def _check_weights(compressor: TrainedSpec, encoder: ComponentSpec) -> None:
-    """Checks that trained weights exist, and fit the spec of the compressor and the encoder."""
-    from pipeline.encoders.trained import check_trained_with
+def _weight_hashes(encoder: ComponentSpec) -> list[str]:
+    """Returns the sorted hashes of the weight files of an encoder, if it can be trained."""
+    from pipeline.encoders.trained import weight_hashes
 
-    described = _read(compressor)
-    described.check_settings(compressor)
-    folder = str(compressor.weights)
     encoder_class = ENCODERS.load(encoder.name)
-    if issubclass(encoder_class, Trainable):
-        check_trained_with(folder, "weights", encoder_class, encoder)
-    else:
-        described.check_encoder(encoder.name, [], "weights", folder)
+    return weight_hashes(encoder_class, encoder) if issubclass(encoder_class, Trainable) else []
 
 
 def _read(compressor: TrainedSpec) -> TrainedCompressor:

@@ -18,9 +18,11 @@ from pipeline.config import SpecError
 from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.trained import SUBFOLDER, weight_hashes, write_trained_compressor
 from pipeline.index import job, recompress
+from pipeline.index.columns import Representation
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
+from pipeline.index.trained import check_compressors
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.search.maps import similarity_map
 from pipeline.taps import Tap
@@ -269,6 +271,16 @@ def test_checks_before_the_encoder_is_loaded(tmp_path, collection, trained):
         "which was trained with other weights; the encoder must load the model, adapter and"
         " projection of the same run"
     )
+
+
+def test_missing_weights_of_the_encoder_are_its_error(tmp_path):
+    """Recompression does not load the encoder, whose folder may have been removed."""
+    folder = write_folder(tmp_path / "run")
+    compressor = {"name": "seqresize", **SIZES, "weights": folder}
+    wanted = [config.parse(Representation, {"compressor": compressor})]
+    encoder = ENCODERS.resolve({"name": "colpali", "model": "/missing"})
+    with pytest.raises(SpecError, match="^encoder.model must be .*, got '/missing'"):
+        check_compressors(wanted, encoder)
 
 
 def test_weights_of_another_dimension_are_refused(cluster, tmp_path, collection):

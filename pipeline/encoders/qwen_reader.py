@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.encoders.images import grid_extents, item_images
-from pipeline.encoders.loading import check_patches, load_processor
+from pipeline.encoders.loading import SETTINGS, check_patches, checkpoint_folder, load_processor
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.qwen_spec import CONTENT, QwenSpecT
 from pipeline.encoders.reader import Reader
@@ -77,6 +79,16 @@ class QwenReader(Reader[QwenSpecT]):
         boundaries = {names[name] for name in BOUNDARIES if name in names}
         self.special = ({*self.tokenizer.all_special_ids} | boundaries) - pads
         self._markers = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+
+    def save(self, folder: Path) -> None:
+        """Copies the preprocessing files of the checkpoint to those of a trained model.
+
+        Images and audio share a file, which their processors would overwrite.
+        """
+        source = checkpoint_folder(self.spec, SETTINGS)
+        for path in (path for pattern in SETTINGS for path in source.glob(pattern)):
+            if "config.json" != path.name != "model.safetensors.index.json":
+                shutil.copyfile(path, folder / path.name)
 
     def token_ids(self, names: Iterable[str]) -> list[int]:
         """Returns the ids of added tokens.

@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Generic
 
 import pyarrow as pa
@@ -28,6 +29,10 @@ class Reader(ABC, Generic[CheckpointSpecT]):
 
     def __init__(self, spec: CheckpointSpecT):
         self.spec = spec
+
+    def save(self, folder: Path) -> None:
+        """Saves the preprocessing files with a trained model."""
+        self.processor.save_pretrained(folder)
 
     @abstractmethod
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:

@@ -253,7 +253,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
     def save(self, folder: Path) -> None:
         """Saves the model and its processor."""
         self.model.save_pretrained(folder)
-        self._reader.processor.save_pretrained(folder)
+        self._reader.save(folder)
 
     @torch.no_grad()
     def states(self, items: Sequence[Sequence[ModelInput]], taps: Sequence[Tap] = ()) -> TokenBatch:

@@ -327,14 +327,16 @@ class QwenOmniReader(StatesReader["QwenOmni.Spec"]):
         # The model is trained on audio padded with silence to the maximum length. Padding by two
         # FFT windows yields the same features, because later samples affect no frame of the audio.
         padded = math.ceil((len(samples) + 2 * extractor.n_fft) / hop) * hop
-        output = extractor(
-            samples,
-            sampling_rate=rate,
-            padding="max_length",
-            max_length=min(padded, extractor.n_samples),
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
+        # The extractor cannot convert the bfloat16 features of an autocast region to NumPy.
+        with torch.autocast("cpu", enabled=False):
+            output = extractor(
+                samples,
+                sampling_rate=rate,
+                padding="max_length",
+                max_length=min(padded, extractor.n_samples),
+                return_attention_mask=True,
+                return_tensors="pt",
+            )
         columns = output["input_features"][0].T[output["attention_mask"][0].bool()]
         if not num_audio_tokens(len(columns)):
             return None

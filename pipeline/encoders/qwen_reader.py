@@ -86,8 +86,9 @@ class QwenReader(Reader[QwenSpecT]):
         Images and audio share a file, which their processors would overwrite.
         """
         source = checkpoint_folder(self.spec, SETTINGS)
+        of_model = ("config.json", "model.safetensors.index.json")
         for path in (path for pattern in SETTINGS for path in source.glob(pattern)):
-            if "config.json" != path.name != "model.safetensors.index.json":
+            if path.name not in of_model:
                 shutil.copyfile(path, folder / path.name)
 
     def token_ids(self, names: Iterable[str]) -> list[int]:

@@ -444,7 +444,13 @@ class Contrastive(Learner["Contrastive.Spec"]):
         """Compresses documents before scoring.
 
         Object boxes are passed to compressors that use them.
+
+        Raises:
+            FloatingPointError: The model computes non-finite values in an evaluation. During
+                training, the loss shows them.
         """
+        if not self.training:
+            _check_finite(tokens)
         compressor = compressor or self.compressor
         spec = compressor.spec
         if boxes is not None and (
@@ -540,10 +546,6 @@ class Contrastive(Learner["Contrastive.Spec"]):
         # Inference has no boxes.
         inputs = dataclasses.replace(self.read(validation), boxes=None)
         embedded = self.embedded(inputs)
-        for kind in ("query", "document"):
-            vectors_TD = embedded[f"{kind}_vectors"][embedded[f"{kind}_mask"]]
-            if not bool(vectors_TD.isfinite().all()):
-                raise FloatingPointError(f"non-finite vectors of the {kind} tokens")
         quality = self._quality(embedded, validation, data)
         # Grounding needs the assignment of tokens to vectors.
         if validation.phrases is not None and self.compressor.assignment_form is not None:
@@ -713,6 +715,15 @@ def _check_score(spec: Contrastive.Spec, pooled_dim: int | None) -> None:
     if spec.score != "maxsim" and pooled_dim is None:
         rule = f"maxsim for the encoder {spec.encoder.name}, which has no single vector"
         raise SpecError("score", spec.score, rule)
+
+
+def _check_finite(tokens: TokenBatch) -> None:
+    """Raises `FloatingPointError` if vectors or attention statistics are not finite."""
+    values = [tokens.vectors[tokens.mask], *(tap[tokens.mask] for tap in tokens.taps.values())]
+    if tokens.appended is not None:
+        values.append(tokens.appended)
+    if not all(bool(tensor.isfinite().all()) for tensor in values):
+        raise FloatingPointError("non-finite vectors or attention of documents")
 
 
 def compressor_label(spec: CompressorSpec) -> str:

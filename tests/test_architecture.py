@@ -28,6 +28,7 @@ ORDER = [
     ("search",),
     ("eval",),
     ("report",),
+    ("recommend",),
     ("serve",),
     ("training_data",),
     ("train",),

@@ -83,3 +83,38 @@ def bootstrap_interval(
     tail = (1 - share) / 2
     low, high = np.quantile(values_N[indices_SN].mean(axis=1), [tail, 1 - tail])
     return float(low), float(high)
+
+
+def ratio_intervals(
+    values_RN: np.ndarray,
+    reference_N: np.ndarray,
+    share: float = 0.95,
+    num_samples: int = 2000,
+    seed: int = 0,
+) -> np.ndarray:
+    """Computes bootstrap confidence intervals of ratios of means by the percentile method.
+
+    The queries are resampled jointly for all systems and the reference, because their values are
+    paired. Samples in which the mean of the reference is 0 have the ratio 1.
+
+    Args:
+        values_RN: Values of R systems for the same N queries.
+        reference_N: Values of the reference for these queries. Its mean must be positive.
+        share: Confidence level of the intervals, in (0, 1).
+        num_samples: Number of bootstrap samples.
+        seed: Seed of the samples.
+
+    Returns:
+        Lower and upper bounds (R, 2).
+
+    >>> ratio_intervals(np.array([[0.5, 1.0, 0.5]]), np.array([1.0, 2.0, 1.0])).tolist()
+    [[0.5, 0.5]]
+    """
+    num_queries = len(reference_N)
+    weights = np.full(num_queries, 1 / num_queries)
+    counts_SN = np.random.default_rng(seed).multinomial(num_queries, weights, num_samples)
+    reference_S1 = (counts_SN @ np.asarray(reference_N, np.float64))[:, np.newaxis]
+    sums_SR = counts_SN @ np.asarray(values_RN, np.float64).T
+    ratios_SR = np.divide(sums_SR, reference_S1, out=np.ones_like(sums_SR), where=reference_S1 > 0)
+    tail = (1 - share) / 2
+    return np.quantile(ratios_SR, [tail, 1 - tail], axis=0).T

@@ -1,0 +1,108 @@
+"""Recommends a compression method, a budget and a codec for the stored vectors of an index.
+
+    python -m jobs.recommend out/cranfield/index --retain 0.95 --max-bytes 4096
+    python -m jobs.recommend INDEX --queries jobs/data/cranfield --max-milliseconds 50
+    python -m jobs.recommend INDEX --queries jobs/specs/us_government_evaluate.yaml
+
+The job compresses a sample of the items with every combination of method, budget and codec, in
+memory, and compares the rankings with those of the uncompressed vectors. It recommends the smallest
+candidate whose retained quality is at least --retain at the lower end of its 95 % confidence
+interval, and which meets the limits on size and time. Nothing is written to the index.
+
+QUERIES is a folder in BEIR format, or a spec of jobs.evaluate, whose benchmark, query vectors,
+level and filter are used. Without it, the quality is estimated with pseudo-queries that are made
+from the vectors of the items.
+
+The job prints a table, the reason and the command that adds the recommended representation. With
+--out, it also writes recommendation.json, candidates.csv, recommendation.png and the spec
+recompress.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jobs
+from pipeline import config
+from pipeline.config import SpecError
+from pipeline.index import check_index
+
+if TYPE_CHECKING:
+    from pipeline.recommend.spec import RecommendSpec
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and recommends."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("index", help="URI of the index")
+    parser.add_argument("--representation", help="uncompressed representation (default: full)")
+    parser.add_argument("--queries", help="BEIR folder, or spec of jobs.evaluate (.yaml)")
+    parser.add_argument("--filter", help="SQL condition on the item columns")
+    parser.add_argument(
+        "--retain", type=float, help="fraction of the quality to retain (default: 0.95)"
+    )
+    parser.add_argument("--max-bytes", type=float, help="maximum vector bytes per item")
+    parser.add_argument("--max-milliseconds", type=float, help="maximum scoring time per query")
+    parser.add_argument(
+        "--methods", nargs="+", help="compressors (default: none hpool samer spatial kcenter)"
+    )
+    parser.add_argument(
+        "--budgets", nargs="+", type=int, help="vectors per item (default: 1 2 4 8 16 32 64)"
+    )
+    parser.add_argument("--codecs", nargs="+", help="codecs (default: float16 int8)")
+    parser.add_argument("--sample", type=int, help="number of sampled items (default: 500)")
+    parser.add_argument("--num-queries", type=int, help="maximum number of queries (default: 300)")
+    parser.add_argument("--seed", type=int, help="random seed (default: 0)")
+    parser.add_argument("--out", metavar="FOLDER", help="output folder")
+    # Intermixed parsing does not support options with several values.
+    args = vars(parser.parse_args(arguments))
+    check_index(args["index"])
+    queries, out = args.pop("queries"), args.pop("out")
+    fields = {name: value for name, value in args.items() if value is not None}
+
+    from pipeline.atomic import check_writable
+    from pipeline.recommend.report import SPEC, reason, recompress_spec, table, write
+    from pipeline.recommend.run import recommend
+    from pipeline.recommend.spec import RecommendSpec
+    from pipeline.report.text import aligned
+
+    if queries is not None:
+        fields = {**_query_fields(queries), **fields}
+    spec: RecommendSpec = config.parse(RecommendSpec, fields)
+    if out is not None:
+        check_writable(out, "--out")
+    recommendation = recommend(spec, jobs.say)
+    print("", aligned(table(recommendation)), "", reason(recommendation), sep="\n")
+    path = SPEC
+    if out is not None:
+        paths = write(recommendation, out)
+        path = next((name for name in paths if name.endswith(SPEC)), SPEC)
+        print("", *paths, sep="\n")
+    if representation := recompress_spec(recommendation):
+        import yaml
+
+        print("", yaml.safe_dump(representation, sort_keys=False), sep="\n", end="")
+        print(f"\nTo add it, {'' if out else f'save this spec as {SPEC} and '}run:")
+        print(f"python -m jobs.recompress {path}")
+
+
+def _query_fields(queries: str) -> dict[str, Any]:
+    """Returns the fields of the spec for the argument --queries.
+
+    Raises:
+        SpecError: The folder or the file does not exist, or the spec has no benchmark.
+    """
+    config.check_exists(queries, "--queries", "a BEIR folder or a spec of jobs.evaluate")
+    if Path(queries).suffix not in (".yaml", ".yml"):
+        return {"benchmark": {"name": "beir", "path": queries}}
+    evaluation = config.read(queries, "--queries")
+    if "benchmark" not in evaluation:
+        raise SpecError("--queries", queries, "a spec of jobs.evaluate", "has no benchmark")
+    names = ("benchmark", "query_vectors", "judged", "filter")
+    return {name: evaluation[name] for name in names if name in evaluation}
+
+
+if __name__ == "__main__":
+    jobs.run(main)

@@ -1,0 +1,1 @@
+"""Recommendation of a compression method, a budget and a codec for a stored representation."""

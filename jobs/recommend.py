@@ -22,15 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jobs
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import check_index
-
-if TYPE_CHECKING:
-    from pipeline.recommend.spec import RecommendSpec
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,26 +52,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sample", type=int, help="number of sampled items (default: 500)")
     parser.add_argument("--num-queries", type=int, help="maximum number of queries (default: 300)")
     parser.add_argument("--seed", type=int, help="random seed (default: 0)")
+    parser.add_argument(
+        "--validate",
+        action="store_true",
+        help="with --queries: report the regret of recommendations with half of the queries and "
+        "with pseudo-queries",
+    )
     parser.add_argument("--out", metavar="FOLDER", help="output folder")
     # Intermixed parsing does not support options with several values.
     args = vars(parser.parse_args(arguments))
     check_index(args["index"])
-    queries, out = args.pop("queries"), args.pop("out")
+    queries, out, validate = args.pop("queries"), args.pop("out"), args.pop("validate")
+    if validate and queries is None:
+        parser.error("--validate requires --queries")
     fields = {name: value for name, value in args.items() if value is not None}
 
     from pipeline.atomic import check_writable
-    from pipeline.recommend.report import SPEC, reason, recompress_spec, table, write
+    from pipeline.recommend.report import SPEC, reason, recompress_spec, regret_table, table, write
     from pipeline.recommend.run import recommend
     from pipeline.recommend.spec import RecommendSpec
     from pipeline.report.text import aligned
 
     if queries is not None:
         fields = {**_query_fields(queries), **fields}
-    spec: RecommendSpec = config.parse(RecommendSpec, fields)
+    spec = config.parse(RecommendSpec, {**fields, "validate_estimate": validate})
     if out is not None:
         check_writable(out, "--out")
     recommendation = recommend(spec, jobs.say)
     print("", aligned(table(recommendation)), "", reason(recommendation), sep="\n")
+    if recommendation.regrets:
+        print("", aligned(regret_table(recommendation)), sep="\n")
     path = SPEC
     if out is not None:
         paths = write(recommendation, out)

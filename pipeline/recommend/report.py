@@ -16,6 +16,7 @@ from pipeline.index.columns import codec_name
 from pipeline.recommend.choose import Row
 from pipeline.recommend.queries import MEASURE
 from pipeline.recommend.run import Recommendation
+from pipeline.recommend.validation import Regret
 from pipeline.report.plot import REFERENCE, STYLES, apply_style, legend_below, to_png
 from pipeline.report.text import as_csv, decimal, percentage
 
@@ -46,6 +47,26 @@ def table(recommendation: Recommendation) -> list[list[str]]:
                 f"{percentage(row.low)} to {percentage(row.high)}",
                 decimal(row.mean_distance),
                 decimal(row.max_distance),
+            ]
+        )
+    return cells
+
+
+def regret_table(recommendation: Recommendation) -> list[list[str]]:
+    """Returns the table of the validation."""
+    header = ["estimate", "recommended", "retained", "shortfall", "best", "bytes / best"]
+    cells = [[*header, "correlation", "coverage"]]
+    for regret in recommendation.regrets:
+        cells.append(
+            [
+                regret.estimate,
+                regret.recommended,
+                percentage(regret.retained),
+                percentage(regret.shortfall),
+                regret.best,
+                f"{regret.size_ratio:.2f}",
+                decimal(regret.correlation),
+                percentage(regret.coverage),
             ]
         )
     return cells
@@ -105,6 +126,8 @@ def write(recommendation: Recommendation, folder: str) -> list[str]:
     }
     if spec := recompress_spec(recommendation):
         files[SPEC] = yaml.safe_dump(spec, sort_keys=False)
+    if recommendation.regrets:
+        files["validation.csv"] = as_csv([Regret._fields, *recommendation.regrets])
     paths = [posixpath.join(folder, name) for name in files]
     for path, data in zip(paths, files.values(), strict=True):
         write_atomic(path, data)

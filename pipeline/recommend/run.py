@@ -7,30 +7,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from pipeline.config import SpecError, dump
+from pipeline.config import SpecError
 from pipeline.eval.level import judged_level
-from pipeline.eval.significance import ratio_intervals
 from pipeline.eval.topics import read_query_vectors
 from pipeline.index.columns import Representation, required_taps
 from pipeline.index.info import EncoderInfo
 from pipeline.index.recompress import stored_encoder
 from pipeline.recommend.candidates import UNCOMPRESSED, list_candidates
 from pipeline.recommend.choose import Choice, Row, Target, choose
+from pipeline.recommend.comparison import Comparison
 from pipeline.recommend.measure import Measured, measured_candidates
 from pipeline.recommend.queries import QuerySet, pseudo_queries
 from pipeline.recommend.sample import Sample, draw_sample
 from pipeline.recommend.spec import RecommendSpec
+from pipeline.recommend.validation import Regret, regrets
 from pipeline.registry import BENCHMARKS, COMPRESSORS
 from pipeline.search.packed import PackedVectors
 from pipeline.search.searcher import Searcher, open_index
-from pipeline.tokens import normalise
 
 #: Relative norm of the noise in pseudo-queries. See "Choosing a method and a budget" in the docs.
 NOISE = 1.0
-#: Maximum number of items whose covering radius is computed.
-NUM_COVERED = 100
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,6 @@ class Recommendation:
         spec: Options.
         field: Item field of the representation.
         rows: One row per candidate, in order of size.
-        values: Metric of each query, by the name of the candidate; "" for the uncompressed vectors.
         choice: Recommended row.
         left_out: Reason by method or codec that was not compared.
         num_items: Number of items of the index.
@@ -49,12 +45,12 @@ class Recommendation:
         num_queries: Number of queries.
         is_judged: False if the queries are pseudo-queries.
         quality: Mean metric of the uncompressed vectors.
+        regrets: Validation of the estimates, or an empty list if it was not requested.
     """
 
     spec: RecommendSpec
     field: str
     rows: list[Row]
-    values: dict[str, list[float]]
     choice: Choice
     left_out: dict[str, str]
     num_items: int
@@ -62,6 +58,7 @@ class Recommendation:
     num_queries: int
     is_judged: bool
     quality: float
+    regrets: list[Regret]
 
 
 def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendation:
@@ -92,49 +89,31 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
         f" items, {len(queries.tokens)} {kind}"
     )
     full = _uncompressed(sample, encoder_info)
-    reference_Q = queries.measure(full.scores(queries.tokens), sample.ids)
-    if not reference_Q.any():
-        rule = "a benchmark with relevant items that the uncompressed vectors find"
-        raise SpecError("queries", spec.representation, rule, "has a quality of 0")
-    rows, values = [], {"": reference_Q.tolist()}
-    covered = _covered_items(full.packed)
-    for measured in measured_candidates(candidates.representations, sample, encoder_info):
-        values_Q = queries.measure(measured.scores(queries.tokens), sample.ids)
-        low, high = ratio_intervals(values_Q[np.newaxis], reference_Q, seed=spec.seed)[0].tolist()
-        mean_distance, max_distance = _covering(measured.packed, covered)
-        representation = measured.representation
-        row = Row(
-            name=representation.id,
-            method=representation.compressor.name,
-            num_vectors=getattr(representation.compressor, "num_vectors", None),
-            codec=dump(representation.codec),
-            vectors_per_item=measured.vectors_per_item,
-            bytes_per_item=measured.bytes_per_item,
-            milliseconds=measured.milliseconds(queries.tokens, sample.num_items),
-            quality=float(values_Q.mean()),
-            retained=float(values_Q.mean() / reference_Q.mean()),
-            low=low,
-            high=high,
-            mean_distance=mean_distance,
-            max_distance=max_distance,
-        )
-        rows.append(row)
-        values[row.name] = values_Q.tolist()
-        report(f"[{len(rows)}/{len(candidates.representations)}] {row.name}  {row.retained:.3f}")
-    rows.sort(key=lambda row: (row.bytes_per_item, -row.low))
+    comparison = Comparison(sample, full, queries, spec.seed)
+    pseudo = None
+    if spec.validate_estimate and queries.is_judged:
+        pseudo_set = _pseudo_queries(spec, sample, full.packed)
+        pseudo = Comparison(sample, full, pseudo_set, spec.seed)
+    measured = measured_candidates(candidates.representations, sample, encoder_info)
+    for number, candidate in enumerate(measured, start=1):
+        row = comparison.add(candidate)
+        if pseudo is not None:
+            pseudo.add(candidate)
+        report(f"[{number}/{len(candidates.representations)}] {row.name}  {row.retained:.3f}")
     target = Target(spec.retain, spec.max_bytes, spec.max_milliseconds)
+    rows = sorted(comparison.rows, key=lambda row: (row.bytes_per_item, -row.low))
     return Recommendation(
         spec=spec,
         field=field,
         rows=rows,
-        values=values,
         choice=choose(rows, target),
         left_out=candidates.left_out,
         num_items=sample.num_items,
         num_sampled=len(sample),
         num_queries=len(queries.tokens),
         is_judged=queries.is_judged,
-        quality=float(reference_Q.mean()),
+        quality=float(comparison.reference_Q.mean()),
+        regrets=[] if pseudo is None else regrets(comparison, pseudo, target),
     )
 
 
@@ -143,6 +122,10 @@ def _uncompressed(sample: Sample, encoder_info: EncoderInfo) -> Measured:
     representation = Representation(compressor=COMPRESSORS.resolve(UNCOMPRESSED))
     (full,) = measured_candidates([representation], sample, encoder_info)
     return full
+
+
+def _pseudo_queries(spec: RecommendSpec, sample: Sample, full: PackedVectors) -> QuerySet:
+    return pseudo_queries(sample, full, num_queries=spec.num_queries, noise=NOISE, seed=spec.seed)
 
 
 def _sample_and_queries(
@@ -161,10 +144,7 @@ def _sample_and_queries(
     )
     if spec.benchmark is None:
         sample = draw()
-        full = _uncompressed(sample, info.encoder).packed
-        return sample, pseudo_queries(
-            sample, full, num_queries=spec.num_queries, noise=NOISE, seed=spec.seed
-        )
+        return sample, _pseudo_queries(spec, sample, _uncompressed(sample, info.encoder).packed)
     judged = BENCHMARKS.build(spec.benchmark).load()
     try:
         level = judged_level(index, judged, spec.judged, spec.filter)
@@ -188,26 +168,3 @@ def _sample_and_queries(
     texts = [judged.queries[query_id] for query_id in query_ids]
     encoded_texts = searcher.encoder(info.name).encode_queries(texts)
     return sample, QuerySet(searcher.queries(encoded_texts, info.name).tokens, grades, True)
-
-
-def _covered_items(full: PackedVectors) -> list[tuple[int, torch.Tensor]]:
-    """Returns the rows and unit vectors (N, D) of evenly spaced items."""
-    rows = np.unique(np.linspace(0, len(full) - 1, min(NUM_COVERED, len(full))).round().astype(int))
-    return [(row, normalise(full.item(row))) for row in rows.tolist()]
-
-
-def _covering(
-    packed: PackedVectors, items: Sequence[tuple[int, torch.Tensor]]
-) -> tuple[float, float]:
-    """Computes the cosine distances of the tokens of items to the nearest stored vector.
-
-    Returns:
-        Mean distance, and maximum distance (covering radius), both averaged over the items.
-    """
-    means, maxima = [], []
-    for row, tokens_ND in items:
-        similarity_N = (tokens_ND @ normalise(packed.item(row)).T).amax(dim=1)
-        distance_N = (1 - similarity_N).clamp_min(0)
-        means.append(float(distance_N.mean()))
-        maxima.append(float(distance_N.max()))
-    return float(np.mean(means)), float(np.mean(maxima))

@@ -54,6 +54,8 @@ class RecommendSpec(Spec):
     """Number of items that are sampled, in addition to the judged items."""
     num_queries: PositiveInt = 300
     """Maximum number of queries or pseudo-queries."""
+    validate_estimate: bool = False
+    """Whether to validate the recommendations with half of the queries and without queries."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the sample, the pseudo-queries and the bootstrap."""
 

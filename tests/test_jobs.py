@@ -98,6 +98,7 @@ WRONG = [
     (["maps", "README.md", "out.png", "--index", INDEX], "index"),
     (["mine", INDEX, "README.md", "out.jsonl"], "index"),
     (["pool", NOWHERE, NOWHERE, "--output", "out"], "OUT"),
+    (["recommend", INDEX], "index"),
     (["recompress", SPEC], "spec"),
     (["recompress", f"{SPECS}_more.yaml", f"index={INDEX}"], "index"),
     (["index", f"{SPECS}.yaml", f"rerank={NOWHERE}"], "rerank"),

@@ -28,6 +28,8 @@ from pipeline.search.searcher import Searcher, open_index
 
 #: Relative norm of the noise in pseudo-queries. See "Choosing a method and a budget" in the docs.
 NOISE = 1.0
+#: Number of queries below which a warning is reported.
+MIN_QUERIES = 50
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,10 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
     """
     searcher = open_index(spec.index)
     index = searcher.index
-    if spec.representation not in index.representations():
-        names = index.representations()
-        raise SpecError.unknown_name(
-            "representation", spec.representation, names, "is not in the index"
-        )
-    encoder_info, field = stored_encoder(index, spec.representation)
+    try:
+        encoder_info, field = stored_encoder(index, spec.representation)
+    except SpecError as error:
+        raise error.at("representation") from None
     candidates = list_candidates(spec, index, encoder_info, field)
     for name, reason in candidates.left_out.items():
         report(f"{name} is left out: it {reason}")
@@ -88,6 +88,8 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
         f"{len(candidates.representations)} candidates, {len(sample):,} of {sample.num_items:,}"
         f" items, {len(queries.tokens)} {kind}"
     )
+    if len(queries.tokens) < MIN_QUERIES:
+        report(f"with fewer than {MIN_QUERIES} queries, the confidence intervals are unreliable")
     full = _uncompressed(sample, encoder_info)
     comparison = Comparison(sample, full, queries, spec.seed)
     pseudo = None

@@ -1,0 +1,39 @@
+"""Sample of the items of an index."""
+
+import pytest
+import torch
+
+from pipeline.config import SpecError
+from pipeline.index.reader import Index
+from pipeline.recommend.sample import draw_sample
+from pipeline.search.searcher import open_index
+
+
+def draw(index_uri, **options):
+    index = Index(index_uri)
+    return draw_sample(index, index.representation("full"), **{"seed": 0, "size": 3, **options})
+
+
+def test_all_items_have_their_stored_vectors(index_uri, texts):
+    sample = draw(index_uri, size=100)
+    assert sorted(sample.ids) == sorted(texts) and sample.num_items == len(texts)
+    searcher = open_index(index_uri)
+    packed = searcher.packed("full")
+    stored_ids = searcher.index.dataset.to_table(columns=["item_id"])["item_id"].to_pylist()
+    vectors = [v[m] for b in sample.batches for v, m in zip(b.vectors, b.mask, strict=True)]
+    for item_id, vectors_ND in zip(sample.ids, vectors, strict=True):
+        torch.testing.assert_close(vectors_ND, packed.item(stored_ids.index(item_id)))
+
+
+def test_judged_items_are_added(index_uri, texts):
+    sample = draw(index_uri, level="parent", judged={"wing", "gone"})
+    assert sample.ids.count("wing") == 2 and len(sample) == 5
+    assert sample.num_items == len(texts)
+    again = draw(index_uri, level="parent", judged={"wing", "gone"})
+    assert again.ids == sample.ids
+
+
+def test_filter(index_uri):
+    assert sorted(draw(index_uri, filter="parent_id = 'heat'").ids) == ["heat/1", "heat/2"]
+    with pytest.raises(SpecError, match="vectors of at least one item"):
+        draw(index_uri, filter="parent_id = 'gone'")

@@ -21,7 +21,7 @@ from pipeline.eval.metrics import per_query
 from pipeline.eval.plan import Row
 from pipeline.eval.results import BM25, SINGLE_VECTOR, SIZES, Result
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
-from pipeline.eval.topics import read_query_vectors
+from pipeline.eval.topics import judged_query_vectors
 from pipeline.index.columns import RERANK_TOKENS
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
@@ -48,7 +48,11 @@ class Ranker:
         self._spec, self._judged, self._searcher = spec, judged, searcher
         self._group_by = "parent" if spec.judged == "parent" else None
         self._encoded: dict[str, EncodedQueries] = {}
-        self._vectors = _query_vectors(spec, judged) if spec.query_vectors else None
+        self._vectors = (
+            judged_query_vectors(spec.query_vectors, list(judged.queries))
+            if spec.query_vectors
+            else None
+        )
         self._vectors_hash = self._vectors and _vectors_digest(self._vectors)
         self._diagnoser: Diagnoser | None = None
         self._rerankers: dict[str, Reranker] = {}
@@ -247,20 +251,6 @@ class Ranker:
         encoded = self._encoded[encoder]
         tokens = encoded.tokens.take(torch.tensor(numbers))
         return EncodedQueries(tokens, [encoded.token_texts[number] for number in numbers])
-
-
-def _query_vectors(spec: EvaluateSpec, judged: JudgedQueries) -> list[np.ndarray]:
-    """Returns the vectors of the judged queries from the file in the spec, in order.
-
-    Raises:
-        SpecError: The file is invalid or lacks a judged query.
-    """
-    vectors = read_query_vectors(spec.query_vectors)
-    for query_id in judged.queries:
-        if query_id not in vectors:
-            rule = "vectors for every judged query"
-            raise SpecError("query_vectors", query_id, rule, "has no vectors")
-    return [vectors[query_id] for query_id in judged.queries]
 
 
 def _vectors_digest(vectors: Sequence[np.ndarray]) -> str:

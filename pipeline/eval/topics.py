@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import fsspec
@@ -182,3 +182,17 @@ def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.
     except (ValueError, TypeError):
         raise SpecError(field, path, rule) from None
     return dict(zip(ids, vectors, strict=True))
+
+
+def judged_query_vectors(path: str, query_ids: Sequence[str]) -> list[np.ndarray]:
+    """Reads the vectors of the given queries from a Parquet file, in the given order.
+
+    Raises:
+        SpecError: The file is invalid or lacks a query.
+    """
+    vectors = read_query_vectors(path)
+    for query_id in query_ids:
+        if query_id not in vectors:
+            rule = "vectors for every judged query"
+            raise SpecError("query_vectors", query_id, rule, "has no vectors")
+    return [vectors[query_id] for query_id in query_ids]

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.config import SpecError
 from pipeline.eval.level import judged_level
-from pipeline.eval.topics import read_query_vectors
+from pipeline.eval.topics import judged_query_vectors
 from pipeline.index.columns import Representation, required_taps
 from pipeline.index.info import EncoderInfo
 from pipeline.index.recompress import stored_encoder
@@ -82,7 +82,9 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
     candidates = list_candidates(spec, index, encoder_info, field)
     for name, reason in candidates.left_out.items():
         report(f"{name} is left out: it {reason}")
-    sample, queries = _sample_and_queries(spec, searcher, candidates.representations)
+    sample, judged = _sample_and_queries(spec, searcher, candidates.representations)
+    full = _uncompressed(sample, encoder_info)
+    queries = judged or _pseudo_queries(spec, sample, full.packed)
     kind = "judged queries" if queries.is_judged else "pseudo-queries"
     report(
         f"{len(candidates.representations)} candidates, {len(sample):,} of {sample.num_items:,}"
@@ -90,10 +92,9 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
     )
     if len(queries.tokens) < MIN_QUERIES:
         report(f"with fewer than {MIN_QUERIES} queries, the confidence intervals are unreliable")
-    full = _uncompressed(sample, encoder_info)
     comparison = Comparison(sample, full, queries, spec.seed)
     pseudo = None
-    if spec.validate_estimate and queries.is_judged:
+    if spec.validate_estimate and judged is not None:
         pseudo_set = _pseudo_queries(spec, sample, full.packed)
         pseudo = Comparison(sample, full, pseudo_set, spec.seed)
     measured = measured_candidates(candidates.representations, sample, encoder_info)
@@ -132,7 +133,8 @@ def _pseudo_queries(spec: RecommendSpec, sample: Sample, full: PackedVectors) ->
 
 def _sample_and_queries(
     spec: RecommendSpec, searcher: Searcher, representations: Sequence[Representation]
-) -> tuple[Sample, QuerySet]:
+) -> tuple[Sample, QuerySet | None]:
+    """Draws the sample and loads the judged queries, if the spec has a benchmark."""
     index = searcher.index
     info = index.representation(spec.representation)
     draw = functools.partial(
@@ -145,13 +147,9 @@ def _sample_and_queries(
         taps=required_taps(representations, info.encoder.num_layers),
     )
     if spec.benchmark is None:
-        sample = draw()
-        return sample, _pseudo_queries(spec, sample, _uncompressed(sample, info.encoder).packed)
+        return draw(), None
     judged = BENCHMARKS.build(spec.benchmark).load()
-    try:
-        level = judged_level(index, judged, spec.judged, spec.filter)
-    except SpecError as error:
-        raise error.at("queries") from None
+    level = judged_level(index, judged, spec.judged, spec.filter)
     rng = np.random.default_rng(spec.seed)
     query_ids = list(judged.queries)
     chosen = sorted(rng.permutation(len(query_ids))[: spec.num_queries].tolist())
@@ -160,13 +158,8 @@ def _sample_and_queries(
     documents = {document for query_grades in grades for document in query_grades}
     sample = draw(level=level, judged=documents)
     if spec.query_vectors:
-        vectors = read_query_vectors(spec.query_vectors)
-        for query_id in query_ids:
-            if query_id not in vectors:
-                rule = "vectors for every judged query"
-                raise SpecError("query_vectors", query_id, rule, "has no vectors")
-        encoded = [vectors[query_id] for query_id in query_ids]
-        return sample, QuerySet(searcher.queries(encoded, info.name).tokens, grades, True)
+        vectors = judged_query_vectors(spec.query_vectors, query_ids)
+        return sample, QuerySet(searcher.queries(vectors, info.name).tokens, grades, True)
     texts = [judged.queries[query_id] for query_id in query_ids]
-    encoded_texts = searcher.encoder(info.name).encode_queries(texts)
-    return sample, QuerySet(searcher.queries(encoded_texts, info.name).tokens, grades, True)
+    encoded = searcher.encoder(info.name).encode_queries(texts)
+    return sample, QuerySet(searcher.queries(encoded, info.name).tokens, grades, True)

@@ -10,8 +10,8 @@ from pipeline.compression import NumVectors
 from pipeline.config import Spec, SpecError
 from pipeline.registry import CODECS, COMPRESSORS, BenchmarkSpec, CodecSpec
 
-#: Methods that are compared by default, if they are registered. Baselines that select tokens at
-#: random or by position alone are left out, because they are never better than these.
+#: Methods that are compared by default, if they are registered. They need nothing but the vectors
+#: and the positions of the tokens.
 DEFAULT_METHODS = ("none", "hpool", "samer", "spatial", "kcenter")
 DEFAULT_BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_CODECS = ("float16", "int8")

@@ -22,6 +22,11 @@ from pipeline.report.text import as_csv, decimal, percentage
 
 #: Name of the file with the spec of `jobs.recompress`.
 SPEC = "recompress.yaml"
+CAVEAT = (
+    "The interval does not include the difference between pseudo-queries and real queries; use "
+    "--queries to measure it."
+)
+#: Reason why a candidate does not meet a requirement, by the name of the requirement.
 LIMITS = {
     "retain": "the lower bound of its retained quality is below the required fraction",
     "max_bytes": "it needs more bytes per item than allowed",
@@ -73,7 +78,7 @@ def regret_table(recommendation: Recommendation) -> list[list[str]]:
 
 
 def reason(recommendation: Recommendation) -> str:
-    """Explains the choice in at most two sentences."""
+    """Explains the choice in at most three sentences."""
     spec, choice = recommendation.spec, recommendation.choice
     row = choice.row
     measure = MEASURE if recommendation.is_judged else f"the {MEASURE} of pseudo-queries"
@@ -82,15 +87,16 @@ def reason(recommendation: Recommendation) -> str:
         f"to {percentage(row.high)}) with {row.bytes_per_item:,.0f} bytes per item and "
         f"{row.milliseconds:.2f} ms per query"
     )
+    caveat = "" if recommendation.is_judged else f" {CAVEAT}"
     if not choice.violations:
         return (
             f"{row.name} is the smallest candidate that retains at least "
-            f"{percentage(spec.retain)} within the limits: {expected}."
+            f"{percentage(spec.retain)} within the limits: {expected}.{caveat}"
         )
     problems = " and ".join(f"{LIMITS[name]} ({name})" for name in choice.violations)
     return (
         f"No candidate meets all requirements. The closest is {row.name}: {expected}, but "
-        f"{problems}."
+        f"{problems}.{caveat}"
     )
 
 

@@ -23,11 +23,13 @@ from pipeline.recommend.sample import Sample, draw_sample
 from pipeline.recommend.spec import RecommendSpec
 from pipeline.recommend.validation import Regret, regrets
 from pipeline.registry import BENCHMARKS, COMPRESSORS
-from pipeline.search.packed import PackedVectors
 from pipeline.search.searcher import Searcher, open_index
 
-#: Relative norm of the noise in pseudo-queries. See "Choosing a method and a budget" in the docs.
-NOISE = 1.0
+#: Norms of the noise in pseudo-queries relative to that of a token, in ascending order.
+NOISES = (1.0, 2.0, 4.0)
+#: Quality of the uncompressed vectors above which pseudo-queries are too easy, so that they do not
+#: distinguish the candidates.
+MAX_QUALITY = 0.9
 #: Number of queries below which a warning is reported.
 MIN_QUERIES = 50
 
@@ -84,7 +86,7 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
         report(f"{name} is left out: it {reason}")
     sample, judged = _sample_and_queries(spec, searcher, candidates.representations)
     full = _uncompressed(sample, encoder_info)
-    queries = judged or _pseudo_queries(spec, sample, full.packed)
+    queries = judged or _pseudo_queries(spec, sample, full)
     kind = "judged queries" if queries.is_judged else "pseudo-queries"
     report(
         f"{len(candidates.representations)} candidates, {len(sample):,} of {sample.num_items:,}"
@@ -95,7 +97,7 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
     comparison = Comparison(sample, full, queries, spec.seed)
     pseudo = None
     if spec.validate_estimate and judged is not None:
-        pseudo_set = _pseudo_queries(spec, sample, full.packed)
+        pseudo_set = _pseudo_queries(spec, sample, full)
         pseudo = Comparison(sample, full, pseudo_set, spec.seed)
     measured = measured_candidates(candidates.representations, sample, encoder_info)
     for number, candidate in enumerate(measured, start=1):
@@ -127,8 +129,15 @@ def _uncompressed(sample: Sample, encoder_info: EncoderInfo) -> Measured:
     return full
 
 
-def _pseudo_queries(spec: RecommendSpec, sample: Sample, full: PackedVectors) -> QuerySet:
-    return pseudo_queries(sample, full, num_queries=spec.num_queries, noise=NOISE, seed=spec.seed)
+def _pseudo_queries(spec: RecommendSpec, sample: Sample, full: Measured) -> QuerySet:
+    """Returns pseudo-queries with the least noise that makes them hard, or else the most noise."""
+    for noise in NOISES:
+        queries = pseudo_queries(
+            sample, full.packed, num_queries=spec.num_queries, noise=noise, seed=spec.seed
+        )
+        if queries.measure(full.scores(queries.tokens), sample.ids).mean() <= MAX_QUALITY:
+            break
+    return queries
 
 
 def _sample_and_queries(

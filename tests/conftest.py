@@ -23,7 +23,7 @@ from pipeline.index.info import EncoderInfo
 from pipeline.index.positions import encode_positions
 from pipeline.index.reader import ITEMS
 from pipeline.index.stages import Compress, Encode, Represent
-from pipeline.registry import ENCODERS
+from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.schema import ITEM, Item, column_metadata, with_metadata
 from pipeline.serve.settings import PROXY_ENV
 from pipeline.stage import REUSE_PROCESSES
@@ -191,6 +191,20 @@ REPRESENTATIONS = [
 ]
 
 
+#: Compressor with nested vectors, without its budget.
+NESTED = {"name": "first"}
+NESTED_REPRESENTATIONS = [
+    {"compressor": {"name": "none"}},
+    {"compressor": {"name": "hpool", "num_vectors": 4}},
+    *(
+        {"compressor": {**NESTED, "num_vectors": k}, "codec": codec, "id": f"nested_{k}{suffix}"}
+        for k in (8, 3)
+        for codec, suffix in (("float16", ""), ("int8", "_int8"))
+    ),
+    {"compressor": {**NESTED, "ratio": 0.5}, "id": "nested_half"},
+]
+
+
 @pytest.fixture(scope="session")
 def texts() -> dict[str, str]:
     """Texts of `index_uri` by item id; the prefix before the slash is the parent id."""
@@ -205,6 +219,15 @@ def index_uri(tmp_path_factory) -> str:
     """
     uri = str(tmp_path_factory.mktemp("index"))
     write_index(uri, REPRESENTATIONS)
+    return uri
+
+
+@pytest.fixture(scope="session")
+def nested_uri(tmp_path_factory) -> str:
+    """Index of the same texts with representations whose vectors are nested, and others."""
+    COMPRESSORS._all["first"] = "tests.nested:First"
+    uri = str(tmp_path_factory.mktemp("nested"))
+    write_index(uri, NESTED_REPRESENTATIONS)
     return uri
 
 

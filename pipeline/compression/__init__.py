@@ -77,6 +77,11 @@ class Compressor(ABC, Generic[ComponentSpecT]):
         return ()
 
     @property
+    def is_nested(self) -> bool:
+        """Whether the first k vectors of an item form a representation with budget k."""
+        return False
+
+    @property
     def module(self) -> torch.nn.Module | None:
         """Trainable module that `compress` applies; None for compressors without parameters.
 

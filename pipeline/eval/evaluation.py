@@ -305,11 +305,12 @@ def _result(searcher: Searcher, row: Row, entry: CachedResult) -> Result:
     with contextlib.suppress(SpecError):  # fills in settings that are newer than the index
         compressor = dump(COMPRESSORS.resolve(compressor, stored=True))
     method = method_name(compressor, info.codec, info.field)
-    budget = compressor.get("num_vectors")
+    if info.max_vectors is not None:  # has the budget of the prefix
+        compressor = {**compressor, "num_vectors": info.num_vectors, "ratio": info.ratio}
     return Result(
         row.representation,
         method,
-        budget,
+        info.num_vectors,
         row.score,
         encoder,
         **measured,

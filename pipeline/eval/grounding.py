@@ -22,7 +22,7 @@ from pipeline.encoders import EncodedQueries
 from pipeline.eval.topics import read_lines
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index, combine_filters
-from pipeline.search.explain import assigned_vectors
+from pipeline.search.explain import assigned_vectors, prefix_assignment
 from pipeline.search.searcher import Searcher
 
 #: Number of grid cells per axis.
@@ -291,11 +291,11 @@ class Grounder:
         if extents is None:
             return None
         if info.is_uncompressed:
-            return [name, extents]
+            return [info.column, extents]
         assignment = info.assignment_column
         if assignment is None or assignment not in index.schema.names:
             return None
-        return [name, extents, assignment]
+        return [info.column, extents, assignment]
 
     def measure(self, name: str) -> dict[str, float]:
         """Averages the metrics over the phrases whose items have vectors.
@@ -309,7 +309,7 @@ class Grounder:
         ids = list(dict.fromkeys(phrase.item_id for phrase in self._phrases))
         table = index.items(ids, ["item_id", *columns]).combine_chunks()
         row_numbers = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
-        vectors_TD, lengths = index.codec(name).decode(table[name], info.dim)
+        vectors_TD, lengths = index.codec(name).decode(table[info.column], info.dim)
         ends = np.cumsum(lengths)
         queries = self._queries(name, info.encoder.fingerprint)
         found = []
@@ -319,8 +319,9 @@ class Grounder:
             if not lengths[row] or boxes_T4 is None:
                 continue
             item_ND = vectors_TD[ends[row] - lengths[row] : ends[row]].astype(np.float32)
+            output_T = self._token_outputs(table, info, row, len(boxes_T4), item_ND)
+            item_ND = item_ND[: info.max_vectors]
             similarity_N = (query_MD.numpy() @ item_ND.T).mean(axis=0).astype(np.float64)
-            output_T = self._token_outputs(table, info, row, len(boxes_T4))
             similarity_T = np.where(output_T < 0, np.nan, similarity_N[output_T])
             map_YX = relevance_map(similarity_T, boxes_T4)
             found.append(grounding_metrics(map_YX, region_mask(phrase.boxes)))
@@ -346,13 +347,20 @@ class Grounder:
         return self._token_boxes[key]
 
     def _token_outputs(
-        self, table: Any, info: RepresentationInfo, row: int, num_tokens: int
+        self,
+        table: Any,
+        info: RepresentationInfo,
+        row: int,
+        num_tokens: int,
+        stored_ND: np.ndarray,
     ) -> np.ndarray:
         """Returns the vector that each input token is assigned to (T,), -1 for none."""
         if info.assignment_column is None or info.assignment_form is None:
             return np.arange(num_tokens)
         assignment = table[info.assignment_column][row].as_py()
-        return assigned_vectors(assignment, info.assignment_form, num_tokens)
+        form = info.assignment_form
+        assignment = prefix_assignment(assignment, form, stored_ND, info.max_vectors)
+        return assigned_vectors(assignment, form, num_tokens)
 
 
 def _extents_column(index: Index, name: str) -> str | None:

@@ -77,6 +77,8 @@ class Ranker:
                 "codec": None if row.score == SINGLE_VECTOR else info.codec,
                 "vectors": self._vectors_hash,
             }
+            if info.max_vectors is not None and row.score != SINGLE_VECTOR:
+                dependencies["max_vectors"] = info.max_vectors
         return cache_key(
             **dependencies,
             score=_CACHED_SCORES.get(row.score, row.score),
@@ -134,8 +136,9 @@ class Ranker:
         """Returns the cache key of `diagnosis`."""
         index = self._searcher.index
         names = [representation, uncompressed_representation(index, representation)]
-        columns = ["item_id", "parent_id", *filter(None, names), *self._filter_columns]
         infos = [index.representation(name) for name in names if name]
+        stored = [info.column for info in infos]
+        columns = ["item_id", "parent_id", *stored, *self._filter_columns]
         return cache_key(
             diagnosis=names,
             content=index.content_key(columns),
@@ -261,8 +264,13 @@ def _vectors_digest(vectors: Sequence[np.ndarray]) -> str:
 
 
 def fitting_key(info: RepresentationInfo) -> list[Any]:
-    """Returns the fitted codec and the hash of its artefact, which is part of cache keys."""
-    return [*info.codec_fit.values(), *([info.codec_artefact] if info.codec_artefact else [])]
+    """Returns the settings of a representation that are part of cache keys.
+
+    They are those of the fitted codec, the hash of its artefact and the length of a prefix.
+    """
+    artefact = [info.codec_artefact] if info.codec_artefact else []
+    prefix = [f"@{info.max_vectors}"] if info.max_vectors else []
+    return [*info.codec_fit.values(), *artefact, *prefix]
 
 
 def _columns(row: Row, info: RepresentationInfo) -> list[str]:
@@ -270,7 +278,7 @@ def _columns(row: Row, info: RepresentationInfo) -> list[str]:
     pooled = [] if row.score == "maxsim" or not info.pooled_column else [info.pooled_column]
     if row.score == SINGLE_VECTOR:
         return pooled
-    return [row.representation, *info.token_columns, *pooled]
+    return [info.column, *info.token_columns, *pooled]
 
 
 def _sizes(index: Index, row: Row, filter: str | None) -> dict[str, float]:

@@ -310,7 +310,7 @@ def representation_info(
     compressor = COMPRESSORS.build(representation.compressor)
     field_info = encoder_info.for_field(representation.field)
     return RepresentationInfo(
-        name=representation.id,
+        column=representation.id,
         encoder=encoder_info,
         compressor=stored_settings(representation.compressor),
         codec=dump_stored(representation.codec),
@@ -344,13 +344,13 @@ def representation_fields(
     info = representation_info(representation, encoder_info)
     info = replace(info, artefact=artefact, codec_artefact=codec_artefact)
     codec = CODECS.build(representation.codec)
-    fields = [with_metadata(pa.field(info.name, codec.column_type(info.dim)), info.to_metadata())]
+    fields = [with_metadata(pa.field(info.column, codec.column_type(info.dim)), info.to_metadata())]
     if info.assignment_column is not None:
         metadata = {
             "format_version": FORMAT_VERSION,
             "role": "assignment",
             "form": info.assignment_form,
-            "representation": info.name,
+            "representation": info.column,
         }
         column = pa.field(info.assignment_column, pa.list_(pa.uint16()))
         fields.append(with_metadata(column, metadata))
@@ -368,7 +368,7 @@ def stored_assignment_columns(
         representations: The representations.
     """
     infos = [RepresentationInfo.from_schema(schema, r.id) for r in representations]
-    return {info.name: info.assignment_column for info in infos if info.assignment_column}
+    return {info.column: info.assignment_column for info in infos if info.assignment_column}
 
 
 def represented_fields(representations: Iterable[Representation]) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # reading an index does not need torch
 
 #: Encoding of a stored token assignment, see `token_columns.assignment_column`.
 AssignmentForm = Literal["assignment", "indices"]
+#: Separator of the column and the length of a prefix. Names of columns cannot contain it.
+PREFIX_SEPARATOR = "@"
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class RepresentationInfo:
     """Metadata of a stored representation, which has a column of vectors and companion columns.
 
     Attributes:
-        name: Name of the column.
+        column: Name of the column.
         encoder: Encoder of the token vectors. Its `has_*` flags refer to columns in the index.
         compressor: Settings of the compressor in the form of `dump_stored`.
         codec: Settings of the codec in the form of `dump_stored`.
@@ -135,9 +137,11 @@ class RepresentationInfo:
         assignment_column: Column of the assignment of tokens to vectors, or None without one.
         assignment_form: Encoding of the assignment, or None if the index lacks the column.
         format_version: Version of the index format in which the column was written.
+        max_vectors: Length of the prefix, for a representation that consists of the first vectors
+            of each item in the column. None if it consists of all of them.
     """
 
-    name: str
+    column: str
     encoder: EncoderInfo
     compressor: dict[str, Any]
     codec: dict[str, Any]
@@ -152,6 +156,7 @@ class RepresentationInfo:
     assignment_column: str | None = None
     assignment_form: AssignmentForm | None = None
     format_version: int = FORMAT_VERSION
+    max_vectors: int | None = None
 
     @field_validator("compressor")
     @classmethod
@@ -187,7 +192,7 @@ class RepresentationInfo:
                 has_confidence=positions.get("confidence") in schema.names,
             )
             return cls(
-                name=name,
+                column=name,
                 encoder=encoder,
                 compressor=stored["compressor"],
                 codec=stored["codec"],
@@ -236,6 +241,23 @@ class RepresentationInfo:
         if self.assignment_column is not None:
             metadata["assignment"] = self.assignment_column
         return metadata
+
+    @property
+    def name(self) -> str:
+        """Name by which the representation is requested, such as `hpool_32` or `kcenter_64@16`."""
+        if self.max_vectors is None:
+            return self.column
+        return f"{self.column}{PREFIX_SEPARATOR}{self.max_vectors}"
+
+    @property
+    def num_vectors(self) -> int | None:
+        """Vector budget, or None if it is not a fixed number."""
+        return self.max_vectors or self.compressor.get("num_vectors")
+
+    @property
+    def ratio(self) -> float | None:
+        """Vector budget as a fraction of the tokens of an item, or None if it is none."""
+        return None if self.max_vectors else self.compressor.get("ratio")
 
     @property
     def token_columns(self) -> list[str]:

@@ -35,6 +35,7 @@ from pipeline.index.info import (
 )
 from pipeline.index.lease import Lease
 from pipeline.index.positions import decode_positions
+from pipeline.index.prefixes import find_representation, first_vectors
 from pipeline.registry import CODECS
 from pipeline.schema import FORMAT_VERSION, REJECT
 
@@ -244,19 +245,16 @@ class Index:
         return representation_infos(self.schema)  # cached: there may be hundreds of columns
 
     def representations(self) -> dict[str, RepresentationInfo]:
-        """Returns the representations by name."""
+        """Returns the stored representations by name, without their prefixes."""
         return self._representations
 
     def representation(self, name: str) -> RepresentationInfo:
-        """Returns a representation.
+        """Returns a representation, or the prefix of a nested one for a name such as `NAME@16`.
 
         Raises:
-            SpecError: The index has no such representation.
+            SpecError: The index has no such representation, see `find_representation`.
         """
-        infos = self.representations()
-        if name not in infos:
-            raise SpecError.unknown_name("representation", name, infos, "is not in the index")
-        return infos[name]
+        return find_representation(self.representations(), name)
 
     @functools.cached_property
     def pooled_columns(self) -> dict[str, PooledInfo]:
@@ -270,13 +268,13 @@ class Index:
 
     def codec(self, name: str) -> Codec:
         """Returns the codec of a representation in its fitted state. Codecs are cached."""
-        if name not in self._codecs:
-            info = self.representation(name)
+        info = self.representation(name)
+        if info.column not in self._codecs:
             state = None
             if info.codec_artefact:
                 state = load_artefact(self.uri, info.codec_artefact, info.codec_fit)
-            self._codecs[name] = CODECS.build(CODECS.resolve(info.codec, stored=True), state)
-        return self._codecs[name]
+            self._codecs[info.column] = CODECS.build(CODECS.resolve(info.codec, stored=True), state)
+        return self._codecs[info.column]
 
     def corruption_errors(self) -> contextlib.AbstractContextManager[None]:
         """Returns the context `corruption_errors` of this index."""
@@ -354,12 +352,12 @@ class Index:
             (items, vectors, lengths): Columns `item_id` and `parent_id`, vectors (T, D) as returned
             by `Codec.decode`, and number of vectors per row (B,) int64.
         """
-        dim = self.representation(representation).dim
-        codec = self.codec(representation)
-        filter = combine_filters(filter, f"`{representation}` IS NOT NULL")
+        info, codec = self.representation(representation), self.codec(representation)
+        filter = combine_filters(filter, f"`{info.column}` IS NOT NULL")
         ids = ["item_id", "parent_id"]
-        for batch in self.batches([*ids, representation], filter=filter, batch_rows=batch_rows):
-            yield batch.select(ids), *codec.decode(batch[representation], dim)
+        for batch in self.batches([*ids, info.column], filter=filter, batch_rows=batch_rows):
+            vectors, lengths = codec.decode(batch[info.column], info.dim)
+            yield batch.select(ids), *first_vectors(vectors, lengths, info.max_vectors)
 
     def items(self, item_ids: Sequence[str], columns: Sequence[str] | None = None) -> pa.Table:
         """Returns the rows of the given items, in the given order. Unknown ids are skipped.

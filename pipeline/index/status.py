@@ -56,6 +56,8 @@ def representation_stats(
 ) -> dict[str, Any]:
     """Computes the size statistics of a representation for all items, or those matching a filter.
 
+    A prefix of a representation has the assignment and the positions of the whole one.
+
     Returns:
         The settings and these means over the items that have the representation: `vectors`, and in
         bytes `bytes_vectors`, `bytes_assignment` (assignment of tokens to vectors),
@@ -66,23 +68,24 @@ def representation_stats(
     companions = [name for name in info.token_columns if name in index.schema.names]
     num_rows = num_filled = num_vectors = 0
     num_bytes: Counter[str] = Counter()
-    columns = [representation, *companions]
-    for batch in index.batches(columns, filter=filter):
-        filled = np.asarray(pc.is_valid(batch[representation]))
+    vector_bytes = element_bytes(index.schema.field(info.column).type)
+    for batch in index.batches([info.column, *companions], filter=filter):
+        filled = np.asarray(pc.is_valid(batch[info.column]))
         num_rows += batch.num_rows
         num_filled += int(filled.sum())
-        for name in columns:
+        for name in companions:
             num_bytes[name] += int(stored_bytes(batch[name])[filled].sum())
-        lengths = pc.list_value_length(batch[representation]).fill_null(0)
-        num_vectors += int(lengths.to_numpy()[filled].sum())
+        lengths = pc.list_value_length(batch[info.column]).fill_null(0).to_numpy()[filled]
+        num_vectors += int(lengths.clip(max=info.max_vectors).sum())
+    num_bytes[info.column] = num_vectors * vector_bytes
     per_item = max(1, num_filled)
     return {
         "method": info.compressor["name"],
-        "num_vectors": info.compressor.get("num_vectors"),
-        "ratio": info.compressor.get("ratio"),
+        "num_vectors": info.num_vectors,
+        "ratio": info.ratio,
         "codec": codec_name(info.codec),
         "vectors": num_vectors / per_item,
-        "bytes_vectors": num_bytes[representation] / per_item,
+        "bytes_vectors": num_bytes[info.column] / per_item,
         "bytes_assignment": num_bytes[info.assignment_column or ""] / per_item,
         "bytes_positions": sum(num_bytes[p] for p in info.positions.values()) / per_item,
         "bytes_all": sum(num_bytes.values()) / per_item,

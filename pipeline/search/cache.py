@@ -295,7 +295,7 @@ def _segment(
         file.parts,
         file.lengths,
         torch.from_numpy(live) if len(live) < len(file.rows) else None,
-        functools.partial(_verify, file, on_corruption),
+        verify=functools.partial(_verify, file, on_corruption),
     )
 
 

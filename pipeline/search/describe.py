@@ -21,6 +21,7 @@ from pipeline.search.explain import (
     find_passages,
     input_tokens,
     merge,
+    prefix_assignment,
     token_location,
 )
 from pipeline.search.query import Queries
@@ -55,7 +56,7 @@ def describe_in_slices(
     hits: list[list[Hit]] = []
     num_described = 0
     for query, ranking in enumerate(rankings):
-        vectors = item_vectors(representation, ranking.rows) if item_vectors else None
+        vectors = item_vectors(info.column, ranking.rows) if item_vectors else None
         hits.append([])
         for i, item_id in enumerate(ranking.item_ids):
             if num_described and num_described % SLICE_HITS == 0:
@@ -66,8 +67,8 @@ def describe_in_slices(
             matches: tuple[Match, ...] = ()
             passages: tuple[Passage, ...] = ()
             if vectors and len(vectors[i]):  # otherwise only the pooled vectors were compared
-                tokens = _InputTokens.from_row(row, info)
-                sim_MN = (queries.tokens[query] @ vectors[i].T).numpy()
+                tokens = _InputTokens.from_row(row, info, vectors[i].numpy())
+                sim_MN = (queries.tokens[query] @ vectors[i][: info.max_vectors].T).numpy()
                 matches = tokens.matches(queries.token_texts[query], sim_MN)
                 passages = tokens.passages(queries.token_texts[query], sim_MN, text)
             hit = Hit(
@@ -127,15 +128,19 @@ class _InputTokens:
     form: str
 
     @classmethod
-    def from_row(cls, row: dict[str, Any], info: RepresentationInfo) -> _InputTokens:
-        """Creates the input tokens of a stored row."""
+    def from_row(
+        cls, row: dict[str, Any], info: RepresentationInfo, vectors_ND: np.ndarray
+    ) -> _InputTokens:
+        """Creates the input tokens of a stored row. The vectors are all those of its column."""
         spans, extents, confidence = (
             row.get(info.positions.get(name, "")) for name in ("spans", "extents", "confidence")
         )
         if info.is_uncompressed:
             return cls(spans, extents, confidence, None, "identity")
-        assignment = row.get(info.assignment_column or "")
-        return cls(spans, extents, confidence, assignment, info.assignment_form or "")
+        assignment, form = row.get(info.assignment_column or ""), info.assignment_form or ""
+        if assignment is not None:
+            assignment = prefix_assignment(assignment, form, vectors_ND, info.max_vectors)
+        return cls(spans, extents, confidence, assignment, form)
 
     def matches(self, query_tokens: Sequence[str], sim_MN: np.ndarray) -> tuple[Match, ...]:
         """Finds the vector of the item that matches each query token best."""

@@ -76,6 +76,37 @@ def assigned_vectors(assignment: Sequence[int], form: str, num_inputs: int) -> n
     return outputs
 
 
+def prefix_assignment(
+    assignment: Sequence[int], form: str, vectors_ND: np.ndarray, max_vectors: int | None
+) -> Sequence[int]:
+    """Returns the assignment of input tokens to the first vectors of an item.
+
+    Tokens of later vectors are assigned to the first vector that is nearest to theirs, or to none
+    if each vector has only one token.
+
+    Args:
+        assignment: Stored assignment of the item.
+        form: See `input_tokens`.
+        vectors_ND: All stored vectors of the item.
+        max_vectors: Length of the prefix, or None to return the assignment unchanged.
+
+    >>> vectors = np.array([[1.0, 0.0], [0.0, 1.0], [0.1, 0.9]])
+    >>> prefix_assignment([0, 2, 65535, 1], "assignment", vectors, 2)
+    [0, 1, 65535, 1]
+    >>> prefix_assignment([4, 7, 2], "indices", vectors, 2)
+    [4, 7]
+    """
+    if max_vectors is None:
+        return assignment
+    if form == "indices":
+        return assignment[:max_vectors]
+    first_KD, later_ND = vectors_ND[:max_vectors], vectors_ND[max_vectors:]
+    # |a - b|^2 / 2 without |a|^2, which is the same for all b.
+    distance_NK = (first_KD**2).sum(axis=1) / 2 - later_ND @ first_KD.T
+    outputs = [*range(len(first_KD)), *distance_NK.argmin(axis=1).tolist()]
+    return [output if output == DROPPED else outputs[output] for output in assignment]
+
+
 def merge(ranges: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     """Sorts character ranges and merges those that touch or overlap. Empty ranges are dropped.
 

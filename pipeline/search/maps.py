@@ -26,6 +26,7 @@ from pipeline.search.explain import (
     assigned_vectors,
     contributions,
     find_passages,
+    prefix_assignment,
     token_location,
 )
 from pipeline.search.query import AnyQuery, Queries
@@ -170,8 +171,8 @@ def similarity_map(
         query: A text, an image, both, or token vectors; or one query encoded by
             `Searcher.queries`.
         item_id: Id of the item.
-        representation: Name of the representation. Defaults to `full` if it exists, otherwise the
-            first.
+        representation: Name of the representation, or `NAME@K` for a prefix. Defaults to `full` if
+            it exists, otherwise the first.
 
     Raises:
         SpecError: The item does not exist, or the index lacks its token positions, its vectors or
@@ -181,9 +182,10 @@ def similarity_map(
     name = info.name
     queries = searcher.queries(query if isinstance(query, Queries) else [query], name)
     item = _stored_item(searcher, item_id, info)
-    output_T = _assigned_vectors(item, info)
-    stored = searcher.index.codec(name).decode(item.row[name], info.dim)[0]
-    vectors_ND = torch.from_numpy(stored.astype(np.float32))
+    stored_ND = searcher.index.codec(name).decode(item.row[info.column], info.dim)[0]
+    stored_ND = stored_ND.astype(np.float32)
+    output_T = _assigned_vectors(item, info, stored_ND)
+    vectors_ND = torch.from_numpy(stored_ND[: info.max_vectors])
     sim_MN = (queries.tokens[0] @ vectors_ND.T).numpy()
 
     sim_MT = np.where(output_T < 0, np.nan, sim_MN[:, output_T])
@@ -238,7 +240,7 @@ def _stored_item(searcher: Searcher, item_id: str, info: RepresentationInfo) -> 
         SpecError: The item does not exist, or lacks positions or vectors.
     """
     schema = searcher.index.schema
-    columns = [*info.positions.values(), info.assignment_column, info.name, info.text_column]
+    columns = [*info.positions.values(), info.assignment_column, info.column, info.text_column]
     stored = [column for column in columns if column is not None and column in schema.names]
     row = searcher.index.items([item_id], stored)
     if not row.num_rows:
@@ -248,14 +250,16 @@ def _stored_item(searcher: Searcher, item_id: str, info: RepresentationInfo) -> 
     if num_tokens is None:
         rule = "an item with stored token positions (keep_positions)"
         raise SpecError("item_id", item_id, rule, "has no token positions")
-    if not row[info.name].is_valid()[0].as_py():
+    if not row[info.column].is_valid()[0].as_py():
         raise SpecError(
             "item_id", item_id, f"an item with vectors in {info.name}", "has no vectors"
         )
     return _StoredItem(row.combine_chunks(), num_tokens)
 
 
-def _assigned_vectors(item: _StoredItem, info: RepresentationInfo) -> np.ndarray:
+def _assigned_vectors(
+    item: _StoredItem, info: RepresentationInfo, stored_ND: np.ndarray
+) -> np.ndarray:
     """Returns the vector that each input token is assigned to, -1 for none: (T,)."""
     if info.is_uncompressed:
         return np.arange(item.num_tokens)
@@ -264,6 +268,7 @@ def _assigned_vectors(item: _StoredItem, info: RepresentationInfo) -> np.ndarray
         rule = "a representation with stored token assignments (keep_assignment)"
         note = "; memtok and seqresize do not assign tokens to vectors"
         raise SpecError("representation", info.name, rule, "has no token assignments", note)
+    assignment = prefix_assignment(assignment, info.assignment_form, stored_ND, info.max_vectors)
     return assigned_vectors(assignment, info.assignment_form, item.num_tokens)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,7 @@ FLOATS = Float16(Float16.Spec())
 
 @dataclass(frozen=True)
 class Segment:
-    """Token vectors of several documents, stored one document after another.
+    """Token vectors of several documents, stored one document after another or as their prefixes.
 
     Attributes:
         codec: Codec of the vectors.
@@ -29,6 +29,8 @@ class Segment:
         parts: Parts of the vectors by name, (T, width) each; contiguous, possibly memory-mapped.
         lengths: (S,) int64, number of vectors per document, which may be 0.
         live: (L,) int64, ascending indices of documents that are not deleted, or None for all S.
+        offsets: (S,) int64, index of the first vector of each document, or None if the documents
+            are contiguous.
         verify: Called with the starts and lengths (n,) int64 of runs of vectors before they are
             read. Raises `SpecError` if they are corrupted.
     """
@@ -38,6 +40,7 @@ class Segment:
     parts: dict[str, torch.Tensor]
     lengths: torch.Tensor
     live: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
     verify: Callable[[torch.Tensor, torch.Tensor], None] = field(
         default=lambda starts, lengths: None, repr=False
     )
@@ -45,7 +48,7 @@ class Segment:
     @functools.cached_property
     def starts(self) -> torch.Tensor:
         """Index of the first vector of each document, (S,) int64."""
-        return self.lengths.cumsum(0) - self.lengths
+        return self.lengths.cumsum(0) - self.lengths if self.offsets is None else self.offsets
 
     @functools.cached_property
     def live_lengths(self) -> torch.Tensor:
@@ -53,9 +56,18 @@ class Segment:
         return self.lengths if self.live is None else self.lengths[self.live]
 
     @functools.cached_property
+    def num_vectors(self) -> int:
+        """Total number of vectors of all documents."""
+        return int(self.lengths.sum())
+
+    @functools.cached_property
     def longest(self) -> int:
         """Maximum number of vectors per document."""
         return int(self.lengths.max()) if len(self.lengths) else 0
+
+    def prefix(self, max_vectors: int) -> Segment:
+        """Returns a view of at most the first `max_vectors` vectors of each document."""
+        return replace(self, lengths=self.lengths.clamp(max=max_vectors), offsets=self.starts)
 
     def to(self, device: torch.device | str) -> Segment:
         """Copies the documents to a device.
@@ -73,7 +85,8 @@ class Segment:
                 self.verify(torch.tensor([first]), torch.tensor([end - first]))
                 parts[name][first:end] = part[first:end]
         live = None if self.live is None else self.live.to(device)
-        return Segment(self.codec, self.dim, parts, self.lengths.to(device), live)
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return Segment(self.codec, self.dim, parts, self.lengths.to(device), live, offsets)
 
     def item(self, document: int) -> torch.Tensor:
         """Returns the decoded vectors (N, D) float32 of one of the S documents."""
@@ -120,6 +133,10 @@ class PackedVectors:
         if self.device == torch.empty(0, device=device).device:  # resolves "cuda" to an index
             return self
         return PackedVectors([segment.to(device) for segment in self.segments])
+
+    def prefix(self, max_vectors: int) -> PackedVectors:
+        """Returns a view of at most the first `max_vectors` vectors of each item."""
+        return PackedVectors([segment.prefix(max_vectors) for segment in self.segments])
 
     @property
     def device(self) -> torch.device:

@@ -14,6 +14,7 @@ have unit length too (`normalised` in the metadata of the column).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -40,6 +41,9 @@ QUERY_BATCH = 64
 #: Number of (query token, vector) pairs per slice of work: 0.15 s for 128 dimensions in float32 on
 #: two cores.
 SLICE_PAIRS = 1 << 27
+#: Number of prefixes whose views are cached. A view holds two offsets per item, and clients may
+#: request any prefix.
+MAX_PREFIXES = 16
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ class Scorer:
             raise SpecError("device", device, f"one of {', '.join(devices)}", "is not available")
         self._items, self._cache, self._device = items, cache, device
         self._packed: dict[str, PackedVectors] = {}
+        self._prefix = functools.lru_cache(MAX_PREFIXES)(PackedVectors.prefix)
 
     def load(self, representation: str, score: Score = "maxsim") -> None:
         """Opens the vectors that a score needs."""
@@ -127,13 +132,20 @@ class Scorer:
         return all(column in self._packed for column in self._columns(representation, score))
 
     def _columns(self, representation: str, score: Score) -> list[str]:
-        columns = [] if score == "single_vector" else [representation]
-        if score != "maxsim" and (pooled := self._info(representation).pooled_column):
-            columns.append(pooled)
+        info = self._info(representation)
+        columns = [] if score == "single_vector" else [info.column]
+        if score != "maxsim" and info.pooled_column:
+            columns.append(info.pooled_column)
         return columns
 
     def _info(self, representation: str) -> RepresentationInfo:
         return self._items.index.representation(representation)
+
+    def vectors(self, representation: str) -> PackedVectors:
+        """Returns the vectors of a representation. Those of a prefix are a view of its column."""
+        info = self._info(representation)
+        packed = self.packed(info.column)
+        return packed if info.max_vectors is None else self._prefix(packed, info.max_vectors)
 
     def packed(self, column: str) -> PackedVectors:
         """Returns the vectors of a column, which is a representation or contains pooled vectors."""
@@ -150,10 +162,11 @@ class Scorer:
 
     def _close(self, column: str) -> None:
         self._packed.pop(column, None)
+        self._prefix.cache_clear()
 
     def item_vectors(self, representation: str, rows: np.ndarray) -> list[torch.Tensor]:
         """Returns the decoded vectors (N, D) float32 of the given items."""
-        packed = self.packed(representation)
+        packed = self.vectors(representation)
         return [packed.item(row).cpu() for row in rows.tolist()]
 
     def rank(
@@ -209,7 +222,7 @@ class Scorer:
         items = None if rows is None else torch.from_numpy(rows)
         maxsim_scores = None
         if options.score != "single_vector":
-            packed = self.packed(options.column)
+            packed = self.vectors(options.column)
             maxsim_scores = yield from _maxsim(queries.tokens, packed, items, slice_pairs)
             if options.score == "maxsim":
                 return _Scores(maxsim_scores.numpy(), maxsim_scores.numpy(), None)

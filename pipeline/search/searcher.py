@@ -91,8 +91,9 @@ class Searcher:
             query: A text; an image, as the bytes of a PNG, JPEG or WebP file; a `Composed` query
                 with both; token vectors (M, D); a list of one of these; encoded queries; or the
                 output of `queries` for this representation.
-            representation: Name of the representation to search. Defaults to `full` if it exists,
-                otherwise the first.
+            representation: Name of the representation to search, or `NAME@K` for the first K
+                vectors of each item of a representation with nested vectors. Defaults to `full` if
+                it exists, otherwise the first.
             explain: Whether hits contain `matches`, one per query token, and `passages`.
             rerank: Second stage that reorders the best items of the first.
             options: `k` (default 10), `score`, `weights`, `group_by`, `filter`, `ids` and
@@ -188,7 +189,7 @@ class Searcher:
 
     def packed(self, representation: str | None = None) -> PackedVectors:
         """Returns the vectors of a representation."""
-        return self.scorer.packed(self.representation(representation).name)
+        return self.scorer.vectors(self.representation(representation).name)
 
     def num_items(self, **selection: Unpack[Selection]) -> int:
         """Returns the number of items selected by `filter`, `ids` and `parents`."""

@@ -555,7 +555,7 @@ def _launch(
         # float16 halves the gathered bytes. Decoded vectors are rounded to float16 anyway.
         codes, centroids = parts["centroids"], codebook.centroids_CD.half()
         weights, bits, normalised = codebook.weights, codec.spec.bits, codebook.normalised
-    mean = max(-(-len(values) // len(segment.lengths)), 1)
+    mean = max(-(-segment.num_vectors // len(segment.lengths)), 1)
     slot = min(max(triton.next_power_of_2(mean), 16), layout.tile)
     slots = layout.tile // slot
     programs = PROGRAMS * _multiprocessors(device)

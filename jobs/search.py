@@ -2,6 +2,7 @@
 
     python -m jobs.search out/cranfield/index "how does a slipstream change the lift of a wing"
     python -m jobs.search INDEX "a query" --representation hpool_32 --k 5 --score hybrid
+    python -m jobs.search INDEX "a query" --representation kcenter_64@16
     python -m jobs.search INDEX "a query" --score hybrid --weights 1 0.5
     python -m jobs.search INDEX "a query" --group-by parent --filter "modality = 'text'"
     python -m jobs.search INDEX "a query" --ids ids.txt --json
@@ -20,6 +21,8 @@ matches and passages, see docs/concepts/explanations.md.
 
 --run writes a run in TREC format instead and prints the throughput of encoding and scoring.
 --actors splits the index into N shards and searches each in a Ray actor.
+
+NAME@K searches the first K vectors of each item of a representation with nested vectors.
 
 --rerank reorders the best hits (10, or --rerank-depth) with EDJE's joint encoder. It scores a text
 query with the stored tokens of each hit, which jobs.backfill adds to an index, and an image query

@@ -67,7 +67,8 @@ class EvaluateSpec(Spec):
     """Parquet file with the columns `id` and `vectors`, for an index of your own vectors; empty to
     encode the query texts."""
     representations: list[str] = Field(default_factory=list)
-    """Representations to evaluate, or empty for all."""
+    """Representations to evaluate, or empty for all that are stored. `NAME@K` evaluates the first K
+    vectors of each item of a representation with nested vectors."""
     scores: list[Score] = Field(default_factory=list)
     """Scores to evaluate: maxsim, hybrid, single_vector; empty for all that the index has vectors
     for."""

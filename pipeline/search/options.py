@@ -50,8 +50,8 @@ class SearchOptions:
     """Options for selecting, scoring, reranking and explaining items.
 
     Attributes:
-        representation: Name of the column to search. If None, `full` is used if it exists,
-            otherwise the first column.
+        representation: Name of the representation to search, or `NAME@K` for a prefix. If None,
+            `full` is used if it exists, otherwise the first representation.
         k: Maximum number of hits.
         score: "maxsim", "single_vector" or "hybrid". See `pipeline.search.score`.
         weights: Weights of the single-vector and the MaxSim score in the hybrid score. Items that

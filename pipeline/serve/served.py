@@ -105,7 +105,10 @@ class ServedIndexes:
         if served is None:
             return
         representations = served.index.representations()
-        preload = [n for n in spec.preload if n in representations]
+        preload = []
+        for requested in spec.preload:
+            with contextlib.suppress(ApiError):  # the job may not have stored it yet
+                preload.append(served.representation(requested).name)
         if representations and not spec.preload:
             preload = [served.representation(None).name]
         shards = self._stages.searchers[name]

@@ -177,7 +177,8 @@ class Rerank(Request):
     applies EDJE's joint encoder to the query and each hit. Hits that it cannot read keep their
     rank, and hits beyond `rerank_depth` follow the reranked ones in their original order."""
     representation: RerankRepresentation = None
-    """Representation that `vectors` scores with. Default: the default representation."""
+    """Representation that `vectors` scores with, or a prefix `NAME@K`. Default: the default
+    representation."""
     rerank_depth: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Number of first-stage hits to rerank. Default: 100 for `vectors`, 10 for `edje`."""
     add_first_stage: Annotated[bool, AfterValidator(_check_method)] = False
@@ -200,8 +201,8 @@ class SearchOptions(Request):
     index: Name | None = None
     """Name of the index. Optional if the access key can access only one index."""
     representation: Name | None = None
-    """Name of the representation to search. Default: `full` if the index has it, else the
-    first."""
+    """Name of the representation to search, or `NAME@K` for the first K vectors of each item of a
+    representation with nested vectors. Default: `full` if the index has it, else the first."""
     k: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Maximum number of hits per query."""
     score: Score = "maxsim"
@@ -470,7 +471,8 @@ class RerankRequest(Request):
     """Scoring method: `vectors` computes exact MaxSim scores, `edje` applies EDJE's joint
     encoder."""
     representation: RerankRepresentation = None
-    """Representation that `vectors` scores with. Default: the default representation."""
+    """Representation that `vectors` scores with, or a prefix `NAME@K`. Default: the default
+    representation."""
     query: Query
     """The query: a text, an image, a text with an image, or token vectors."""
     item_ids: Annotated[list[Id], Field(min_length=1, max_length=10_000)]
@@ -596,7 +598,8 @@ class EvaluationRequest(Request):
     qrels: Annotated[dict[Id, dict[Id, Grade]], Field(max_length=100_000)] | None = None
     """Relevance grades by query id and by the id of an item or parent. See `judged`."""
     representations: Annotated[list[Name], Field(max_length=256)] = []
-    """Names of the representations to evaluate. Empty means all."""
+    """Names of the representations to evaluate, which may be prefixes `NAME@K`. Empty means all
+    stored representations."""
     scores: list[Score] = []
     """Scores to evaluate. If empty, all that the representations support."""
     measures: Annotated[list[Name], Field(max_length=64)] = []

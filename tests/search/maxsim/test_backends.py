@@ -76,6 +76,33 @@ def test_codecs_equal_the_oracle(spec, backend, dim):
     check_best(torch.cat(query_tokens), packed, backend, best)
 
 
+@pytest.mark.parametrize("max_vectors", [1, 5, 16, 40])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", CODEC_SPECS, ids=lambda spec: "-".join(map(str, spec.values())))
+def test_prefixes_equal_documents_that_end_there(spec, backend, max_vectors):
+    packed = quantise(spec, vectors(sum(LENGTHS), 64))
+    (segment,) = packed.segments
+    lengths = segment.lengths.clamp(max=max_vectors)
+    pairs = zip(segment.starts.tolist(), lengths.tolist(), strict=True)
+    index = torch.cat([torch.arange(start, start + length) for start, length in pairs])
+    parts = {name: part[index] for name, part in segment.parts.items()}
+    query_tokens = [packed.codec.transform_queries(query) for query in queries(64)]
+    for live in (None, torch.tensor([0, 1, 3, 6, 11, 12, 13])):
+        whole = dataclasses.replace(segment, live=live)
+        prefix = PackedVectors([whole]).prefix(max_vectors)
+        smaller = PackedVectors([Segment(packed.codec, 64, parts, lengths, live)])
+        assert prefix.num_vectors == smaller.num_vectors
+        for rows in (None, torch.tensor([0, 2, 3, 6])):
+            options = {"rows": rows, "backend": backend}
+            scores, expected = (maxsim(query_tokens, p, **options) for p in (prefix, smaller))
+            assert scores.equal(expected)
+            best, expected_best = (
+                list(best_tokens(query_tokens[0], p, **options)) for p in (prefix, smaller)
+            )
+            for (_, *found), (_, *other) in zip(best, expected_best, strict=True):
+                assert all(map(torch.equal, found, other))
+
+
 def check_best(query_MD, packed, backend, best) -> None:
     """Checks best tokens against the oracle, up to tokens with equal similarity."""
     blocks = list(best_tokens(query_MD, packed, backend=backend, block_bytes=2000))

@@ -94,6 +94,19 @@ def test_compressed_representations(uri, representation):
         assert np.corrcoef(full, map.values(0))[0, 1] > 0.5
 
 
+def test_prefix_of_a_representation(nested_uri):
+    searcher, text = open_index(nested_uri), "the lift of a wing"
+    whole, prefix = (
+        similarity_map(searcher, text, "wing/1", name) for name in ("nested_8", "nested_8@3")
+    )
+    (hit,) = searcher.search(text, "nested_8@3", ids=["wing/1"])
+    assert (prefix.representation, prefix.passages) == ("nested_8@3", hit.passages)
+    assert prefix.score == pytest.approx(hit.score) and prefix.score < whole.score
+    assert len(prefix.words) == len(whole.words)
+    similarities = np.stack([word.similarities for word in prefix.words])
+    assert similarities.max(axis=0).sum() == pytest.approx(prefix.score)  # no word lacks a vector
+
+
 def test_image_is_highlighted_at_the_best_word(uri):
     searcher = open_index(uri)
     image = Previews(searcher.index).image("a.pdf#page=1")

@@ -222,13 +222,14 @@ def index_uri(tmp_path_factory) -> str:
     return uri
 
 
-@pytest.fixture(scope="session")
-def nested_uri(tmp_path_factory) -> str:
+@pytest.fixture(scope="module")
+def nested_uri(tmp_path_factory) -> Iterator[str]:
     """Index of the same texts with representations whose vectors are nested, and others."""
-    COMPRESSORS._all["first"] = "tests.nested:First"
     uri = str(tmp_path_factory.mktemp("nested"))
-    write_index(uri, NESTED_REPRESENTATIONS)
-    return uri
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(COMPRESSORS._all, "first", "tests.nested:First")
+        write_index(uri, NESTED_REPRESENTATIONS)
+        yield uri
 
 
 def write_index(uri: str, representations: list[dict], keep_positions: bool = True) -> None:

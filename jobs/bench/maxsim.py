@@ -5,10 +5,11 @@
     python -m jobs.bench maxsim --only stored --documents 1000000
     python -m jobs.bench maxsim_gpu                              # on a GPU; needs no Ray, no Lance
 
-`scoring` scores random unit vectors in memory; `corpus` scores all queries against all images;
-`stored` searches a memory-mapped index of random int8 vectors, starting from an empty cache. The
-peak rates of the machine are measured before and after. If one changes by more than 20 %, the
-measurement is repeated, and marked as unsteady if it changes again.
+`scoring` scores random unit vectors in memory; `prefixes` scores the first vectors of documents of
+64 vectors and, for comparison, documents that have only these; `corpus` scores all queries against
+all images; `stored` searches a memory-mapped index of random int8 vectors, starting from an empty
+cache. Except for `prefixes`, the peak rates of the machine are measured before and after. If one
+changes by more than 20 %, the measurement is repeated, and marked as unsteady if it changes again.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ T = TypeVar("T")
 PADDED_BATCH = 128
 #: Maximum relative change of a peak rate during a measurement.
 STEADY = 0.2
+#: Numbers of vectors of the prefixes that are compared.
+PREFIXES = (4, 8, 16, 32)
 LAYOUTS = {"64": (64, 64), "16-256": (16, 256), "1030": (1030, 1030)}
 #: Spec of each codec, and the precision of torch's matrix product that limits it.
 CODEC_SPECS: dict[str, tuple[dict[str, Any], str]] = {
@@ -302,6 +305,46 @@ def scoring_sides(
     return sides, notes
 
 
+def prefixes(bench: Bench, args: Any) -> None:
+    """Compares prefixes of documents of 64 vectors with documents that store only these."""
+    num_vectors, rows = 64, []
+    vectors = unit_vectors(args.tokens, args.dim, seed=1)
+    vectors = vectors[: len(vectors) // num_vectors * num_vectors]
+    by_document = vectors.view(-1, num_vectors, args.dim)
+    query = unit_vectors(args.query_tokens, args.dim, seed=2)
+    figures: dict[str, dict[str, Repeats]] = {}
+    for codec in ("float16", "int8"):
+        sizes = {k: torch.full((len(by_document),), k) for k in (*PREFIXES, num_vectors)}
+        whole = packed_as(CODEC_SPECS[codec][0], vectors, sizes[num_vectors])
+        queries = [whole.codec.transform_queries(query)]
+        sides: dict[str, Callable[[], object]] = {}
+        for k in PREFIXES:
+            smaller = packed_as(CODEC_SPECS[codec][0], by_document[:, :k].flatten(0, 1), sizes[k])
+            sides[f"{k} of {num_vectors}"] = functools.partial(maxsim, queries, whole.prefix(k))
+            sides[f"{k}"] = functools.partial(maxsim, queries, smaller)
+        sides[f"{num_vectors}"] = functools.partial(maxsim, queries, whole)
+        taken = figures[codec] = in_turns(sides, args.repeats)
+        for k in PREFIXES:
+            prefix, column = taken[f"{k} of {num_vectors}"], taken[f"{k}"]
+            times = (Repeats(tuple(1e3 * s for s in side.values)) for side in (prefix, column))
+            rows.append(
+                [codec, k, *times, prefix.over(column), taken[f"{num_vectors}"].over(prefix)]
+            )
+    header = [
+        "codec",
+        "k",
+        "ms of the prefix",
+        "ms of k vectors",
+        "x k vectors",
+        "x faster than 64",
+    ]
+    title = (
+        f"one query of {args.query_tokens} x {args.dim}, {len(by_document):,} documents of"
+        f" {num_vectors} vectors, {args.threads} threads"
+    )
+    bench.add("prefixes", title, {"seconds": figures}, table(header, rows))
+
+
 # -- a whole corpus ----------------------------------------------------------------------------
 
 
@@ -380,4 +423,4 @@ def stored(bench: Bench, args: Any) -> None:
     bench.add("stored", title, figures, table(header, rows))
 
 
-FIGURES = {"scoring": scoring, "corpus": corpus, "stored": stored}
+FIGURES = {"scoring": scoring, "prefixes": prefixes, "corpus": corpus, "stored": stored}

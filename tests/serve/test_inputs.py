@@ -1,0 +1,45 @@
+"""Conversion of requests to search options."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.index.reader import Index
+from pipeline.serve import wire
+from pipeline.serve.errors import ApiError
+from pipeline.serve.inputs import search_options
+from pipeline.serve.served import Served
+from pipeline.serve.settings import Limits, ServedIndex
+
+
+@pytest.fixture(scope="module")
+def served(nested_uri) -> Served:
+    index = Index(nested_uri)
+    return Served("texts", ServedIndex(uri=nested_uri), index, index.edition)
+
+
+def test_prefixes_of_representations(served):
+    rerank = wire.Rerank(representation="nested_8@5")
+    request = wire.SearchRequest(query="a wing", representation="nested_8@3", rerank=rerank)
+    options = search_options(request, served, 1, Limits())
+    assert (options.column, options.rerank_representation) == ("nested_8@3", "nested_8@5")
+
+
+@pytest.mark.parametrize("field", ["representation", "rerank.representation"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nested_8@9", "must be nested_8@K with an integer K from 1 to 8, its stored budget, got"),
+        ("nested_8@x", "must be nested_8@K with an integer K from 1 to 8, its stored budget, got"),
+        ("hpool_4@2", "which stores no nested vectors"),
+        ("nobody@2", "which is not in the index"),
+    ],
+)
+def test_invalid_prefixes(served, field, name, message):
+    fields = {"representation": name}
+    if field != "representation":
+        fields = {"rerank": wire.Rerank(representation=name)}
+    request = wire.SearchRequest(query="a wing", **fields)
+    with pytest.raises(ApiError, match=message) as caught:
+        search_options(request, served, 1, Limits())
+    assert (caught.value.field, caught.value.status) == (field, 422)

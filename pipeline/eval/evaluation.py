@@ -310,7 +310,7 @@ def _result(searcher: Searcher, row: Row, entry: CachedResult) -> Result:
     return Result(
         row.representation,
         method,
-        info.num_vectors,
+        compressor.get("num_vectors"),
         row.score,
         encoder,
         **measured,

@@ -2,7 +2,7 @@
 
     python -m jobs.search out/cranfield/index "how does a slipstream change the lift of a wing"
     python -m jobs.search INDEX "a query" --representation hpool_32 --k 5 --score hybrid
-    python -m jobs.search INDEX "a query" --representation kcenter_64@16
+    python -m jobs.search INDEX "a query" --representation kcenter_progressive_64@16
     python -m jobs.search INDEX "a query" --score hybrid --weights 1 0.5
     python -m jobs.search INDEX "a query" --group-by parent --filter "modality = 'text'"
     python -m jobs.search INDEX "a query" --ids ids.txt --json

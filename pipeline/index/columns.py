@@ -78,7 +78,7 @@ class Representation(Spec):
     """Field of the items to represent."""
     id: str = ""
     """Name of the column. By default it consists of method, budget and codec, such as
-    `hpool_32_int8`. The character `@` is reserved for prefixes such as `kcenter_64@16`."""
+    `hpool_32_int8`. The character `@` is reserved for prefixes (`NAME@K`)."""
     keep_assignment: bool = True
     """Whether to store the assignment of tokens to vectors, for highlights and similarity maps."""
 

@@ -244,7 +244,7 @@ class RepresentationInfo:
 
     @property
     def name(self) -> str:
-        """Name by which the representation is requested, such as `hpool_32` or `kcenter_64@16`."""
+        """Name of the representation in requests: the column, or `COLUMN@K` for a prefix."""
         if self.max_vectors is None:
             return self.column
         return f"{self.column}{PREFIX_SEPARATOR}{self.max_vectors}"

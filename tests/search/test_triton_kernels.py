@@ -209,6 +209,15 @@ def test_floats_equal_the_oracle(dtype, dim):
 
 @kernel_test
 @pytest.mark.parametrize("spec", CODEC_SPECS, **spec_ids)
+def test_prefixes_equal_the_oracle(spec):
+    packed = quantise(spec, vectors(sum(LENGTHS), 64), LENGTHS).prefix(5)
+    query_tokens = [packed.codec.transform_queries(query) for query in queries(64)]
+    exact = spec["name"] in ("int8", "bfloat16", "float32")
+    check(query_tokens, packed, torch.tensor([0, 1, 3, 4, 6]), EXACT if exact else ROUNDED / 8)
+
+
+@kernel_test
+@pytest.mark.parametrize("spec", CODEC_SPECS, **spec_ids)
 def test_all_similarities_negative(spec):
     packed = quantise(spec, vectors(sum(LENGTHS), 64, shift=-2.0), LENGTHS)
     query_tokens = [packed.codec.transform_queries(query.abs()) for query in queries(64)]

@@ -23,7 +23,7 @@ from pipeline.index.info import EncoderInfo
 from pipeline.index.positions import encode_positions
 from pipeline.index.reader import ITEMS
 from pipeline.index.stages import Compress, Encode, Represent
-from pipeline.registry import COMPRESSORS, ENCODERS
+from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item, column_metadata, with_metadata
 from pipeline.serve.settings import PROXY_ENV
 from pipeline.stage import REUSE_PROCESSES
@@ -192,7 +192,7 @@ REPRESENTATIONS = [
 
 
 #: Compressor with nested vectors, without its budget.
-NESTED = {"name": "first"}
+NESTED = {"name": "kcenter", "output": "centre"}
 NESTED_REPRESENTATIONS = [
     {"compressor": {"name": "none"}},
     {"compressor": {"name": "hpool", "num_vectors": 4}},
@@ -222,14 +222,12 @@ def index_uri(tmp_path_factory) -> str:
     return uri
 
 
-@pytest.fixture(scope="module")
-def nested_uri(tmp_path_factory) -> Iterator[str]:
+@pytest.fixture(scope="session")
+def nested_uri(tmp_path_factory) -> str:
     """Index of the same texts with representations whose vectors are nested, and others."""
     uri = str(tmp_path_factory.mktemp("nested"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(COMPRESSORS._all, "first", "tests.nested:First")
-        write_index(uri, NESTED_REPRESENTATIONS)
-        yield uri
+    write_index(uri, NESTED_REPRESENTATIONS)
+    return uri
 
 
 def write_index(uri: str, representations: list[dict], keep_positions: bool = True) -> None:

@@ -78,7 +78,7 @@ class Compressor(ABC, Generic[ComponentSpecT]):
 
     @property
     def is_nested(self) -> bool:
-        """Whether the first k vectors of an item form a representation with budget k."""
+        """True if the first k vectors of an item form a representation with budget k."""
         return False
 
     @property

@@ -133,6 +133,10 @@ def uri(cluster, tmp_path_factory) -> str:
                 {"compressor": {"name": "hpool", "num_vectors": 4}},
                 {"compressor": {"name": "random", "num_vectors": 4}},
                 {"compressor": {"name": "samer", "num_vectors": 4}, "keep_assignment": False},
+                {
+                    "compressor": {"name": "kcenter", "num_vectors": 8, "output": "centre"},
+                    "id": "nested_8",
+                },
             ],
         }
         spec = config.parse(IndexSpec, values)
@@ -192,6 +196,17 @@ def test_metrics_follow_from_stored_columns(uri, name):
                     cells[y, x] = max(cells[y, x], scaled)
     expected = expected_metrics(cells, region_mask(phrase.boxes))
     assert list(numbers.values()) == pytest.approx([*expected, 1], abs=1e-5)
+
+
+def test_prefix_of_a_representation(uri):
+    searcher = open_index(uri)
+    phrase = Phrase("a.pdf#page=1", "fresh fish", [[0.25, 0.4, 0.6, 0.6]])
+    whole, all_vectors, prefix = (
+        Grounder(searcher, [phrase]).measure(name)
+        for name in ("nested_8", "nested_8@8", "nested_8@2")
+    )
+    assert whole == all_vectors != prefix
+    assert 0 < prefix["box_mass"] < 1 and prefix["phrases"] == 1
 
 
 def test_no_metrics_without_assignments(uri):

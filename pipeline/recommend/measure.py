@@ -64,7 +64,7 @@ class Measured(NamedTuple):
         vectors. The time is extrapolated linearly to `num_items`.
 
         Args:
-            queries: Queries, of which the first few are timed.
+            queries: Queries. The first few are timed.
             num_items: Number of items of the index.
         """
         (segment,) = self.packed.segments

@@ -168,8 +168,8 @@ def _as_json(recommendation: Recommendation) -> dict[str, Any]:
 
 def figure(recommendation: Recommendation) -> Figure:
     """Plots the retained quality of all candidates against their bytes per item."""
-    drawn = Figure(figsize=(6.4, 4.8), layout="constrained")
-    panel = drawn.subplots()
+    figure = Figure(figsize=(6.4, 4.8), layout="constrained")
+    panel = figure.subplots()
     lines: dict[str, list[Row]] = {}
     for row in recommendation.rows:
         lines.setdefault(f"{row.method} {codec_name(row.codec)}", []).append(row)
@@ -199,5 +199,5 @@ def figure(recommendation: Recommendation) -> Figure:
     panel.set_xlabel("vector bytes per item")
     panel.set_ylabel(f"{MEASURE} relative to uncompressed")
     apply_style(panel)
-    legend_below(drawn, [panel])
-    return drawn
+    legend_below(figure, [panel])
+    return figure

@@ -109,9 +109,11 @@ class KCenter(Budgeted["KCenter.Spec"]):
         """Compresses each item to its budget."""
         num_outputs = int(budgets_B.max()) if len(batch) else 0
         num_tokens, dim = batch.vectors.shape[1:]
+        max_centres = int(self._num_centres(budgets_B, batch.lengths).max()) if len(batch) else 0
+        num_costs = 0 if max_centres == num_outputs else max_centres**2
         parts = [
             self._reduce_block(batch.take(rows), budgets_B[rows], num_outputs)
-            for rows in blocks(batch.mask, num_tokens * max(num_outputs, dim))
+            for rows in blocks(batch.mask, max(num_tokens * max(max_centres, dim), num_costs))
         ]
         if not parts:
             vectors_BKD = batch.vectors.new_zeros((0, 0, dim), dtype=torch.float32)
@@ -142,7 +144,9 @@ class KCenter(Budgeted["KCenter.Spec"]):
         slot_mask_BM = ranks_M < num_centres_B.unsqueeze(1)
         groups_BN = nearest_centroids(batch, centres_BM, slot_mask_BM)
         if self.is_nested:
-            vectors_BKD = self._nested_vectors(batch, centres_BM, groups_BN, weights_BN)
+            vectors_BKD = self._nested_vectors(
+                batch, centres_BM, slot_mask_BM, groups_BN, weights_BN
+            )
         else:
             is_kept_B1 = (batch.lengths <= budgets_B).unsqueeze(1)
             groups_BN = merge_groups(tokens_BND, groups_BN, max_centres, budgets_B)
@@ -180,6 +184,7 @@ class KCenter(Budgeted["KCenter.Spec"]):
         self,
         batch: TokenBatch,
         centres_BK: torch.Tensor,
+        slot_mask_BK: torch.Tensor,
         groups_BN: torch.Tensor,
         weights_BN: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -190,11 +195,9 @@ class KCenter(Budgeted["KCenter.Spec"]):
             return tokens_BND.gather(1, centres_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2]))
         means_BKD = weighted_means(tokens_BND, weights_BN, groups_BN, num_outputs)
         parts, level, done = [], 1, 0
-        sizes_B1 = (groups_BN.amax(dim=1, keepdim=True) + 1) if num_outputs else groups_BN
         while done < num_outputs:
             stop = min(level, num_outputs)
-            slots_BL = (torch.arange(stop, device=groups_BN.device) < sizes_B1).contiguous()
-            level_BN = nearest_centroids(batch, centres_BK[:, :stop], slots_BL)
+            level_BN = nearest_centroids(batch, centres_BK[:, :stop], slot_mask_BK[:, :stop])
             level_means = weighted_means(tokens_BND, weights_BN, level_BN, stop)
             parts.append(level_means[:, done:])
             level, done = level * LEVEL_RATIO, stop
@@ -283,8 +286,8 @@ def merge_groups(
     """Merges groups of tokens by Ward's criterion until each item is within its budget.
 
     Each step merges the pair with the smallest increase in squared error,
-    `n_a n_b / (n_a + n_b) |mu_a - mu_b|^2`. Ties within 1e-5 are broken in favour of the first pair
-    in lexicographic order.
+    `n_a n_b / (n_a + n_b) |mu_a - mu_b|^2`. Ties within 1e-5 are broken in favour of the first
+    group and then of its first partner.
 
     Args:
         tokens_BND: Unit vectors, zero at padding.
@@ -302,20 +305,29 @@ def merge_groups(
     target_BM = torch.arange(num_groups, device=groups_BN.device).repeat(len(groups_BN), 1)
     if num_merges > 0:
         costs_BMM = merge_cost(group_sums(tokens_BND, groups_BN, num_groups), sizes_BM)
-        rows_B = torch.arange(len(groups_BN), device=groups_BN.device)
+        lowest_BM = costs_BMM.amin(dim=2)
         for _ in range(num_merges):
-            is_active_B = num_left_B > budgets_B
-            pair_B = first_minimum(costs_BMM.flatten(1), dim=1)
-            kept_B, merged_B = pair_B // num_groups, pair_B % num_groups
-            # Items that are done merge a group with itself, which changes nothing.
-            merged_B = torch.where(is_active_B, merged_B, kept_B)
-            target_BM = torch.where(
-                target_BM == merged_B.unsqueeze(1), kept_B.unsqueeze(1), target_BM
+            rows_R = (num_left_B > budgets_B).nonzero().squeeze(1)
+            group_R = first_minimum(lowest_BM[rows_R], dim=1)
+            partner_R = first_minimum(costs_BMM[rows_R, group_R], dim=1)
+            kept_R = torch.minimum(group_R, partner_R)
+            merged_R = torch.maximum(group_R, partner_R)
+            # The lowest cost of another group has to be found again if it was that of a merge with
+            # one of the pair.
+            is_stale_RM = costs_BMM[rows_R, kept_R] <= lowest_BM[rows_R]
+            is_stale_RM |= costs_BMM[rows_R, merged_R] <= lowest_BM[rows_R]
+            is_stale_RM &= sizes_BM[rows_R] > 0
+            is_stale_RM.scatter_(1, torch.stack([kept_R, merged_R], dim=1), True)
+            update_costs(costs_BMM, sizes_BM, rows_R, kept_R, merged_R)
+            lowest_BM[rows_R] = torch.minimum(lowest_BM[rows_R], costs_BMM[rows_R, kept_R])
+            row_S, group_S = is_stale_RM.nonzero(as_tuple=True)
+            item_S = rows_R[row_S]
+            lowest_BM[item_S, group_S] = costs_BMM[item_S, group_S].amin(dim=1)
+            target_RM = target_BM[rows_R]
+            target_BM[rows_R] = torch.where(
+                target_RM == merged_R.unsqueeze(1), kept_R.unsqueeze(1), target_RM
             )
-            update_costs(
-                costs_BMM, sizes_BM, rows_B[is_active_B], kept_B[is_active_B], merged_B[is_active_B]
-            )
-            num_left_B = num_left_B - is_active_B.long()
+            num_left_B[rows_R] -= 1
     merged_BN = target_BM.gather(1, groups_BN.clamp_min(0)).masked_fill(groups_BN < 0, -1)
     is_used_BM = group_sizes(merged_BN, num_groups) > 0
     number_BM = is_used_BM.long().cumsum(dim=1) - 1

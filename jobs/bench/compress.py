@@ -27,7 +27,13 @@ SLOW = ("adaptive", "cluster", "hpool", "light_colpali")
 #: Methods that need a trained encoder or trained weights, which `index` omits as well.
 LEARNED = ("agc", "memtok", "seqresize")
 #: Variants of methods with a different running time.
-READINGS = ("hpool,linkage=rows", "hpool,linkage=condensed", "light_colpali,distance_dtype=float64")
+READINGS = (
+    "hpool,linkage=rows",
+    "hpool,linkage=condensed",
+    "kcenter,oversampling=1",
+    "kcenter,output=progressive",
+    "light_colpali,distance_dtype=float64",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,14 +1,9 @@
-"""Known-item collections and the sweep of k-centre merging."""
-
 import json
 
 import pytest
 
 from jobs import index
 from jobs.data import make_known_items
-from pipeline import config
-from pipeline.index.columns import all_representations
-from pipeline.index.recompress import RecompressSpec
 from pipeline.registry import BENCHMARKS
 
 
@@ -37,10 +32,3 @@ def test_dry_run_of_the_index(folder, tmp_path, capsys):
     target = f"index={tmp_path / 'index'}"
     index.main(["jobs/specs/methods/known_items.yaml", source, target, "--dry-run"])
     assert "1,398" in capsys.readouterr().out
-
-
-def test_sweep_has_a_column_per_variant_and_budget():
-    spec = config.load(RecompressSpec, "jobs/specs/methods/kcenter.yaml")
-    names = [representation.id for representation in all_representations(spec)]
-    assert len(set(names)) == len(names) == 7 * 7 + 4
-    assert {"kcenter_64", "kcenter_progressive_64", "kcenter_oversampling1_0_8"} <= set(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -59,7 +60,12 @@ class Row(NamedTuple):
     after: dict[str, np.ndarray]
 
     def change(self, measure: str) -> tuple[float, float, float]:
-        """Returns the mean before and after training, and the spread of the runs after training."""
+        """Returns the mean before and after training, and the spread of the runs after training.
+
+        All are NaN if the measure was not computed, as the grounding of vectors without tokens.
+        """
+        if measure not in self.after:
+            return (math.nan,) * 3
         after_SQ = self.after[measure]
         return float(self.before[measure].mean()), float(after_SQ.mean()), spread(after_SQ)
 
@@ -127,13 +133,16 @@ def report(spec: StudySpec, runs: Sequence[Run]) -> str:
     first = next(iter(rows[0].after))
     gains = [row.after[first].mean(axis=0) - rows[0].after[first].mean(axis=0) for row in rows[1:]]
     p_values = [None, *(holm(randomisation_p(np.stack(gains)).tolist()) if gains else [])]
-    measures = list(rows[0].after)
+    measures = list(dict.fromkeys(measure for row in rows for measure in row.after))
     cells = [["run", "seeds", *measures, f"p ({first})"]]
     names = [f"{m} {when}" for m in measures for when in ("before", "after", "sd")]
     numbers: list[list[object]] = [["run", "seeds", *names, "p"]]
     for row, p in zip(rows, p_values, strict=True):
         seeds = len(row.after[first])
-        shown = [f"{row.before[m].mean():.3f} > {with_spread(row.after[m])}" for m in measures]
+        shown = [
+            f"{row.before[m].mean():.3f} > {with_spread(row.after[m])}" if m in row.after else "-"
+            for m in measures
+        ]
         cells.append([row.name, str(seeds), *shown, p_value(p)])
         numbers.append([row.name, seeds, *itertools.chain(*map(row.change, measures)), p])
     write_atomic(posixpath.join(spec.output, "study.csv"), as_csv(numbers))

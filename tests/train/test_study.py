@@ -91,6 +91,22 @@ def test_table_averages_seeds_and_tests_queries(model, tmp_path):
     assert isinstance(found[0], Row) and found[0].after["R@1"].shape == (2, 40)
 
 
+def test_rows_without_a_measure(model, tmp_path):
+    """Methods whose vectors have no tokens have no grounding metrics."""
+    runs = []
+    for name, values in (("full", {"R@1": 0.5, "BoxMass": 0.25}), ("memtok", {"R@1": 0.75})):
+        folder = tmp_path / name / "validation"
+        folder.mkdir(parents=True)
+        for step in (0, 6):
+            values_Q = {measure: np.full(4, value) for measure, value in values.items()}
+            np.savez(folder / f"step-{step:08d}.npz", **values_Q)
+        runs.append(Run(name, name, spec_of(tmp_path / name, model)))
+    table = report(study_of(tmp_path, model, {"seed": [0]}), runs).splitlines()
+    assert table[1].count("0.250") == 2 and " - " in table[2]
+    rows = list(csv.DictReader((tmp_path / "study.csv").open()))
+    assert [row["BoxMass after"] for row in rows] == ["0.25", "nan"]
+
+
 def test_job_trains_a_study(model, tmp_path, capsys):
     spec = study_of(tmp_path / "study", model, {"seed": [0, 1]}, epochs=1, eval_every=100)
     (tmp_path / "spec.yaml").write_text(config.dump_yaml(spec), "utf-8")

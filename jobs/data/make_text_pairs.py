@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jobs
+from jobs.data.make_known_items import CRANFIELD, titles
 from pipeline.config import absolute
-
-FOLDER = Path(__file__).parent / "cranfield"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,18 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", default="out/agc/cranfield", help="output folder")
     folder = Path(absolute(parser.parse_args(arguments).out))
     documents, pairs, queries = [], [], {}
-    for line in _lines(FOLDER / "corpus.jsonl"):
-        abstract = json.loads(line)
-        text = abstract["text"].removeprefix(abstract["title"]).strip()
-        if not text:
-            continue
-        documents.append({"document_id": abstract["_id"], "text": text})
-        pairs.append({"query": abstract["title"], "document_id": abstract["_id"]})
-    for line in _lines(FOLDER / "queries.jsonl"):
+    for document_id, title, text in titles():
+        documents.append({"document_id": document_id, "text": text})
+        pairs.append({"query": title, "document_id": document_id})
+    for line in (CRANFIELD / "queries.jsonl").read_text("utf-8").splitlines():
         query = json.loads(line)
         queries[query["_id"]] = query["text"]
     stored = {document["document_id"] for document in documents}
-    with (FOLDER / "qrels/test.tsv").open(encoding="utf-8") as file:
+    with (CRANFIELD / "qrels/test.tsv").open(encoding="utf-8") as file:
         judged = [
             {"query": queries[row["query-id"]], "document_id": row["corpus-id"]}
             for row in csv.DictReader(file, delimiter="\t")
@@ -47,10 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(content, encoding="utf-8")
     print(f"{len(pairs)} pairs and {len(judged)} judgments of {len(queries)} queries: {folder}")
-
-
-def _lines(path: Path) -> Iterable[str]:
-    return path.read_text("utf-8").splitlines()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
@@ -126,6 +127,7 @@ class KCenter(Budgeted["KCenter.Spec"]):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns vectors (B, num_outputs, D), their mask, and the assignment (B, N)."""
         tokens_BND = unit_vectors(batch)
+        batch = replace(batch, vectors=tokens_BND, normalised=True)
         weights_BN = self._weights(batch)
         budgets_B = torch.minimum(budgets_B, batch.lengths)
         num_centres_B = self._num_centres(budgets_B, batch.lengths)
@@ -188,20 +190,22 @@ class KCenter(Budgeted["KCenter.Spec"]):
         groups_BN: torch.Tensor,
         weights_BN: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Returns the vectors (B, K, D) of the outputs "centre" and "progressive"."""
-        tokens_BND = unit_vectors(batch)
-        num_outputs = centres_BK.shape[1]
+        """Returns the vectors (B, K, D) of the outputs "centre" and "progressive".
+
+        The vectors of `batch` must have unit length and be zero at padding.
+        """
+        tokens_BND, num_outputs = batch.vectors, centres_BK.shape[1]
         if self.spec.output == "centre":
             return tokens_BND.gather(1, centres_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2]))
         means_BKD = weighted_means(tokens_BND, weights_BN, groups_BN, num_outputs)
         parts, level, done = [], 1, 0
-        while done < num_outputs:
-            stop = min(level, num_outputs)
-            level_BN = nearest_centroids(batch, centres_BK[:, :stop], slot_mask_BK[:, :stop])
-            level_means = weighted_means(tokens_BND, weights_BN, level_BN, stop)
+        while level < num_outputs:
+            level_BN = nearest_centroids(batch, centres_BK[:, :level], slot_mask_BK[:, :level])
+            level_means = weighted_means(tokens_BND, weights_BN, level_BN, level)
             parts.append(level_means[:, done:])
-            level, done = level * LEVEL_RATIO, stop
-        return normalise(means_BKD + torch.cat(parts, dim=1)) if parts else means_BKD
+            level, done = level * LEVEL_RATIO, level
+        parts.append(means_BKD[:, done:])  # the groups of the last level are the final ones
+        return normalise(means_BKD + torch.cat(parts, dim=1))
 
 
 def seed_distance(
@@ -222,7 +226,8 @@ def seed_distance(
             features_BD = normalise(tokens_BND.sum(dim=1))
             sign = -1.0 if start == "outlier" else 1.0
         else:
-            features_BD = tokens_BND[torch.arange(len(mask_BN)), positions_B]
+            rows_B = torch.arange(len(mask_BN), device=mask_BN.device)
+            features_BD = tokens_BND[rows_B, positions_B]
             sign = 1.0
         # On a CPU, products with a row vector are 8 times as fast as with a column vector.
         similarity_BN = (features_BD.unsqueeze(1) @ tokens_BND.mT).squeeze(1)

@@ -207,8 +207,8 @@ def farthest_order(
         radii_B0 = mask_BN.new_zeros((len(mask_BN), 0), dtype=torch.float32)
         return radii_B0.long(), radii_B0
     seeds = [first_minimum(distance(None).masked_fill(~mask_BN, torch.inf), dim=1)]
-    nearest_BN = distance(seeds[0])
-    radii = [nearest_BN.masked_fill(~mask_BN, -torch.inf).amax(dim=1)]
+    nearest_BN = distance(seeds[0]).masked_fill(~mask_BN, -torch.inf)
+    radii = [nearest_BN.amax(dim=1)]
     is_candidate_BN = mask_BN.clone()
     for _ in range(1, num_seeds):
         if max_radius is not None and bool((radii[-1] <= max_radius).all()):
@@ -217,7 +217,7 @@ def farthest_order(
         scores_BN = nearest_BN.neg() if weights_BN is None else -nearest_BN * weights_BN
         seeds.append(first_minimum(scores_BN.masked_fill_(~is_candidate_BN, torch.inf), dim=1))
         nearest_BN = torch.minimum(nearest_BN, distance(seeds[-1]))
-        radii.append(nearest_BN.masked_fill(~mask_BN, -torch.inf).amax(dim=1))
+        radii.append(nearest_BN.amax(dim=1))
     return torch.stack(seeds, dim=1), torch.stack(radii, dim=1)
 
 

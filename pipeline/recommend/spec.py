@@ -10,8 +10,8 @@ from pipeline.compression import NumVectors
 from pipeline.config import Spec, SpecError
 from pipeline.registry import CODECS, COMPRESSORS, BenchmarkSpec, CodecSpec
 
-#: Methods that are compared by default, if they are registered. They need nothing but the vectors
-#: and the positions of the tokens.
+#: Methods that are compared by default. They need nothing but the vectors and the positions of the
+#: tokens.
 DEFAULT_METHODS = ("none", "hpool", "samer", "spatial", "kcenter")
 DEFAULT_BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_CODECS = ("float16", "int8")
@@ -31,7 +31,7 @@ class RecommendSpec(Spec):
     max_milliseconds: PositiveFloat | None = None
     """Maximum scoring time per query in milliseconds, or None for no limit."""
     methods: Annotated[list[str], Field(min_length=1)] = Field(
-        default_factory=lambda: [m for m in DEFAULT_METHODS if m in COMPRESSORS.names()]
+        default_factory=lambda: list(DEFAULT_METHODS)
     )
     """Names of the compressors to compare."""
     budgets: Annotated[list[NumVectors], Field(min_length=1)] = Field(

@@ -31,8 +31,8 @@ def copy_index(name: str, folder: Path) -> tuple[str, job.IndexSpec]:
     """Copies an old index and returns its URI and its spec."""
     uri = shutil.copytree(OLD / name, folder / name)
     spec = (OLD / f"{name}.yaml").read_text("utf-8")
-    spec = spec.replace("/tmp/old_index/shapes_colpali", f"{ROOT}/jobs/data/models/shapes_colpali")
-    spec = spec.replace("/tmp/old_index", str(OLD / "data"))
+    spec = spec.replace("old_index/shapes_colpali", f"{ROOT}/jobs/data/models/shapes_colpali")
+    spec = spec.replace("old_index", str(OLD / "data"))
     fields = {**yaml.safe_load(spec), "index": str(uri)}
     return str(uri), config.parse(job.IndexSpec, fields, stored=True)
 

@@ -82,7 +82,8 @@ class _Run:
         """Yields the id of each query and its scores in descending order."""
         if self._needs_encoder:
             self._searcher.encoder(self._options.column)  # loads the encoder before timing
-        self._searcher.load(self._options.column, self._options.score)
+        options = self._options
+        self._searcher.load(options.column, options.score, options.candidates)
         last_progress = time.monotonic()
         for batch in batches(self._queries):
             rankings = self._rank(list(batch.values()))

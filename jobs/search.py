@@ -6,6 +6,7 @@
     python -m jobs.search INDEX "a query" --score hybrid --weights 1 0.5
     python -m jobs.search INDEX "a query" --group-by parent --filter "modality = 'text'"
     python -m jobs.search INDEX "a query" --ids ids.txt --json
+    python -m jobs.search INDEX "a query" --candidates lemur --num-candidates 1000
     python -m jobs.search INDEX --queries queries.jsonl --k 100 --run out/full.trec
     python -m jobs.search INDEX --queries queries.jsonl --run out/full.trec --actors 4
     python -m jobs.search INDEX "a query" --rerank edje=out/edje/model --rerank-depth 20
@@ -21,6 +22,9 @@ matches and passages, see docs/concepts/explanations.md.
 
 --run writes a run in TREC format instead and prints the throughput of encoding and scoring.
 --actors splits the index into N shards and searches each in a Ray actor.
+
+--candidates scores only the items that a candidate generator of jobs.candidates finds. The search
+is faster and may miss hits.
 
 NAME@K searches the first K vectors of each item of a representation with nested vectors.
 
@@ -121,6 +125,8 @@ def _options(args: Namespace) -> SearchOptions:
         filter=args.filter,
         ids=args.ids and read_ids(args.ids, "ids"),
         parents=args.parents and read_ids(args.parents, "parents"),
+        candidates=args.candidates,
+        num_candidates=args.num_candidates,
     )
 
 
@@ -258,6 +264,18 @@ def _parser() -> jobs.Parser:
     parser.add_argument("--ids", metavar="FILE", help="search only these items, one id per line")
     parser.add_argument(
         "--parents", metavar="FILE", help="search only items of these parents, one id per line"
+    )
+    parser.add_argument(
+        "--candidates",
+        default="exact",
+        metavar="GENERATOR",
+        help="score only the items that this generator finds (default: exact, which scores all)",
+    )
+    parser.add_argument(
+        "--num-candidates",
+        type=jobs.positive,
+        metavar="N",
+        help="number of items that it finds (default: 500, or 10 k if that is more)",
     )
     parser.add_argument("--version", type=int, help="version of the index (default: the newest)")
     parser.add_argument(

@@ -111,7 +111,10 @@ class Codec(ABC, Generic[ComponentSpecT]):
 
     def encode(self, batch: TokenBatch) -> pa.Array:
         """Quantises the tokens that the mask selects and returns a column of type `column_type`."""
-        vectors_TD, lengths = flat_rows(batch.vectors, batch.mask)
+        return self.encode_rows(*flat_rows(batch.vectors, batch.mask))
+
+    def encode_rows(self, vectors_TD: torch.Tensor, lengths: np.ndarray) -> pa.Array:
+        """Quantises vectors (T, D) of items with the given numbers of vectors (B,)."""
         parts = self.quantise(vectors_TD.float())
         part_bytes = [part.contiguous().view(torch.uint8) for part in parts.values()]
         return lists_of(torch.cat(part_bytes, dim=1).cpu().numpy(), lengths)

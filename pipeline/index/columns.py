@@ -42,6 +42,7 @@ COMPANION_SUFFIXES = (
     "_extents",
     "_confidence",
     "_tap",
+    "_candidates",
 )
 #: Field of an item that a representation encodes: its content or its caption.
 ItemField = Literal["content", "caption"]

@@ -351,6 +351,68 @@ class RerankInfo:
             raise _malformed(name, error) from None
 
 
+@dataclass(frozen=True)
+class CandidatesInfo:
+    """Metadata of the codes of a candidate generator.
+
+    Attributes:
+        name: Name of the column.
+        generator: Settings of the generator in the form of `dump_stored`.
+        representation: Column of the vectors that the codes approximate.
+        fitted: Identity of these vectors, see `vectors_identity`.
+        artefact: Hash of the fitted state of the generator.
+        revision: Number of the fit. A refit has the next number.
+    """
+
+    name: str
+    generator: dict[str, Any]
+    representation: str
+    fitted: dict[str, Any]
+    artefact: str
+    revision: int
+
+    @property
+    def generator_name(self) -> str:
+        """Registered name of the generator."""
+        return self.generator["name"]
+
+    @property
+    def fit(self) -> dict[str, Any]:
+        """Settings for which the artefact was fitted."""
+        return {"vectors": self.fitted, "generator": self.generator}
+
+    @classmethod
+    def from_schema(cls, schema: pa.Schema, name: str) -> CandidatesInfo:
+        """Parses the metadata of the column.
+
+        Raises:
+            SpecError: The metadata is malformed.
+        """
+        stored = column_metadata(schema.field(name))
+        try:
+            keys = ("generator", "representation", "fitted", "artefact", "revision")
+            return cls(name, **{key: stored[key] for key in keys})
+        except (KeyError, TypeError, ValidationError) as error:
+            raise _malformed(name, error) from None
+
+    def to_metadata(self) -> dict[str, Any]:
+        """Converts the metadata of the column to JSON types."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "role": "candidates",
+            "generator": self.generator,
+            "representation": self.representation,
+            "fitted": self.fitted,
+            "artefact": self.artefact,
+            "revision": self.revision,
+        }
+
+
+def vectors_identity(info: RepresentationInfo) -> dict[str, Any]:
+    """Returns the settings that determine the stored vectors of a representation."""
+    return {**info.codec_fit, "codec_artefact": info.codec_artefact}
+
+
 def columns_with_role(schema: pa.Schema, role: str) -> list[str]:
     """Returns the names of all columns that have the given role in the index."""
     return [column.name for column in schema if column_metadata(column).get("role") == role]
@@ -384,6 +446,16 @@ def rerank_infos(schema: pa.Schema) -> dict[str, RerankInfo]:
     """
     names = columns_with_role(schema, "rerank")
     return {name: RerankInfo.from_schema(schema, name) for name in names}
+
+
+def candidates_infos(schema: pa.Schema) -> dict[str, CandidatesInfo]:
+    """Returns the codes of candidate generators by column.
+
+    Raises:
+        SpecError: The metadata of a column is malformed.
+    """
+    names = columns_with_role(schema, "candidates")
+    return {name: CandidatesInfo.from_schema(schema, name) for name in names}
 
 
 def tap_names(schema: pa.Schema) -> list[str]:

@@ -25,9 +25,11 @@ from pipeline.extras import MissingExtra, require_storage
 from pipeline.index import ITEMS, PARTS, REJECTS, missing_index
 from pipeline.index.artefacts import load_artefact
 from pipeline.index.info import (
+    CandidatesInfo,
     PooledInfo,
     RepresentationInfo,
     RerankInfo,
+    candidates_infos,
     newest_format,
     pooled_infos,
     representation_infos,
@@ -36,10 +38,11 @@ from pipeline.index.info import (
 from pipeline.index.lease import Lease
 from pipeline.index.positions import decode_positions
 from pipeline.index.prefixes import find_representation, first_vectors
-from pipeline.registry import CODECS
+from pipeline.registry import CANDIDATES, CODECS
 from pipeline.schema import FORMAT_VERSION, REJECT
 
-if TYPE_CHECKING:  # codecs import torch, which most readers do not need
+if TYPE_CHECKING:  # these import torch, which most readers do not need
+    from pipeline.candidates import Generator
     from pipeline.codecs import Codec
 
 #: URI schemes of an index: those that both Lance and fsspec can write.
@@ -216,6 +219,7 @@ class Index:
         self.uri = uri
         self.dataset = open_dataset(uri, version)
         self._codecs: dict[str, Codec] = {}
+        self._generators: dict[str, Generator] = {}
 
     @property
     def version(self) -> int:
@@ -262,6 +266,11 @@ class Index:
         return pooled_infos(self.schema)
 
     @functools.cached_property
+    def candidates_columns(self) -> dict[str, CandidatesInfo]:
+        """Columns with codes of candidate generators by name."""
+        return candidates_infos(self.schema)
+
+    @functools.cached_property
     def rerank_columns(self) -> dict[str, RerankInfo]:
         """Columns for reranking by name."""
         return rerank_infos(self.schema)
@@ -275,6 +284,19 @@ class Index:
                 state = load_artefact(self.uri, info.codec_artefact, info.codec_fit)
             self._codecs[info.column] = CODECS.build(CODECS.resolve(info.codec, stored=True), state)
         return self._codecs[info.column]
+
+    def generator(self, name: str) -> Generator:
+        """Returns the candidate generator of a column in its fitted state.
+
+        Raises:
+            SpecError: Its artefact is missing or corrupted, or was fitted for other vectors.
+        """
+        if name not in self._generators:
+            info = self.candidates_columns[name]
+            state = load_artefact(self.uri, info.artefact, info.fit)
+            spec = CANDIDATES.resolve(info.generator, stored=True)
+            self._generators[name] = CANDIDATES.build(spec, state)
+        return self._generators[name]
 
     def corruption_errors(self) -> contextlib.AbstractContextManager[None]:
         """Returns the context `corruption_errors` of this index."""

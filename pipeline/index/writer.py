@@ -160,12 +160,13 @@ class IndexWriter:
             if fields:
                 self._apply(lambda: self.dataset.add_columns(pa.schema(fields)))
 
-    def drop_columns(self) -> None:
-        """Drops all columns except those of the items."""
-        names = [name for name in self.dataset.schema.names if name not in ITEM.names]
+    def drop_columns(self, names: Sequence[str] | None = None) -> None:
+        """Drops columns in a single commit. Defaults to all columns except those of the items."""
+        if names is None:
+            names = [name for name in self.dataset.schema.names if name not in ITEM.names]
         with self._lock:
             if names:
-                self._apply(lambda: self.dataset.drop_columns(names))
+                self._apply(lambda: self.dataset.drop_columns(list(names)))
 
     def commit(
         self, fragments: Sequence[FragmentMetadata], replaced: dict[int, list[str]] | None = None

@@ -67,26 +67,42 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of token vectors or single vectors."""
+    """A column of token vectors, single vectors or codes of a candidate generator."""
 
     index: Index
     name: str
 
     @functools.cached_property
     def _size(self) -> int | None:
-        """Dimension of single vectors. None if the column contains token vectors."""
+        """Dimension of single vectors. None for columns of a codec."""
         type = self.index.schema.field(self.name).type
         return type.list_size if pa.types.is_fixed_size_list(type) else None
 
     @functools.cached_property
     def codec(self) -> Codec:
         """Codec of the stored vectors."""
+        if self._is_code:
+            return self.index.generator(self.name).codec
         return FLOATS if self._size else self.index.codec(self.name)
 
     @functools.cached_property
     def dim(self) -> int:
         """Dimension D of the decoded vectors."""
+        if self._is_code:
+            return self.index.generator(self.name).dim
         return self._size or self.index.representation(self.name).dim
+
+    @property
+    def _is_code(self) -> bool:
+        """Whether the column contains codes of a candidate generator."""
+        return self.name in self.index.candidates_columns
+
+    @property
+    def _artefact(self) -> str | None:
+        """Hash of the fitted state of the codec."""
+        if self._is_code:
+            return self.index.candidates_columns[self.name].artefact
+        return None if self._size else self.index.representation(self.name).codec_artefact
 
     @functools.cached_property
     def _fields(self) -> list[int]:
@@ -98,9 +114,8 @@ class Column:
 
         Part of the file names.
         """
-        artefact = None if self._size else self.index.representation(self.name).codec_artefact
         layout = {name: [str(dtype), width] for name, (dtype, width) in self.layout.items()}
-        return [dump_stored(self.codec.spec), artefact, self.dim, layout]
+        return [dump_stored(self.codec.spec), self._artefact, self.dim, layout]
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[torch.dtype, int]]:

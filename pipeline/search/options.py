@@ -9,6 +9,12 @@ from typing import Any, Literal, TypedDict, Unpack
 from pipeline.config import SpecError
 from pipeline.index.reader import Index
 from pipeline.scores import SCORES, Score, reject_former_name
+from pipeline.search.candidates import (
+    CANDIDATES_PER_HIT,
+    EXACT,
+    MIN_CANDIDATES,
+    generator_column,
+)
 from pipeline.search.query import Queries
 from pipeline.search.representations import representation_info
 
@@ -25,6 +31,8 @@ class _CommonKeywords(TypedDict, total=False):
     score: Score
     weights: Weights
     group_by: Literal["parent"] | None
+    candidates: str
+    num_candidates: int | None
 
 
 class Selection(TypedDict, total=False):
@@ -61,6 +69,11 @@ class SearchOptions:
         ids: Ids of the items to search. Unknown ids are ignored. Items must satisfy `filter`, `ids`
             and `parents`.
         parents: Ids of the parents whose items are searched.
+        candidates: "exact" scores all items. Otherwise, the name of a candidate generator of the
+            representation, which finds the items that are scored. Items without a code of the
+            generator are always scored.
+        num_candidates: Number of items that the generator finds per query and shard, at least `k`.
+            Defaults to 500, or 10 k if that is more.
         rerank: Second stage: "vectors" scores with another representation, "edje" with EDJE's joint
             encoder.
         rerank_representation: Representation used by "vectors", or None for the default.
@@ -81,6 +94,8 @@ class SearchOptions:
     filter: str | None = None
     ids: tuple[str, ...] | None = None
     parents: tuple[str, ...] | None = None
+    candidates: str = EXACT
+    num_candidates: int | None = None
     rerank: Literal["vectors", "edje"] | None = None
     rerank_representation: str | None = None
     rerank_depth: int = 0
@@ -100,6 +115,13 @@ class SearchOptions:
         if self.score != "hybrid" and tuple(self.weights) != EQUAL_WEIGHTS:
             rule = f"{EQUAL_WEIGHTS} for the score {self.score}"
             raise SpecError("weights", self.weights, rule)
+        if self.num_candidates is not None:
+            check_count("num_candidates", self.num_candidates)
+            if self.num_candidates < self.k:
+                raise SpecError("num_candidates", self.num_candidates, f"at least k = {self.k}")
+        if self.score == "single_vector" and self.candidates != EXACT:
+            rule = f"{EXACT} for the score single_vector"
+            raise SpecError("candidates", self.candidates, rule)
 
     @classmethod
     def from_keywords(
@@ -126,9 +148,13 @@ class SearchOptions:
         """Returns the options after filling in the default representation of an index.
 
         Raises:
-            SpecError: The representation does not exist or is only for reranking.
+            SpecError: The representation does not exist or is only for reranking, or the candidate
+                generator was not built for it.
         """
-        return replace(self, representation=representation_info(index, self.representation).name)
+        info = representation_info(index, self.representation)
+        if self.candidates != EXACT:
+            generator_column(index, info, self.candidates)
+        return replace(self, representation=info.name)
 
     @property
     def column(self) -> str:
@@ -136,11 +162,20 @@ class SearchOptions:
         assert self.representation is not None
         return self.representation
 
+    @property
+    def candidates_per_query(self) -> int:
+        """Number of candidates per query."""
+        if self.num_candidates is not None:
+            return self.num_candidates
+        return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * self.k)
+
     def first_stage(self) -> SearchOptions:
         """Returns the options of the first stage, which finds the items to rerank."""
+        k = max(self.k, self.rerank_depth)
         return replace(
             self,
-            k=max(self.k, self.rerank_depth),
+            k=k,
+            num_candidates=None if self.num_candidates is None else max(self.num_candidates, k),
             rerank=None,
             rerank_representation=None,
             rerank_depth=0,
@@ -171,6 +206,12 @@ class SearchOptions:
         if queries.pooled is None:
             problem = "needs a pooled query vector (pass the query as text)"
             raise SpecError("score", self.score, "maxsim", problem)
+
+    def check_single(self, queries: Queries) -> None:
+        """Raises `SpecError` if the queries lack the single vectors that candidates need."""
+        if queries.pooled is None:
+            problem = "needs a pooled query vector (pass the query as text)"
+            raise SpecError("candidates", self.candidates, EXACT, problem)
 
 
 def check_count(field: str, value: int) -> None:

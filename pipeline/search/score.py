@@ -1,4 +1,4 @@
-"""Exact scoring and ranking of the items of an index.
+"""Scoring and ranking of the items of an index.
 
     maxsim         sum over the query tokens of the best similarity with an item token
     single_vector  similarity of the pooled vectors of query and item
@@ -8,6 +8,7 @@
 SMART adds both terms of the hybrid score with equal weights "to keep SMART hyperparameter-free",
 which is the default here.
 
+All items are scored, or only the candidates that a generator finds (`pipeline.search.candidates`).
 Query vectors have unit length, so similarities are cosines if the vectors of the representation
 have unit length too (`normalised` in the metadata of the column).
 """
@@ -28,6 +29,7 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Reranked
 from pipeline.scores import Score
 from pipeline.search.cache import packed_column
+from pipeline.search.candidates import EXACT, SINGLE, best_rows, generator_column
 from pipeline.search.maxsim import maxsim
 from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
@@ -122,20 +124,37 @@ class Scorer:
         self._packed: dict[str, PackedVectors] = {}
         self._prefix = functools.lru_cache(MAX_PREFIXES)(PackedVectors.prefix)
 
-    def load(self, representation: str, score: Score = "maxsim") -> None:
-        """Opens the vectors that a score needs."""
-        for column in self._columns(representation, score):
+    def load(self, representation: str, score: Score = "maxsim", candidates: str = EXACT) -> None:
+        """Opens the vectors that a score and a candidate generator need."""
+        for column in self._columns(representation, score, candidates):
             self.packed(column)
 
-    def is_loaded(self, representation: str, score: Score = "maxsim") -> bool:
-        """Checks whether the vectors that a score needs have been opened."""
-        return all(column in self._packed for column in self._columns(representation, score))
+    def is_loaded(
+        self, representation: str, score: Score = "maxsim", candidates: str = EXACT
+    ) -> bool:
+        """Checks whether the vectors that a score and a generator need have been opened."""
+        columns = self._columns(representation, score, candidates)
+        return all(column in self._packed for column in columns)
 
-    def _columns(self, representation: str, score: Score) -> list[str]:
+    def num_scored_vectors(self, options: SearchOptions) -> int:
+        """Returns the number of vectors with which each query token is compared, as an estimate."""
+        if options.score == "single_vector":
+            return 1
+        packed = self.vectors(options.column)
+        if options.candidates == EXACT:
+            return packed.num_vectors
+        info = self._info(options.column)
+        codes = self.packed(generator_column(self._items.index, info, options.candidates))
+        share = min(options.candidates_per_query / max(len(packed), 1), 1.0)
+        return codes.num_vectors + int(share * packed.num_vectors)
+
+    def _columns(self, representation: str, score: Score, candidates: str) -> list[str]:
         info = self._info(representation)
         columns = [] if score == "single_vector" else [info.column]
         if score != "maxsim" and info.pooled_column:
             columns.append(info.pooled_column)
+        if candidates != EXACT:
+            columns.append(generator_column(self._items.index, info, candidates))
         return columns
 
     def _info(self, representation: str) -> RepresentationInfo:
@@ -198,18 +217,72 @@ class Scorer:
         slice_pairs: int | None,
     ) -> Generator[None, None, list[Ranking]]:
         options.check_vectors(queries, self._info(options.column).pooled_column)
-        order = self._items.id_order
-        groups = self._items.parent_codes if options.group_by else None
+        num_items = len(self._items) if rows is None else len(rows)
+        is_exact = options.candidates == EXACT or num_items <= options.candidates_per_query
         rankings = []
         for first in range(0, len(queries), QUERY_BATCH):
             if first:
                 yield
             batch = queries.part(first, first + QUERY_BATCH)
-            scores = yield from self._scores(batch, options, rows, slice_pairs)
-            for query, total in enumerate(scores.total):
-                best = top_rows(total, rows, order, options.k, groups)
-                rankings.append(self._ranking(best, scores.query(query), rows))
+            if is_exact:
+                rankings += yield from self._rank_batch(batch, options, rows, slice_pairs)
+                continue
+            candidates = yield from self._candidates(batch, options, rows, slice_pairs)
+            for query, query_rows in zip(batch.split(), candidates, strict=True):
+                rankings += yield from self._rank_batch(query, options, query_rows, slice_pairs)
         return rankings
+
+    def _rank_batch(
+        self,
+        queries: Queries,
+        options: SearchOptions,
+        rows: np.ndarray | None,
+        slice_pairs: int | None,
+    ) -> Generator[None, None, list[Ranking]]:
+        """Ranks the given items for a batch of queries."""
+        order = self._items.id_order
+        groups = self._items.parent_codes if options.group_by else None
+        scores = yield from self._scores(queries, options, rows, slice_pairs)
+        rankings = []
+        for query, total in enumerate(scores.total):
+            best = top_rows(total, rows, order, options.k, groups)
+            rankings.append(self._ranking(best, scores.query(query), rows))
+        return rankings
+
+    def _candidates(
+        self,
+        queries: Queries,
+        options: SearchOptions,
+        rows: np.ndarray | None,
+        slice_pairs: int | None,
+    ) -> Generator[None, None, list[np.ndarray]]:
+        """Finds the ascending indices of the candidates of each query in a batch.
+
+        Items that have vectors but no code are candidates of all queries.
+        """
+        info = self._info(options.column)
+        column = generator_column(self._items.index, info, options.candidates)
+        codes = self.packed(column)
+        if options.candidates == SINGLE:
+            options.check_single(queries)
+            assert queries.pooled is not None
+            tokens = list(queries.pooled[:, None])
+        else:
+            generator = self._items.index.generator(column)
+            transform = generator.codec.transform_queries
+            tokens = [transform(tokens) for tokens in generator.queries(queries.tokens)]
+        items = None if rows is None else torch.from_numpy(rows)
+        approximate_QR = (yield from _maxsim(tokens, codes, items, slice_pairs)).numpy()
+        has_no_code = (codes.lengths == 0) & (self.vectors(options.column).lengths > 0)
+        uncoded = np.flatnonzero(has_no_code.cpu().numpy())
+        if rows is not None:
+            uncoded = np.intersect1d(uncoded, rows, assume_unique=True)
+        groups = self._items.parent_codes if options.group_by else None
+        num = options.candidates_per_query
+        return [
+            np.union1d(best_rows(scores_R, rows, num, groups), uncoded)
+            for scores_R in approximate_QR
+        ]
 
     def _scores(
         self,

@@ -1,4 +1,4 @@
-"""Exact search over one version of an index: `open_index(uri).search("...")`."""
+"""Search over one version of an index: `open_index(uri).search("...")`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.schema import Hit
 from pipeline.scores import Score
+from pipeline.search.candidates import EXACT
 from pipeline.search.describe import describe_in_slices
 from pipeline.search.options import (
     SearchKeywords,
@@ -54,7 +55,7 @@ def open_index(
 
 
 class Searcher:
-    """Exact search over a version of an index, or over one of its shards.
+    """Search over a version of an index, or over one of its shards.
 
     Attributes:
         index: Open version of the index.
@@ -85,7 +86,9 @@ class Searcher:
         rerank: Reranker | None = None,
         **options: Unpack[SearchKeywords],
     ) -> list[Hit] | list[list[Hit]]:
-        """Finds the k best items for a query. The search is exact. Ties are sorted by item id.
+        """Finds the k best items for a query. Ties are sorted by item id.
+
+        The search is exact unless `candidates` names a candidate generator.
 
         Args:
             query: A text; an image, as the bytes of a PNG, JPEG or WebP file; a `Composed` query
@@ -96,8 +99,8 @@ class Searcher:
                 it exists, otherwise the first.
             explain: Whether hits contain `matches`, one per query token, and `passages`.
             rerank: Second stage that reorders the best items of the first.
-            options: `k` (default 10), `score`, `weights`, `group_by`, `filter`, `ids` and
-                `parents`. See `SearchOptions`.
+            options: `k` (default 10), `score`, `weights`, `group_by`, `filter`, `ids`, `parents`,
+                `candidates` and `num_candidates`. See `SearchOptions`.
 
         Returns:
             The hits of the query, best first, or a list of hits per query for several queries.
@@ -183,9 +186,14 @@ class Searcher:
         """
         return representation_info(self.index, name)
 
-    def load(self, representation: str | None = None, score: Score = "maxsim") -> None:
-        """Opens the vectors that a search with this score needs."""
-        self.scorer.load(self.representation(representation).name, score)
+    def load(
+        self,
+        representation: str | None = None,
+        score: Score = "maxsim",
+        candidates: str = EXACT,
+    ) -> None:
+        """Opens the vectors that a search with this score and generator needs."""
+        self.scorer.load(self.representation(representation).name, score, candidates)
 
     def packed(self, representation: str | None = None) -> PackedVectors:
         """Returns the vectors of a representation."""

@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from pipeline.config import JobError, SpecError, absolute
 from pipeline.index.reader import Index
 from pipeline.scores import Score
+from pipeline.search.candidates import EXACT, SINGLE
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries
 from pipeline.search.score import Ranking, Scorer
@@ -25,7 +26,7 @@ from pipeline.search.shards import merge_rankings
 
 
 class ShardedSearcher(Searcher):
-    """Exact search in Ray actors, with the interface and the results of `Searcher`.
+    """Search in Ray actors, with the interface and the results of `Searcher`.
 
     Queries are encoded and rankings are merged in the calling process. Actors that die are
     restarted, and their calls are repeated. The context manager terminates the actors on exit.
@@ -111,8 +112,8 @@ class _Shard:
     def is_open(self) -> bool:
         return True
 
-    def load(self, representation: str, score: Score) -> None:
-        self._scorer.load(representation, score)
+    def load(self, representation: str, score: Score, candidates: str) -> None:
+        self._scorer.load(representation, score, candidates)
 
     def rank(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
@@ -138,9 +139,9 @@ class ShardedScorer(Scorer):
         self._uri, self._actors = items.index.uri, actors
         self._firsts = np.cumsum([0, *sizes[:-1]])  # index of the first item of each shard
 
-    def load(self, representation: str, score: Score = "maxsim") -> None:
-        """Opens the vectors that a score needs in all actors."""
-        self.call(lambda actor: actor.load.remote(representation, score))
+    def load(self, representation: str, score: Score = "maxsim", candidates: str = EXACT) -> None:
+        """Opens the vectors that a score and a candidate generator need in all actors."""
+        self.call(lambda actor: actor.load.remote(representation, score, candidates))
 
     def rank(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
@@ -148,6 +149,8 @@ class ShardedScorer(Scorer):
         """Finds the k best items for each query. All actors work in parallel."""
         # Also checked here, because Ray prints errors of actors whose results are not awaited.
         options.check_vectors(queries, self._info(options.column).pooled_column)
+        if options.candidates == SINGLE:
+            options.check_single(queries)
         queries_ref = ray.put(queries)
         scoring = options.without_selection()  # replaced by `rows`
         calls = [

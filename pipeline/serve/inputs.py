@@ -54,13 +54,15 @@ def search_options(
             filter=request.filter,
             ids=None if request.ids is None else tuple(request.ids),
             parents=None if request.parents is None else tuple(request.parents),
+            candidates=request.candidates,
+            num_candidates=request.num_candidates,
             rerank=rerank.method if rerank else None,
             rerank_representation=rerank_representation,
             rerank_depth=depth,
             add_first_stage=rerank is not None and rerank.add_first_stage,
             rerank_is_optional=rerank is not None and rerank.optional,
             explain=request.explain,
-        )
+        ).resolve(served.index)
     except SpecError as error:
         raise from_spec_error(error) from None
 

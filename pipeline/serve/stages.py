@@ -165,7 +165,7 @@ class Ranker:
         limit_threads(scale)
         self._served, self._shard = served, shard
         self._versions = Versions(self._open)
-        self._loading: dict[tuple[Edition, str, str], asyncio.Future] = {}
+        self._loading: dict[tuple[Edition, str, str, str], asyncio.Future] = {}
         self._filters = Filters(served.uri, shard, filter_timeout_s)
         size = batch_sizes("rank").observe
         self._rank_scheduler = FairScheduler(
@@ -192,16 +192,16 @@ class Ranker:
         await asyncio.to_thread(self._versions.get, edition)
 
     async def _load(self, edition: Edition, options: SearchOptions) -> Searcher:
-        """Returns a version of the index after loading the vectors that a score needs.
+        """Returns a version of the index after loading the vectors that a search needs.
 
         Other calls are not blocked meanwhile.
         """
         searcher = await asyncio.to_thread(self._versions.get, edition)
-        name, score = options.column, options.score
-        if not searcher.scorer.is_loaded(name, score):
-            key = edition, name, score
+        needed = options.column, options.score, options.candidates
+        if not searcher.scorer.is_loaded(*needed):
+            key = edition, *needed
             if key not in self._loading:
-                load = asyncio.ensure_future(asyncio.to_thread(searcher.load, name, score))
+                load = asyncio.ensure_future(asyncio.to_thread(searcher.load, *needed))
                 self._loading[key] = load
                 load.add_done_callback(lambda _: self._loading.pop(key))
             await asyncio.shield(self._loading[key])  # loading continues if this call is cancelled
@@ -244,8 +244,7 @@ class Ranker:
             options = options.first_stage()
             searcher = await self._load(edition, options)
             rows = await self._filtered_rows(edition, searcher, options, caller)
-            is_single = options.score == "single_vector"
-            num_vectors = 1 if is_single else searcher.packed(options.column).num_vectors
+            num_vectors = searcher.scorer.num_scored_vectors(options)
             pending = [_PendingSearch(q, rows, q.tokens[0].shape[0] * num_vectors) for q in queries]
             # Queries with and without a single vector cannot be joined.
             group = edition, options, all(query.pooled is not None for query in queries)

@@ -219,6 +219,12 @@ class SearchOptions(Request):
     """Ids of the items to search. If null, all items are searched."""
     parents: Annotated[list[Id], Field(max_length=100_000)] | None = None
     """Ids of the parents whose items are searched. If null, all items are searched."""
+    candidates: Name = "exact"
+    """`exact` scores all items. The name of a candidate generator of the representation scores only
+    the items that it finds, which is faster and may miss hits."""
+    num_candidates: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Number of candidates per query and shard, at least `k`. Default: 500, or 10 `k` if that is
+    more."""
     rerank: Rerank | None = None
     """Second stage. If null, hits are not reranked."""
     explain: Literal["matches", "map"] | None = None

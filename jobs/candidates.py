@@ -1,0 +1,92 @@
+"""Builds a candidate generator, which makes searches faster than scoring all items.
+
+    python -m jobs.candidates out/cranfield/index lemur
+    python -m jobs.candidates INDEX lemur representation=hpool_32 generator.features=mlp
+    python -m jobs.candidates INDEX lemur queries=log.jsonl --refit
+    python -m jobs.candidates INDEX lemur representation=hpool_32 --drop
+    python -m jobs.candidates INDEX
+
+The generator is fitted to a sample of the items, and the code of each item is stored in a column of
+the index. Searches use it with --candidates (jobs.search) or `candidates` (jobs.evaluate, HTTP).
+
+Rerun the same command to resume an interrupted job, or to code rows that were indexed since; until
+then, these rows are scored exactly. --refit fits the generator again and replaces the former one
+when all items have new codes. Without GENERATOR, the command lists the generators of the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jobs
+from pipeline import config
+from pipeline.config import SpecError
+from pipeline.index import check_index
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and runs the job."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("index", help="URI of the index")
+    parser.add_argument("generator", nargs="?", help="name of the generator")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], help="assignments of the form dotted.field=value"
+    )
+    parser.add_argument("--refit", action="store_true", help="fit the generator again")
+    parser.add_argument("--drop", action="store_true", help="remove the generator")
+    parser.add_argument("--resources", help="resources profile; see cluster/profiles")
+    args = parser.parse(arguments)
+    if args.refit and args.drop:
+        parser.error("--refit cannot be combined with --drop")
+    check_index(args.index)
+    if args.generator is None:
+        if args.refit or args.drop:
+            parser.error("--refit and --drop require GENERATOR")
+        _print_generators(args.index)
+        return
+    if "=" in args.generator:
+        raise SpecError("GENERATOR", args.generator, "the name of a generator before assignments")
+
+    from pipeline.eval.topics import read_queries
+    from pipeline.search import candidates_job
+
+    fields = {"index": args.index, "generator": {"name": args.generator}}
+    spec = config.parse(candidates_job.CandidatesJobSpec, config.override(fields, args.overrides))
+    resources = candidates_job.CandidatesResources()
+    if args.resources:
+        resources = config.load(
+            candidates_job.CandidatesResources, args.resources, role="resources"
+        )
+    if args.drop:
+        candidates_job.drop(spec, job=jobs.job_id(), report=jobs.say)
+        return
+    candidates_job.check(spec, refit=args.refit)
+    queries = list(read_queries(spec.queries).values()) if spec.queries else []
+    with jobs.cluster():
+        candidates_job.run(
+            spec,
+            resources,
+            job=jobs.job_id(),
+            queries=queries,
+            refit=args.refit,
+            report=jobs.say,
+        )
+
+
+def _print_generators(uri: str) -> None:
+    """Prints the generators of an index and how many of its items have codes."""
+    from pipeline.index.reader import Index
+    from pipeline.report.text import aligned
+
+    index = Index(uri)
+    rows = [["representation", "generator", "revision", "items with codes", "items"]]
+    for info in index.candidates_columns.values():
+        coded = index.dataset.count_rows(f"`{info.name}` IS NOT NULL")
+        items = index.dataset.count_rows(f"`{info.representation}` IS NOT NULL")
+        numbers = [str(info.revision), f"{coded:,}", f"{items:,}"]
+        rows.append([info.representation, info.generator_name, *numbers])
+    print(aligned(rows) if len(rows) > 1 else "the index has no candidate generators")
+
+
+if __name__ == "__main__":
+    jobs.run(main)

@@ -1,0 +1,80 @@
+"""Selection of the items that are scored exactly, see `pipeline.candidates`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeline.config import SpecError
+from pipeline.index.info import RepresentationInfo
+from pipeline.index.reader import Index
+
+#: Value of the option `candidates` that scores all items.
+EXACT = "exact"
+#: Generator that scores the single vectors of the items. It needs no column of codes.
+SINGLE = "single"
+#: Default minimum number of candidates, and their number per hit.
+MIN_CANDIDATES, CANDIDATES_PER_HIT = 500, 10
+
+
+def generators(index: Index, info: RepresentationInfo) -> dict[str, str]:
+    """Returns the columns of the generators that can be used for a representation, by name.
+
+    While a generator is refitted, its former column is used.
+    """
+    columns = {} if info.pooled_column is None else {SINGLE: info.pooled_column}
+    infos = index.candidates_columns.values()
+    for codes in sorted(infos, key=lambda codes: codes.revision):
+        if codes.representation == info.column:
+            columns.setdefault(codes.generator_name, codes.name)
+    return columns
+
+
+def generator_column(index: Index, info: RepresentationInfo, generator: str) -> str:
+    """Returns the column of a generator.
+
+    Raises:
+        SpecError: The generator was not built for the representation.
+    """
+    columns = generators(index, info)
+    if generator not in columns:
+        problem = f"was not built for {info.column}"
+        note = f"; build it with `python -m jobs.candidates INDEX GENERATOR` for {info.column}"
+        names = (EXACT, *columns)
+        raise SpecError("candidates", generator, f"one of {', '.join(names)}", problem, note)
+    return columns[generator]
+
+
+def best_rows(
+    scores: np.ndarray,
+    rows: np.ndarray | None,
+    num: int,
+    groups: np.ndarray | None = None,
+) -> np.ndarray:
+    """Returns the items with the `num` best scores in ascending order. Ties are all included.
+
+    Args:
+        scores: (S,) float. Items with -inf are excluded.
+        rows: (S,) ascending indices of the scored items, or None for all items.
+        num: Number of items.
+        groups: (B,) group of each item, or None. If given, the best item of each of the `num` best
+            groups is included as well, so that candidates of few groups do not replace the others.
+
+    >>> best_rows(np.array([3.0, 1.0, 2.0, 2.0]), None, 2).tolist()
+    [0, 2, 3]
+    >>> scores, groups = np.array([3.0, 2.5, 1.0, 0.5]), np.array([0, 0, 1, 1])
+    >>> best_rows(scores, None, 2, groups).tolist()
+    [0, 1, 2]
+    """
+    selected = (scores >= _limit(scores, num)) & (scores > -np.inf)
+    if groups is not None and len(scores):
+        groups = groups if rows is None else groups[rows]
+        best = np.full(groups.max() + 1, -np.inf, scores.dtype)
+        np.maximum.at(best, groups, scores)
+        selected |= (scores >= max(_limit(best, num), -1e38)) & (scores == best[groups])
+    chosen = np.flatnonzero(selected)
+    return chosen if rows is None else rows[chosen]
+
+
+def _limit(scores: np.ndarray, num: int) -> float:
+    """Returns the `num`-th best score, or -inf if there are fewer."""
+    return float(np.partition(scores, -num)[-num]) if num < len(scores) else -np.inf

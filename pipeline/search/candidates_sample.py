@@ -1,0 +1,102 @@
+"""Samples of an index to which candidate generators are fitted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from pipeline.candidates import Sample
+from pipeline.config import SpecError
+from pipeline.index.info import RepresentationInfo
+from pipeline.index.reader import Index
+from pipeline.search.query import QueryEncoders
+
+#: Number of words of the passages of items that are encoded as queries.
+PASSAGE_WORDS = 16
+#: Number of queries per batch of the encoder.
+QUERY_BATCH = 64
+#: Minimum number of distinct token vectors of queries. Below it, vectors of items are added.
+MIN_QUERY_TOKENS = 1024
+
+
+def draw_sample(
+    index: Index,
+    representation: str,
+    queries: Sequence[str],
+    *,
+    num_items: int,
+    num_tokens: int,
+    seed: int,
+) -> Sample:
+    """Draws a sample of items, and token vectors that resemble those of queries.
+
+    The token vectors are those of `queries`. Without any, they are those of passages of the items'
+    texts if the query encoder accepts texts, and otherwise vectors of the items.
+
+    Args:
+        index: Open version of an index.
+        representation: Name of a column of token vectors.
+        queries: Texts of past queries.
+        num_items: Maximum number of items.
+        num_tokens: Maximum number of token vectors.
+        seed: Random seed.
+
+    Raises:
+        SpecError: The representation has no vectors, or the query encoder is not available.
+    """
+    info = index.representation(representation)
+    rng = np.random.default_rng(seed)
+    rows = np.sort(rng.permutation(len(index))[:num_items])
+    has_texts = "text" in info.encoder.query_kinds and info.text_column in index.schema.names
+    columns = [info.column, *([info.text_column] if has_texts and not queries else [])]
+    with index.corruption_errors():
+        table = index.dataset.take(rows.tolist(), columns=columns)
+    table = table.filter(pa.compute.field(info.column).is_valid())
+    vectors_TD, lengths_B = index.codec(representation).decode(table[info.column], info.dim)
+    if not len(vectors_TD):
+        problem = "has no vectors"
+        raise SpecError("representation", representation, "a filled representation", problem)
+    texts = list(queries)
+    if not texts and has_texts:
+        texts = _passages(table[info.text_column].to_pylist(), rng)
+    tokens = list(_query_tokens(index, info, texts, num_tokens))
+    if sum(map(len, tokens)) < MIN_QUERY_TOKENS:
+        chosen = rng.permutation(len(vectors_TD))[:num_tokens]
+        tokens.append(torch.from_numpy(vectors_TD[chosen]).float())
+    queries_SD = torch.cat(tokens).unique(dim=0)
+    order = torch.from_numpy(rng.permutation(len(queries_SD))[:num_tokens])
+    filled = lengths_B > 0
+    return Sample(
+        queries_SD[order].float(),
+        torch.from_numpy(vectors_TD.copy()),
+        torch.from_numpy(lengths_B[filled]),
+    )
+
+
+def _passages(texts: Sequence[str | None], rng: np.random.Generator) -> list[str]:
+    """Returns a random passage of each text, in random order."""
+    passages = []
+    for text in texts:
+        words = re.findall(r"\S+", text or "")
+        start = int(rng.integers(max(len(words) - PASSAGE_WORDS, 0) + 1))
+        passages.append(" ".join(words[start : start + PASSAGE_WORDS]))
+    passages = [passage for passage in passages if passage]
+    return [passages[i] for i in rng.permutation(len(passages))]
+
+
+def _query_tokens(
+    index: Index, info: RepresentationInfo, texts: Sequence[str], num_tokens: int
+) -> Iterator[torch.Tensor]:
+    """Yields the token vectors of texts until there are `num_tokens`."""
+    encoders = QueryEncoders(index)
+    num_encoded = 0
+    for first in range(0, len(texts), QUERY_BATCH):
+        if num_encoded >= num_tokens:
+            return
+        for tokens_MD in encoders.encode(texts[first : first + QUERY_BATCH], info.name).tokens:
+            num_encoded += len(tokens_MD)
+            yield tokens_MD

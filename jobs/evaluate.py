@@ -20,6 +20,8 @@ Optional analyses:
                                      x1, y1]]}
     document_categories=modality     results by category of the relevant documents: an item column,
                                      or metadata.KEY
+    candidates=[{generator: lemur}]  recall of the exact results and latency of a candidate
+                                     generator, by the number of candidates
     rerank=[{model: FOLDER}]         rows with candidates of a first stage reranked by EDJE
 
 The output folder receives report.html (all results on one page), metrics.csv, per_query.csv,
@@ -46,14 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.eval.spec import EvaluateSpec
     from pipeline.report.files import write
     from pipeline.report.summary import summary
-    from pipeline.report.tables import table
+    from pipeline.report.tables import candidates_table, table
     from pipeline.report.text import aligned
     from pipeline.search.map_images import hit_maps
 
     spec = config.load(EvaluateSpec, args.spec, args.overrides)
     evaluation = run(spec, lambda line: print(line, flush=True), hit_maps)
     written = [posixpath.join(spec.output, "runs"), *write(evaluation, spec.output)]
-    print("", aligned(table(evaluation)), "", *summary(evaluation), "", *written, sep="\n")
+    print("", aligned(table(evaluation)), sep="\n")
+    if spec.candidates:
+        print("", aligned(candidates_table(evaluation)), sep="\n")
+    print("", *summary(evaluation), "", *written, sep="\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import importlib.metadata
 import platform
 import posixpath
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,10 +33,11 @@ from pipeline.eval.grounding import (
 )
 from pipeline.eval.level import judged_level
 from pipeline.eval.metrics import write_run
-from pipeline.eval.plan import Row, planned_rows
+from pipeline.eval.plan import Candidates, Row, planned_rows
 from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
     BM25,
+    CANDIDATES,
     EDJE,
     SINGLE_VECTOR,
     Evaluation,
@@ -56,6 +57,8 @@ from pipeline.version import __version__
 
 #: Recommended number of seeds of random pruning, as in SAP's appendix C.
 NUM_SEEDS = 5
+#: Numbers of exact results of which the recall of a candidate generator is measured.
+RECALL_DEPTHS = (10, 100)
 
 
 def run(
@@ -118,12 +121,16 @@ def run(
         result = replace(_result(searcher, row, entry), weights=ranker.weights(row.score))
         if row.rerank is not None:
             result = _reranked(result, row.rerank)
+        if row.candidates is not None:
+            exact = cache.read(ranker.key(row._replace(candidates=None)), CachedResult)
+            assert exact is not None, "the exact row precedes those of its generators"
+            result = _from_candidates(result, row.candidates, entry, exact, spec.k)
         if spec.diagnostics and result.score == "maxsim":
             result = replace(result, diagnosis=_diagnosis(ranker, row.representation, cache))
         if phrases and result.score == "maxsim":
             metrics = _grounding(searcher.index, grounder, phrases, row.representation, cache)
             result = replace(result, grounding=metrics)
-        if row.score in ("maxsim", "hybrid"):
+        if result.score in ("maxsim", "hybrid"):
             result = replace(result, fit_sample=samples.fit_sample(row.representation))
         results.append(result)
         keys[result.name] = key
@@ -339,6 +346,50 @@ def _reranked(result: Result, spec: RerankSpec) -> Result:
         first_stage=result.name,
         rerank=settings,
     )
+
+
+def _from_candidates(
+    result: Result, candidates: Candidates, entry: CachedResult, exact: CachedResult, k: int
+) -> Result:
+    """Builds the row of a candidate generator, with its recall of the exact results."""
+    settings = {"generator": candidates.generator, "num_candidates": candidates.number}
+    recall = {
+        f"recall@{depth}": exact_recall(entry.rankings, exact.rankings, depth)
+        for depth in RECALL_DEPTHS
+        if depth <= k
+    }
+    return replace(
+        result,
+        representation=f"{result.representation}.{candidates.generator}-{candidates.number}",
+        method=CANDIDATES,
+        score=CANDIDATES,
+        first_stage=result.name,
+        candidates={**settings, **recall},
+    )
+
+
+def exact_recall(
+    rankings: Mapping[str, Mapping[str, float]],
+    exact: Mapping[str, Mapping[str, float]],
+    depth: int,
+) -> float:
+    """Returns the mean share of the `depth` best exact results that the rankings contain.
+
+    Results with the score of the last one count as equal. Rankings hold scores, best first.
+
+    >>> exact_recall({"q": {"a": 3.0, "c": 1.0}}, {"q": {"a": 3.0, "b": 2.0}}, 2)
+    0.5
+    >>> exact_recall({"q": {"c": 2.0}}, {"q": {"b": 2.0, "c": 2.0}}, 1)
+    1.0
+    """
+    shares = []
+    for query_id, scores in exact.items():
+        wanted = sorted(scores.values(), reverse=True)[:depth]
+        if wanted:
+            limit = wanted[-1] - 1e-6 * abs(wanted[-1])
+            found = sum(score >= limit for score in rankings[query_id].values())
+            shares.append(min(found, len(wanted)) / len(wanted))
+    return float(np.mean(shares)) if shares else 1.0
 
 
 def _count(index: Index, filter: str | None) -> int:

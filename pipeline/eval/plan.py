@@ -5,23 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, within
 from pipeline.eval.results import SINGLE_VECTOR
-from pipeline.eval.spec import EvaluateSpec, RerankSpec
+from pipeline.eval.spec import CandidatesSpec, EvaluateSpec, RerankSpec
 from pipeline.index.reader import Index, combine_filters
 from pipeline.scores import SCORES, Score
+from pipeline.search.candidates import generator_column
 from pipeline.search.searcher import Searcher
+
+
+class Candidates(NamedTuple):
+    """Candidate generator of a row, and its number of candidates."""
+
+    generator: str
+    number: int
 
 
 class Row(NamedTuple):
     """Representation and score of a row. Both are `bm25` for the row of BM25.
 
-    For a row with `rerank`, they are those of the first stage.
+    For a row with `rerank`, they are those of the first stage. For a row with `candidates`, they are
+    those of the exact search.
     """
 
     representation: str
     score: Score | Literal["bm25"]
     rerank: RerankSpec | None = None
+    candidates: Candidates | None = None
 
 
 def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
@@ -49,8 +59,40 @@ def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
         for score in scores:
             if score != SINGLE_VECTOR and (score == "maxsim" or info.pooled_column):
                 yield Row(info.name, score)
+    for number, candidates in enumerate(spec.candidates):
+        yield from _candidates_rows(candidates, number, searcher, names, spec.scores)
     for reranker in spec.rerank:
         yield _reranked_row(reranker, searcher, names)
+
+
+def _candidates_rows(
+    spec: CandidatesSpec,
+    number: int,
+    searcher: Searcher,
+    names: Sequence[str],
+    scores: Sequence[Score],
+) -> Iterator[Row]:
+    """Yields the rows of a candidate generator.
+
+    Raises:
+        SpecError: The representation is not evaluated, or the generator was not built for it.
+    """
+    name = spec.representation or ("full" if "full" in names else names[0])
+    with within(f"candidates[{number}]"):
+        if name not in names:
+            problem = "is not evaluated"
+            raise SpecError("representation", name, f"one of {', '.join(names)}", problem)
+        if scores and "maxsim" not in scores:
+            problem = "needs the exact results of the score maxsim, which is not evaluated"
+            raise SpecError(
+                "generator", spec.generator, "a generator if maxsim is evaluated", problem
+            )
+        try:
+            generator_column(searcher.index, searcher.representation(name), spec.generator)
+        except SpecError as error:
+            raise error.at("generator") from None
+    for num_candidates in spec.num_candidates:
+        yield Row(name, "maxsim", candidates=Candidates(spec.generator, num_candidates))
 
 
 def _reranked_row(reranker: RerankSpec, searcher: Searcher, names: Sequence[str]) -> Row:

@@ -28,6 +28,7 @@ from pipeline.index.reader import Index
 from pipeline.index.status import representation_stats, rerank_token_stats
 from pipeline.schema import ITEM, Hit
 from pipeline.scores import RENAMED
+from pipeline.search.candidates import EXACT, generator_column
 from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
 from pipeline.search.searcher import Searcher
 
@@ -77,6 +78,9 @@ class Ranker:
                 "codec": None if row.score == SINGLE_VECTOR else info.codec,
                 "vectors": self._vectors_hash,
             }
+            if row.candidates is not None:
+                codes = index.content_key([self._codes_column(row)])
+                dependencies["candidates"] = [codes, *row.candidates]
             if info.max_vectors is not None and row.score != SINGLE_VECTOR:
                 dependencies["max_vectors"] = info.max_vectors
         return cache_key(
@@ -190,10 +194,21 @@ class Ranker:
             p95_ms=float(np.percentile(latencies_ms, 95)),
         )
 
+    def _codes_column(self, row: Row) -> str:
+        """Returns the column of the generator of a row."""
+        assert row.candidates is not None
+        info = self._searcher.representation(row.representation)
+        return generator_column(self._searcher.index, info, row.candidates.generator)
+
     def _row_sizes(self, row: Row) -> dict[str, float]:
         """Computes the bytes per item that a row reads, including the tokens of a reranker."""
         index, filter = self._searcher.index, self._spec.filter
         sizes = _sizes(index, row, filter)
+        if row.candidates is not None:
+            codes = self._searcher.scorer.packed(self._codes_column(row))
+            num_codes = codes.num_vectors / max(len(codes), 1)
+            for name in ("vector_bytes", "all_bytes"):
+                sizes[name] += num_codes * codes.codec.token_bytes(codes.dim)
         if row.rerank is not None:
             tokens = rerank_token_stats(index, filter)
             assert tokens is not None, "the reranker was checked against the index"
@@ -221,10 +236,13 @@ class Ranker:
     def _vector_ranker(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         name = row.representation
         assert row.score != BM25
-        self._searcher.load(name, row.score)
+        candidates = EXACT if row.candidates is None else row.candidates.generator
+        self._searcher.load(name, row.score, candidates)
         reranker, texts = row.rerank, list(self._judged.queries.values())
         depth = self._spec.k if reranker is None else max(self._spec.k, reranker.rerank_depth)
         options = {"k": depth, **self._search_options(row.score)}
+        if row.candidates is not None:
+            options |= {"candidates": candidates, "num_candidates": row.candidates.number}
 
         def rank(numbers: Sequence[int]) -> list[dict[str, float]]:
             rankings = self._searcher.rank(self._queries(name, numbers), name, **options)

@@ -26,6 +26,7 @@ BM25: Final = "bm25"
 SINGLE_VECTOR: Final = "single_vector"
 FULL: Final = "full"
 EDJE: Final = "edje"
+CANDIDATES: Final = "candidates"
 RESULTS = "results.json"
 
 #: Present names of fields of the results file by former name.
@@ -95,9 +96,13 @@ class Result:
         grounding: Grounding metrics by name, or empty if they were not measured.
         weights: Weights of the single-vector and the MaxSim score in the hybrid score, or None if
             equal.
-        first_stage: Row of a reranker's first stage, which it is compared with.
+        first_stage: Row of a reranker's first stage, or of the exact search for a candidate
+            generator, which it is compared with.
         rerank: Settings of a reranker: `model`, `rerank_depth`, `precision` and
             `add_first_stage`.
+        candidates: Settings and recall of a candidate generator: `generator`, `num_candidates`,
+            `recall@10` and `recall@100`, the shares of the exact results that it finds (of at most
+            `k` results).
         fit_sample: Sample that the compressor or codec was fitted on: `num_items`, `num_evaluated`
             (the number of them that are evaluated), and the `origin` of a separate sample; the
             numbers are None if an older version did not record them. Empty if nothing was fitted.
@@ -128,6 +133,7 @@ class Result:
     assignment_bytes: float = 0.0
     position_bytes: float = 0.0
     fit_sample: dict[str, Any] = field(default_factory=dict)
+    candidates: dict[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -139,7 +145,7 @@ class Result:
     @property
     def name(self) -> str:
         """Name of the run and its file, such as full.maxsim or full.hybrid-1-0.25."""
-        has_one_score = self.score in (SINGLE_VECTOR, BM25, EDJE)
+        has_one_score = self.score in (SINGLE_VECTOR, BM25, EDJE, CANDIDATES)
         score = self.label.translate(str.maketrans(" :", "--"))
         return self.representation if has_one_score else f"{self.representation}.{score}"
 
@@ -151,7 +157,7 @@ class Result:
     @property
     def is_compressed(self) -> bool:
         """True for rows with a budget, False for the references that they are compared with."""
-        return self.method not in (BM25, SINGLE_VECTOR, FULL, EDJE)
+        return self.method not in (BM25, SINGLE_VECTOR, FULL, EDJE, CANDIDATES)
 
     @property
     def budget(self) -> Budget:
@@ -456,8 +462,12 @@ def _rename(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
 
 
 def sort_results(results: Sequence[Result]) -> list[Result]:
-    """Sorts rows: BM25, single vectors, uncompressed, methods by descending budget, rerankers."""
-    order = {BM25: 0, SINGLE_VECTOR: 1, FULL: 2, EDJE: 4}
+    """Sorts rows.
+
+    BM25 is followed by single vectors, uncompressed representations, methods by descending budget,
+    candidate generators and rerankers.
+    """
+    order = {BM25: 0, SINGLE_VECTOR: 1, FULL: 2, CANDIDATES: 4, EDJE: 5}
     return sorted(
         results,
         key=lambda r: (
@@ -521,7 +531,7 @@ def pareto_front(
 def _reference(result: Result, results: Sequence[Result]) -> Result:
     if result.first_stage:
         return next((r for r in results if r.name == result.first_stage), result)
-    peers = [r for r in results if r.method not in (BM25, EDJE)]
+    peers = [r for r in results if r.method not in (BM25, EDJE, CANDIDATES)]
     peers = [r for r in peers if result.encoder in ("", r.encoder)] or [result]
     wanted = [
         [r for r in peers if r.method == FULL and r.score == result.score],

@@ -52,6 +52,20 @@ class RerankSpec(Spec):
         return self.label or "_".join(parts)
 
 
+class CandidatesSpec(Spec):
+    """Candidate generator. Each number of candidates adds a row to the table."""
+
+    generator: str
+    """Name of the generator, which `jobs.candidates` built, or `single` for the single vectors."""
+    representation: str | None = None
+    """Representation that is searched, or null for `full` if it is evaluated, else the first
+    one."""
+    num_candidates: list[PositiveInt] = Field(
+        default_factory=lambda: [100, 400, 1600], min_length=1
+    )
+    """Numbers of candidates. They are at least `k` of the evaluation."""
+
+
 class EvaluateSpec(Spec):
     """Spec of `jobs.evaluate`."""
 
@@ -97,6 +111,9 @@ class EvaluateSpec(Spec):
     document_categories: str | None = None
     """Item column such as modality, or metadata.KEY: adds a table by category of the relevant
     documents, or null for none."""
+    candidates: list[CandidatesSpec] = Field(default_factory=list)
+    """Candidate generators, whose recall of the exact results is measured. Each number of
+    candidates adds a row."""
     rerank: list[RerankSpec] = Field(default_factory=list)
     """Rerankers. Each adds a row."""
 
@@ -136,4 +153,8 @@ class EvaluateSpec(Spec):
             depth = parse_measure(name).params.get("cutoff", 0)
             if depth > self.k:
                 raise SpecError("k", self.k, f"at least {depth} for {name}")
+        for number, candidates in enumerate(self.candidates):
+            if (smallest := min(candidates.num_candidates)) < self.k:
+                field = f"candidates[{number}].num_candidates"
+                raise SpecError(field, smallest, f"at least k = {self.k}")
         return self

@@ -118,6 +118,34 @@ def depth_scans(evaluation: Evaluation) -> list[DepthScan]:
     return scans
 
 
+@dataclass(frozen=True)
+class CandidatesScan:
+    """Rows of one candidate generator and representation.
+
+    Attributes:
+        name: Name of the generator and the representation.
+        exact: Row of the exact search.
+        rows: Rows by number of candidates in ascending order.
+    """
+
+    name: str
+    exact: Result
+    rows: dict[int, Result]
+
+
+def candidates_scans(evaluation: Evaluation) -> list[CandidatesScan]:
+    """Returns a scan for each candidate generator and representation."""
+    found: dict[tuple[str, str], dict[int, Result]] = {}
+    for row in evaluation.results:
+        if settings := row.candidates:
+            by_number = found.setdefault((row.first_stage, settings["generator"]), {})
+            by_number[settings["num_candidates"]] = row
+    return [
+        CandidatesScan(f"{generator} of {exact}", evaluation.row(exact), dict(sorted(rows.items())))
+        for (exact, generator), rows in found.items()
+    ]
+
+
 def common_budget(evaluation: Evaluation) -> Budget | None:
     """Returns the budget with the most methods under the MaxSim score. Ties go to the smallest."""
     methods: dict[Budget, set[str]] = {}

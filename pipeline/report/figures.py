@@ -5,6 +5,7 @@ Figures without data are skipped.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,9 +18,11 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pipeline.eval.results import OSR, Evaluation, Result
 from pipeline.eval.views import (
+    CandidatesScan,
     Correlation,
     DepthScan,
     Scan,
+    candidates_scans,
     common_budget,
     comparable_rows,
     correlations,
@@ -119,6 +122,15 @@ def figures(evaluation: Evaluation) -> Iterator[ReportFigure]:
             "5), and the median latency of a single query over both stages. The horizontal lines "
             "are the first stages.",
             lambda: _depth_figure(evaluation, rerank_scans),
+        )
+    if scans_of_candidates := candidates_scans(evaluation):
+        yield _single(
+            "candidates_recall",
+            "Recall of candidate generators",
+            "Share of the exact results among those found, by the number of candidates that are "
+            "scored, and the median latency of a single query. The horizontal lines are the exact "
+            "search.",
+            lambda: _candidates_figure(scans_of_candidates),
         )
     found = [correlation for correlation in correlations(evaluation) if len(correlation.rows) > 1]
     if found:
@@ -231,6 +243,30 @@ def _depth_figure(evaluation: Evaluation, scans: Sequence[DepthScan]) -> Figure:
         apply_style(panel)
     latency.set_ylim(bottom=0)
     legend_below(figure, [quality, latency])
+    return figure
+
+
+def _candidates_figure(scans: Sequence[CandidatesScan]) -> Figure:
+    figure = Figure(figsize=(8.4, 4.4), layout="constrained")
+    recall, latency = figure.subplots(1, 2)
+    dashes = {"recall@10": (0, ()), "recall@100": (0, (2, 2))}
+    for scan, style in zip(scans, itertools.cycle(STYLES), strict=False):
+        numbers, rows = list(scan.rows), list(scan.rows.values())
+        line = {**style, "markeredgecolor": "white"}
+        for depth in (name for name in dashes if name in rows[0].candidates):
+            label = f"{scan.name}, {depth}"
+            values = [row.candidates[depth] for row in rows]
+            recall.plot(numbers, values, **{**line, "linestyle": dashes[depth], "label": label})
+        latency.plot(numbers, [row.median_ms for row in rows], **{**line, "label": scan.name})
+        latency.axhline(scan.exact.median_ms, color=style["color"], linewidth=1, dashes=(6, 3))
+    for panel, name in ((recall, "recall of the exact results"), (latency, "ms per query")):
+        panel.set_xscale("log")
+        panel.set_xlabel("candidates")
+        panel.set_ylabel(name)
+        apply_style(panel)
+    recall.set_ylim(top=1.02)
+    latency.set_ylim(bottom=0)
+    legend_below(figure, [recall])
     return figure
 
 

@@ -10,11 +10,13 @@ import yaml
 from pipeline.atomic import write_atomic
 from pipeline.eval.compare import Comparison
 from pipeline.eval.results import RESULTS, Evaluation
+from pipeline.eval.views import candidates_scans
 from pipeline.report import html
 from pipeline.report.compare import csv_rows
 from pipeline.report.figures import figures
 from pipeline.report.quality_bytes import quality_bytes_png
 from pipeline.report.tables import (
+    candidates_table,
     document_categories_csv,
     metrics_csv,
     per_query_csv,
@@ -31,6 +33,7 @@ def write(evaluation: Evaluation, folder: str) -> list[str]:
         "metrics.csv": metrics_csv(evaluation),
         "per_query.csv": per_query_csv(evaluation),
         **_category_tables(evaluation),
+        **_candidates_tables(evaluation),
         "table.md": markdown(table(evaluation)),
         "quality_bytes.png": quality_bytes_png(evaluation),
         **_figures(evaluation),
@@ -68,6 +71,13 @@ def _category_tables(evaluation: Evaluation) -> dict[str, str]:
     if evaluation.query_categories:
         tables["query_categories.csv"] = query_categories_csv(evaluation)
     return tables
+
+
+def _candidates_tables(evaluation: Evaluation) -> dict[str, str]:
+    if not candidates_scans(evaluation):
+        return {}
+    cells = candidates_table(evaluation)
+    return {"candidates.csv": as_csv(cells), "candidates.md": markdown(cells)}
 
 
 def _figures(evaluation: Evaluation) -> dict[str, bytes]:

@@ -18,6 +18,7 @@ from pipeline.report import figures, quality_bytes
 from pipeline.report.summary import against_bm25, fitting_samples, measure_description, summary
 from pipeline.report.tables import (
     budget,
+    candidates_table,
     category_quality,
     diagnostic_cells,
     diagnostic_columns,
@@ -52,6 +53,7 @@ def _render(template: str, **values: Any) -> str:
     environment.filters |= {
         "against_bm25": against_bm25,
         "budget": budget,
+        "candidates_table": candidates_table,
         "decimal": decimal,
         "correlations": lambda evaluation: list(correlations(evaluation)),
         "figures": figures.figures,

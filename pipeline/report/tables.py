@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pipeline.eval.grounding import GroundingMetrics
 from pipeline.eval.results import BM25, COSTS, FULL, OSR, Evaluation, Result
+from pipeline.eval.views import CandidatesScan, candidates_scans
 from pipeline.report.text import as_csv, decimal, p_value, percentage
 
 
@@ -42,6 +43,37 @@ def table(evaluation: Evaluation) -> list[list[str]]:
         for result, comparison in zip(evaluation.results, evaluation.row_comparisons, strict=True)
     ]
     return [header, *rows]
+
+
+def candidates_table(evaluation: Evaluation) -> list[list[str]]:
+    """Formats the recall and the cost of candidate generators as table cells, header first."""
+    scans = candidates_scans(evaluation)
+    depths = list(dict.fromkeys(key for scan in scans for key in _recalls(scan)))
+    header = ["generator", "candidates", *depths, evaluation.headline, "exact", "p"]
+    header += ["ms", "exact ms", "queries/s", "B/item of codes"]
+    rows = [
+        [
+            scan.name,
+            f"{number:,}",
+            *(f"{row.candidates[depth]:.3f}" for depth in depths),
+            f"{evaluation.quality(row):.4f}",
+            f"{evaluation.quality(scan.exact):.4f}",
+            p_value(evaluation.comparison(row).p_reference),
+            f"{row.median_ms:.2f}",
+            f"{scan.exact.median_ms:.2f}",
+            f"{row.queries_per_second:,.1f}",
+            f"{row.vector_bytes - scan.exact.vector_bytes:,.0f}",
+        ]
+        for scan in scans
+        for number, row in scan.rows.items()
+    ]
+    return [header, *rows]
+
+
+def _recalls(scan: CandidatesScan) -> list[str]:
+    """Returns the names of the measured recalls."""
+    first = next(iter(scan.rows.values()))
+    return [name for name in first.candidates if name.startswith("recall@")]
 
 
 def method(result: Result) -> str:

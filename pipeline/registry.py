@@ -19,6 +19,7 @@ from pipeline.config import MissingField, Spec, SpecError, is_stored, parse
 from pipeline.extras import as_missing_extra
 
 if TYPE_CHECKING:  # Components are imported on first use.
+    from pipeline.candidates import Generator
     from pipeline.codecs import Codec
     from pipeline.compression import Compressor
     from pipeline.config import ComponentSpec
@@ -185,6 +186,12 @@ CODECS: Registry[Codec[Any]] = Registry(
         "float32": "pipeline.codecs.floats:Float32",
         "int8": "pipeline.codecs.int8:Int8",
         "residual": "pipeline.codecs.residual:Residual",
+    },
+)
+CANDIDATES: Registry[Generator[Any]] = Registry(
+    "candidates",
+    {
+        "centroids": "pipeline.candidates.centroids:Centroids",
     },
 )
 BENCHMARKS: Registry[Benchmark] = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})

@@ -22,7 +22,7 @@ ORDER = [
     ("tokens", "taps", "decoding", "distributed"),
     ("transcribe",),
     ("sources", "encoders", "compression", "codecs"),
-    ("rerank",),
+    ("candidates", "rerank"),
     ("stage",),
     ("index",),
     ("search",),

@@ -100,14 +100,11 @@ class Residual(Codec["Residual.Spec"]):
         num_buckets = 1 << spec.bits
         levels = np.arange(1, 2 * num_buckets) / (2 * num_buckets)
         quantiles = np.quantile(residuals_TD, levels).astype(np.float32)
-        norms_T = np.linalg.norm(sample_TD, axis=1)
-        norms_T = norms_T[norms_T > 0]
-        is_unit = len(norms_T) > 0 and bool((np.abs(norms_T - 1) < NORM_TOLERANCE).all())
         return {
             "centroids": centroids_CD.numpy(),
             "cutoffs": quantiles[1::2],
             "weights": quantiles[::2],
-            "normalised": np.array(is_unit),
+            "normalised": np.array(is_normalised(sample_TD)),
         }
 
     def parts(self, dim: int) -> dict[str, tuple[torch.dtype, int]]:
@@ -161,6 +158,17 @@ class Codebook(NamedTuple):
     cutoffs: torch.Tensor
     weights: torch.Tensor
     normalised: bool
+
+
+def is_normalised(vectors_TD: np.ndarray) -> bool:
+    """Returns whether the vectors have unit length, apart from rounding and zero vectors.
+
+    >>> is_normalised(np.array([[0.6, 0.8], [0.0, 0.0]])), is_normalised(np.array([[3.0, 4.0]]))
+    (True, False)
+    """
+    norms_T = np.linalg.norm(vectors_TD, axis=1)
+    norms_T = norms_T[norms_T > 0]
+    return len(norms_T) > 0 and bool((np.abs(norms_T - 1) < NORM_TOLERANCE).all())
 
 
 def nearest(vectors_TD: torch.Tensor, centroids_CD: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,10 @@ thread. This module packs the queries and distributes the documents over threads
 - With AMX, float16, bfloat16, binary and residual vectors are multiplied as pairs of bfloat16,
   x = high + low, in three products. A float16 value is exactly such a pair. A float32 query value
   loses 2^-18 of its magnitude, a hundredth of the error of rounding documents to float16.
+- Centroid codes index a table of the similarities of all centroids and query tokens. The table has
+  one row per centroid, so that the maxima of an item are taken over whole rows without gathering.
+  Its values are int16 with a scale per query token, which loses 2^-16 of the largest similarity.
+  For 100,000 items of 32 codes and 16,384 centroids, this takes 2.5 ms, and float32 5.4 ms.
 - Without AMX they are decoded to float32, 32 rows at a time. float32 documents are multiplied in
   float32 on all machines to preserve their precision.
 """
@@ -31,6 +35,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pipeline.codecs import Codec
+from pipeline.codecs.centroid_codes import CentroidCodes
 from pipeline.codecs.residual import Residual
 from pipeline.search.packed import Segment
 
@@ -39,15 +45,25 @@ LEVELS = ("generic", "avx2", "avx512", "amx")
 #: Bytes of packed queries per call: they are reread for every 32 document tokens and should stay in
 #: the L2 cache.
 QUERY_BYTES = 1 << 19
+#: Maximum number of bytes of packed queries of one group of tasks.
+MAX_PACKED_BYTES = 1 << 26
 #: Minimum number of (document token, query token) pairs per task.
 TASK_PAIRS = 1 << 18
 #: Tasks per thread and segment: with several, a preempted thread delays the others only briefly.
 TASKS = 8
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_INT8, _BINARY, _RESIDUAL, _UNSUPPORTED = 3, 4, 5, -1
+_INT8, _BINARY, _RESIDUAL, _CODES, _UNSUPPORTED = 3, 4, 5, 6, -1
 _FLOATS = ("float16", "float32")
-_CODEC_KINDS = {"int8": _INT8, "binary": _BINARY, "residual": _RESIDUAL}
+_CODEC_KINDS = {
+    "int8": _INT8,
+    "binary": _BINARY,
+    "residual": _RESIDUAL,
+    "centroid_codes": _CODES,
+}
+
+#: Largest value of a table of similarities, and the smallest scale that is divided by.
+MAX_INT16, TINY = torch.iinfo(torch.int16).max, torch.finfo(torch.float32).tiny
 
 _pointer = ctypes.c_void_p
 
@@ -177,18 +193,23 @@ def score(
         out_QB: float32 output, contiguous along B, which ranges over the documents of all segments.
         level: One of `available()`.
     """
-    kind = _kind(selection[0][0])
+    codec, kind = selection[0][0].codec, _kind(selection[0][0])
     number = _level(kind, level)
     batches = [_Documents.select(segment, kind, documents) for segment, documents in selection]
-    packed_bytes = _packed_bytes(kind, number, query_MD.shape[1])
     tasks: list[Callable[[], None]] = []
-    for queries, bounds in _groups(query_lengths, max(QUERY_BYTES // packed_bytes, 1)):
-        packed = _Queries.pack(query_MD[bounds[0] : bounds[-1]], kind, number, bounds - bounds[0])
+    num_packed_bytes = 0
+    for queries, bounds in _groups(query_lengths, _max_tokens(kind, number, query_MD.shape[1])):
+        tokens_MD = query_MD[bounds[0] : bounds[-1]]
+        packed = _Queries.pack(tokens_MD, codec, kind, number, bounds - bounds[0])
         address = out_QB.data_ptr() + 4 * queries * out_QB.stride(0)
         for documents in batches:
             output = _Output(address, out_QB.stride(0), None, None)
             tasks += _tasks(documents, packed, output, number)
             address += 4 * len(documents)
+        num_packed_bytes += packed.panels.nbytes
+        if num_packed_bytes >= MAX_PACKED_BYTES:
+            _run(tasks)
+            tasks, num_packed_bytes = [], 0
     _run(tasks)
 
 
@@ -204,7 +225,8 @@ def best(
     kind = _kind(segment)
     number = _level(kind, level)
     selected = _Documents.select(segment, kind, documents)
-    packed = _Queries.pack(query_MD, kind, number, np.array([0, len(query_MD)]))
+    bounds = np.array([0, len(query_MD)])
+    packed = _Queries.pack(query_MD, segment.codec, kind, number, bounds)
     best_BM = torch.empty(len(selected), len(query_MD))
     index_BM = torch.empty(best_BM.shape, dtype=torch.int32)
     output = _Output(None, 0, best_BM.data_ptr(), index_BM.data_ptr())
@@ -255,7 +277,8 @@ class _Documents:
     def argument(self, begin: int, end: int) -> _DocumentsArgument:
         """Returns the C struct of a run of documents."""
         parts, dim = self.segment.parts, self.segment.dim
-        values = parts[{_BINARY: "bits", _RESIDUAL: "residuals"}.get(self.kind, "values")]
+        names = {_BINARY: "bits", _RESIDUAL: "residuals", _CODES: "codes"}
+        values = parts[names.get(self.kind, "values")]
         argument = _DocumentsArgument(
             kind=self.kind,
             dim=dim,
@@ -280,7 +303,10 @@ class _Documents:
 
 @dataclass(frozen=True)
 class _Queries:
-    """Query tokens that are packed into panels of 32 for a level of the library."""
+    """Query tokens that are packed into panels of 32 for a level of the library.
+
+    For centroid codes, `panels` is the table of similarities (C, tokens with padding) int16.
+    """
 
     panels: torch.Tensor
     scales: torch.Tensor | None
@@ -299,8 +325,12 @@ class _Queries:
         )
 
     @classmethod
-    def pack(cls, query_MD: torch.Tensor, kind: int, level: int, bounds: np.ndarray) -> _Queries:
+    def pack(
+        cls, query_MD: torch.Tensor, codec: Codec, kind: int, level: int, bounds: np.ndarray
+    ) -> _Queries:
         """Packs tokens (M, D), padded with zeros."""
+        if isinstance(codec, CentroidCodes):
+            return cls.tabulate(query_MD, codec, bounds)
         num_tokens, dim = query_MD.shape
         num_panels, width = -(-num_tokens // 32), -(-dim // 64) * 64
         padded = torch.zeros(num_panels * 32, width)
@@ -324,10 +354,24 @@ class _Queries:
         panels = padded.view(num_panels, 32, width).transpose(1, 2).contiguous()
         return cls(panels, None, bounds, num_tokens)
 
+    @classmethod
+    def tabulate(cls, query_MD: torch.Tensor, codec: CentroidCodes, bounds: np.ndarray) -> _Queries:
+        """Computes the similarities of all centroids and tokens (M, D), padded with zeros."""
+        num_tokens, num_padded = len(query_MD), -(-len(query_MD) // 32) * 32
+        sim_CM = codec.centroids(query_MD.device) @ query_MD.T
+        scales = torch.zeros(num_padded)
+        scales[:num_tokens] = sim_CM.abs().amax(dim=0) / MAX_INT16
+        table = torch.zeros(len(sim_CM), num_padded, dtype=torch.int16)
+        table[:, :num_tokens] = sim_CM.div_(scales[:num_tokens].clamp_min(TINY)).round_()
+        return cls(table, scales, bounds, num_tokens)
 
-def _packed_bytes(kind: int, level: int, dim: int) -> int:
-    """Returns the number of bytes that a packed query token occupies."""
-    return dim if kind == _INT8 and level >= LEVELS.index("avx512") else 4 * dim
+
+def _max_tokens(kind: int, level: int, dim: int) -> int:
+    """Returns the maximum number of query tokens per call, unless a single query has more."""
+    if kind == _CODES:
+        return 1  # One query per call: the rows of its table are short and fit in the cache best.
+    packed_bytes = dim if kind == _INT8 and level >= LEVELS.index("avx512") else 4 * dim
+    return max(QUERY_BYTES // packed_bytes, 1)
 
 
 def _tasks(

@@ -29,13 +29,13 @@
 #include <unistd.h>
 #endif
 
-enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BINARY, RESIDUAL };
+enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BINARY, RESIDUAL, CODES };
 
 // Arguments; they mirror the ctypes structures `_DocumentsArgument`, `_QueriesArgument`, `_Output`.
 struct Documents {
     int32_t kind, dim;
     int64_t row_bytes, total;   // bytes per vector; number of vectors in memory
-    const void* values;
+    const void* values;         // codes: uint16 number of a centroid per vector
     const float* scales;        // int8: scale per vector
     const int32_t* codes;       // residual: centroid per vector
     const float* centroids;     // residual: centroids
@@ -45,8 +45,9 @@ struct Documents {
     int64_t count;              // number of documents
 };
 struct Queries {
-    const void* packed;     // panels of 32 tokens, in the layout for the level and the kind
-    const float* scales;    // int8: scale per token
+    const void* packed;     // panels of 32 tokens, in the layout for the level and the kind;
+                            // codes: int16 similarities (centroids, padded)
+    const float* scales;    // int8 and codes: scale per token
     const int64_t* bounds;  // first token of each query, then the number of tokens
     int64_t count, tokens, padded;  // number of queries, of tokens, and of tokens with padding
 };

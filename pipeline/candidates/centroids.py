@@ -1,0 +1,121 @@
+"""Candidate generator that replaces each vector by its nearest centroid (PLAID, WARP)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from pipeline import config
+from pipeline.candidates import Generator, Sample
+from pipeline.codecs.centroid_codes import CentroidCodes
+from pipeline.codecs.residual import is_normalised
+from pipeline.config import SpecError
+
+#: Default number of centroids, and minimum number of vectors in the sample per default centroid.
+MAX_DEFAULT_CENTROIDS, VECTORS_PER_CENTROID = 16_384, 32
+#: Number of bits of a code.
+CODE_BITS = 16
+
+
+class Centroids(Generator["Centroids.Spec"]):
+    """Scores items by the MaxSim of the query over the nearest centroids of their vectors.
+
+    As in PLAID (Santhanam et al. 2022, section 3.2) and WARP (Scheerer et al. 2025), the centroids
+    are those of k-means, and a similarity is that of the query token and the centroid. The code of
+    an item has one number of a centroid per vector, which occupies two bytes.
+
+    If the sample consists of unit vectors, k-means is spherical: centroids are normalised, and the
+    nearest centroid is the one with the largest inner product. Otherwise, it is the one with the
+    smallest Euclidean distance.
+
+    Items whose vectors share few centroids are hard to distinguish. `distinct` measures this.
+    """
+
+    class Spec(config.ComponentSpec):
+        """Options of `Centroids`."""
+
+        name: Literal["centroids"] = "centroids"
+        num_centroids: int | None = Field(None, ge=1, le=1 << CODE_BITS)
+        """Number of centroids C. The default is 16,384, or 1/32 of the number of vectors in the
+        sample if this is smaller."""
+        iterations: int = Field(10, ge=1)
+        """Number of iterations of k-means."""
+        seed: int = Field(0, ge=0)
+        """Random seed of k-means."""
+
+    def __init__(self, spec: Spec, artefact: dict[str, np.ndarray]):
+        super().__init__(spec, artefact)
+        self._codec = CentroidCodes(CentroidCodes.Spec(), artefact)
+
+    @classmethod
+    def fit(cls, spec: Spec, sample: Sample) -> dict[str, np.ndarray]:
+        """Fits the centroids to the vectors of the sample by k-means.
+
+        Returns:
+            The array `centroids` (C, D) float32.
+
+        Raises:
+            SpecError: The sample has fewer vectors than `num_centroids`, or none.
+        """
+        import faiss  # only needed for fitting
+
+        vectors_TD = np.ascontiguousarray(sample.vectors_TD.numpy(), dtype=np.float32)
+        num_centroids = spec.num_centroids
+        if num_centroids is None:
+            num_centroids = min(len(vectors_TD) // VECTORS_PER_CENTROID, MAX_DEFAULT_CENTROIDS)
+            num_centroids = max(num_centroids, 1)
+        if len(vectors_TD) < num_centroids:
+            rule = f"at most {len(vectors_TD)}, the number of vectors in the sample to fit on"
+            raise SpecError("num_centroids", num_centroids, rule)
+        kmeans = faiss.Kmeans(
+            vectors_TD.shape[1],
+            num_centroids,
+            niter=spec.iterations,
+            spherical=is_normalised(vectors_TD),
+            seed=spec.seed % 2**31,  # faiss requires a 31-bit seed
+            min_points_per_centroid=1,
+        )
+        kmeans.train(vectors_TD)
+        assert kmeans.centroids is not None  # set by train
+        return {"centroids": kmeans.centroids.reshape(num_centroids, -1).copy()}
+
+    @property
+    def codec(self) -> CentroidCodes:
+        """Codec of the vectors, which assigns them to centroids."""
+        return self._codec
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the vectors."""
+        return self.artefact["centroids"].shape[1]
+
+    def encode(
+        self, vectors_TD: torch.Tensor, lengths_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the vectors unchanged. `codec` assigns them to centroids."""
+        return vectors_TD, lengths_B
+
+    def queries(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the queries unchanged."""
+        return queries
+
+
+def distinct(codes: torch.Tensor, lengths_B: torch.Tensor) -> float:
+    """Returns the mean number of distinct centroids per item that has vectors.
+
+    If an item has far fewer distinct centroids than vectors, its approximate score ignores most of
+    its vectors, and more centroids are necessary.
+
+    Args:
+        codes: (T, 1) numbers of centroids of B items, one item after another.
+        lengths_B: (B,) int64, number of vectors per item, which may be 0.
+
+    >>> distinct(torch.tensor([[7], [7], [3], [5]]), torch.tensor([3, 0, 1]))
+    1.5
+    """
+    item_T = torch.repeat_interleave(lengths_B)
+    pairs_T = (item_T << CODE_BITS) | codes.squeeze(1).long()
+    return len(pairs_T.unique()) / max(int((lengths_B > 0).sum()), 1)

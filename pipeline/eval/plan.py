@@ -24,8 +24,8 @@ class Candidates(NamedTuple):
 class Row(NamedTuple):
     """Representation and score of a row. Both are `bm25` for the row of BM25.
 
-    For a row with `rerank`, they are those of the first stage. For a row with `candidates`, they are
-    those of the exact search.
+    For a row with `rerank`, they are those of the first stage. For a row with `candidates`, they
+    are those of the exact search.
     """
 
     representation: str
@@ -83,10 +83,8 @@ def _candidates_rows(
             problem = "is not evaluated"
             raise SpecError("representation", name, f"one of {', '.join(names)}", problem)
         if scores and "maxsim" not in scores:
-            problem = "needs the exact results of the score maxsim, which is not evaluated"
-            raise SpecError(
-                "generator", spec.generator, "a generator if maxsim is evaluated", problem
-            )
+            problem = "needs the score maxsim, which is not evaluated"
+            raise SpecError("generator", spec.generator, "used with the score maxsim", problem)
         try:
             generator_column(searcher.index, searcher.representation(name), spec.generator)
         except SpecError as error:

@@ -72,7 +72,7 @@ def draw_sample(
     filled = lengths_B > 0
     return Sample(
         queries_SD[order].float(),
-        torch.from_numpy(vectors_TD.copy()),
+        torch.from_numpy(vectors_TD).float(),
         torch.from_numpy(lengths_B[filled]),
     )
 

@@ -1,0 +1,268 @@
+"""Building, completing, refitting and dropping candidate generators on real indexes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lance
+import numpy as np
+import pytest
+
+from pipeline import config, open_index
+from pipeline.config import SpecError, Stopped
+from pipeline.index import job as index_job
+from pipeline.index.fill import Progress
+from pipeline.index.reader import ITEMS, Index
+from pipeline.index.session import Session
+from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.search import candidates_job
+from pipeline.search.candidates_job import CandidatesJobSpec, CandidatesResources
+from pipeline.search.sharded import ShardedSearcher
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+DIM, NUM_ITEMS = 16, 240
+LEMUR = {"name": "lemur", "num_features": 64}
+CENTROIDS = {"name": "centroids", "num_centroids": 32}
+GENERATORS = pytest.mark.parametrize("generator", [LEMUR, CENTROIDS], ids=lambda g: g["name"])
+
+
+def clustered(num: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns unit vectors of items around common topics, and their numbers per item."""
+    rng = np.random.default_rng(seed)
+    topics = np.random.default_rng(99).normal(size=(30, DIM))
+    lengths = rng.integers(3, 9, num)
+    chosen = rng.integers(0, 30, (num, 3))
+    parts = [topics[rng.choice(chosen[i], n)] for i, n in enumerate(lengths)]
+    vectors = np.concatenate(parts) + 0.5 * rng.normal(size=(lengths.sum(), DIM))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors.astype(np.float32), lengths
+
+
+def add_items(uri: Path, folder: Path, num: int, seed: int, prefix: str) -> None:
+    """Indexes a folder of vectors in fragments of 40 items."""
+    folder.mkdir(exist_ok=True)
+    vectors, lengths = clustered(num, seed)
+    np.save(folder / "vectors.npy", vectors)
+    np.save(folder / "lengths.npy", lengths)
+    (folder / "ids.txt").write_text("".join(f"{prefix}{i:03}\n" for i in range(num)))
+    given = {
+        "index": str(uri),
+        "source": {"name": "vectors", "path": str(folder), "dim": DIM},
+        "encoder": {"name": "precomputed", "dim": DIM, "label": "test"},
+        "representations": [{"compressor": "none"}],
+        "unit_items": 40,
+        "fragment_items": 40,
+    }
+    spec = config.parse(IndexSpec, given)
+    index_job.run(spec, IndexResources(), job="index", report=lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def original(cluster, tmp_path_factory) -> Path:
+    """Index of 240 items in 6 fragments."""
+    folder = tmp_path_factory.mktemp("candidates")
+    add_items(folder / "index", folder / "vectors", NUM_ITEMS, 0, "i")
+    return folder / "index"
+
+
+@pytest.fixture
+def uri(original, tmp_path) -> Path:
+    """Copy of the index that the test may change."""
+    shutil.copytree(original, tmp_path / "index")
+    return tmp_path / "index"
+
+
+def spec(uri: Path, generator: dict[str, Any], **fields: Any) -> CandidatesJobSpec:
+    """Returns the spec of a job."""
+    given = {"index": str(uri), "generator": generator, "commit_fragments": 1, **fields}
+    return config.parse(CandidatesJobSpec, given)
+
+
+def build(uri: Path, generator: dict[str, Any], refit: bool = False, **fields: Any) -> Progress:
+    """Runs the job without printing."""
+    job_spec, resources = spec(uri, generator, **fields), CandidatesResources()
+    return candidates_job.run(job_spec, resources, job="2", refit=refit, report=lambda line: None)
+
+
+def codes(uri: Path, column: str) -> dict[str, Any]:
+    """Returns the stored codes by item id."""
+    table = lance.dataset(f"{uri}/{ITEMS}").to_table(columns=["item_id", column])
+    return dict(zip(table["item_id"].to_pylist(), table[column].to_pylist(), strict=True))
+
+
+def queries(num: int = 12) -> list[np.ndarray]:
+    """Returns queries of 4 tokens."""
+    vectors, _ = clustered(4 * num, 7)
+    return list(vectors[: 4 * num].reshape(num, 4, DIM))
+
+
+@GENERATORS
+def test_scores_are_exact_and_recall_is_high(uri, generator):
+    build(uri, generator)
+    searcher = open_index(str(uri))
+    exact = searcher.rank(queries(), k=10)
+    options = {"k": 10, "candidates": generator["name"]}
+    found = searcher.rank(queries(), num_candidates=60, **options)
+    shares = []
+    for ranking, reference in zip(found, exact, strict=True):
+        scores = reference.scores_by_item()
+        for item_id, score in ranking.scores_by_item().items():
+            if item_id in scores:
+                assert score == scores[item_id]
+        shares.append(len(set(ranking.item_ids) & set(scores)) / 10)
+    assert np.mean(shares) > 0.9
+    all_items = searcher.rank(queries(), num_candidates=NUM_ITEMS, **options)
+    assert [r.item_ids for r in all_items] == [r.item_ids for r in exact]
+
+
+@GENERATORS
+def test_added_rows_are_scored_before_and_after_they_have_codes(uri, generator, tmp_path):
+    build(uri, generator)
+    name = f"full_{generator['name']}_1_candidates"
+    before = codes(uri, name)
+    add_items(uri, tmp_path / "new", 50, 1, "n")
+    (info,) = Index(str(uri)).candidates_columns.values()
+    missing = [item for item, code in codes(uri, name).items() if code is None]
+    assert sorted(missing) == [f"n{i:03}" for i in range(50)]
+    vectors, lengths = clustered(50, 1)
+    ends = lengths.cumsum()
+    targets = [vectors[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+    options = {"k": 1, "candidates": generator["name"], "num_candidates": 1}
+    hits = open_index(str(uri)).rank(targets, **options)
+    assert [ranking.item_ids for ranking in hits] == [[f"n{i:03}"] for i in range(50)]
+
+    progress = build(uri, generator)
+    assert (progress.done, progress.rows) == (progress.fragments - 6, 50)
+    after = codes(uri, name)
+    assert None not in after.values()
+    assert {item: after[item] for item in before} == before
+    assert Index(str(uri)).candidates_columns[name] == info
+    hits = open_index(str(uri)).rank(targets, **{**options, "num_candidates": 20})
+    assert sum(r.item_ids == [f"n{i:03}"] for i, r in enumerate(hits)) >= 48
+    assert build(uri, generator).done == 0
+
+
+def test_removed_rows_disappear(uri):
+    build(uri, LEMUR)
+    options = {"k": 5, "candidates": "lemur", "num_candidates": 40}
+    (first,) = open_index(str(uri)).rank(queries(1), **options)
+    lance.dataset(f"{uri}/{ITEMS}").delete(f"item_id = '{first.item_ids[0]}'")
+    (second,) = open_index(str(uri)).rank(queries(1), **options)
+    assert second.item_ids[:4] == first.item_ids[1:]
+
+
+def test_interrupted_build_resumes_with_the_same_bits(uri, original, tmp_path, monkeypatch):
+    shutil.copytree(original, tmp_path / "whole")
+    build(tmp_path / "whole", LEMUR)
+    check = Session.check
+
+    def stop_after_two_commits(session: Session) -> None:
+        check(session)
+        if session._summary()["commits"] == 2:
+            raise Stopped("stopped by the test")
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(Session, "check", stop_after_two_commits)
+        build(uri, LEMUR)
+    name = "full_lemur_1_candidates"
+    done = [item for item, code in codes(uri, name).items() if code is not None]
+    assert 0 < len(done) < NUM_ITEMS
+    exact = [r.scores for r in open_index(str(uri)).rank(queries(), k=5)]
+    options = {"k": 5, "candidates": "lemur", "num_candidates": 60}
+    assert (
+        np.mean(
+            [
+                a == b
+                for a, b in zip(
+                    [r.scores for r in open_index(str(uri)).rank(queries(), **options)],
+                    exact,
+                    strict=True,
+                )
+            ]
+        )
+        > 0.8
+    )
+    progress = build(uri, LEMUR)
+    assert progress.done_before + progress.done == 6
+    assert progress.done_before > 0
+    assert codes(uri, name) == codes(tmp_path / "whole", name)
+    artefacts = [info.artefact for info in Index(str(uri)).candidates_columns.values()]
+    whole = Index(str(tmp_path / "whole")).candidates_columns.values()
+    assert artefacts == [info.artefact for info in whole]
+
+
+def test_refit_replaces_the_former_fit_when_it_is_complete(uri, monkeypatch):
+    build(uri, LEMUR)
+    check = Session.check
+
+    def stop_after_one_commit(session: Session) -> None:
+        check(session)
+        if session._summary()["commits"] == 1:
+            raise Stopped("stopped by the test")
+
+    changed = {**LEMUR, "num_features": 32}
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(Session, "check", stop_after_one_commit)
+        build(uri, changed, refit=True)
+    index = Index(str(uri))
+    assert set(index.candidates_columns) == {"full_lemur_1_candidates", "full_lemur_2_candidates"}
+    info = index.representation("full")
+    from pipeline.search.candidates import generators
+
+    assert generators(index, info)["lemur"] == "full_lemur_1_candidates"
+    build(uri, changed)
+    index = Index(str(uri))
+    assert generators(index, info)["lemur"] == "full_lemur_2_candidates"
+    (stored,) = index.candidates_columns.values()
+    assert (stored.revision, stored.generator["num_features"]) == (2, 32)
+    with pytest.raises(SpecError, match=r"differs from the stored generator"):
+        build(uri, LEMUR)
+
+
+def test_drop(uri):
+    build(uri, LEMUR)
+    candidates_job.drop(spec(uri, LEMUR), job="3", report=lambda line: None)
+    assert not Index(str(uri)).candidates_columns
+    with pytest.raises(
+        SpecError, match=r"^candidates must be one of exact, got 'lemur', which was"
+    ):
+        open_index(str(uri)).rank(queries(1), candidates="lemur")
+    with pytest.raises(SpecError, match=r"^generator must be a generator of the index"):
+        candidates_job.drop(spec(uri, LEMUR), job="3", report=lambda line: None)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1])
+def test_filtered_search_returns_k_items(uri, share):
+    build(uri, LEMUR)
+    searcher = open_index(str(uri))
+    ids = [f"i{i:03}" for i in range(0, NUM_ITEMS, int(1 / share))]
+    options = {"k": min(5, len(ids)), "ids": ids}
+    exact = searcher.rank(queries(), **options)
+    found = searcher.rank(queries(), candidates="lemur", num_candidates=5, **options)
+    for ranking, reference in zip(found, exact, strict=True):
+        assert len(ranking.item_ids) == len(reference.item_ids)
+        assert set(ranking.item_ids) <= set(ids)
+
+
+@GENERATORS
+def test_shards_find_at_least_the_same_items(uri, generator):
+    build(uri, generator)
+    options = {"k": 10, "candidates": generator["name"], "num_candidates": 20}
+    single = open_index(str(uri)).rank(queries(), **options)
+    with ShardedSearcher(str(uri), num_shards=2, num_cpus=0.5) as searcher:
+        sharded = searcher.rank(queries(), **options)
+    for ranking, reference in zip(sharded, single, strict=True):
+        assert all(
+            score >= other - 1e-6
+            for score, other in zip(ranking.scores, reference.scores, strict=True)
+        )
+
+
+def test_invalid_specs(uri):
+    with pytest.raises(SpecError, match=r"^generator\.name must be one of .*lemur"):
+        spec(uri, {"name": "lemour"})
+    with pytest.raises(SpecError, match=r"^representation must be 'full'"):
+        build(uri, LEMUR, representation="hpool_4")

@@ -31,7 +31,7 @@ EDJE = "jobs/data/models/shapes_edje"
 COLLECTIONS = ["cranfield", "us_government", "photos"]
 #: Queries and the representation that each searches.
 QUESTIONS = [
-    ("how does a slipstream change the lift of a wing", "hpool_32"),
+    ("how does a slipstream change the lift of a wing", "kcenter_32"),
     ("how many people have a severe disability", "full"),
     ("ask what you can do for your country", "full"),
     ("two people on horseback at the sea", "caption_full"),

@@ -23,6 +23,7 @@ COMPONENTS: dict[str, registry.Registry[Any]] = {
     "speech": registry.SPEECH,
     "compressors": registry.COMPRESSORS,
     "codecs": registry.CODECS,
+    "candidates": registry.CANDIDATES,
     "benchmarks": registry.BENCHMARKS,
     "learners": registry.LEARNERS,
     "training data": registry.TRAINING_DATA,

@@ -57,7 +57,7 @@ from pipeline.version import __version__
 
 #: Recommended number of seeds of random pruning, as in SAP's appendix C.
 NUM_SEEDS = 5
-#: Numbers of exact results of which the recall of a candidate generator is measured.
+#: Depths at which the recall of a candidate generator is measured.
 RECALL_DEPTHS = (10, 100)
 
 

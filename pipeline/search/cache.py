@@ -94,7 +94,7 @@ class Column:
 
     @property
     def _is_code(self) -> bool:
-        """Whether the column contains codes of a candidate generator."""
+        """True if the column contains codes of a candidate generator."""
         return self.name in self.index.candidates_columns
 
     @property

@@ -1,4 +1,4 @@
-"""Candidate generator that replaces each vector by its nearest centroid (PLAID, WARP)."""
+"""Candidate generator that replaces each vector by its nearest centroid, as in PLAID."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ CODE_BITS = 16
 class Centroids(Generator["Centroids.Spec"]):
     """Scores items by the MaxSim of the query over the nearest centroids of their vectors.
 
-    As in PLAID (Santhanam et al. 2022, section 3.2) and WARP (Scheerer et al. 2025), the centroids
-    are those of k-means, and a similarity is that of the query token and the centroid. The code of
-    an item has one number of a centroid per vector, which occupies two bytes.
+    This is the centroid interaction of PLAID (Santhanam et al. 2022) without pruning. The code of
+    an item has the number of one centroid per vector, which occupies two bytes.
 
     If the sample consists of unit vectors, k-means is spherical: centroids are normalised, and the
     nearest centroid is the one with the largest inner product. Otherwise, it is the one with the

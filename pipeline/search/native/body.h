@@ -611,8 +611,12 @@ static inline shorts larger(shorts a, shorts b) {
 template <bool ARGMAX>
 static void score_codes(
     const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
-    const int64_t padded = queries.padded;
+    const int64_t padded = queries.padded, ahead = 16;
     for (int64_t document = 0; document < docs.count; ++document) {
+        // The codes of selected documents are not contiguous: a fifth of 100,000 documents takes
+        // 0.8 ms, and 2.9 ms without prefetching.
+        if (document + ahead < docs.count)
+            __builtin_prefetch((const uint16_t*)docs.values + docs.starts[document + ahead]);
         const int64_t num_rows = docs.lengths[document];
         if (num_rows == 0) {
             write_empty(queries, output, document);

@@ -19,6 +19,7 @@ from pipeline.config import MissingField, Spec, SpecError, is_stored, parse
 from pipeline.extras import as_missing_extra
 
 if TYPE_CHECKING:  # Components are imported on first use.
+    from pipeline.candidates import Generator
     from pipeline.codecs import Codec
     from pipeline.compression import Compressor
     from pipeline.config import ComponentSpec
@@ -187,6 +188,9 @@ CODECS: Registry[Codec[Any]] = Registry(
         "residual": "pipeline.codecs.residual:Residual",
     },
 )
+CANDIDATES: Registry[Generator[Any]] = Registry(
+    "candidates", {"lemur": "pipeline.candidates.lemur:Lemur"}
+)
 BENCHMARKS: Registry[Benchmark] = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
 LEARNERS: Registry[Learner] = Registry(
     "learners",
@@ -228,6 +232,7 @@ SourceSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(_validate_
 OcrSpec = Annotated[SerializeAsAny[ComponentSpec] | None, BeforeValidator(_or_none(OCR))]
 SpeechSpec = Annotated[SerializeAsAny[ComponentSpec] | None, BeforeValidator(_or_none(SPEECH))]
 CodecSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CODECS.validate)]
+CandidatesSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CANDIDATES.validate)]
 LearnerSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(LEARNERS.validate)]
 TrainingDataSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(TRAINING_DATA.validate)]
 BenchmarkSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(BENCHMARKS.validate)]

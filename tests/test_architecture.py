@@ -22,7 +22,7 @@ ORDER = [
     ("tokens", "taps", "decoding", "distributed"),
     ("transcribe",),
     ("sources", "encoders", "compression", "codecs"),
-    ("rerank",),
+    ("rerank", "candidates"),
     ("stage",),
     ("index",),
     ("search",),
@@ -87,8 +87,10 @@ def test_test_files_mirror_modules(path: Path):
 def test_core_runs_without_ray_and_lance():
     code = """
 import sys
-from pipeline.registry import CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH, TRAINING_DATA
-for registry in (CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH, TRAINING_DATA):
+from pipeline.registry import CANDIDATES, CODECS, COMPRESSORS, ENCODERS
+from pipeline.registry import OCR, SOURCES, SPEECH, TRAINING_DATA
+registries = (CANDIDATES, CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH, TRAINING_DATA)
+for registry in registries:
     for name in registry.names():
         registry.load(name)
 import pipeline.search.maxsim, pipeline.tokens

@@ -1,0 +1,288 @@
+"""LEMUR: one vector per item whose inner product with a query estimates MaxSim (arXiv 2601.21853).
+
+Shapes: B items, T vectors in total, S sample tokens, M query tokens, D dimensions, F features, and
+H = F - 1 features without the constant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+from torch.nn import functional
+
+from pipeline import config
+from pipeline.candidates import Generator, Sample
+from pipeline.codecs.int8 import Int8
+from pipeline.config import SpecError
+
+#: Maximum number of elements of a block of similarities and of a block of token maxima, which
+#: correspond to 8 and 32 MiB of float32.
+MAX_SIMILARITIES, MAX_MAXIMA = 1 << 21, 1 << 23
+#: Number of items from which the value of the constant feature is computed.
+NUM_CONSTANT_ITEMS = 256
+#: Maximum norm of the gradient of the network.
+MAX_GRADIENT_NORM = 0.5
+
+
+class Lemur(Generator["Lemur.Spec"]):
+    """Describes each item by the coefficients of a linear model of its token maxima.
+
+    The MaxSim score of a query Q and an item C is the sum over the query tokens x of the token
+    maxima `g(x) = max over c in C of <c, x>`. With features `phi` that all items share, and
+    coefficients w of the item such that `g(x)` is approximately `<w, phi(x)>`, the score is
+    approximately `<w, sum over x of phi(x)>`: one inner product per item.
+
+    The coefficients are the ridge regression of the token maxima on the features at S sample
+    tokens. They are `P g`, where g are the S token maxima of the item and the matrix P is the same
+    for all items. Scores are therefore comparable between items, and estimate the MaxSim score
+    itself.
+
+    All features but the last are standardised on the sample tokens. The last is a constant, whose
+    coefficient is proportional to the mean of the token maxima.
+    """
+
+    class Spec(config.ComponentSpec):
+        """Options of `Lemur`."""
+
+        name: Literal["lemur"] = "lemur"
+        features: Literal["random", "mlp"] = "mlp"
+        """Features of a token.
+
+        - "random": GELU of random projections.
+        - "mlp": The hidden layer of a network that is trained to predict the token maxima of a
+          sample of the items. It needs half as many candidates for the same recall.
+        """
+        num_features: int = Field(1024, ge=2, le=16384)
+        """Number of features, which is the number of bytes per item apart from the scale."""
+        num_samples: int = Field(8192, ge=2, le=262144)
+        """Maximum number of sample tokens. The time to encode an item is proportional to it."""
+        ridge: float = Field(0.03, gt=0, le=1e6)
+        """Penalty on the squared norm of the coefficients, relative to the variance of a feature.
+        Larger values are better if there are few sample tokens.
+        """
+        num_targets: int = Field(1024, ge=1, le=8192)
+        """Maximum number of items whose token maxima the network predicts. Used by "mlp"."""
+        epochs: int = Field(10, ge=1)
+        """Number of passes over the sample tokens. Used by "mlp"."""
+        learning_rate: float = Field(3e-3, gt=0, le=1)
+        """Learning rate of Adam. Used by "mlp"."""
+        batch_size: int = Field(512, ge=1)
+        """Number of sample tokens per optimiser step. Used by "mlp"."""
+        seed: int = Field(0, ge=0, lt=1 << 63)
+        """Seed of the sampling, of the projections or initial weights, and of the batches."""
+
+        @model_validator(mode="after")
+        def _check_num_samples(self) -> Self:
+            if self.num_samples < self.num_features:
+                rule = f"at least num_features, which is {self.num_features}"
+                raise SpecError("num_samples", self.num_samples, rule)
+            return self
+
+    codec = Int8(Int8.Spec())
+
+    def __init__(self, spec: Spec, artefact: dict[str, np.ndarray]):
+        super().__init__(spec, artefact)
+        self._tensors: dict[torch.device, dict[str, torch.Tensor]] = {}
+
+    @classmethod
+    def fit(cls, spec: Spec, sample: Sample) -> dict[str, np.ndarray]:
+        """Fits the features and the matrix of the regression. The result is deterministic.
+
+        Args:
+            spec: Options of the generator.
+            sample: Sample of the index.
+
+        Returns:
+            The float32 arrays `tokens` (S, D), `operator` (F, S), the matrix P, the `mean` (H,)
+            and `scale` (H,) of the features, the value `constant` (1,) of the last feature, and
+            the weights of the features: `weight` (D, H), and for "mlp" `bias`, `norm_weight` and
+            `norm_bias` (H,).
+
+        Raises:
+            SpecError: The sample has no items, or fewer query tokens than features, so that the
+                regression would be underdetermined.
+        """
+        num_tokens, num_items = len(sample.queries_SD), len(sample.lengths_B)
+        if num_tokens < spec.num_features:
+            rule = f"at most {num_tokens}, the number of query tokens in the sample to fit on"
+            raise SpecError("candidates.num_features", spec.num_features, rule)
+        if not num_items:
+            raise SpecError("candidates.name", spec.name, "used with a sample that has items")
+        tokens_SD = sample.queries_SD[_choose(num_tokens, spec.num_samples, spec.seed)]
+        is_mlp = spec.features == "mlp"
+        num_targets = spec.num_targets if is_mlp else NUM_CONSTANT_ITEMS
+        is_target_B = _choose(num_items, num_targets, spec.seed).to(sample.lengths_B.device)
+        is_target_T = torch.repeat_interleave(is_target_B, sample.lengths_B)
+        targets_NS = token_maxima(
+            sample.vectors_TD[is_target_T], sample.lengths_B[is_target_B], tokens_SD
+        )
+        network = _train(spec, tokens_SD, targets_NS) if is_mlp else _projections(spec, tokens_SD)
+
+        hidden_SH = _hidden(network, tokens_SD).double()
+        mean_H, scale_H = hidden_SH.mean(dim=0), hidden_SH.std(dim=0, correction=0)
+        is_constant_H = scale_H <= 1e-6 * hidden_SH.abs().max()
+        scale_H[is_constant_H] = 1.0  # instead of amplifying rounding errors
+        operator_HS = _ridge_operator((hidden_SH - mean_H) / scale_H, spec.ridge)
+        targets_NS = targets_NS[:NUM_CONSTANT_ITEMS].double()
+        constant = _constant(targets_NS.mean(dim=1), targets_NS @ operator_HS.T)
+        mean_1S = operator_HS.new_full((1, len(tokens_SD)), 1 / (len(tokens_SD) * constant))
+        arrays = {
+            **network,
+            "mean": mean_H,
+            "scale": scale_H,
+            "constant": torch.tensor([constant]),
+            "tokens": tokens_SD,
+            "operator": torch.cat([operator_HS, mean_1S]),
+        }
+        return {name: array.float().cpu().numpy() for name, array in arrays.items()}
+
+    @property
+    def dim(self) -> int:
+        """Number of features."""
+        return self.spec.num_features
+
+    def encode(
+        self, vectors_TD: torch.Tensor, lengths_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes the coefficients of items, one vector for each item that has vectors.
+
+        Args:
+            vectors_TD: (T, D) float32, vectors of B items, one item after another.
+            lengths_B: (B,) int64, number of vectors per item.
+
+        Returns:
+            Coefficients (V, F) float32, and their numbers (B,) int64, which are 0 or 1.
+        """
+        arrays = self._arrays(vectors_TD.device)
+        lengths_V = lengths_B[lengths_B > 0]
+        blocks = lengths_V.split(max(MAX_MAXIMA // len(arrays["tokens"]), 1))
+        block_vectors = vectors_TD.split([int(lengths_b.sum()) for lengths_b in blocks])
+        codes = [
+            token_maxima(vectors_tD, lengths_b, arrays["tokens"]) @ arrays["operator"].T
+            for vectors_tD, lengths_b in zip(block_vectors, blocks, strict=True)
+        ]
+        return torch.cat(codes), (lengths_B > 0).long()
+
+    def queries(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Sums the features of the tokens of each query to one vector (1, F) float32."""
+        sums = []
+        for query_MD in queries:
+            arrays = self._arrays(query_MD.device)
+            hidden_MH = _hidden(arrays, query_MD.float())
+            sum_H = ((hidden_MH - arrays["mean"]) / arrays["scale"]).sum(dim=0)
+            sums.append(torch.cat([sum_H, len(query_MD) * arrays["constant"]]).unsqueeze(0))
+        return sums
+
+    def _arrays(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Returns the artefact on the given device. Tensors are cached per device."""
+        if device not in self._tensors:
+            self._tensors[device] = {
+                name: torch.tensor(array, device=device) for name, array in self.artefact.items()
+            }
+        return self._tensors[device]
+
+
+def token_maxima(
+    vectors_TD: torch.Tensor, lengths_B: torch.Tensor, tokens_SD: torch.Tensor
+) -> torch.Tensor:
+    """Computes the maximum similarity of each token to the vectors of each item.
+
+    Args:
+        vectors_TD: Vectors of B items, one item after another.
+        lengths_B: (B,) int64, number of vectors per item, at least 1.
+        tokens_SD: Tokens.
+
+    Returns:
+        (B, S) float32.
+
+    >>> vectors = torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 0.0]])
+    >>> token_maxima(vectors, torch.tensor([2, 1]), torch.tensor([[1.0, 0.0], [3.0, 4.0]])).tolist()
+    [[1.0, 8.0], [-1.0, -3.0]]
+    """
+    num_tokens = len(tokens_SD)
+    maxima_BS = vectors_TD.new_full((len(lengths_B), num_tokens), -torch.inf)
+    size = max(MAX_SIMILARITIES // num_tokens, 1)
+    item_of_T = torch.repeat_interleave(lengths_B.to(vectors_TD.device))
+    for vectors_tD, item_of_t in zip(vectors_TD.split(size), item_of_T.split(size), strict=True):
+        items_tS = item_of_t.unsqueeze(1).expand(-1, num_tokens)
+        maxima_BS.scatter_reduce_(0, items_tS, vectors_tD @ tokens_SD.T, "amax")
+    return maxima_BS
+
+
+def _choose(count: int, limit: int, seed: int) -> torch.Tensor:
+    """Returns a mask (count,) that selects at most `limit` random elements."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return order < limit
+
+
+def _projections(spec: Lemur.Spec, tokens_SD: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the weights of the random features."""
+    generator = torch.Generator().manual_seed(spec.seed)
+    weight_DH = torch.randn(tokens_SD.shape[1], spec.num_features - 1, generator=generator)
+    return {"weight": weight_DH.to(tokens_SD.device)}
+
+
+def _train(
+    spec: Lemur.Spec, tokens_SD: torch.Tensor, targets_NS: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Trains a network that predicts the token maxima of N items and returns its hidden layer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        linear = nn.Linear(tokens_SD.shape[1], spec.num_features - 1)
+        norm = nn.LayerNorm(spec.num_features - 1)
+        output = nn.Linear(spec.num_features - 1, len(targets_NS))
+    network = nn.Sequential(linear, norm, nn.GELU(), output).to(tokens_SD.device)
+    std, mean = torch.std_mean(targets_NS)
+    targets_SN = ((targets_NS - mean) / std.clamp_min(1e-12)).T.contiguous()
+    optimiser = torch.optim.Adam(network.parameters(), lr=spec.learning_rate)
+    generator = torch.Generator().manual_seed(spec.seed)
+    for _ in range(spec.epochs):
+        order_S = torch.randperm(len(tokens_SD), generator=generator).to(tokens_SD.device)
+        for rows in order_S.split(spec.batch_size):
+            optimiser.zero_grad()
+            functional.mse_loss(network(tokens_SD[rows]), targets_SN[rows]).backward()
+            nn.utils.clip_grad_norm_(network.parameters(), MAX_GRADIENT_NORM)
+            optimiser.step()
+    return {
+        "weight": linear.weight.detach().T.contiguous(),
+        "bias": linear.bias.detach(),
+        "norm_weight": norm.weight.detach(),
+        "norm_bias": norm.bias.detach(),
+    }
+
+
+def _hidden(network: Mapping[str, torch.Tensor], tokens_MD: torch.Tensor) -> torch.Tensor:
+    """Computes the features (M, H) before they are standardised."""
+    hidden_MH = tokens_MD @ network["weight"]
+    if "norm_weight" in network:
+        hidden_MH = functional.layer_norm(
+            hidden_MH + network["bias"],
+            hidden_MH.shape[1:],
+            network["norm_weight"],
+            network["norm_bias"],
+        )
+    return functional.gelu(hidden_MH)
+
+
+def _ridge_operator(features_SH: torch.Tensor, ridge: float) -> torch.Tensor:
+    """Returns the matrix (H, S) that maps targets to the coefficients of their ridge regression."""
+    gram_HH = features_SH.T @ features_SH
+    gram_HH.diagonal().add_(ridge * len(features_SH))
+    return torch.cholesky_solve(features_SH.T, torch.linalg.cholesky(gram_HH))
+
+
+def _constant(means_N: torch.Tensor, coefficients_NH: torch.Tensor) -> float:
+    """Returns the value of the constant feature.
+
+    A large value increases the quantisation error of queries, and a small value that of the codes,
+    because a vector has one scale. The errors are balanced where the ratio of the constant to a
+    standardised feature equals the ratio of its coefficient to theirs.
+    """
+    mean, coefficient = (x.square().mean().sqrt().item() for x in (means_N, coefficients_NH))
+    return math.sqrt(mean / coefficient) if mean > 0 and coefficient > 0 else 1.0

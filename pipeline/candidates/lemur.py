@@ -56,16 +56,17 @@ class Lemur(Generator["Lemur.Spec"]):
 
         - "random": GELU of random projections.
         - "mlp": The hidden layer of a network that is trained to predict the token maxima of a
-          sample of the items.
+          sample of the items. It needs half as many candidates for the same recall.
         """
         num_features: int = Field(1024, ge=2, le=16384)
         """Number of features, which is the number of bytes per item apart from the scale."""
         num_samples: int = Field(8192, ge=2, le=262144)
         """Maximum number of sample tokens. The time to encode an item is proportional to it."""
-        ridge: float = Field(0.1, gt=0, le=1e6)
+        ridge: float = Field(0.03, gt=0, le=1e6)
         """Penalty on the squared norm of the coefficients, relative to the variance of a feature.
+        Larger values are better if there are few sample tokens.
         """
-        num_targets: int = Field(2048, ge=1, le=8192)
+        num_targets: int = Field(1024, ge=1, le=8192)
         """Maximum number of items whose token maxima the network predicts. Used by "mlp"."""
         epochs: int = Field(10, ge=1)
         """Number of passes over the sample tokens. Used by "mlp"."""
@@ -113,8 +114,7 @@ class Lemur(Generator["Lemur.Spec"]):
             raise SpecError("candidates.num_features", spec.num_features, rule)
         if not num_items:
             raise SpecError("candidates.name", spec.name, "used with a sample that has items")
-        is_sampled_S = _choose(num_tokens, spec.num_samples, spec.seed)
-        tokens_SD = sample.queries_SD[is_sampled_S.to(sample.queries_SD.device)]
+        tokens_SD = sample.queries_SD[_choose(num_tokens, spec.num_samples, spec.seed)]
         is_mlp = spec.features == "mlp"
         num_targets = spec.num_targets if is_mlp else NUM_CONSTANT_ITEMS
         is_target_B = _choose(num_items, num_targets, spec.seed).to(sample.lengths_B.device)
@@ -126,7 +126,8 @@ class Lemur(Generator["Lemur.Spec"]):
 
         hidden_SH = _hidden(network, tokens_SD).double()
         mean_H, scale_H = hidden_SH.mean(dim=0), hidden_SH.std(dim=0, correction=0)
-        scale_H[scale_H < 1e-6] = 1.0  # features that are constant on the sample
+        is_constant_H = scale_H <= 1e-6 * hidden_SH.abs().max()
+        scale_H[is_constant_H] = 1.0  # instead of amplifying rounding errors
         operator_HS = _ridge_operator((hidden_SH - mean_H) / scale_H, spec.ridge)
         targets_NS = targets_NS[:NUM_CONSTANT_ITEMS].double()
         constant = _constant(targets_NS.mean(dim=1), targets_NS @ operator_HS.T)
@@ -207,7 +208,7 @@ def token_maxima(
     num_tokens = len(tokens_SD)
     maxima_BS = vectors_TD.new_full((len(lengths_B), num_tokens), -torch.inf)
     size = max(MAX_SIMILARITIES // num_tokens, 1)
-    item_of_T = torch.repeat_interleave(lengths_B)
+    item_of_T = torch.repeat_interleave(lengths_B.to(vectors_TD.device))
     for vectors_tD, item_of_t in zip(vectors_TD.split(size), item_of_T.split(size), strict=True):
         items_tS = item_of_t.unsqueeze(1).expand(-1, num_tokens)
         maxima_BS.scatter_reduce_(0, items_tS, vectors_tD @ tokens_SD.T, "amax")

@@ -187,7 +187,9 @@ CODECS: Registry[Codec[Any]] = Registry(
         "residual": "pipeline.codecs.residual:Residual",
     },
 )
-BENCHMARKS: Registry[Benchmark] = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
+BENCHMARKS: Registry[Benchmark] = Registry(
+    "benchmarks", {"beir": "pipeline.eval.beir:Beir", "npy": "pipeline.eval.npy:Npy"}
+)
 LEARNERS: Registry[Learner] = Registry(
     "learners",
     {

@@ -87,14 +87,17 @@ def test_parquet_columns_and_metadata(index_uri, tmp_path):
 
 def test_npy_files_and_metadata(index_uri, tmp_path, texts):
     export.main([index_uri, str(tmp_path / "a"), "--representation", "full", "--format", "npy"])
-    vectors, lengths = (np.load(tmp_path / "a" / f"{n}.npy") for n in ("vectors", "lengths"))
+    names = ("documents", "doclens", "doc_ids")
+    vectors, lengths, ids = (np.load(tmp_path / "a" / f"{name}.npy") for name in names)
     assert vectors.dtype == np.float16 and vectors.shape == (lengths.sum(), 384)
-    ids = (tmp_path / "a/ids.txt").read_text().splitlines()
+    assert lengths.dtype == np.int32
     items = [json.loads(line) for line in (tmp_path / "a/items.jsonl").read_text().splitlines()]
-    assert [item["id"] for item in items] == ids == list(texts)
+    assert [item["id"] for item in items] == ids.tolist() == list(texts)
     assert [item["text"] for item in items] == list(texts.values())
     assert {"parent_id", "title", "span", "metadata"} <= set(items[0])
     metadata = json.loads((tmp_path / "a/metadata.json").read_text())
+    assert (metadata["version"], metadata["representation"]) == (Index(index_uri).version, "full")
+    assert len(list((tmp_path / "a").iterdir())) == 5
     assert metadata["fingerprint"] == Index(index_uri).representation("full").encoder.fingerprint
 
 

@@ -294,10 +294,28 @@ def with_queries(benchmark):
     return ["--format", "npy", "--queries", str(queries), "--qrels", str(qrels)]
 
 
+def maxsim(folder, query_id):
+    """Returns the scores of all items for a query, computed from the arrays of an export."""
+    names = ("documents", "doclens", "doc_ids", "queries", "query_ids")
+    vectors, lengths, ids, queries, query_ids = (np.load(folder / f"{n}.npy") for n in names)
+    (query,) = queries[query_ids == query_id]
+    items = np.split(vectors.astype(np.float32), np.cumsum(lengths)[:-1])
+    scores = [float((query @ item.T).max(axis=1).sum()) for item in items]
+    return dict(zip(ids.tolist(), scores, strict=True))
+
+
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("name", ["full", "hpool_4", "nested_8_int8@3"])
-def test_indexed_export_has_equal_results(index_uri, nested_uri, tmp_path, benchmark, name):
-    """The index of an export finds the same items with the same scores and metrics."""
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("full", 1e-4), ("hpool_4", 1e-4), ("nested_8_int8@3", 1e-3)]
+)
+def test_indexed_export_has_equal_results(
+    index_uri, nested_uri, tmp_path, benchmark, name, tolerance
+):
+    """The index of an export finds the same items with the same scores and metrics.
+
+    The compressor `none` normalises the vectors, whose length is not exactly 1 after quantisation,
+    so these scores have a tolerance. Those of the exported arrays equal the scores of the index.
+    """
     uri = nested_uri if "@" in name else index_uri
     folder = tmp_path / "data"
     export.main([uri, str(folder), "--representation", name, *with_queries(benchmark)])
@@ -332,7 +350,8 @@ def test_indexed_export_has_equal_results(index_uri, nested_uri, tmp_path, bench
     assert list(actual_run) == ["1", "b"]
     for query_id, scores in expected_run.items():
         assert list(actual_run[query_id]) == list(scores)
-        assert actual_run[query_id] == pytest.approx(scores, rel=1e-5)
+        assert actual_run[query_id] == pytest.approx(scores, rel=tolerance)
+        assert maxsim(folder, query_id) == pytest.approx(scores, rel=1e-5)
     assert actual_means == expected_means
     assert "no BM25 row: the queries have no texts" in lines
 

@@ -195,7 +195,9 @@ CANDIDATES: Registry[Generator[Any]] = Registry(
         "lemur": "pipeline.candidates.lemur:Lemur",
     },
 )
-BENCHMARKS: Registry[Benchmark] = Registry("benchmarks", {"beir": "pipeline.eval.beir:Beir"})
+BENCHMARKS: Registry[Benchmark] = Registry(
+    "benchmarks", {"beir": "pipeline.eval.beir:Beir", "npy": "pipeline.eval.npy:Npy"}
+)
 LEARNERS: Registry[Learner] = Registry(
     "learners",
     {

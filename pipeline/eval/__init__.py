@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic
 
+import numpy as np
+
 from pipeline.config import ComponentSpec, ComponentSpecT
 
 
@@ -14,12 +16,14 @@ class JudgedQueries:
     """Queries of a benchmark with their relevance judgments.
 
     Attributes:
-        queries: Text by query id, in the order of the benchmark. Each query has a judgment.
+        queries: Text by query id, in the order of the benchmark. Each query has a judgment. The
+            texts are empty if the benchmark contains only vectors.
         qrels: Grades by document id, by query id. Grade 0 means judged not relevant. Documents are
             items or parents, as the spec says.
         num_unjudged: Number of queries left out because they have no judgment.
-        num_without_text: Number of judged query ids left out because they have no text.
+        num_without_text: Number of judged query ids left out because they have no text or vectors.
         categories: Query ids of each category, by field of the queries, such as `language`.
+        vectors: Token vectors (M_i, D) by query id, or None to encode the texts.
     """
 
     queries: dict[str, str]
@@ -27,6 +31,12 @@ class JudgedQueries:
     num_unjudged: int
     num_without_text: int
     categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    vectors: dict[str, np.ndarray] | None = None
+
+    @property
+    def has_texts(self) -> bool:
+        """True if the queries have texts."""
+        return any(self.queries.values())
 
 
 class Benchmark(ABC, Generic[ComponentSpecT]):

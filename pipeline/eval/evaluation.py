@@ -78,6 +78,9 @@ def run(
     if spec.bm25:
         extras.require("bm25s", "Stemmer")
     judged = BENCHMARKS.build(spec.benchmark).load()
+    if spec.rerank and not judged.has_texts:
+        problem = f"needs texts, which the benchmark {spec.benchmark.name} does not contain"
+        raise SpecError("rerank", spec.rerank[0].row, "absent", problem)
     searcher = open_index(spec.index)
     num_items = _count(searcher.index, spec.filter)
     level = judged_level(searcher.index, judged, spec.judged, spec.filter)
@@ -85,7 +88,9 @@ def run(
     ranker = Ranker(spec, judged, searcher)
     notes = list(_benchmark_notes(spec, judged, searcher.index))
     plan = list(planned_rows(spec, searcher))
-    if spec.bm25 and bm25.has_texts(searcher.index, spec.text, spec.filter):
+    if spec.bm25 and not judged.has_texts:
+        notes.append("no BM25 row: the queries have no texts")
+    elif spec.bm25 and bm25.has_texts(searcher.index, spec.text, spec.filter):
         plan.insert(0, Row(BM25, BM25))
     elif spec.bm25:
         notes.append(f"no BM25 row: no item has a {spec.text}")
@@ -415,7 +420,7 @@ def _benchmark_notes(spec: EvaluateSpec, judged: JudgedQueries, index: Index) ->
     if judged.num_unjudged:
         yield f"{judged.num_unjudged} queries without judgments are left out"
     if judged.num_without_text:
-        yield f"{judged.num_without_text} judged query ids without a text are left out"
+        yield f"{judged.num_without_text} judged query ids without a text or vectors are left out"
     relevant = {
         document
         for grades in judged.qrels.values()

@@ -49,11 +49,7 @@ class Ranker:
         self._spec, self._judged, self._searcher = spec, judged, searcher
         self._group_by = "parent" if spec.judged == "parent" else None
         self._encoded: dict[str, EncodedQueries] = {}
-        self._vectors = (
-            judged_query_vectors(spec.query_vectors, list(judged.queries))
-            if spec.query_vectors
-            else None
-        )
+        self._vectors = judged_query_vectors(spec.query_vectors, judged, list(judged.queries))
         self._vectors_hash = self._vectors and _vectors_digest(self._vectors)
         self._diagnoser: Diagnoser | None = None
         self._rerankers: dict[str, Reranker] = {}

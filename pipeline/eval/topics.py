@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config import SpecError
+from pipeline.eval import JudgedQueries
 
 _SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
@@ -184,13 +185,22 @@ def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.
     return dict(zip(ids, vectors, strict=True))
 
 
-def judged_query_vectors(path: str, query_ids: Sequence[str]) -> list[np.ndarray]:
-    """Reads the vectors of the given queries from a Parquet file, in the given order.
+def judged_query_vectors(
+    path: str, judged: JudgedQueries, query_ids: Sequence[str]
+) -> list[np.ndarray] | None:
+    """Returns the vectors of the given queries, in the given order, or None to encode the texts.
+
+    Args:
+        path: Parquet file with the vectors, or empty to use those of the benchmark, if any.
+        judged: Queries of the benchmark.
+        query_ids: Ids of the queries.
 
     Raises:
         SpecError: The file is invalid or lacks a query.
     """
-    vectors = read_query_vectors(path)
+    vectors = read_query_vectors(path) if path else judged.vectors
+    if vectors is None:
+        return None
     for query_id in query_ids:
         if query_id not in vectors:
             rule = "vectors for every judged query"

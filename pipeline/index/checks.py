@@ -27,8 +27,9 @@ def check(spec: IndexSpec) -> None:
     """
     item_fields = represented_fields(all_representations(spec))
     check_location(spec.index)
+    source = spec.build_source()
     with within("source"):
-        spec.build_source().check()
+        source.check()
     if (calibration := spec.calibration()) is not None:
         with within("fit.source"):
             calibration.build_source().check()
@@ -40,13 +41,13 @@ def check(spec: IndexSpec) -> None:
             rule = "null unless a representation has `field: content`"
             raise SpecError("rerank", spec.rerank, rule)
         read_edje(spec.rerank)
-    encoder_dim, source_dim = (getattr(s, "dim", None) for s in (spec.encoder, spec.source))
+    encoder_dim, source_dim = (getattr(s, "dim", None) for s in (spec.encoder, source))
     if "vectors" in encoder.default_inputs and source_dim and encoder_dim != source_dim:
         raise SpecError("encoder.dim", encoder_dim, f"{source_dim}, as in source.dim")
     check_compressors(all_representations(spec), spec.encoder)
     _check_taps(spec, encoder.attention(spec.encoder))
-    for source in filter(None, (spec.source, spec.fit.source)):
-        for leaf in SOURCES.load(source.name).leaf_specs(source):
+    for source_spec in filter(None, (spec.source, spec.fit.source)):
+        for leaf in SOURCES.load(source_spec.name).leaf_specs(source_spec):
             _check_source(spec, leaf.name)
 
 

@@ -6,6 +6,7 @@ path, on the local disk for remote stores, and moved when it is complete.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import posixpath
@@ -13,7 +14,7 @@ import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -29,20 +30,38 @@ from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute
 from pipeline.extras import require_storage
 from pipeline.index.filters import filtering
+from pipeline.index.info import PREFIX_SEPARATOR
+from pipeline.index.prefixes import first_vectors
 from pipeline.index.reader import Index, combine_filters, first_line
 from pipeline.schema import ITEM, METADATA_KEY, column_metadata, vectors_type
-from pipeline.sources.vector_files import NpyFiles
+from pipeline.sources.vector_files import QRELS, QUERIES, QUERY_IDS, DocumentFiles, NpyFiles
 
 Form = Literal["parquet", "npy"]
+Dtype = Literal["float16", "float32"]
 
 #: Number of rows per batch in memory and per Parquet row group.
 BATCH_ROWS = 256
 ITEMS_FILE, METADATA_FILE = "items.jsonl", "metadata.json"
-#: Files of an .npy export. The ids are uploaded last; without them the source finds no export.
-NPY_FILES = (NpyFiles.VECTORS, NpyFiles.LENGTHS, ITEMS_FILE, METADATA_FILE, NpyFiles.IDS)
+#: Files of an .npy export. The vectors are uploaded last; without them the source finds no export.
+NPY_FILES = (
+    DocumentFiles.LENGTHS,
+    DocumentFiles.IDS,
+    ITEMS_FILE,
+    METADATA_FILE,
+    QUERIES,
+    QUERY_IDS,
+    QRELS,
+    DocumentFiles.VECTORS,
+)
+#: Temporary file of the ids, one per line.
+IDS_TEXT_FILE = "doc_ids.tmp"
+#: Files of an .npy export of earlier versions, which can be overwritten.
+FORMER_NPY_FILES = (NpyFiles.VECTORS, NpyFiles.LENGTHS, NpyFiles.IDS)
 
 REPORT_SECONDS = 5.0
 NPY_HEADER_BYTES = 128
+#: Number of ids that are in memory at the same time.
+IDS_PER_BLOCK = 1 << 16
 
 
 def export(
@@ -51,7 +70,10 @@ def export(
     representation: str,
     *,
     form: Form = "parquet",
+    dtype: Dtype | None = None,
     filter: str | None = None,
+    queries: Mapping[str, np.ndarray] | None = None,
+    qrels: Mapping[str, Mapping[str, int]] | None = None,
     overwrite: bool = False,
     report: Callable[[str], None] = print,
 ) -> int:
@@ -61,18 +83,23 @@ def export(
 
     - `parquet`: a file with the columns `id`, `vectors` and those of the items. The metadata of the
       representation is JSON in the schema metadata under the key `maxray`.
-    - `npy`: a folder with vectors.npy (T, D), the concatenated vectors of all items, lengths.npy
-      (N,), ids.txt, items.jsonl and metadata.json.
+    - `npy`: a folder with documents.npy (T, D), the concatenated vectors of all items, doclens.npy
+      (N,), doc_ids.npy (N,), items.jsonl and metadata.json, and optionally queries.npy (Q, M, D),
+      padded with zeros, query_ids.npy (Q,) and qrels.tsv.
 
-    Float vectors keep their stored precision. Other codecs are decoded to float32. Memory use does
-    not depend on the size of the index.
+    Memory use does not depend on the size of the index.
 
     Args:
         uri: URI of the index.
         output: Path or URI of the file or folder to write.
-        representation: Column of token vectors, or of single vectors, which count as lists of one.
+        representation: Representation, prefix of a representation with nested vectors (`NAME@K`),
+            or column of single vectors, which count as lists of one.
         form: Format of the export.
+        dtype: Precision of the vectors. By default, float vectors keep their stored precision, and
+            other codecs are decoded to float32.
         filter: SQL condition over the columns of the items.
+        queries: Query vectors (M_i, D) by id, only for `npy`.
+        qrels: Grades by item id and query id, only for `npy`.
         overwrite: Whether to replace an existing export.
         report: Called with each progress line.
 
@@ -80,21 +107,28 @@ def export(
         The number of exported items.
 
     Raises:
-        SpecError: The representation does not exist, the filter is invalid or matches no items, or
-            the output exists or cannot be written.
+        SpecError: The representation does not exist, the filter is invalid or matches no items, no
+            exported item is judged, a vector exceeds the range of float16, or the output exists or
+            cannot be written.
     """
     index = Index(uri)
-    metadata = _metadata(index, representation)
+    column, metadata = _column_and_metadata(index, representation)
     filesystem, path = _check_output(output, form, overwrite)
-    condition = combine_filters(filter, f"`{representation}` IS NOT NULL")
+    condition = combine_filters(filter, f"`{column}` IS NOT NULL")
     num_items = _count(index, condition, filter, representation)
+    if qrels is not None:
+        _check_judged(index, condition, qrels)
     record = {**metadata, "index": absolute(uri), "version": index.version}
     record |= {"representation": representation, "filter": filter, "items": num_items}
     with _unfinished(filesystem, path) as unfinished:
-        writer = {"parquet": _Parquet, "npy": _Npy}[form](unfinished, record)
+        writer: _Writer
+        if form == "npy":
+            writer = _Npy(unfinished, record, queries, qrels)
+        else:
+            writer = _Parquet(unfinished, record)
         num_done, last = 0, time.monotonic()
         for items, vectors, lengths in _rows(index, representation, condition):
-            writer.write(items, vectors, lengths)
+            writer.write(items, _cast(vectors, dtype), lengths)
             num_done += len(items)
             if time.monotonic() - last > REPORT_SECONDS:
                 last = time.monotonic()
@@ -105,17 +139,41 @@ def export(
     return num_done
 
 
-def _metadata(index: Index, representation: str) -> dict[str, Any]:
-    """Returns the metadata that the index stores for a column of vectors."""
+def _column_and_metadata(index: Index, representation: str) -> tuple[str, dict[str, Any]]:
+    """Returns the column of vectors of a representation, and the metadata that it stores."""
+    column = representation.partition(PREFIX_SEPARATOR)[0]
     columns = [name for name in index.schema.names if _is_exportable(index, name)]
-    if representation not in columns:
+    if column not in columns:
         problem = "is not in the index"
         raise SpecError.unknown_name("representation", representation, columns, problem)
-    return column_metadata(index.schema.field(representation))
+    if representation not in index.pooled_columns:
+        index.representation(representation)  # raises for an invalid prefix
+    return column, column_metadata(index.schema.field(column))
 
 
 def _is_exportable(index: Index, column: str) -> bool:
     return column in index.representations() or column in index.pooled_columns
+
+
+def _check_judged(index: Index, condition: str, qrels: Mapping[str, Mapping[str, int]]) -> None:
+    judged = {document for grades in qrels.values() for document in grades}
+    for batch in index.batches(["item_id"], filter=condition):
+        if not judged.isdisjoint(batch["item_id"].to_pylist()):
+            return
+    problem = f"has none of the exported items among {len(judged):,} judged ids"
+    raise SpecError("qrels", next(iter(judged), ""), "judgments of item ids", problem)
+
+
+def _cast(vectors: np.ndarray, dtype: Dtype | None) -> np.ndarray:
+    """Converts finite vectors to a precision."""
+    if dtype is None:
+        return vectors
+    with np.errstate(over="ignore"):
+        converted = vectors.astype(dtype)
+    if not np.isfinite(converted).all():
+        problem = f"cannot represent {np.abs(vectors).max():g}"
+        raise SpecError("dtype", dtype, "float32 for vectors of this range", problem)
+    return converted
 
 
 def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFileSystem, str]:
@@ -143,7 +201,7 @@ def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFil
         return filesystem, path
     if form == "npy" and is_folder:
         names = {posixpath.basename(entry.rstrip("/")) for entry in filesystem.ls(path, False)}
-        if names - set(NPY_FILES):
+        if names - {*NPY_FILES, *FORMER_NPY_FILES}:
             rule = "a new path or an export to overwrite"
             raise SpecError("output", output, rule, "is a folder with other files")
         overwrite = overwrite or not names
@@ -170,14 +228,16 @@ def _rows(
 ) -> Iterator[tuple[pa.RecordBatch, np.ndarray, np.ndarray]]:
     """Yields batches of items, their vectors (T, D) and the number of vectors per item (B,)."""
     columns = [column for column in ITEM.names if column in index.dataset.schema.names]
-    codec = None if name in index.pooled_columns else index.codec(name)
-    batches = index.batches([*columns, name], filter=condition, batch_rows=BATCH_ROWS)
+    info = None if name in index.pooled_columns else index.representation(name)
+    column = name if info is None else info.column
+    batches = index.batches([*columns, column], filter=condition, batch_rows=BATCH_ROWS)
     for batch in batches:
-        if codec is None:
-            numbers = batch[name].flatten().to_numpy(zero_copy_only=False)
+        if info is None:
+            numbers = batch[column].flatten().to_numpy(zero_copy_only=False)
             vectors, lengths = numbers.reshape(len(batch), -1), np.ones(len(batch), np.int64)
         else:
-            vectors, lengths = codec.decode(batch[name], index.representation(name).dim)
+            decoded = index.codec(name).decode(batch[column], info.dim)
+            vectors, lengths = first_vectors(*decoded, info.max_vectors)
         yield batch.select(columns), vectors, lengths
 
 
@@ -235,27 +295,47 @@ class _Parquet(_Writer):
 
 
 class _Npy(_Writer):
-    def __init__(self, path: Path, record: dict[str, Any]):
+    """Writer of the layout that `DocumentFiles` reads.
+
+    Args:
+        path: Path of the folder.
+        record: Metadata of the export.
+        queries: Query vectors (M_i, D) by id, or None.
+        qrels: Grades by item id and query id, or None.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        record: dict[str, Any],
+        queries: Mapping[str, np.ndarray] | None,
+        qrels: Mapping[str, Mapping[str, int]] | None,
+    ):
         super().__init__(path, record)
         path.mkdir()
+        if queries is not None:
+            _write_queries(path, queries)
+        if qrels is not None:
+            _write_qrels(path / QRELS, qrels)
         self._vectors, self._lengths = (
-            (path / name).open("wb") for name in (NpyFiles.VECTORS, NpyFiles.LENGTHS)
+            (path / name).open("wb") for name in (DocumentFiles.VECTORS, DocumentFiles.LENGTHS)
         )
         self._ids, self._items = (
-            (path / name).open("w", encoding="utf-8", newline="\n")
-            for name in (NpyFiles.IDS, ITEMS_FILE)
+            (path / name).open("w+", encoding="utf-8", newline="\n")
+            for name in (IDS_TEXT_FILE, ITEMS_FILE)
         )
         for stream in (self._vectors, self._lengths):
             stream.write(bytes(NPY_HEADER_BYTES))  # overwritten by `close`, when the shape is known
-        self._num_items = 0
+        self._num_items = self._max_id_length = 0
 
     def write(self, items: pa.RecordBatch, vectors: np.ndarray, lengths: np.ndarray) -> None:
         vectors.tofile(self._vectors)
-        lengths.astype("<i8").tofile(self._lengths)
+        lengths.astype("<i4").tofile(self._lengths)
         for row in items.to_pylist():
             metadata = json.loads(row["metadata"]) if row.get("metadata") else None
             row = {"id": row.pop("item_id"), **row, "metadata": metadata}
             self._ids.write(f"{row['id']}\n")
+            self._max_id_length = max(self._max_id_length, len(row["id"]))
             self._items.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._dtype, self._dim = vectors.dtype, vectors.shape[1]
         self._num_items += len(items)
@@ -263,11 +343,41 @@ class _Npy(_Writer):
 
     def close(self) -> None:
         _write_header(self._vectors, self._dtype, (self.num_vectors, self._dim))
-        _write_header(self._lengths, np.dtype("<i8"), (self._num_items,))
+        _write_header(self._lengths, np.dtype("<i4"), (self._num_items,))
+        self._write_ids()
         for stream in (self._vectors, self._lengths, self._ids, self._items):
             stream.close()
+        (self.path / IDS_TEXT_FILE).unlink()
         record = json.dumps(self.record, indent=1, ensure_ascii=False)
         (self.path / METADATA_FILE).write_text(record + "\n", encoding="utf-8")
+
+    def _write_ids(self) -> None:
+        """Converts the ids to an array, whose width is known after the last item."""
+        dtype = np.dtype(f"<U{self._max_id_length}")
+        self._ids.seek(0)
+        with (self.path / DocumentFiles.IDS).open("wb") as stream:
+            stream.write(bytes(NPY_HEADER_BYTES))
+            while lines := list(itertools.islice(self._ids, IDS_PER_BLOCK)):
+                np.array([line.removesuffix("\n") for line in lines], dtype).tofile(stream)
+            _write_header(stream, dtype, (self._num_items,))
+
+
+def _write_queries(folder: Path, queries: Mapping[str, np.ndarray]) -> None:
+    """Writes query vectors as an array (Q, M, D), padded with zeros, which do not add to MaxSim."""
+    arrays = list(queries.values())
+    shape = len(arrays), max(map(len, arrays)), arrays[0].shape[1]
+    vectors_QMD = np.zeros(shape, np.float32)
+    for padded, array in zip(vectors_QMD, arrays, strict=True):
+        padded[: len(array)] = array
+    np.save(folder / QUERIES, vectors_QMD)
+    np.save(folder / QUERY_IDS, np.array(list(queries)))
+
+
+def _write_qrels(path: Path, qrels: Mapping[str, Mapping[str, int]]) -> None:
+    with path.open("w", encoding="utf-8", newline="\n") as stream:
+        stream.write("query-id\tcorpus-id\tscore\n")
+        for query_id, grades in qrels.items():
+            stream.writelines(f"{query_id}\t{item_id}\t{n}\n" for item_id, n in grades.items())
 
 
 def _write_header(stream: Any, dtype: np.dtype, shape: tuple[int, ...]) -> None:
@@ -313,6 +423,8 @@ def _move(unfinished: Path, filesystem: AbstractFileSystem, path: str) -> None:
         if filesystem.exists(path):
             filesystem.rm(path, recursive=True)
         for name in NPY_FILES:
+            if not (unfinished / name).exists():
+                continue
             filesystem.put_file(str(unfinished / name), f"{path}/{name}")
     else:
         filesystem.put_file(str(unfinished), path)

@@ -166,8 +166,8 @@ def _sample_and_queries(
     grades = [judged.qrels[query_id] for query_id in query_ids]
     documents = {document for query_grades in grades for document in query_grades}
     sample = draw(level=level, judged=documents)
-    if spec.query_vectors:
-        vectors = judged_query_vectors(spec.query_vectors, query_ids)
+    vectors = judged_query_vectors(spec.query_vectors, judged, query_ids)
+    if vectors is not None:
         return sample, QuerySet(searcher.queries(vectors, info.name).tokens, grades, True)
     texts = [judged.queries[query_id] for query_id in query_ids]
     encoded = searcher.encoder(info.name).encode_queries(texts)

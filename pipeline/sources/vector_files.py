@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -30,8 +31,8 @@ ROWS_PER_SHARD = 1000
 ROWS_PER_BLOCK = 256
 PARQUET, ARROW = (".parquet",), (".arrow", ".feather", ".ipc")
 PATH_RULE = (
-    "a folder with vectors.npy and ids.txt, or a file or folder of files ending in "
-    + ", ".join(PARQUET + ARROW)
+    "a folder with documents.npy and doclens.npy, a folder with vectors.npy and ids.txt, or a file"
+    " or folder of files ending in " + ", ".join(PARQUET + ARROW)
 )
 
 #: Errors of reading a corrupted file. `pa.ArrowInvalid` is a ValueError.
@@ -43,6 +44,13 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_ITEM_VALUES = 1 << 28
 #: Maximum number of values in memory at the same time, unless a single item is larger.
 VALUES_PER_BLOCK = 1 << 26
+#: Number of rows whose lengths or ids are checked at the same time.
+ROWS_PER_CHECK = 1 << 16
+
+#: Names of dtypes in errors, by kind.
+FLOATS = {"f": "floats"}
+INTEGERS = {"i": "integers", "u": "integers"}
+STRINGS = {"U": "strings", "S": "strings"}
 
 
 class VectorsSpec(ComponentSpec):
@@ -53,8 +61,8 @@ class VectorsSpec(ComponentSpec):
     """Local path or fsspec URI."""
     collection: str = ""
     """Name of the collection. Defaults to the last part of the path."""
-    dim: int = Field(gt=0)
-    """Number of dimensions of a vector."""
+    dim: int | None = Field(None, gt=0)
+    """Number of dimensions of a vector, or null for that of the .npy file."""
     id_column: str = "id"
     """Column of the ids (Parquet and Arrow)."""
     vectors_column: str = "vectors"
@@ -77,7 +85,7 @@ class Block:
     lengths: np.ndarray
     widths: np.ndarray
     values: np.ndarray
-    strings: dict[str, list[bytes | None]] = field(default_factory=dict)
+    strings: Mapping[str, Sequence[bytes | None]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -109,16 +117,20 @@ def start_offsets(sizes: np.ndarray) -> np.ndarray:
 class NpyArray:
     """Array in a C-ordered .npy file at an fsspec URI, which is read by byte ranges.
 
+    Objects are never unpickled.
+
     Args:
         fs: The file system.
         path: Path of the file.
+        dtypes: Allowed dtypes, by kind.
 
     Raises:
         OSError: The file cannot be read, or is shorter than its header specifies.
-        ValueError: The header is malformed, or the array cannot be read by ranges.
+        ValueError: The header is malformed, the array cannot be read by ranges, or its dtype is not
+            allowed.
     """
 
-    def __init__(self, fs: AbstractFileSystem, path: str):
+    def __init__(self, fs: AbstractFileSystem, path: str, dtypes: Mapping[str, str]):
         self._fs, self._path = fs, path
         with open_file(fs, path) as file:
             stream = io.BytesIO(file.read(MAX_HEADER_BYTES))
@@ -133,8 +145,9 @@ class NpyArray:
         self.shape, fortran_order, self.dtype = header
         if fortran_order and len(self.shape) > 1:
             raise ValueError("Fortran order; save np.ascontiguousarray(array)")
-        if self.dtype.kind not in "fiu":
-            raise ValueError(f"dtype {self.dtype}; use floats or integers")
+        if self.dtype.kind not in dtypes:
+            allowed = " or ".join(dict.fromkeys(dtypes.values()))
+            raise ValueError(f"dtype {self.dtype}; use {allowed}")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"shape {self.shape}")
         num_bytes = self._offset + self.dtype.itemsize * math.prod(
@@ -164,35 +177,59 @@ class NpyFiles:
     """
 
     VECTORS, IDS, LENGTHS = "vectors.npy", "ids.txt", "lengths.npy"
+    DTYPES: ClassVar[Mapping[str, str]] = FLOATS | INTEGERS
+    """Allowed dtypes of the vectors, by kind."""
 
     def __init__(self, fs: AbstractFileSystem, root: str, spec: VectorsSpec):
         self._fs, self._root, self._spec = fs, root, spec
 
+    @classmethod
+    def is_in(cls, fs: AbstractFileSystem, root: str) -> bool:
+        """Checks whether a folder contains any file of the layout."""
+        return any(fs.exists(f"{root}/{name}") for name in (cls.VECTORS, cls.IDS, cls.LENGTHS))
+
     def check(self) -> None:
-        """Raises `SpecError` if files are missing, malformed or not consistent with each other."""
-        shape, dim = self._vectors.shape, self._spec.dim
-        if len(shape) not in ((2,) if self._lengths else (2, 3)):
-            rule = "shape (T, D)" if self._lengths else "shape (n, N, D) or (n, D)"
-            raise self._error(
-                f"has vectors.npy of shape {shape}", f"a folder with vectors.npy of {rule}"
+        """Raises `SpecError` if files are missing, malformed or not consistent with each other.
+
+        Reads no vectors.
+        """
+        self._check_shape(self._vectors.shape)
+        if self._vectors.shape[-1] != self.dim:
+            raise SpecError(
+                "dim", self.dim, f"{self._vectors.shape[-1]}, the width of {self.VECTORS}"
             )
-        if shape[-1] != dim:
-            raise SpecError("dim", dim, f"{shape[-1]}, the width of vectors.npy")
-        with self._open(self.IDS) as stream:
-            num_ids = sum(1 for _ in self._id_lengths(stream))
+        num_ids = self._count_ids()
         if num_ids != self._num_rows:
             counted = self.LENGTHS if self._lengths else self.VECTORS
             problem = f"has {num_ids} ids and {self._num_rows} rows of {counted}"
-            raise self._error(problem, "a folder with one line of ids.txt per row")
+            raise self._error(problem, f"a folder with one id in {self.IDS} per row")
         if num_ids == 0:
             raise self._error("contains no items", "a folder with vectors of at least one item")
         if self._lengths:
             self._check_lengths(self._lengths)
-        elif len(shape) == 3:
-            self._check_item(shape[1])
+        elif len(self._vectors.shape) == 3:
+            self._check_item(self._vectors.shape[1])
+
+    @property
+    def dim(self) -> int:
+        """Width of the vectors.
+
+        Raises:
+            SpecError: The spec has no width, and the array of the vectors is malformed.
+        """
+        if self._spec.dim is not None:
+            return self._spec.dim
+        self._check_shape(self._vectors.shape)
+        return self._vectors.shape[-1]
+
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
+        if len(shape) not in ((2,) if self._lengths else (2, 3)) or not shape[-1]:
+            rule = "(T, D)" if self._lengths else "(n, N, D) or (n, D)"
+            problem = f"has {self.VECTORS} of shape {shape}"
+            raise self._error(problem, f"a folder with {self.VECTORS} of shape {rule}")
 
     def _check_item(self, num_vectors: int) -> None:
-        max_vectors = MAX_ITEM_VALUES // self._spec.dim
+        max_vectors = MAX_ITEM_VALUES // self.dim
         if num_vectors > max_vectors:
             raise self._error(
                 f"has an item of {num_vectors:,} vectors",
@@ -200,31 +237,29 @@ class NpyFiles:
             )
 
     def _check_lengths(self, array: NpyArray) -> None:
-        if array.dtype.kind not in "iu" or len(array.shape) != 1:
+        if array.dtype.kind not in INTEGERS or len(array.shape) != 1:
             kind = f"{array.dtype} of shape {array.shape}"
-            raise self._error(f"has lengths.npy as {kind}", "a folder with integer lengths")
+            raise self._error(f"has {self.LENGTHS} as {kind}", "a folder with integer lengths")
         num_vectors = 0
-        for row in range(0, self._num_rows, 1 << 16):
-            lengths = array.values(row, min(row + (1 << 16), self._num_rows))
+        for row in range(0, self._num_rows, ROWS_PER_CHECK):
+            lengths = array.values(row, min(row + ROWS_PER_CHECK, self._num_rows))
             if lengths.min() < 0:
                 raise self._error(f"has the length {lengths.min()}", "a folder with lengths >= 0")
             self._check_item(int(lengths.max()))  # so that their sum cannot overflow
             num_vectors += int(lengths.sum(dtype=np.int64))
         if num_vectors != self._vectors.shape[0]:
             problem = f"has {self._vectors.shape[0]} vectors and lengths of sum {num_vectors}"
-            raise self._error(problem, "a folder whose lengths.npy sums to the rows of vectors.npy")
+            rule = f"a folder whose {self.LENGTHS} sums to the rows of {self.VECTORS}"
+            raise self._error(problem, rule)
 
     def shards(self) -> Iterator[dict[str, Any]]:
-        """Ranges of rows, with where their ids start in bytes and their vectors in rows."""
-        with self._open(self.IDS) as stream:
-            lengths = self._id_lengths(stream)
-            ids = vector = 0
-            for row in range(0, self._num_rows, ROWS_PER_SHARD):
-                end = min(row + ROWS_PER_SHARD, self._num_rows)
-                ids_end = ids + sum(itertools.islice(lengths, end - row))
-                shard = {"file": self.VECTORS, "row": row, "end": end, "vector": vector}
-                yield {**shard, "ids": [ids, ids_end]}
-                ids, vector = ids_end, vector + int(self._row_lengths(row, end).sum())
+        """Ranges of rows, with where their ids start and their vectors in rows."""
+        starts = range(0, self._num_rows, ROWS_PER_SHARD)
+        ranges = [(row, min(row + ROWS_PER_SHARD, self._num_rows)) for row in starts]
+        vector = 0
+        for (row, end), ids in zip(ranges, self._id_ranges(ranges), strict=True):
+            yield {"file": self.VECTORS, "row": row, "end": end, "vector": vector, "ids": ids}
+            vector += int(self._row_lengths(row, end).sum())
 
     def blocks(self, shard: dict[str, Any]) -> Iterator[Block]:
         """Yields all rows of a shard with their ids."""
@@ -242,14 +277,38 @@ class NpyFiles:
         for rows in self._group_rows(shard, np.asarray(positions, dtype=np.int64)):
             block = self._block(shard, rows)
             for i in range(len(block)):
-                yield block.flat_vectors(i).reshape(-1, self._spec.dim)
+                yield block.flat_vectors(i).reshape(-1, self.dim)
 
     def _group_rows(self, shard: dict[str, Any], positions: np.ndarray) -> Iterator[np.ndarray]:
         """Yields runs of rows (see `_runs`) that fit into memory together."""
-        sizes = self._row_lengths(shard["row"], shard["end"]) * self._spec.dim
+        sizes = self._row_lengths(shard["row"], shard["end"]) * self.dim
         for rows in _runs(positions):
             blocks = np.cumsum(sizes[rows]) // VALUES_PER_BLOCK
             yield from np.split(rows, np.flatnonzero(np.diff(blocks)) + 1)
+
+    def _count_ids(self) -> int:
+        """Returns the number of ids.
+
+        Raises:
+            SpecError: The ids are missing or malformed.
+        """
+        with self._open(self.IDS) as stream:
+            return sum(1 for _ in self._id_lengths(stream))
+
+    def _id_ranges(self, ranges: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
+        """Yields the arguments of `_ids` for consecutive ranges of rows: byte ranges of ids.txt."""
+        with self._open(self.IDS) as stream:
+            lengths = self._id_lengths(stream)
+            start = 0
+            for row, end_row in ranges:
+                end = start + sum(itertools.islice(lengths, end_row - row))
+                yield [start, end]
+                start = end
+
+    def _ids(self, start: int, end: int) -> list[bytes]:
+        content = self._fs.cat_file(f"{self._root}/{self.IDS}", start=start, end=end)
+        content = content.removeprefix(b"\xef\xbb\xbf") if start == 0 else content
+        return [line.removesuffix(b"\r") for line in content.removesuffix(b"\n").split(b"\n")]
 
     def _id_lengths(self, stream: Any) -> Iterator[int]:
         """Yields the length of each line of ids.txt, in bytes."""
@@ -260,7 +319,10 @@ class NpyFiles:
             yield len(line)
 
     def _block(
-        self, shard: dict[str, Any], rows: np.ndarray, strings: dict[str, list] | None = None
+        self,
+        shard: dict[str, Any],
+        rows: np.ndarray,
+        strings: Mapping[str, Sequence[bytes]] | None = None,
     ) -> Block:
         """Reads consecutive rows as a block. Rows are numbered from the start of the shard."""
         lengths = self._row_lengths(shard["row"], shard["row"] + int(rows[-1]) + 1)
@@ -276,27 +338,22 @@ class NpyFiles:
         num_vectors = self._vectors.shape[1] if len(self._vectors.shape) == 3 else 1
         return np.full(end - start, num_vectors, dtype=np.int64)
 
-    def _ids(self, start: int, end: int) -> list[bytes]:
-        content = self._fs.cat_file(f"{self._root}/{self.IDS}", start=start, end=end)
-        content = content.removeprefix(b"\xef\xbb\xbf") if start == 0 else content
-        return [line.removesuffix(b"\r") for line in content.removesuffix(b"\n").split(b"\n")]
-
     @functools.cached_property
     def _vectors(self) -> NpyArray:
-        return self._array(self.VECTORS)
+        return self._array(self.VECTORS, self.DTYPES)
 
     @functools.cached_property
     def _lengths(self) -> NpyArray | None:
         has_lengths = self._fs.exists(f"{self._root}/{self.LENGTHS}")
-        return self._array(self.LENGTHS) if has_lengths else None
+        return self._array(self.LENGTHS, FLOATS | INTEGERS) if has_lengths else None
 
     @property
     def _num_rows(self) -> int:
         return (self._lengths or self._vectors).shape[0]
 
-    def _array(self, name: str) -> NpyArray:
+    def _array(self, name: str, dtypes: Mapping[str, str]) -> NpyArray:
         try:
-            return NpyArray(self._fs, f"{self._root}/{name}")
+            return NpyArray(self._fs, f"{self._root}/{name}", dtypes)
         except FileNotFoundError:
             raise self._error(f"contains no {name}", f"a folder with {name}") from None
         except (OSError, ValueError, Unreadable) as error:
@@ -316,6 +373,72 @@ class NpyFiles:
         return SpecError("path", self._spec.path, rule, problem)
 
 
+#: Files of the layout of `DocumentFiles` that the source does not read.
+QUERIES, QUERY_IDS, QRELS = "queries.npy", "query_ids.npy", "qrels.tsv"
+
+
+class DocumentFiles(NpyFiles):
+    """Folder with documents.npy and doclens.npy, the layout of published multi-vector data sets.
+
+    Vectors are floats of shape (T, D) with the number of vectors per item in doclens.npy, or of
+    shape (n, N, D) without doclens.npy. doc_ids.npy contains unique strings or integers. Without
+    it, the ids are the row numbers.
+    """
+
+    VECTORS, IDS, LENGTHS = "documents.npy", "doc_ids.npy", "doclens.npy"
+    DTYPES: ClassVar[Mapping[str, str]] = FLOATS
+
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
+        if len(shape) == 2 and not self._lengths:
+            raise self._error(f"contains no {self.LENGTHS}", f"a folder with {self.LENGTHS}")
+        super()._check_shape(shape)
+
+    def _count_ids(self) -> int:
+        array = self._id_array
+        if array is None:
+            return self._num_rows
+        if len(array.shape) != 1:
+            problem = f"has {self.IDS} of shape {array.shape}"
+            raise self._error(problem, f"a folder with {self.IDS} of shape (n,)")
+        num_ids = array.shape[0]
+        hashes = np.empty(num_ids, np.uint64)  # in place of the ids, to save memory
+        try:
+            for row in range(0, num_ids, ROWS_PER_CHECK):
+                ids = self._ids(row, min(row + ROWS_PER_CHECK, num_ids))
+                hashes[row : row + len(ids)] = [_hash(item_id) for item_id in ids]
+        except (OSError, ValueError) as error:
+            problem = f"has an unreadable {self.IDS} ({error})"
+            raise self._error(problem, "a folder of npy") from None
+        order = np.argsort(hashes, kind="stable")
+        repeated = order[1:][hashes[order[1:]] == hashes[order[:-1]]]
+        if len(repeated):
+            row = int(repeated.min())
+            (item_id,) = self._ids(row, row + 1)
+            problem = f"has the id {item_id.decode(errors='replace')!r} more than once (row {row})"
+            raise self._error(problem, f"a folder with unique ids in {self.IDS}")
+        return num_ids
+
+    def _id_ranges(self, ranges: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
+        yield from (list(rows) for rows in ranges)
+
+    def _ids(self, start: int, end: int) -> list[bytes]:
+        array = self._id_array
+        if array is None:
+            return [str(row).encode() for row in range(start, end)]
+        ids = array.values(start, end).tolist()
+        # Unpaired surrogates are encoded, so that the item and not the file is rejected.
+        return [i if isinstance(i, bytes) else str(i).encode(errors="surrogatepass") for i in ids]
+
+    @functools.cached_property
+    def _id_array(self) -> NpyArray | None:
+        has_ids = self._fs.exists(f"{self._root}/{self.IDS}")
+        return self._array(self.IDS, STRINGS | INTEGERS) if has_ids else None
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+
+
 class ColumnFiles:
     """Parquet or Arrow IPC files with a column of ids and a column of lists of vectors.
 
@@ -331,7 +454,9 @@ class ColumnFiles:
     STRINGS = ("title", "text", "parent_id")
 
     def __init__(self, fs: AbstractFileSystem, root: str, spec: VectorsSpec):
-        self._fs, self._spec = fs, spec
+        if spec.dim is None:
+            raise SpecError("dim", None, "the width of the vectors, unless they are .npy files")
+        self._fs, self._spec, self.dim = fs, spec, spec.dim
         self._single = None if fs.isdir(root) else root.rpartition("/")[2]
         self._folder = root.rpartition("/")[0] if self._single else root
 
@@ -407,7 +532,7 @@ class ColumnFiles:
             if len(wanted):
                 block = self._block(batch, {})
                 for i in wanted:
-                    yield block.flat_vectors(i).reshape(-1, self._spec.dim)
+                    yield block.flat_vectors(i).reshape(-1, self.dim)
             first += len(batch)
             if first > positions[-1]:
                 return
@@ -457,8 +582,8 @@ class ColumnFiles:
             rule = "a column of lists of lists of floats"
             raise SpecError("vectors_column", spec.vectors_column, rule, f"has the type {type}")
         inner = type.value_type
-        if types.is_fixed_size_list(inner) and inner.list_size != spec.dim:
-            raise SpecError("dim", spec.dim, f"{inner.list_size}, the width of the vectors")
+        if types.is_fixed_size_list(inner) and inner.list_size != self.dim:
+            raise SpecError("dim", self.dim, f"{inner.list_size}, the width of the vectors")
         for name in self.STRINGS:
             if name in schema.names and not _is_string(schema.field(name).type):
                 problem = f"has a column {name} of the type {schema.field(name).type}"

@@ -19,6 +19,7 @@ from pipeline.sources.vector_files import (
     UNREADABLE,
     Block,
     ColumnFiles,
+    DocumentFiles,
     NpyFiles,
     VectorsSpec,
     start_offsets,
@@ -35,13 +36,17 @@ class Vectors(Source[VectorsSpec]):
     - for items of different lengths, a folder with `vectors.npy` of shape (T, D), which contains
       the concatenated vectors of all items, `lengths.npy` (n,) with the number of vectors per item,
       and `ids.txt`;
+    - a folder with `documents.npy` (T, D), `doclens.npy` (n,) with the number of vectors per item,
+      and optionally `doc_ids.npy` (n,), as in published multi-vector data sets. Without
+      `doc_ids.npy`, the ids are the row numbers. Other files, such as the queries, are not read;
     - a .parquet or Arrow IPC file (.arrow, .feather, .ipc), or a folder of such files at any depth,
       with a column of ids (strings or integers) and a column of vectors (lists of lists of floats).
       The string columns `title`, `text` and `parent_id` are optional. Other columns are not read.
 
     Vectors are converted to float32 and otherwise unchanged. The revision of an item is a hash of
     its vectors, title, text and parent, so listing reads all files once, a few hundred rows at a
-    time. The reject of a row without a valid id is named `<file>:<row>`, with rows from 0.
+    time; `check` and `shards` read no vectors. The reject of a row without a valid id is named
+    `<file>:<row>`, with rows from 0.
 
     A shard is about a thousand rows, or at least one row group (Parquet) or record batch (Arrow),
     which can only be decoded as a whole. Row groups of a few thousand rows distribute best.
@@ -54,9 +59,15 @@ class Vectors(Source[VectorsSpec]):
     Spec = VectorsSpec
     provides = ("item_id", "vectors")
 
-    def __init__(self, spec: VectorsSpec, wants: tuple[str, ...] = ("vectors",)):
-        super().__init__(spec, wants)
-        self.payload = pa.schema([pa.field("vectors", vectors_type(spec.dim, pa.float32()))])
+    @property
+    def dim(self) -> int:
+        """Width of the vectors, which is read from the files if the spec has none."""
+        return self.spec.dim or self._files.dim
+
+    @functools.cached_property
+    def payload(self) -> pa.Schema:
+        """The column of the vectors."""
+        return pa.schema([pa.field("vectors", vectors_type(self.dim, pa.float32()))])
 
     def check(self) -> None:
         """Raises `SpecError` if the files contain no vectors or contradict the option `dim`."""
@@ -98,13 +109,15 @@ class Vectors(Source[VectorsSpec]):
     @functools.cached_property
     def _files(self) -> NpyFiles | ColumnFiles:
         fs, root = open_root(self.spec.path)
-        names = (NpyFiles.VECTORS, NpyFiles.IDS, NpyFiles.LENGTHS)
-        is_npy = fs.isdir(root) and any(fs.exists(f"{root}/{name}") for name in names)
-        return (NpyFiles if is_npy else ColumnFiles)(fs, root, self.spec)
+        if fs.isdir(root):
+            for layout in (NpyFiles, DocumentFiles):
+                if layout.is_in(fs, root):
+                    return layout(fs, root, self.spec)
+        return ColumnFiles(fs, root, self.spec)
 
     def _list(self, block: Block, file: str, first_row: int) -> Iterator[Item | Reject]:
         """Yields the items and rejects of a block without a Python loop over vectors."""
-        dim = self.spec.dim
+        dim = self.dim
         num_wrong_widths = np.diff(start_offsets(block.widths != dim)[block.row_starts])
         num_non_finite = np.diff(start_offsets(~np.isfinite(block.values))[block.value_starts])
         for i in range(len(block)):

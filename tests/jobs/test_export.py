@@ -13,9 +13,16 @@ import pytest
 
 from jobs import export
 from pipeline.config import SpecError, parse
+from pipeline.eval.beir import read_qrels
+from pipeline.eval.evaluation import run as run_evaluation
+from pipeline.eval.metrics import read_run
+from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import export as exporting
+from pipeline.index import job
 from pipeline.index.reader import Index
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.schema import METADATA_KEY
+from pipeline.search.searcher import open_index
 from pipeline.sources.vectors import Vectors
 
 
@@ -87,14 +94,17 @@ def test_parquet_columns_and_metadata(index_uri, tmp_path):
 
 def test_npy_files_and_metadata(index_uri, tmp_path, texts):
     export.main([index_uri, str(tmp_path / "a"), "--representation", "full", "--format", "npy"])
-    vectors, lengths = (np.load(tmp_path / "a" / f"{n}.npy") for n in ("vectors", "lengths"))
+    names = ("documents", "doclens", "doc_ids")
+    vectors, lengths, ids = (np.load(tmp_path / "a" / f"{name}.npy") for name in names)
     assert vectors.dtype == np.float16 and vectors.shape == (lengths.sum(), 384)
-    ids = (tmp_path / "a/ids.txt").read_text().splitlines()
+    assert lengths.dtype == np.int32
     items = [json.loads(line) for line in (tmp_path / "a/items.jsonl").read_text().splitlines()]
-    assert [item["id"] for item in items] == ids == list(texts)
+    assert [item["id"] for item in items] == ids.tolist() == list(texts)
     assert [item["text"] for item in items] == list(texts.values())
     assert {"parent_id", "title", "span", "metadata"} <= set(items[0])
     metadata = json.loads((tmp_path / "a/metadata.json").read_text())
+    assert (metadata["version"], metadata["representation"]) == (Index(index_uri).version, "full")
+    assert len(list((tmp_path / "a").iterdir())) == 5
     assert metadata["fingerprint"] == Index(index_uri).representation("full").encoder.fingerprint
 
 
@@ -261,3 +271,172 @@ def test_memory_does_not_grow_with_the_index(index_uri, output, form, monkeypatc
         tracemalloc.stop()
     assert len(allocated) == 100 and max(allocated[20:]) < allocated[19] + (1 << 20)
     assert len(lines) == 101 and lines[0] == "8 of 8 items"
+
+
+QUERIES = {"1": "the lift of a wing", "b": "how to bake bread", "c": "never judged"}
+QRELS = {"1": {"wing/1": 1, "flow": 0}, "b": {"bread/1": 2, "bread/2": 1}}
+
+
+@pytest.fixture
+def benchmark(tmp_path):
+    """A BEIR folder that judges items."""
+    folder = tmp_path / "benchmark"
+    (folder / "qrels").mkdir(parents=True)
+    lines = [{"_id": query_id, "text": text} for query_id, text in QUERIES.items()]
+    (folder / "queries.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [f"{q}\t{d}\t{grade}\n" for q, grades in QRELS.items() for d, grade in grades.items()]
+    (folder / "qrels" / "test.tsv").write_text("".join(lines))
+    return folder
+
+
+def with_queries(benchmark):
+    queries, qrels = benchmark / "queries.jsonl", benchmark / "qrels/test.tsv"
+    return ["--format", "npy", "--queries", str(queries), "--qrels", str(qrels)]
+
+
+def maxsim(folder, query_id):
+    """Returns the scores of all items for a query, computed from the arrays of an export."""
+    names = ("documents", "doclens", "doc_ids", "queries", "query_ids")
+    vectors, lengths, ids, queries, query_ids = (np.load(folder / f"{n}.npy") for n in names)
+    (query,) = queries[query_ids == query_id]
+    items = np.split(vectors.astype(np.float32), np.cumsum(lengths)[:-1])
+    scores = [float((query @ item.T).max(axis=1).sum()) for item in items]
+    return dict(zip(ids.tolist(), scores, strict=True))
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("full", 1e-4), ("hpool_4", 1e-4), ("nested_8_int8@3", 1e-3)]
+)
+def test_indexed_export_has_equal_results(
+    index_uri, nested_uri, tmp_path, benchmark, name, tolerance
+):
+    """The index of an export finds the same items with the same scores and metrics.
+
+    The compressor `none` normalises the vectors, whose length is not exactly 1 after quantisation,
+    so these scores have a tolerance. Those of the exported arrays equal the scores of the index.
+    """
+    uri = nested_uri if "@" in name else index_uri
+    folder = tmp_path / "data"
+    export.main([uri, str(folder), "--representation", name, *with_queries(benchmark)])
+
+    spec = {
+        "index": str(tmp_path / "index"),
+        "source": {"name": "vectors", "path": str(folder)},
+        "encoder": {"name": "precomputed", "dim": 384, "label": "export", "normalise": False},
+        "representations": [{"compressor": "none", "codec": "float32"}],
+    }
+    job.run(parse(IndexSpec, spec), IndexResources(), job="test", report=lambda line: None)
+
+    evaluations = []
+    for index, representation, fields in (
+        (uri, name, {"name": "beir", "path": str(benchmark)}),
+        (spec["index"], "full_float32", {"name": "npy", "path": str(folder)}),
+    ):
+        evaluation = {
+            "index": index,
+            "benchmark": fields,
+            "output": str(tmp_path / f"evaluation{len(evaluations)}"),
+            "representations": [representation],
+            "scores": ["maxsim"],
+            "judged": "item",
+        }
+        lines = []
+        result = run_evaluation(parse(EvaluateSpec, evaluation), lines.append)
+        run_file = f"{evaluation['output']}/runs/{representation}.maxsim.trec"
+        means = next(r.means for r in result.results if r.representation == representation)
+        evaluations.append((read_run(run_file), means, lines))
+    (expected_run, expected_means, _), (actual_run, actual_means, lines) = evaluations
+    assert list(actual_run) == ["1", "b"]
+    for query_id, scores in expected_run.items():
+        assert list(actual_run[query_id]) == list(scores)
+        assert actual_run[query_id] == pytest.approx(scores, rel=tolerance)
+        assert maxsim(folder, query_id) == pytest.approx(scores, rel=1e-5)
+    assert actual_means == expected_means
+    assert "no BM25 row: the queries have no texts" in lines
+
+
+def test_queries_and_judgments(index_uri, tmp_path, benchmark):
+    folder = tmp_path / "a"
+    options = ["--representation", "full", *with_queries(benchmark)]
+    export.main([index_uri, str(folder), *options])
+    vectors, ids = np.load(folder / "queries.npy"), np.load(folder / "query_ids.npy")
+    assert vectors.dtype == np.float32 and ids.tolist() == list(QUERIES)
+    encoded = open_index(index_uri).queries(list(QUERIES.values()), "full").tokens
+    assert vectors.shape == (3, max(map(len, encoded)), 384)
+    for row, tokens in zip(vectors, encoded, strict=True):
+        np.testing.assert_allclose(row[: len(tokens)], tokens.numpy(), atol=1e-6)
+        assert not row[len(tokens) :].any()
+    assert read_qrels(str(folder / "qrels.tsv")) == QRELS
+    export.main([index_uri, "memory://queries", *options])
+    assert fsspec.filesystem("memory").cat("/queries/query_ids.npy")
+    fsspec.filesystem("memory").rm("/queries", recursive=True)
+
+
+@pytest.mark.parametrize("name", ["nested_8@3", "nested_half@2", "nested_8_int8@5"])
+def test_prefixes(nested_uri, output, form, name):
+    export.main([nested_uri, str(output), "--representation", name, "--format", form])
+    assert_equal(read_back(output), stored_vectors(nested_uri, name))
+
+
+@pytest.mark.parametrize("name", ["full", "random_4"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_dtype(index_uri, tmp_path, name, dtype):
+    options = ["--representation", name, "--format", "npy", "--dtype", dtype]
+    export.main([index_uri, str(tmp_path / "a"), *options])
+    vectors = np.load(tmp_path / "a/documents.npy", mmap_mode="r")
+    expected = np.concatenate(list(stored_vectors(index_uri, name).values()))
+    assert vectors.dtype == dtype
+    np.testing.assert_array_equal(vectors, expected.astype(dtype))
+
+
+def test_dtype_with_a_smaller_range(index_uri, output, form, monkeypatch):
+    rows = exporting._rows
+
+    def large_rows(*args):
+        for items, vectors, lengths in rows(*args):
+            yield items, vectors.astype(np.float32) * 1e7, lengths
+
+    monkeypatch.setattr(exporting, "_rows", large_rows)
+    options = ["--representation", "full", "--format", form, "--dtype", "float16"]
+    with pytest.raises(SpecError, match=r"^dtype must be float32 for .*, got 'float16', which"):
+        export.main([index_uri, str(output), *options])
+    assert list(output.parent.iterdir()) == []
+
+
+def test_export_of_an_earlier_version_is_overwritten(index_uri, tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    for name in ("vectors.npy", "lengths.npy", "ids.txt", "items.jsonl", "metadata.json"):
+        (folder / name).write_text("")
+    options = ["--representation", "full", "--format", "npy", "--overwrite"]
+    export.main([index_uri, str(folder), *options])
+    assert_equal(read_back(folder), stored_vectors(index_uri, "full"))
+
+
+def test_invalid_options(index_uri, nested_uri, tmp_path, benchmark):
+    def expect_error(match, *options, uri=index_uri):
+        with pytest.raises(SpecError, match=match):
+            export.main([uri, str(tmp_path / "a.parquet"), *options])
+        assert not (tmp_path / "a.parquet").exists()
+
+    full, npy = ["--representation", "full"], ["--format", "npy"]
+    missing = str(tmp_path / "missing")
+    expect_error("^format must be npy if --queries is given", *full, "--queries", missing)
+    expect_error("^format must be npy if --qrels is given", *full, "--qrels", missing)
+    expect_error("^queries must be .* does not exist", *full, *npy, "--queries", missing)
+    expect_error("^qrels must be .* does not exist", *full, *npy, "--qrels", missing)
+    expect_error(
+        "^representation must be a representation of token vectors .* stores single vectors",
+        *("--representation", "minilm_pooled", *with_queries(benchmark)),
+    )
+    qrels = benchmark / "qrels/test.tsv"
+    qrels.write_text("1 0 wing 1\n")
+    expect_error(
+        "^qrels must be judgments of item ids, got 'wing', which has none of the exported items",
+        *(*full, *npy, "--qrels", str(qrels)),
+    )
+    expect_error("^representation must be .* stores no nested", "--representation", "full@2")
+    expect_error("^representation must be one of ", "--representation", "minilm_pooled@2")
+    prefix = ("--representation", "nested_8@9")
+    expect_error("^representation must be nested_8@K with an integer K", *prefix, uri=nested_uri)

@@ -507,6 +507,192 @@ def test_check_of_column_files(tmp_path: Path):
         source(Path(__file__)).check()
 
 
+def write_documents(folder: Path, items: dict[str, np.ndarray], dtype: str = "<f4") -> Path:
+    folder.mkdir(exist_ok=True)
+    np.save(folder / "documents.npy", np.concatenate(list(items.values())).astype(dtype))
+    np.save(folder / "doclens.npy", np.array([len(v) for v in items.values()], np.int32))
+    np.save(folder / "doc_ids.npy", np.array(list(items)))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", ">f4"])
+def test_documents(tmp_path: Path, shard_size: int, dtype: str):
+    items = {name: array.astype(np.float16) for name, array in corpus().items()}
+    np.save(tmp_path / "queries.npy", np.ones((2, 3, DIM)))  # not read
+    vectors = source(write_documents(tmp_path, items, dtype))
+    vectors.check()
+    assert_equal(decoded(vectors), {name: a.astype(np.float32) for name, a in items.items()})
+    assert len(list(vectors.shards())) == -(-30 // shard_size)
+
+
+IDS = {
+    "missing": (None, ["0", "1", "2", "3", "4"]),
+    "integers": (np.array([7, -1, 2**40, 0, 3]), ["7", "-1", str(2**40), "0", "3"]),
+    "unsigned": (np.arange(5, dtype=np.uint32), ["0", "1", "2", "3", "4"]),
+    "strings": (np.array(["a", "ü", "日本", "d e", "x" * 40]), ["a", "ü", "日本", "d e", "x" * 40]),
+    "bytes": (np.array([b"a", b"b", b"c", b"d", b"e"]), ["a", "b", "c", "d", "e"]),
+}
+
+
+@pytest.mark.parametrize("form", IDS)
+def test_ids_of_documents(tmp_path: Path, shard_size: int, form: str):
+    given, expected = IDS[form]
+    folder = write_documents(tmp_path, corpus(5))
+    (folder / "doc_ids.npy").unlink()
+    if given is not None:
+        np.save(folder / "doc_ids.npy", given)
+    vectors = source(folder)
+    vectors.check()
+    assert_equal(decoded(vectors), dict(zip(expected, corpus(5).values(), strict=True)))
+
+
+def test_documents_of_equal_length(tmp_path: Path):
+    array = np.random.default_rng(0).standard_normal((5, 3, DIM), dtype=np.float32)
+    np.save(tmp_path / "documents.npy", array)
+    vectors = source(tmp_path)
+    vectors.check()
+    assert_equal(decoded(vectors), dict(zip("01234", array, strict=True)))
+
+
+def test_documents_at_a_uri(tmp_path: Path):
+    items = corpus()
+    write_documents(tmp_path, items)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path), "/documents", recursive=True)
+    vectors = source("memory://documents")
+    vectors.check()
+    assert_equal(decoded(vectors), items)
+    memory.rm("/documents", recursive=True)
+
+
+def test_rejected_documents(tmp_path: Path, shard_size: int):
+    items = corpus(8)
+    items["item-2"][0, 1] = np.nan
+    items["item-4"][0] = np.inf
+    items["item-5"] = np.empty((0, DIM), np.float32)
+    folder = write_documents(tmp_path, items)
+    ids = np.array(list(items)).view(np.uint32).reshape(8, -1)
+    ids[6, 0] = 0xD800
+    np.save(folder / "doc_ids.npy", ids.view("<U6").reshape(-1))
+    vectors = source(folder)
+    vectors.check()
+    rejects = {r.item_id: r.reason for *_, r in listed(vectors) if isinstance(r, Reject)}
+    assert rejects == {
+        "item-2": "non-finite vectors",
+        "item-4": "non-finite vectors",
+        "item-5": "no vectors",
+        "documents.npy:6": "not UTF-8",
+    }
+    for name in ("item-2", "item-4", "item-5", "item-6"):
+        del items[name]
+    assert_equal(decoded(vectors), items)
+
+
+def test_width_from_the_file(tmp_path: Path):
+    options = {"name": "vectors", "path": str(write_documents(tmp_path, corpus()))}
+    vectors = Vectors(parse(Vectors.Spec, options))
+    vectors.check()
+    assert (vectors.dim, vectors.payload) == (DIM, source(tmp_path).payload)
+    assert_equal(decoded(vectors), corpus())
+    pq.write_table(table(corpus()), tmp_path / "a.parquet")
+    with pytest.raises(SpecError, match=r"^dim must be the width .*, unless .*, got None"):
+        Vectors(parse(Vectors.Spec, {**options, "path": str(tmp_path / "a.parquet")})).check()
+    with pytest.raises(SpecError, match=r"^path must be .*does not exist"):
+        Vectors(parse(Vectors.Spec, {**options, "path": str(tmp_path / "none")})).check()
+
+
+def test_planning_reads_no_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = write_documents(tmp_path, corpus(300))
+    read = vector_files.NpyArray.values
+    names = []
+
+    def values(array: vector_files.NpyArray, start: int, end: int) -> np.ndarray:
+        names.append(Path(array._path).name)
+        return read(array, start, end)
+
+    monkeypatch.setattr(vector_files.NpyArray, "values", values)
+    vectors = source(folder)
+    vectors.check()
+    [shard] = vectors.shards()
+    assert set(names) == {"doclens.npy", "doc_ids.npy"}
+    list(vectors.scan(shard))
+    assert "documents.npy" in names
+
+
+def test_large_documents_are_read_in_blocks(tmp_path: Path):
+    """Reads two items of a sparse file of 8 GiB."""
+    num_items, length, width = 1 << 14, 1 << 10, 128
+    with (tmp_path / "documents.npy").open("wb") as file:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (num_items * length, width)}
+        np.lib.format.write_array_header_1_0(file, header)
+        file.truncate(file.tell() + 4 * num_items * length * width)
+    np.save(tmp_path / "doclens.npy", np.full(num_items, length))
+    tracemalloc.start()
+    vectors = source(tmp_path, dim=width)
+    vectors.check()
+    shard = list(vectors.shards())[-1]
+    item = Item(str(num_items - 1), "p", "s", "vectors", "r")
+    positions = [0, shard["end"] - shard["row"] - 1]
+    results = list(vectors.decode(shard, [(i, item) for i in positions]))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [r.payload["vectors"].shape for r in results] == [(length, width)] * 2
+    assert peak < 20e6
+
+
+class Unpickled:
+    """Object whose unpickling fails the test."""
+
+    def __reduce__(self) -> tuple:
+        return pytest.fail, ("unpickled",)
+
+
+def test_check_of_documents(tmp_path: Path):
+    def expect_error(match: str, **files: object) -> None:
+        for old in tmp_path.iterdir():
+            old.unlink()
+        for name, content in files.items():
+            if isinstance(content, bytes):
+                (tmp_path / f"{name}.npy").write_bytes(content)
+            else:
+                np.save(tmp_path / f"{name}.npy", content, allow_pickle=True)
+        with pytest.raises(SpecError, match=match) as caught:
+            source(tmp_path).check()
+        assert "\n" not in str(caught.value)
+
+    flat, lengths = np.ones((6, DIM), np.float32), np.array([2, 4])
+    good = {"documents": flat, "doclens": lengths}
+    objects = np.array([Unpickled(), Unpickled()])
+    expect_error("^path must be a folder with documents.npy, got .*contains no", doclens=lengths)
+    expect_error("contains no doclens.npy", documents=flat)
+    expect_error("contains no doclens.npy", documents=flat, doc_ids=np.array(["a", "b"]))
+    expect_error("6 vectors and lengths of sum 5", documents=flat, doclens=np.array([1, 4]))
+    expect_error("sums to the rows of documents.npy", documents=flat, doclens=np.array([1, 4]))
+    expect_error("has the length -1", documents=flat, doclens=np.array([7, -1]))
+    expect_error("doclens.npy as float64 of shape", documents=flat, doclens=np.array([2.0, 4]))
+    expect_error("doclens.npy as int64 of shape", documents=flat, doclens=lengths[None])
+    expect_error("unreadable doclens.npy .*object", documents=flat, doclens=objects)
+    expect_error("dtype int64; use floats", documents=flat.astype(int), doclens=lengths)
+    expect_error("unreadable documents.npy .*object", documents=objects, doclens=lengths)
+    expect_error("unreadable doc_ids.npy .*dtype object", **good, doc_ids=objects)
+    expect_error("dtype float64; use strings or integers", **good, doc_ids=np.ones(2))
+    expect_error("has 3 ids and 2 rows of doclens.npy", **good, doc_ids=np.arange(3))
+    expect_error(r"doc_ids.npy of shape \(2, 1\)", **good, doc_ids=np.ones((2, 1), int))
+    expect_error("has the id 'a' more than once .row 1.", **good, doc_ids=np.array(["a", "a"]))
+    expect_error("has the id '7' more than once", **good, doc_ids=np.array([7, 7]))
+    expect_error("^dim must be 2, the width of documents.npy", **{**good, "documents": flat[:, :2]})
+    expect_error(r"shape \(T, D\), got .* shape \(6,\)", documents=flat[:, 0], doclens=lengths)
+    expect_error("contains no items", documents=flat[:0], doclens=lengths[:0])
+    expect_error("Fortran order", documents=np.asfortranarray(flat), doclens=lengths)
+    for name, array in (*good.items(), ("doc_ids", np.array(["a", "b"]))):
+        np.save(tmp_path / "whole.npy", array)
+        truncated = (tmp_path / "whole.npy").read_bytes()[:-1]
+        expect_error(
+            f"unreadable {name}.npy .*but the header requires", **{**good, name: truncated}
+        )
+        expect_error(f"unreadable {name}.npy", **{**good, name: b""})
+
+
 @pytest.mark.parametrize("form", ["npy", "parquet", "arrow"])
 def test_listing_memory_is_bounded(tmp_path: Path, form: str):
     array = np.ones((20_000, 10, 64), np.float32)  # 51 MB

@@ -111,9 +111,9 @@ class Lemur(Generator["Lemur.Spec"]):
         num_tokens, num_items = len(sample.queries_SD), len(sample.lengths_B)
         if num_tokens < spec.num_features:
             rule = f"at most {num_tokens}, the number of query tokens in the sample to fit on"
-            raise SpecError("candidates.num_features", spec.num_features, rule)
+            raise SpecError("num_features", spec.num_features, rule)
         if not num_items:
-            raise SpecError("candidates.name", spec.name, "used with a sample that has items")
+            raise SpecError("name", spec.name, "used with a sample that has items")
         tokens_SD = sample.queries_SD[_choose(num_tokens, spec.num_samples, spec.seed)]
         is_mlp = spec.features == "mlp"
         num_targets = spec.num_targets if is_mlp else NUM_CONSTANT_ITEMS

@@ -20,7 +20,7 @@ import ray
 import torch
 from pydantic import Field, PositiveInt
 
-from pipeline.config import Spec, SpecError, Uri, dump_stored
+from pipeline.config import Spec, SpecError, Uri, dump_stored, within
 from pipeline.index.artefacts import save_artefact
 from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
 from pipeline.index.info import CandidatesInfo, vectors_identity
@@ -52,8 +52,8 @@ class CandidatesJobSpec(Spec):
     queries: Uri | None = None
     """File with past queries to which the generator is fitted, as for `jobs.search --queries`. By
     default, passages of the items' texts are used, or vectors of the items."""
-    fit_items: PositiveInt = 2048
-    """Number of items of the sample."""
+    fit_items: PositiveInt = 16384
+    """Maximum number of items of the sample. It also ends when it has a million vectors."""
     fit_tokens: PositiveInt = 16384
     """Number of token vectors of queries in the sample."""
     fit_seed: int = Field(0, ge=0, lt=2**32)
@@ -233,7 +233,8 @@ def _fit(spec: CandidatesJobSpec, representation: str, queries: list[str]) -> di
         num_tokens=spec.fit_tokens,
         seed=spec.fit_seed,
     )
-    return CANDIDATES.load(spec.generator.name).fit(spec.generator, sample)
+    with within("generator"):
+        return CANDIDATES.load(spec.generator.name).fit(spec.generator, sample)
 
 
 class FillCodes:

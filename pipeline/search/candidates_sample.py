@@ -19,6 +19,10 @@ from pipeline.search.query import QueryEncoders
 PASSAGE_WORDS = 16
 #: Number of queries per batch of the encoder.
 QUERY_BATCH = 64
+#: Number of vectors of the items at which the sample ends: 512 MiB of float32 at 128 dimensions.
+MAX_VECTORS = 1 << 20
+#: Number of rows that are read together.
+READ_ROWS = 256
 #: Minimum number of distinct token vectors of queries. Below it, vectors of items are added.
 MIN_QUERY_TOKENS = 1024
 
@@ -41,7 +45,7 @@ def draw_sample(
         index: Open version of an index.
         representation: Name of a column of token vectors.
         queries: Texts of past queries.
-        num_items: Maximum number of items.
+        num_items: Maximum number of items. There are fewer if they have `MAX_VECTORS` vectors.
         num_tokens: Maximum number of token vectors.
         seed: Random seed.
 
@@ -50,12 +54,9 @@ def draw_sample(
     """
     info = index.representation(representation)
     rng = np.random.default_rng(seed)
-    rows = np.sort(rng.permutation(len(index))[:num_items])
     has_texts = "text" in info.encoder.query_kinds and info.text_column in index.schema.names
     columns = [info.column, *([info.text_column] if has_texts and not queries else [])]
-    with index.corruption_errors():
-        table = index.dataset.take(rows.tolist(), columns=columns)
-    table = table.filter(pa.compute.field(info.column).is_valid())
+    table = _draw_items(index, info, columns, rng.permutation(len(index))[:num_items])
     vectors_TD, lengths_B = index.codec(representation).decode(table[info.column], info.dim)
     if not len(vectors_TD):
         problem = "has no vectors"
@@ -75,6 +76,24 @@ def draw_sample(
         torch.from_numpy(vectors_TD).float(),
         torch.from_numpy(lengths_B[filled]),
     )
+
+
+def _draw_items(
+    index: Index, info: RepresentationInfo, columns: list[str], rows: np.ndarray
+) -> pa.Table:
+    """Reads rows that have the representation until there are `MAX_VECTORS` vectors."""
+    tables = [index.schema.empty_table().select(columns)]
+    num_vectors = 0
+    for first in range(0, len(rows), READ_ROWS):
+        with index.corruption_errors():
+            chunk = np.sort(rows[first : first + READ_ROWS]).tolist()
+            table = index.dataset.take(chunk, columns=columns)
+        table = table.filter(pa.compute.field(info.column).is_valid())
+        tables.append(table)
+        num_vectors += pa.compute.sum(pa.compute.list_value_length(table[info.column])).as_py() or 0
+        if num_vectors >= MAX_VECTORS:
+            break
+    return pa.concat_tables(tables)
 
 
 def _passages(texts: Sequence[str | None], rng: np.random.Generator) -> list[str]:

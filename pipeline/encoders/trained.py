@@ -306,7 +306,8 @@ def trained_encoder(folder: str, field: str) -> ComponentSpec:
     # The trained weights, see `Contrastive.save`.
     if trainable == "all":
         fields |= {"model": folder, "revision": None, "adapter": None}
-        fields |= {"projection": None} if fields.get("projection") not in (None, "identity") else {}
+        if fields.get("projection", "identity") != "identity":  # the model contains it
+            fields["projection"] = None
     elif trainable == "lora":
         fields["adapter"] = folder
     elif Path(folder, "projection.safetensors").is_file():

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 #: Statistics of every model, and those of models with appended tokens.
 MODEL_STATISTICS = ("column_sums", "eos_row", "pooled_row")
 APPENDED_STATISTICS = ("appended_rows", "appended_softmax")
+#: Attention from each of the M appended tokens, (B, N, M), for analyses. Not valid in specs.
+APPENDED_MATRIX = "appended_matrix"
 STATISTICS = (*MODEL_STATISTICS, *APPENDED_STATISTICS)
 HEADS = ("mean", "max")
 #: Layers that SAP uses, as fractions of the depth of the model (eq. 9).

@@ -40,7 +40,7 @@ class TokenBatch:
         objects: Index of the annotated object that contains each token, starting from 1, or 0 for
             the background, (B, N) int64. Set only during training.
         taps: Attention statistics that were requested from the encoder, (B, N) each, by the name of
-            their `Tap`.
+            their `Tap`; (B, N, M) for `taps.APPENDED_MATRIX`.
     """
 
     vectors: torch.Tensor

@@ -81,6 +81,8 @@ SPEC, INDEX = f"{NOWHERE}.yaml", f"{NOWHERE}/index"
 SPECS = "jobs/specs/cranfield"
 #: Commands with a wrong path, and the field that the message names.
 WRONG = [
+    (["attention", "out.png", f"{NOWHERE}.png", "--model", SPEC], "items"),
+    (["attention", "out.png", "README.md", "--model", SPEC], "model"),
     (["backfill", SPEC], "spec"),
     (["backfill", f"{SPECS}.yaml", f"index={INDEX}"], "index"),
     (["binding", "--encoder", SPEC], "--encoder"),

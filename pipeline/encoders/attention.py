@@ -5,7 +5,7 @@ is bit-identical to one without recording. For the recorded layers, attention pr
 computed a second time in blocks and reduced immediately. Unlike `output_attentions`, this never
 materialises the N x N attention matrix of all heads and layers.
 
-The statistics of appended tokens (`APPENDED_STATISTICS`) need few rows of the matrix. They are
+The statistics of appended tokens (`ROW_STATISTICS`) need few rows of the matrix. They are
 computed after the forward pass, from the queries and keys of the layer, and have gradients.
 """
 
@@ -23,11 +23,14 @@ from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pipeline.taps import APPENDED_STATISTICS, Tap
+from pipeline.taps import APPENDED_MATRIX, APPENDED_STATISTICS, Tap
 from pipeline.tokens import AUDIO, TEXT, VISUAL
 
 #: Maximum number of elements per block of probabilities. On a CPU the block fits into the caches.
 MAX_BLOCK_SIZE = {"cpu": 1 << 20, "cuda": 1 << 27}
+
+#: Statistics of selected rows of the attention matrix, which are computed after the forward pass.
+ROW_STATISTICS = (*APPENDED_STATISTICS, APPENDED_MATRIX)
 
 #: Logit of masked positions, whose probability is 0.
 MASKED_LOGIT = -1e30
@@ -296,7 +299,7 @@ def tap_statistics(taps: Sequence[Tap], layer: int) -> list[str]:
         {
             tap.statistic
             for tap in taps
-            if int(tap.layers) == layer and tap.statistic not in APPENDED_STATISTICS
+            if int(tap.layers) == layer and tap.statistic not in ROW_STATISTICS
         }
     )
 
@@ -334,7 +337,7 @@ def tap_rows(
 
 def input_layers(taps: Sequence[Tap]) -> set[int]:
     """Returns the layers whose inputs the statistics of appended tokens need."""
-    return {int(tap.layers) for tap in taps if tap.statistic in APPENDED_STATISTICS}
+    return {int(tap.layers) for tap in taps if tap.statistic in ROW_STATISTICS}
 
 
 def tap_values(
@@ -343,24 +346,25 @@ def tap_values(
     appended_BM: torch.Tensor | None = None,
     keep_BL: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Returns the values (B, L) of taps of one layer each, by name.
+    """Returns the values (B, L) of taps of one layer each, by name; (B, L, M) of `APPENDED_MATRIX`.
 
     Args:
         recorded: Recording of the forward pass.
         taps: Attention statistics, of one layer each.
-        appended_BM: Positions of appended tokens; required for `APPENDED_STATISTICS`.
-        keep_BL: True at tokens of the item; required for `APPENDED_STATISTICS`.
+        appended_BM: Positions of appended tokens; required for `ROW_STATISTICS`.
+        keep_BL: True at tokens of the item; required for `ROW_STATISTICS`.
     """
     values = {}
     for tap in taps:
         layer = int(tap.layers)
-        if tap.statistic in APPENDED_STATISTICS:
+        if tap.statistic in ROW_STATISTICS:
             assert appended_BM is not None and keep_BL is not None
             rows_BHML = selected_rows(recorded.inputs[layer], appended_BM)
             rows_BML = rows_BHML.mean(dim=1) if tap.heads == "mean" else rows_BHML.amax(dim=1)
             if tap.statistic == "appended_softmax":
                 rows_BML = rows_BML.masked_fill(~keep_BL.unsqueeze(1), MASKED_LOGIT).softmax(dim=2)
-            values[tap.name] = rows_BML.mean(dim=1)
+            is_matrix = tap.statistic == APPENDED_MATRIX
+            values[tap.name] = rows_BML.mT if is_matrix else rows_BML.mean(dim=1)
             continue
         statistics = tap_statistics(taps, layer)
         sums_BHL = recorded.sums[layer][statistics.index(tap.statistic)]

@@ -387,10 +387,10 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         ratios_T = torch.from_numpy(np.concatenate(ratios)).to(self.device)
         tap_tensors = {}
         for tap in taps:
-            flat_T = torch.cat([output.taps[tap.name] for output in outputs])
-            tap_tensors[tap.name], _ = pad(
-                flat_T if tap.statistic == "column_sums" else flat_T * ratios_T, lengths
-            )
+            flat = torch.cat([output.taps[tap.name] for output in outputs])  # (T,) or (T, M)
+            if tap.statistic != "column_sums":
+                flat = flat * ratios_T.view(-1, *[1] * (flat.ndim - 1))
+            tap_tensors[tap.name], _ = pad(flat, lengths)
         return TokenBatch(
             vectors_BND,
             mask_BN,

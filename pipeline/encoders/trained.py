@@ -19,14 +19,16 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from pipeline.config import SpecError, TrainedSpec, dump
+from pipeline.config import ComponentSpec, SpecError, TrainedSpec, dump
 from pipeline.encoders import Trainable
 from pipeline.encoders.appended import AppendedTokens, AppendedTokensSpec
 from pipeline.encoders.loading import hash_files, sha256
-from pipeline.registry import COMPRESSORS
+from pipeline.registry import COMPRESSORS, ENCODERS
 
 #: Folder of a trained compressor in the output folder of training, and its files.
 SUBFOLDER = "compressor"
+#: Record that training writes next to the weights.
+TRAINING = "training.json"
 METADATA = "compressor.json"
 TOKENS = "appended_tokens.safetensors"
 MODULE = "compressor.safetensors"
@@ -280,6 +282,37 @@ def load_parameters(folder: str) -> dict[str, np.ndarray]:
     except (OSError, safetensors.SafetensorError):
         rule = "the folder of a trained compressor with parameters"
         raise SpecError("weights", folder, rule, f"has no readable {MODULE}") from None
+
+
+def trained_encoder(folder: str, field: str) -> ComponentSpec:
+    """Returns the spec of an encoder that loads a trained model with its appended tokens.
+
+    Args:
+        folder: Output folder of contrastive training, such as `RUN/model`.
+        field: Field or option that names the folder, used in messages.
+
+    Raises:
+        SpecError: The folder is not the output of training an encoder with appended tokens.
+    """
+    described, _ = TrainedCompressor.read(folder, field)
+    if TOKENS not in described.sha256:
+        raise SpecError(field, folder, "the folder of a model with appended tokens", "has none")
+    try:
+        learner = json.loads(Path(folder, TRAINING).read_text("utf-8"))["spec"]["learner"]
+        fields, trainable = dict(learner["encoder"]), learner["trainable"]
+    except (OSError, ValueError, KeyError, TypeError):
+        rule = "the output folder of contrastive training"
+        raise SpecError(field, folder, rule, f"has no readable {TRAINING}") from None
+    # The trained weights, see `Contrastive.save`.
+    if trainable == "all":
+        fields |= {"model": folder, "revision": None, "adapter": None}
+        if fields.get("projection", "identity") != "identity":  # the model contains it
+            fields["projection"] = None
+    elif trainable == "lora":
+        fields["adapter"] = folder
+    elif Path(folder, "projection.safetensors").is_file():
+        fields["projection"] = folder
+    return ENCODERS.resolve({**fields, "appended_tokens": folder}, stored=True)
 
 
 @contextlib.contextmanager

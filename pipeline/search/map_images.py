@@ -90,17 +90,39 @@ def highlight_words(
         boxes: Boxes to outline.
         frame_colour: Colour of the outlines.
     """
+    fills = [
+        (word.box, COLOUR, strength)
+        for word, strength in zip(words, strengths(values), strict=True)
+        if strength > 0 and word.box and _is_visible_with(word, best)
+    ]
+    return fill_boxes(image, fills, boxes, frame_colour)
+
+
+def fill_boxes(
+    image: bytes,
+    fills: Sequence[tuple[Sequence[float], Colour, float]],
+    boxes: Boxes,
+    frame_colour: Colour,
+) -> Image.Image:
+    """Fills boxes of an image with translucent colours and outlines others.
+
+    Args:
+        image: Encoded image. Small images are enlarged.
+        fills: Box, colour and strength in [0, 1] of each filled box. The strength is relative to
+            `MAX_OPACITY`.
+        boxes: Boxes to outline.
+        frame_colour: Colour of the outlines.
+    """
     page = Image.open(io.BytesIO(image)).convert("RGB")
     if (times := MIN_PIXELS // max(page.size)) > 1:  # outlines would cover most of a small image
         page = page.resize((page.width * times, page.height * times), Image.Resampling.NEAREST)
     layer = Image.new("RGBA", page.size, (*COLOUR, 0))
     pen = ImageDraw.Draw(layer)
     size = np.array([*page.size, *page.size])
-    for word, strength in zip(words, _strengths(values), strict=True):
-        if strength > 0 and word.box and _is_visible_with(word, best):
-            x0, y0, x1, y1 = np.array(word.box) * size
-            opacity = round(MAX_OPACITY * strength)
-            pen.rectangle((x0 - 2, y0 - 1, x1 + 2, y1 + 1), fill=(*COLOUR, opacity))
+    for box, colour, strength in fills:
+        x0, y0, x1, y1 = np.array(box) * size
+        opacity = round(MAX_OPACITY * strength)
+        pen.rectangle((x0 - 2, y0 - 1, x1 + 2, y1 + 1), fill=(*colour, opacity))
     for box in boxes:
         x0, y0, x1, y1 = np.array(box) * size
         pen.rectangle((x0 - 3, y0 - 2, x1 + 3, y1 + 2), outline=(*frame_colour, 255), width=2)
@@ -133,9 +155,9 @@ def draw_waveform(
     def x(time: float) -> float:
         return (time - start) / seconds * width
 
-    strengths = _strengths(map.values(query_token))
+    word_strengths = strengths(map.values(query_token))
     ends = [0.0] * 3  # end of the last label in each row; labels of short words would overlap
-    for word, strength in zip(map.words, strengths, strict=True):
+    for word, strength in zip(map.words, word_strengths, strict=True):
         if strength > 0 and word.times and not word.box:
             left = x(word.times[0])
             tint = _tint(MAX_OPACITY / 255 * strength)
@@ -192,7 +214,7 @@ def add_header(
     pen.text((margin, top), low, GREY, font)
     left = 2 * margin + pen.textlength(low, font)
     for step in range(bar := 8 * size):
-        opacity = MAX_OPACITY / 255 * (step / bar) ** 2  # as in `_strengths`
+        opacity = MAX_OPACITY / 255 * (step / bar) ** 2  # as in `strengths`
         pen.line((left + step, top, left + step, top + size), _tint(opacity))
     pen.rectangle((left, top, left + bar, top + size), outline=GREY)
     pen.text((left + bar + margin, top), f"{high}   {meaning}", GREY, font)
@@ -253,7 +275,7 @@ def _is_visible_with(location: Word | Passage, best: Word | Passage) -> bool:
     return location.times[0] <= time <= location.times[1]
 
 
-def _strengths(values: np.ndarray) -> np.ndarray:
+def strengths(values: np.ndarray) -> np.ndarray:
     """Maps values to [0, 1] such that the median becomes 0 and the maximum becomes 1."""
     low, high = _scale(values)
     values = np.nan_to_num(values, nan=-np.inf)

@@ -41,21 +41,40 @@ def phrase_sheet(
     Raises:
         SpecError: An item has no map or no readable image.
     """
-    previews, font = Previews(columns[0][1].index), ImageFont.load_default(18)
-    sheet = Image.new("RGB", (len(columns) * SHEET_STEP, 0), "white")
+    previews, rows = Previews(columns[0][1].index), []
     for item_id, phrase, boxes in phrases:
-        image = previews.image(item_id)
-        row = Image.new("RGB", (sheet.width, SHEET_STEP + 44), "white")
-        pen = ImageDraw.Draw(row)
-        pen.text((6, 4), f'"{phrase}" in {item_id}', "black", font)
-        for column, (title, searcher, representation) in enumerate(columns):
+        image, cells = previews.image(item_id), []
+        for title, searcher, representation in columns:
             map = similarity_map(searcher, phrase, item_id, representation)
             values = np.mean([word.similarities for word in map.words], axis=1)
             best = map.words[int(np.nanargmax(values))]
-            drawing = highlight_words(image, map.words, values, best, boxes, TRUE_COLOUR)
+            cells.append(
+                (title, highlight_words(image, map.words, values, best, boxes, TRUE_COLOUR))
+            )
+        rows.append((f'"{phrase}" in {item_id}', cells))
+    return map_sheet(rows)
+
+
+def map_sheet(rows: Sequence[tuple[str, Sequence[tuple[str, Image.Image]]]]) -> bytes:
+    """Draws rows of titled images below each other.
+
+    Args:
+        rows: Title and cells of each row. A cell has a title and an image.
+
+    Returns:
+        The sheet as a PNG.
+    """
+    font = ImageFont.load_default(18)
+    sheet = Image.new("RGB", (max(len(cells) for _, cells in rows) * SHEET_STEP, 0), "white")
+    for title, cells in rows:
+        row = Image.new("RGB", (sheet.width, SHEET_STEP + 44), "white")
+        pen = ImageDraw.Draw(row)
+        pen.text((6, 4), title, "black", font)
+        for column, (subtitle, image) in enumerate(cells):
+            drawing = image.copy()
             drawing.thumbnail((SHEET_STEP - 12, SHEET_STEP - 12))
             row.paste(drawing, (column * SHEET_STEP + 6, 52))
-            pen.text((column * SHEET_STEP + 6, 28), title, GREY, font)
+            pen.text((column * SHEET_STEP + 6, 28), subtitle, GREY, font)
         sheet = ImageOps.expand(sheet, (0, 0, 0, row.height), "white")
         sheet.paste(row, (0, sheet.height - row.height))
     return to_png(sheet)

@@ -7,7 +7,7 @@ import math
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -19,8 +19,13 @@ from pipeline.eval.significance import holm, randomisation_p
 from pipeline.report.text import aligned, as_csv, p_value
 from pipeline.train.spec import VALIDATION, TrainSpec
 
+if TYPE_CHECKING:
+    from pipeline.report.evenness import Point
+
 #: Metrics with a panel in the plot, if they were computed.
 PLOTTED = ("R@1", "nDCG@10", "BoxMass", "RegionHit", "CoverageIoU", "pairwise_accuracy")
+#: Metrics on the axes of the plot of evenness: quality, and how unevenly vectors are matched.
+QUALITY, EVENNESS = "nDCG@10", ("CV", "Gini")
 
 
 class StudySpec(TrainSpec):
@@ -123,6 +128,8 @@ def described(spec: TrainSpec) -> str:
 def report(spec: StudySpec, runs: Sequence[Run]) -> str:
     """Writes `study.csv` and `study.png` to the output folder and returns the table as text.
 
+    If the evenness of matching was measured, `evenness.png` shows quality against it.
+
     The p values compare each row with the first one by a paired randomisation test over the
     validation queries. The test uses the first metric after training, averaged over seeds. Holm's
     correction is applied. A row `A > B` was trained with compressor A and evaluated with B.
@@ -151,7 +158,28 @@ def report(spec: StudySpec, runs: Sequence[Run]) -> str:
     plotted = [name for name in PLOTTED if name in measures]
     changes = {row.name: {m: row.change(m) for m in plotted} for row in rows}
     write_atomic(posixpath.join(spec.output, "study.png"), changes_png(changes, plotted))
+    if points := evenness_points(rows, runs):
+        from pipeline.report.evenness import evenness_png
+
+        png = evenness_png(points, EVENNESS, QUALITY)
+        write_atomic(posixpath.join(spec.output, "evenness.png"), png)
     return aligned(cells)
+
+
+def evenness_points(rows: Sequence[Row], runs: Sequence[Run]) -> list[Point]:
+    """Returns the points of the plot of evenness: the rows with all of its metrics."""
+    from pipeline.report.evenness import Point  # matplotlib is an extra
+
+    methods = {run.row: getattr(run.spec.learner, "compressor", None) for run in runs}
+    points = []
+    for row in rows:
+        if not {QUALITY, *EVENNESS} <= row.after.keys():
+            continue
+        trained, _, evaluated = row.name.partition(" > ")
+        method = evaluated.split()[0] if evaluated else getattr(methods[trained], "name", trained)
+        values = tuple(float(row.after[metric].mean()) for metric in EVENNESS)
+        points.append(Point(method, float(row.after[QUALITY].mean()), values))
+    return points
 
 
 def rows_of(runs: Sequence[Run]) -> list[Row]:

@@ -10,7 +10,7 @@ import pytest
 from jobs import train
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.train.study import Row, Run, StudySpec, report, rows_of, runs_of
+from pipeline.train.study import Row, Run, StudySpec, evenness_points, report, rows_of, runs_of
 from tests.train.runs import spec_of
 
 
@@ -105,6 +105,26 @@ def test_rows_without_a_measure(model, tmp_path):
     assert table[1].count("0.250") == 2 and " - " in table[2]
     rows = list(csv.DictReader((tmp_path / "study.csv").open()))
     assert [row["BoxMass after"] for row in rows] == ["0.25", "nan"]
+
+
+def test_plot_of_evenness_has_the_rows_with_its_metrics(model, tmp_path):
+    runs = []
+    measured = {"nDCG@10": 0.5, "CV": 20.0, "Gini": 0.25}
+    for name, values in (
+        ("full", measured | {f"{metric} (hpool num_vectors 4)": 1.0 for metric in measured}),
+        ("other", {"nDCG@10": 0.75}),
+    ):
+        for seed, factor in ((0, 1.0), (1, 2.0)):
+            output = tmp_path / f"{name}-{seed}"
+            (output / "validation").mkdir(parents=True)
+            values_Q = {metric: np.full(4, value * factor) for metric, value in values.items()}
+            np.savez(output / "validation/step-00000006.npz", **values_Q)
+            runs.append(Run(f"{name}, seed {seed}", name, spec_of(output, model)))
+    method = runs[0].spec.learner.compressor.name
+    points = evenness_points(rows_of(runs), runs)
+    assert points == [(method, 0.75, (30.0, 0.375)), ("hpool", 1.5, (1.5, 1.5))]
+    report(study_of(tmp_path, model, {"seed": [0, 1]}), runs)
+    assert (tmp_path / "evenness.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_job_trains_a_study(model, tmp_path, capsys):

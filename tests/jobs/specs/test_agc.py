@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import train
-from jobs.data import make_text_pairs
+from jobs.data import make_page_pairs, make_text_pairs
 from pipeline import config
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index.dry_run import dry_run
@@ -113,6 +113,7 @@ def test_every_spec_is_tried():
         *CASES,
         *SMALL,
         "cranfield",
+        "pages",
         *(f"{name}_{job}" for name in indexes for job in ("index", "evaluate")),
     }
     assert {path.stem for path in SPECS.glob("*.yaml")} == names
@@ -130,6 +131,21 @@ def test_a_dry_run_on_titles_of_abstracts(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("1398 pairs and 857 judgments of 113 queries")
     train.main([str(SPECS / "cranfield.yaml"), "--dry-run"])
     assert len(capsys.readouterr().out.splitlines()) == 21
+
+
+def test_a_dry_run_on_sentences_of_pages(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_page_pairs.main([])
+    assert capsys.readouterr().out.startswith("219 pairs and 109 judgments of 54 queries")
+    folder = tmp_path / "out/agc/pages"
+    documents, pairs = (
+        [json.loads(line) for line in (folder / f"{name}.jsonl").open(encoding="utf-8")]
+        for name in ("documents", "train")
+    )
+    text_by_id = {document["document_id"]: document["text"] for document in documents}
+    assert not any(pair["query"] in text_by_id[pair["document_id"]] for pair in pairs)
+    train.main([str(SPECS / "pages.yaml"), "--dry-run"])
+    assert len(capsys.readouterr().out.splitlines()) == 7
 
 
 @pytest.mark.parametrize("name", CASES)

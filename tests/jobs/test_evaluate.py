@@ -265,6 +265,8 @@ def test_images_of_examples(spec_file, tmp_path):
         ("weights=[1]", "weights"),
         ("weights=[1, -1]", "weights"),
         ("weights=2", "weights"),
+        ("candidates=[{generator: single, num_candidates: [99]}]", "candidates[0].num_candidates"),
+        ("candidates=[{generator: single, num_candidates: []}]", "candidates[0].num_candidates"),
     ],
 )
 def test_invalid_specs(spec_file, tmp_path, override, field):
@@ -365,6 +367,45 @@ def test_weights_of_the_hybrid_score(spec_file, index_uri, tmp_path, capsys):
     assert str(caught.value) == (
         "weights must be [1.0, 1.0] unless hybrid is among the scores, got [1.0, 2.0]"
     )
+
+
+def test_recall_of_candidate_generators(spec_file, index_uri, tmp_path, capsys):
+    """Rows of a generator are compared with the exact search of the same representation."""
+    options = ["k=3", "measures=[nDCG@3]", "representations=[hpool_2]", "judged=item"]
+    options.append("candidates=[{generator: single, num_candidates: [3, 100]}]")
+    evaluate.main([spec_file, *options])
+    printed = capsys.readouterr().out
+    assert "single of hpool_2.maxsim" in printed
+    stored = read_results(str(tmp_path / "out"), "output")
+    rows = {row.candidates["num_candidates"]: row for row in stored.results if row.candidates}
+    exact = stored.row("hpool_2.maxsim")
+    assert rows[100].values == exact.values
+    assert "recall@10" not in rows[100].candidates  # there are only three hits
+    for row in rows.values():
+        assert row.first_stage == exact.name
+        assert stored.comparison(row).reference == exact.name
+        # the single vector has 384 dimensions of two bytes
+        assert row.vector_bytes == pytest.approx(exact.vector_bytes + 768, abs=100)
+    searcher = open_index(index_uri)
+    keywords = {"k": 3, "candidates": "single", "num_candidates": 3}
+    (ranking,) = searcher.rank(["the lift of a wing"], "hpool_2", **keywords)
+    run = read_run(str(tmp_path / "out/runs/hpool_2.single-3.trec"))
+    assert run["1"] == pytest.approx(ranking.scores_by_item())
+    with (tmp_path / "out/candidates.csv").open() as file:
+        assert [row["candidates"] for row in csv.DictReader(file)] == ["3", "100"]
+    assert (tmp_path / "out/candidates_recall.png").stat().st_size > 1000
+    assert "Candidate generators" in (tmp_path / "out/report.html").read_text()
+
+    for override, sentence in (
+        ("candidates=[{generator: lemur}]", "candidates[0].generator must be one of exact, single"),
+        (
+            "candidates=[{generator: single, representation: full}]",
+            "candidates[0].representation must be one of hpool_2, got 'full', which is not",
+        ),
+    ):
+        with pytest.raises(SpecError) as caught:
+            evaluate.main([spec_file, *options[:-1], override])
+        assert str(caught.value).startswith(sentence)
 
 
 @pytest.mark.parametrize(

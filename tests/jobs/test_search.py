@@ -80,6 +80,16 @@ def test_run_over_a_file(index_uri, query_file, tmp_path, group_by, capsys):
     assert re.fullmatch(r"encoded [\d,.]+ queries/s, scored [\d,.]+ queries/s", throughput)
 
 
+def test_run_with_candidates(index_uri, query_file, tmp_path):
+    out = str(tmp_path / "run.trec")
+    options = ["--candidates", "single", "--num-candidates", "4", "--k", "2"]
+    search.main([index_uri, "--queries", query_file, "--run", out, *options])
+    keywords = {"candidates": "single", "num_candidates": 4, "k": 2}
+    rankings = open_index(index_uri).rank(list(TEXTS.values()), **keywords)
+    run = read_run(out)
+    assert [list(run[query_id]) for query_id in TEXTS] == [r.item_ids for r in rankings]
+
+
 def test_actors_equal_one_process(index_uri, query_file, tmp_path, cluster):
     runs = []
     for options in (["--actors", "2"], ["--no-cache"]):
@@ -328,6 +338,10 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
         (["--weights", "1", "2"], "weights must be (1.0, 1.0) for the score maxsim, "
          "got (1.0, 2.0)"),
         (["--weights", "1", "x"], "argument --weights: invalid float value: 'x'; see --help"),
+        (["--candidates", "lemur"], "candidates must be one of exact, single, got 'lemur', which "
+         "was not built for full; build it with `python -m jobs.candidates INDEX GENERATOR` for "
+         "full"),
+        (["--num-candidates", "9"], "num_candidates must be at least k = 10, got 9"),
         (["-k", "0"], "argument -k/--k: must be an integer >= 1, got '0'; see --help"),
         (["-k", "true"], "argument -k/--k: must be an integer >= 1, got 'true'; see --help"),
         (["--score", "best"], "argument --score: invalid choice: 'best' (choose from 'maxsim', "

@@ -71,6 +71,25 @@ def test_equals_in_process_search_with_options(client, searcher, index, ours, th
         )
 
 
+def test_candidates_equal_in_process_search(client, searcher):
+    options = {"representation": "hpool_2", "k": 2, "candidates": "single", "num_candidates": 4}
+    for query in QUERIES:
+        hits = client.search(query, index="whole", **options).hits
+        assert_same(hits, searcher.search(query, **options))
+        sharded = client.search(query, index="texts", **options).hits
+        assert all(a.score >= b.score - 1e-5 for a, b in zip(sharded, hits, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"candidates": "lemur"}, "candidates"), ({"num_candidates": 5}, "num_candidates")],
+)
+def test_rejects_invalid_candidates(client, options, field):
+    with pytest.raises(ServerError) as caught:
+        client.search("wing", index="texts", **options)
+    assert (caught.value.problem.code, caught.value.problem.field) == ("invalid_argument", field)
+
+
 @pytest.mark.parametrize("index", INDEXES)
 def test_batch_search(client, searcher, index):
     response = client.search_batch(QUERIES, index=index, k=3)

@@ -1,0 +1,66 @@
+"""The candidates job as a user runs it, and its errors."""
+
+import shutil
+
+import pytest
+
+from jobs import candidates
+from pipeline import open_index
+from pipeline.config import SpecError
+from pipeline.index.reader import Index
+
+
+@pytest.fixture
+def uri(index_uri, tmp_path) -> str:
+    """Copy of the index that the test may change."""
+    shutil.copytree(index_uri, tmp_path / "index")
+    return str(tmp_path / "index")
+
+
+OPTIONS = ["representation=hpool_2", "generator.num_features=16", "generator.features=random"]
+
+
+def test_builds_lists_and_drops_a_generator(uri, cluster, capsys, tmp_path):
+    candidates.main([uri])
+    assert capsys.readouterr().out == "the index has no candidate generators\n"
+    (tmp_path / "log.tsv").write_text("1\tthe lift of a wing\n2\thow to bake bread at home\n")
+    candidates.main([uri, "lemur", *OPTIONS, f"queries={tmp_path}/log.tsv"])
+    printed = capsys.readouterr().out
+    assert "fitting lemur to 8 items" in printed
+    candidates.main([uri])
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["representation", "generator", "revision"]
+    assert row.split() == ["hpool_2", "lemur", "1", "7", "7"]
+    keywords = {"k": 3, "candidates": "lemur", "num_candidates": 5}
+    (found,) = open_index(uri).rank(["the lift of a wing"], "hpool_2", **keywords)
+    (exact,) = open_index(uri).rank(["the lift of a wing"], "hpool_2", k=9)
+    assert set(found.scores_by_item().items()) <= set(exact.scores_by_item().items())
+
+    candidates.main([uri, "lemur", "representation=hpool_2", "--drop"])
+    assert not Index(uri).candidates_columns
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lemour"], r"generator\.name must be one of .*did you mean 'lemur'"),
+        (["lemur", "representation=hpool_9"], r"representation must be one of full, hpool_4"),
+        (["lemur", "generator.num_features=0"], r"generator\.num_features must be .*got 0"),
+        (["lemur", "features=mlp"], r"features"),
+        (["lemur", "queries=gone.tsv"], r"queries must be .*gone\.tsv', which does not exist"),
+        (["lemur", "--drop"], r"generator must be a generator of the index, got 'lemur'"),
+        (["representation=full"], r"GENERATOR must be the name of a generator"),
+    ],
+)
+def test_invalid_arguments(uri, arguments, message):
+    with pytest.raises(SpecError, match=message):
+        candidates.main([uri, *arguments])
+    assert not Index(uri).candidates_columns
+
+
+def test_conflicting_options(uri, capsys):
+    for options in (["lemur", "--refit", "--drop"], ["--drop"]):
+        with pytest.raises(SystemExit) as caught:
+            candidates.main([uri, *options])
+        assert caught.value.code == 2
+    assert "--refit and --drop require GENERATOR" in capsys.readouterr().err

@@ -17,11 +17,15 @@ when all items have new codes. Without GENERATOR, the command lists the generato
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jobs
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import check_index
+
+if TYPE_CHECKING:  # imported lazily to keep --help fast
+    from pipeline.search.query import AnyQuery
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "=" in args.generator:
         raise SpecError("GENERATOR", args.generator, "the name of a generator before assignments")
 
-    from pipeline.eval.topics import read_queries
+    from pipeline.eval.topics import read_queries, read_query_vectors
     from pipeline.search import candidates_job
 
     fields = {"index": args.index, "generator": {"name": args.generator}}
@@ -61,7 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         candidates_job.drop(spec, job=jobs.job_id(), report=jobs.say)
         return
     candidates_job.check(spec, refit=args.refit)
-    queries = list(read_queries(spec.queries).values()) if spec.queries else []
+    queries: list[AnyQuery] = []
+    if spec.queries is not None:
+        is_vectors = spec.queries.endswith((".npy", ".parquet"))
+        read = read_query_vectors if is_vectors else read_queries
+        queries = list(read(spec.queries).values())
     with jobs.cluster():
         candidates_job.run(
             spec,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import jobs
 
 BENCHES = {
+    "candidates": "candidate generators against exact search: build time, recall, latency",
     "compress": "time and memory of each compressor; their share of indexing",
     "encode": "image and text encoders: attention statistics, throughput, number of actors",
     "maxsim": "MaxSim on CPUs against a padded einsum and the peak rates of the machine",

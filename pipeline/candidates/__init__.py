@@ -15,7 +15,7 @@ from typing import ClassVar, Generic, NamedTuple
 import numpy as np
 import torch
 
-from pipeline.codecs import Codec
+from pipeline.codecs import Codec, Parts
 from pipeline.config import ComponentSpec, ComponentSpecT
 
 
@@ -87,6 +87,15 @@ class Generator(ABC, Generic[ComponentSpecT]):
             Vectors (V, `dim`) float32 of the codes, one item after another, and their numbers (B,)
             int64, which are 0 for items without vectors.
         """
+
+    def remarks(self, parts: Parts, lengths_B: torch.Tensor) -> list[str]:
+        """Returns sentences about the codes of a sample of items, for the user.
+
+        Args:
+            parts: Parts of the codes (V, width), one item after another.
+            lengths_B: (B,) int64, number of vectors per code, which may be 0.
+        """
+        return []
 
     @abstractmethod
     def queries(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -30,6 +30,7 @@ from pipeline.index.session import Session
 from pipeline.registry import CANDIDATES, GeneratorSpec
 from pipeline.schema import with_metadata
 from pipeline.search.candidates_sample import draw_sample
+from pipeline.search.query import AnyQuery
 from pipeline.search.representations import representation_info
 from pipeline.stage import Resources
 
@@ -50,8 +51,9 @@ class CandidatesJobSpec(Spec):
     """Representation whose exact scores the generator approximates. Defaults to that of searches:
     `full` if it exists, otherwise the first."""
     queries: Uri | None = None
-    """File with past queries to which the generator is fitted, as for `jobs.search --queries`. By
-    default, passages of the items' texts are used, or vectors of the items."""
+    """File with past queries to which the generator is fitted: texts as for `jobs.search --queries`,
+    or vectors (.npy or .parquet) as for `--query-vectors`. By default, passages of the items' texts
+    are used, or vectors of the items."""
     fit_items: PositiveInt = 16384
     """Maximum number of items of the sample. It also ends when it has a million vectors."""
     fit_tokens: PositiveInt = 16384
@@ -76,7 +78,7 @@ def run(
     resources: CandidatesResources,
     *,
     job: str,
-    queries: Sequence[str] = (),
+    queries: Sequence[AnyQuery] = (),
     refit: bool = False,
     report: Callable[[str], None] = log.info,
     lease_seconds: float = 60.0,
@@ -89,7 +91,7 @@ def run(
         spec: Spec of the job.
         resources: Resources profile of the job.
         job: Identifier of the job.
-        queries: Texts of past queries to which the generator is fitted.
+        queries: Past queries to which the generator is fitted, all of the same kind.
         refit: Whether to fit the generator again.
         report: Called with each progress line.
         lease_seconds: Lifetime of the lease without renewal, in seconds.
@@ -119,6 +121,8 @@ def run(
             rows = [{"fragment": number} for number in missing]
             filled = fill_fragments(FillCodes, constructor_kwargs, rows, resources.encode)
             commit_filled(session, filled, spec.commit_fragments, progress, report)
+        for sentence in _remarks(Index(spec.index), column):
+            report(sentence)
         if former:
             session.writer.drop_columns(former)
             report(f"dropped {', '.join(former)}")
@@ -187,7 +191,7 @@ def _prepare(
     session: Session,
     spec: CandidatesJobSpec,
     resources: CandidatesResources,
-    queries: Sequence[str],
+    queries: Sequence[AnyQuery],
     refit: bool,
     report: Callable[[str], None],
 ) -> tuple[str, list[str]]:
@@ -222,8 +226,20 @@ def _prepare(
     return info.name, list(columns)
 
 
+def _remarks(index: Index, column: str) -> list[str]:
+    """Returns remarks about the first codes of the index."""
+    generator = index.generator(column)
+    for batch in index.batches([column], filter=f"`{column}` IS NOT NULL", batch_rows=4096):
+        parts, lengths = generator.codec.unpack(batch[column], generator.dim)
+        tensors = {name: torch.from_numpy(part) for name, part in parts.items()}
+        return generator.remarks(tensors, torch.from_numpy(lengths))
+    return []
+
+
 @ray.remote
-def _fit(spec: CandidatesJobSpec, representation: str, queries: list[str]) -> dict[str, np.ndarray]:
+def _fit(
+    spec: CandidatesJobSpec, representation: str, queries: list[AnyQuery]
+) -> dict[str, np.ndarray]:
     """Fits the generator to a sample of the index."""
     sample = draw_sample(
         Index(spec.index),

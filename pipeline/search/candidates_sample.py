@@ -13,7 +13,7 @@ from pipeline.candidates import Sample
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
-from pipeline.search.query import QueryEncoders
+from pipeline.search.query import AnyQuery, QueryEncoders
 
 #: Number of words of the passages of items that are encoded as queries.
 PASSAGE_WORDS = 16
@@ -30,7 +30,7 @@ MIN_QUERY_TOKENS = 1024
 def draw_sample(
     index: Index,
     representation: str,
-    queries: Sequence[str],
+    queries: Sequence[AnyQuery],
     *,
     num_items: int,
     num_tokens: int,
@@ -44,7 +44,7 @@ def draw_sample(
     Args:
         index: Open version of an index.
         representation: Name of a column of token vectors.
-        queries: Texts of past queries.
+        queries: Past queries, all of the same kind.
         num_items: Maximum number of items. There are fewer if they have `MAX_VECTORS` vectors.
         num_tokens: Maximum number of token vectors.
         seed: Random seed.
@@ -61,10 +61,9 @@ def draw_sample(
     if not len(vectors_TD):
         problem = "has no vectors"
         raise SpecError("representation", representation, "a filled representation", problem)
-    texts = list(queries)
-    if not texts and has_texts:
-        texts = _passages(table[info.text_column].to_pylist(), rng)
-    tokens = list(_query_tokens(index, info, texts, num_tokens))
+    if not queries and has_texts:
+        queries = _passages(table[info.text_column].to_pylist(), rng)
+    tokens = list(_query_tokens(index, info, queries, num_tokens))
     if sum(map(len, tokens)) < MIN_QUERY_TOKENS:
         chosen = rng.permutation(len(vectors_TD))[:num_tokens]
         tokens.append(torch.from_numpy(vectors_TD[chosen]).float())
@@ -108,14 +107,14 @@ def _passages(texts: Sequence[str | None], rng: np.random.Generator) -> list[str
 
 
 def _query_tokens(
-    index: Index, info: RepresentationInfo, texts: Sequence[str], num_tokens: int
+    index: Index, info: RepresentationInfo, queries: Sequence[AnyQuery], num_tokens: int
 ) -> Iterator[torch.Tensor]:
-    """Yields the token vectors of texts until there are `num_tokens`."""
+    """Yields the token vectors of queries until there are `num_tokens`."""
     encoders = QueryEncoders(index)
     num_encoded = 0
-    for first in range(0, len(texts), QUERY_BATCH):
+    for first in range(0, len(queries), QUERY_BATCH):
         if num_encoded >= num_tokens:
             return
-        for tokens_MD in encoders.encode(texts[first : first + QUERY_BATCH], info.name).tokens:
+        for tokens_MD in encoders.encode(queries[first : first + QUERY_BATCH], info.name).tokens:
             num_encoded += len(tokens_MD)
             yield tokens_MD

@@ -145,6 +145,19 @@ def test_added_rows_are_scored_before_and_after_they_have_codes(uri, generator, 
     assert build(uri, generator).done == 0
 
 
+@pytest.mark.parametrize(("num_centroids", "is_warned"), [(64, False), (2, True)])
+def test_reports_distinct_centroids(uri, num_centroids, is_warned):
+    lines = []
+    job_spec = spec(uri, {"name": "centroids", "num_centroids": num_centroids})
+    candidates_job.run(job_spec, CandidatesResources(), job="2", report=lines.append)
+    stored = codes(uri, "full_centroids_1_candidates").values()
+    counts = [(len({tuple(code) for code in item}), len(item)) for item in stored]
+    num_distinct, num_vectors = np.mean(counts, axis=0)
+    sentence = f"{num_distinct:.1f} distinct centroids per item with {num_vectors:.1f} vectors"
+    (remark,) = [line for line in lines if line.startswith(sentence)]
+    assert ("may miss many results" in remark) == is_warned
+
+
 def test_removed_rows_disappear(uri):
     build(uri, LEMUR)
     options = {"k": 5, "candidates": "lemur", "num_candidates": 40}

@@ -1,0 +1,309 @@
+"""Benchmark of candidate generators against the exact search of the same index.
+
+    python -m jobs.bench candidates
+    python -m jobs.bench candidates --items 1000000 --generators lemur centroids --out figures.json
+    python -m jobs.bench candidates --vectors FOLDER
+
+The items are derived from real token vectors: each interpolates the vectors of two random documents
+and adds noise. By default, these are the abstracts of jobs/data/cranfield, encoded by MiniLM, merged
+to 32 vectors and projected to 128 dimensions. --vectors names a folder in the .npy layout of
+`jobs.export` with queries. Half of the queries are the log to which generators are fitted, the other
+half is searched.
+
+For each generator, the benchmark measures the time to build it, and by the number of candidates the
+recall of the exact results, the latency of single queries and the throughput in batches of 32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import jobs
+from jobs.bench.harness import Bench, Repeats, table
+
+#: Number of vectors per item and dimensions of the default vectors.
+NUM_VECTORS, DIM = 32, 128
+#: Standard deviation of the noise, relative to the norm of a vector.
+NOISE = 0.3
+#: Number of items that are generated together, and that a fragment of the index contains.
+FRAGMENT_ITEMS = 8192
+COLUMN = "full_int8"
+#: Depths of the measured recall, and number of queries per batch.
+DEPTHS, BATCH = (10, 100), 32
+#: Settings by name of a generator on the command line.
+GENERATORS: dict[str, dict[str, Any]] = {
+    "lemur": {"name": "lemur"},
+    "lemur-random": {"name": "lemur", "features": "random"},
+    "lemur-512": {"name": "lemur", "num_features": 512},
+    "centroids": {"name": "centroids"},
+}
+
+
+class Vectors(NamedTuple):
+    """Token vectors of documents and queries.
+
+    Attributes:
+        documents: Vectors (n, D) of each document.
+        queries: Vectors (M, D) of each query.
+    """
+
+    documents: list[np.ndarray]
+    queries: list[np.ndarray]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and runs the benchmark."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("--items", type=jobs.positive, default=100_000, help="number of items")
+    parser.add_argument("--vectors", help="folder with documents.npy, doclens.npy and queries.npy")
+    parser.add_argument(
+        "--generators", nargs="+", choices=GENERATORS, default=list(GENERATORS), metavar="NAME"
+    )
+    parser.add_argument(
+        "--num-candidates", type=jobs.positive, nargs="+", default=[100, 400, 1600, 6400]
+    )
+    parser.add_argument("--queries", type=jobs.positive, default=128, help="queries to search")
+    parser.add_argument("--repeats", type=jobs.positive, default=3, help="repeats of throughput")
+    parser.add_argument("--folder", type=Path, help="folder for the index (default: temporary)")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    arguments = list(arguments or [])
+    args = parser.parse_args(arguments)
+    bench = Bench("candidates", arguments, args.out)
+    vectors = read_vectors(args.vectors) if args.vectors else shipped_vectors()
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="candidates-") as folder:
+        os.environ["MAXRAY_CACHE"] = f"{folder}/cache"
+        uri = f"{folder}/index"
+        write_index(uri, derived(vectors.documents, args.items), vectors.documents[0].shape[1])
+        with jobs.cluster():
+            run(bench, args, uri, vectors.queries)
+
+
+def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> None:
+    """Measures the exact search and each generator, and reports a table."""
+    from pipeline.search.searcher import open_index
+
+    log, searched = queries[1::2], queries[::2][: args.queries]
+    searcher = open_index(uri)
+    searcher.load(COLUMN)
+    exact = searcher.rank(searched, COLUMN, k=max(DEPTHS))
+    p50, p99, rate = latencies(searcher, searched, args.repeats, {})
+    rows: list[list[Any]] = [["exact", "", "", "", 1.0, 1.0, p50, p99, str(rate)]]
+    figures: dict[str, Any] = {"exact": {"p50_ms": p50, "p99_ms": p99, "queries_per_s": rate}}
+    for name in args.generators:
+        seconds, num_bytes = build(uri, GENERATORS[name], log)
+        searcher = open_index(uri)
+        searcher.load(COLUMN, candidates=GENERATORS[name]["name"])
+        for number in args.num_candidates:
+            options = {"candidates": GENERATORS[name]["name"], "num_candidates": number}
+            k = min(max(DEPTHS), number)
+            found = searcher.rank(searched, COLUMN, k=k, **options)
+            recalls = [recall(exact, found, depth) for depth in DEPTHS]
+            p50, p99, rate = latencies(searcher, searched, args.repeats, options)
+            cells = [name, f"{seconds:.1f}", num_bytes, number, *recalls, p50, p99, str(rate)]
+            rows.append(cells)
+            print(f"{name} {number}: recall {recalls}, {p50:.2f} ms", flush=True)
+            figures[f"{name} {number}"] = {
+                "build_seconds": seconds,
+                "bytes": num_bytes,
+                **{f"recall@{d}": value for d, value in zip(DEPTHS, recalls, strict=True)},
+                "p50_ms": p50,
+                "p99_ms": p99,
+                "queries_per_s": rate,
+            }
+        drop(uri, GENERATORS[name])
+    lengths = [len(query) for query in searched]
+    title = (
+        f"{args.items:,} items derived from real vectors, {len(searched)} queries of"
+        f" {np.mean(lengths):.0f} tokens on average, int8; generators fitted to {len(log)} others"
+    )
+    header = ["generator", "build s", "B/item", "candidates"]
+    header += [*(f"recall@{depth}" for depth in DEPTHS), "p50 ms", "p99 ms", "queries/s"]
+    cells = [[f"{c:.3f}" if i in (4, 5) else c for i, c in enumerate(row)] for row in rows]
+    bench.add("candidates", title, figures, table(header, cells))
+
+
+def build(uri: str, generator: dict[str, Any], log: list[np.ndarray]) -> tuple[float, float]:
+    """Builds a generator. Returns the seconds it takes and the bytes per item of its codes."""
+    from pipeline.config import parse
+    from pipeline.index.reader import Index
+    from pipeline.search import candidates_job
+
+    spec = parse(candidates_job.CandidatesJobSpec, {"index": uri, "generator": generator})
+    start = time.perf_counter()
+    candidates_job.run(
+        spec,
+        candidates_job.CandidatesResources(),
+        job=jobs.job_id(),
+        queries=log,
+        report=jobs.say,
+    )
+    seconds = time.perf_counter() - start
+    index = Index(uri)
+    (column,) = index.candidates_columns
+    fitted = index.generator(column)
+    rows = index.dataset.to_table(columns=[column], limit=1000)
+    _, lengths = fitted.codec.unpack(rows[column], fitted.dim)
+    return seconds, fitted.codec.token_bytes(fitted.dim) * float(lengths.mean())
+
+
+def drop(uri: str, generator: dict[str, Any]) -> None:
+    """Drops a generator."""
+    from pipeline.config import parse
+    from pipeline.search import candidates_job
+
+    spec = parse(candidates_job.CandidatesJobSpec, {"index": uri, "generator": generator})
+    candidates_job.drop(spec, job=jobs.job_id(), report=jobs.say)
+
+
+def latencies(
+    searcher: Any, queries: list[np.ndarray], repeats: int, options: dict[str, Any]
+) -> tuple[float, float, Repeats]:
+    """Measures the median and 99th percentile of a query in ms, and queries per second in batches.
+
+    Queries are transformed beforehand, so that only candidate generation and scoring are measured.
+    """
+    encoded = [searcher.queries([query], COLUMN) for query in queries]
+    for query in encoded[:3]:  # warm-up
+        searcher.rank(query, COLUMN, k=10, **options)
+    times = [seconds_of(lambda q=q: searcher.rank(q, COLUMN, k=10, **options)) for q in encoded]
+    batches = [searcher.queries(list(batch), COLUMN) for batch in itertools.batched(queries, BATCH)]
+    rates = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for batch in batches:
+            searcher.rank(batch, COLUMN, k=10, **options)
+        rates.append(len(queries) / (time.perf_counter() - start))
+    p50, p99 = (1000 * float(np.percentile(times, p)) for p in (50, 99))
+    return p50, p99, Repeats(tuple(rates))
+
+
+def seconds_of(call: Any) -> float:
+    """Returns the seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def recall(exact: Sequence[Any], found: Sequence[Any], depth: int) -> float:
+    """Returns the mean share of the `depth` best exact results that were found."""
+    shares = [
+        len(set(reference.item_ids[:depth]) & set(ranking.item_ids)) / depth
+        for reference, ranking in zip(exact, found, strict=True)
+    ]
+    return float(np.mean(shares))
+
+
+# -- vectors -----------------------------------------------------------------------------------
+
+
+def shipped_vectors() -> Vectors:
+    """Encodes the shipped abstracts and their queries, merges and projects the vectors."""
+    import pyarrow as pa
+    import torch
+
+    from pipeline.compression.hpool import HPool
+    from pipeline.encoders.minilm import MiniLM
+    from pipeline.tokens import unit_vectors
+
+    folder = Path("jobs/data/cranfield")
+    texts, queries = (
+        [json.loads(line)["text"] for line in (folder / name).read_text().splitlines()]
+        for name in ("corpus.jsonl", "queries.jsonl")
+    )
+    encoder = MiniLM(MiniLM.Spec())
+    merge = HPool(HPool.Spec(num_vectors=NUM_VECTORS))
+    generator = torch.Generator().manual_seed(0)
+    projection, _ = torch.linalg.qr(torch.randn(encoder.dim, DIM, generator=generator))
+    documents: list[np.ndarray] = []
+    table = pa.table({"item_id": [str(i) for i in range(len(texts))], "text": texts})
+    for _, batch in encoder.encode(table.filter(pa.compute.field("text") != "")):
+        merged = merge.compress(batch)
+        for vectors, mask in zip(merged.vectors, merged.mask, strict=True):
+            documents.append(_unit((vectors[mask] @ projection).numpy()))
+    encoded = encoder.encode_queries(queries).tokens
+    tokens = zip(unit_vectors(encoded), encoded.mask, strict=True)
+    return Vectors(documents, [_unit((v[m] @ projection).numpy()) for v, m in tokens])
+
+
+def read_vectors(folder: str) -> Vectors:
+    """Reads documents and queries in the .npy layout."""
+    vectors = np.load(f"{folder}/documents.npy", mmap_mode="r")
+    ends = np.load(f"{folder}/doclens.npy").cumsum()
+    documents = [_unit(part) for part in np.split(vectors, ends[:-1]) if len(part)]
+    queries = np.load(f"{folder}/queries.npy")
+    return Vectors(documents, [_unit(query[np.any(query != 0, axis=1)]) for query in queries])
+
+
+def derived(documents: list[np.ndarray], num_items: int) -> Iterator[list[np.ndarray]]:
+    """Yields blocks of items that interpolate two documents, with noise."""
+    rng = np.random.default_rng(0)
+    for first in range(0, num_items, FRAGMENT_ITEMS):
+        block = []
+        for _ in range(min(FRAGMENT_ITEMS, num_items - first)):
+            one, other = (documents[i] for i in rng.integers(len(documents), size=2))
+            mixed = one + rng.uniform(0, 0.5) * other[rng.integers(len(other), size=len(one))]
+            noise = rng.normal(0, NOISE / np.sqrt(one.shape[1]), one.shape)
+            block.append(_unit(_unit(mixed) + noise))
+        yield block
+
+
+def write_index(uri: str, blocks: Iterator[list[np.ndarray]], dim: int) -> None:
+    """Writes an index of int8 vectors, in fragments as the index job does."""
+    import pyarrow as pa
+    import torch
+    from lance import LanceDataset, LanceOperation
+    from lance.fragment import write_fragments
+
+    from pipeline.codecs.int8 import Int8
+    from pipeline.config import parse
+    from pipeline.index.columns import Representation, representation_fields
+    from pipeline.index.info import EncoderInfo
+    from pipeline.index.reader import ITEMS, part_uri
+    from pipeline.index.writer import STORAGE_VERSION
+    from pipeline.schema import ITEM, Item
+
+    encoder_info = EncoderInfo(
+        spec={"name": "precomputed", "dim": dim, "label": "bench"},
+        fingerprint="bench",
+        dim=dim,
+        pooled_dim=None,
+        normalised=True,
+        has_spans=False,
+        has_extents=False,
+        prefix="precomputed",
+        query_kinds=(),
+    )
+    representation = parse(Representation, {"compressor": "none", "codec": "int8", "id": COLUMN})
+    fields = representation_fields(representation, encoder_info, None)
+    schema = pa.schema([*ITEM, *fields])
+    codec, fragments, number = Int8(Int8.Spec()), [], 0
+    for block in blocks:
+        names = [f"{i:09}" for i in range(number, number + len(block))]
+        number += len(block)
+        rows = pa.Table.from_pylist(
+            [Item(name, name, "bench", "text", "1").row() for name in names], schema=ITEM
+        )
+        vectors = torch.from_numpy(np.concatenate(block).astype(np.float32))
+        column = codec.encode_rows(vectors, np.array([len(item) for item in block]))
+        fragments += write_fragments(
+            rows.append_column(fields[0], column.cast(fields[0].type)).cast(schema),
+            part_uri(uri, ITEMS),
+            data_storage_version=STORAGE_VERSION,
+        )
+    LanceDataset.commit(part_uri(uri, ITEMS), LanceOperation.Overwrite(schema, fragments))
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    """Normalises vectors to unit length."""
+    vectors = np.asarray(vectors, np.float32)
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

@@ -4,11 +4,11 @@
     python -m jobs.bench candidates --items 1000000 --generators lemur centroids --out figures.json
     python -m jobs.bench candidates --vectors FOLDER
 
-The items are derived from real token vectors: each interpolates the vectors of two random documents
-and adds noise. By default, these are the abstracts of jobs/data/cranfield, encoded by MiniLM, merged
-to 32 vectors and projected to 128 dimensions. --vectors names a folder in the .npy layout of
-`jobs.export` with queries. Half of the queries are the log to which generators are fitted, the other
-half is searched.
+The items are derived from real token vectors: each interpolates the vectors of two random
+documents and adds noise. By default, these are the abstracts of jobs/data/cranfield, encoded by
+MiniLM, merged to 32 vectors and projected to 128 dimensions. --vectors names a folder in the .npy
+layout of `jobs.export` with queries. Half of the queries are the log to which generators are
+fitted, the other half is searched.
 
 For each generator, the benchmark measures the time to build it, and by the number of candidates the
 recall of the exact results, the latency of single queries and the throughput in batches of 32.
@@ -16,7 +16,6 @@ recall of the exact results, the latency of single queries and the throughput in
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import tempfile
@@ -176,7 +175,10 @@ def latencies(
     for query in encoded[:3]:  # warm-up
         searcher.rank(query, COLUMN, k=10, **options)
     times = [seconds_of(lambda q=q: searcher.rank(q, COLUMN, k=10, **options)) for q in encoded]
-    batches = [searcher.queries(list(batch), COLUMN) for batch in itertools.batched(queries, BATCH)]
+    batches = [
+        searcher.queries(queries[first : first + BATCH], COLUMN)
+        for first in range(0, len(queries), BATCH)
+    ]
     rates = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -51,9 +51,9 @@ class CandidatesJobSpec(Spec):
     """Representation whose exact scores the generator approximates. Defaults to that of searches:
     `full` if it exists, otherwise the first."""
     queries: Uri | None = None
-    """File with past queries to which the generator is fitted: texts as for `jobs.search --queries`,
-    or vectors (.npy or .parquet) as for `--query-vectors`. By default, passages of the items' texts
-    are used, or vectors of the items."""
+    """File with past queries to which the generator is fitted: texts as for `--queries` of
+    `jobs.search`, or vectors (.npy or .parquet) as for `--query-vectors`. By default, passages of
+    the items' texts are used, or vectors of the items."""
     fit_items: PositiveInt = 16384
     """Maximum number of items of the sample. It also ends when it has a million vectors."""
     fit_tokens: PositiveInt = 16384

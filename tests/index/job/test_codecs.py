@@ -298,7 +298,7 @@ def test_recompression_from_quantised_vectors(cluster, tmp_path, collection):
         assert np.array_equal(bits[item_id] > 0, item > 0)
     assert bool(Index(str(uri)).codec("residual").artefact["normalised"])
     export(str(uri), str(tmp_path / "out"), "full_int8", form="npy", report=lambda line: None)
-    exported = np.load(tmp_path / "out/vectors.npy")
+    exported = np.load(tmp_path / "out/documents.npy")
     assert exported.dtype == np.float32
     np.testing.assert_array_equal(exported, np.concatenate(list(source.values())))
 

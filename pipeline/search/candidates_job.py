@@ -38,6 +38,8 @@ log = logging.getLogger("maxray.candidates")
 
 #: Number of rows whose codes are computed together.
 BATCH_ROWS = 1024
+#: Maximum number of items on which the remarks about a generator are based.
+REMARK_ITEMS = 4096
 
 
 class CandidatesJobSpec(Spec):
@@ -229,11 +231,13 @@ def _prepare(
 def _remarks(index: Index, column: str) -> list[str]:
     """Returns remarks about the first codes of the index."""
     generator = index.generator(column)
-    for batch in index.batches([column], filter=f"`{column}` IS NOT NULL", batch_rows=4096):
-        parts, lengths = generator.codec.unpack(batch[column], generator.dim)
-        tensors = {name: torch.from_numpy(part) for name, part in parts.items()}
-        return generator.remarks(tensors, torch.from_numpy(lengths))
-    return []
+    with index.corruption_errors():
+        table = index.dataset.to_table(
+            columns=[column], filter=f"`{column}` IS NOT NULL", limit=REMARK_ITEMS
+        )
+    parts, lengths = generator.codec.unpack(table[column], generator.dim)
+    tensors = {name: torch.from_numpy(part) for name, part in parts.items()}
+    return generator.remarks(tensors, torch.from_numpy(lengths))
 
 
 @ray.remote

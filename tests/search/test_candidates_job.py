@@ -145,7 +145,7 @@ def test_added_rows_are_scored_before_and_after_they_have_codes(uri, generator, 
     assert build(uri, generator).done == 0
 
 
-@pytest.mark.parametrize(("num_centroids", "is_warned"), [(64, False), (2, True)])
+@pytest.mark.parametrize(("num_centroids", "is_warned"), [(400, False), (2, True)])
 def test_reports_distinct_centroids(uri, num_centroids, is_warned):
     lines = []
     job_spec = spec(uri, {"name": "centroids", "num_centroids": num_centroids})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,20 +71,34 @@ class Bm25:
         self._bm25.index((words, vocabulary), show_progress=False)
         self._empty_token = vocabulary.get("")  # of texts that have only stop words
 
-        self._names = parent_ids if judged == "parent" else item_ids
+        self._names = np.array(parent_ids if judged == "parent" else item_ids, dtype=object)
         self._order = np.argsort(np.argsort(item_ids))  # breaks ties by item id, as search does
         self._groups = np.unique(parent_ids, return_inverse=True)[1] if judged == "parent" else None
 
-    def rank(self, queries: Sequence[str], k: int) -> list[dict[str, float]]:
-        """Returns the scores of the k best documents for each query in descending order."""
-        return [self._rank(words, k) for words in self._words(queries, update_vocab=False)]
+    def rank(
+        self, queries: Sequence[str], k: int, pools: Sequence[Collection[str]] | None = None
+    ) -> list[dict[str, float]]:
+        """Returns the scores of the k best documents for each query in descending order.
 
-    def _rank(self, words: list[int], k: int) -> dict[str, float]:
+        Args:
+            queries: Texts of the queries.
+            k: Maximum number of documents per query.
+            pools: Ids of the documents to rank for each query, or None to rank all documents.
+        """
+        queries_words = self._words(queries, update_vocab=False)
+        return [
+            self._rank(words, k, None if pools is None else set(pools[number]))
+            for number, words in enumerate(queries_words)
+        ]
+
+    def _rank(self, words: list[int], k: int, pool: set[str] | None) -> dict[str, float]:
         words = [word for word in words if word != self._empty_token]
         if not words:
             return {}
         scores = self._bm25.get_scores(words)
         scores[scores <= 0] = -np.inf
+        if pool is not None:
+            scores[[name not in pool for name in self._names]] = -np.inf
         best = top_rows(scores, None, self._order, k, self._groups)
         return {self._names[row]: float(scores[row]) for row in best}
 

@@ -30,6 +30,8 @@ from pipeline.schema import ITEM, Hit
 from pipeline.scores import RENAMED
 from pipeline.search.candidates import EXACT, generator_column
 from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
+from pipeline.search.query import encode
+from pipeline.search.score import Ranking
 from pipeline.search.searcher import Searcher
 
 if TYPE_CHECKING:
@@ -54,7 +56,9 @@ class Ranker:
         self._diagnoser: Diagnoser | None = None
         self._rerankers: dict[str, Reranker] = {}
         self._loaded: dict[tuple[str, str | None], Reranker] = {}  # by model and precision
-        self.judgments = digest([judged.queries, judged.qrels, spec.judged])
+        options = judged.options()
+        judgments = [judged.queries, judged.qrels, spec.judged, *([options] if options else [])]
+        self.judgments = digest(judgments)
 
     def key(self, row: Row) -> str:
         """Computes the cache key of `measure`, which is a hash of everything that it depends on."""
@@ -112,7 +116,7 @@ class Ranker:
 
             try:
                 reranker = Reranker(spec.model, precision=spec.precision)
-                reranker.check(self._searcher.index, list(self._judged.queries.values()))
+                reranker.check(self._searcher.index, self._judged.inputs)
             except SpecError as error:
                 field = f"rerank[{self._spec.rerank.index(spec)}].model"
                 raise error.at(field) from None
@@ -180,7 +184,10 @@ class Ranker:
             query_start = time.perf_counter()
             rank([number])
             latencies_ms.append(1000 * (time.perf_counter() - query_start))
-        rankings = dict(zip(self._judged.queries, ranked, strict=True))
+        rankings = {
+            query_id: self._judged.remove_queries(query_id, scores)
+            for query_id, scores in zip(self._judged.queries, ranked, strict=True)
+        }
         return CachedResult(
             rankings=rankings,
             values=per_query(rankings, self._judged.qrels, self._spec.measures),
@@ -227,23 +234,46 @@ class Ranker:
         spec = self._spec
         ranker = bm25.Bm25(self._searcher.index, spec.judged, spec.text, spec.filter)
         texts = list(self._judged.queries.values())
-        return lambda numbers: ranker.rank([texts[number] for number in numbers], self._spec.k)
+        return lambda numbers: ranker.rank(
+            [texts[number] for number in numbers], self._spec.k, self._pools(numbers)
+        )
+
+    def _pools(self, numbers: Sequence[int]) -> list[list[str]] | None:
+        """Returns the documents that are ranked for some of the queries, or None for all."""
+        if self._judged.pools is None:
+            return None
+        query_ids = list(self._judged.queries)
+        return [self._judged.pools.get(query_ids[number], []) for number in numbers]
 
     def _vector_ranker(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         name = row.representation
         assert row.score != BM25
         candidates = EXACT if row.candidates is None else row.candidates.generator
         self._searcher.load(name, row.score, candidates)
-        reranker, texts = row.rerank, list(self._judged.queries.values())
+        reranker, inputs = row.rerank, self._judged.inputs
         depth = self._spec.k if reranker is None else max(self._spec.k, reranker.rerank_depth)
         options = {"k": depth, **self._search_options(row.score)}
         if row.candidates is not None:
             options |= {"candidates": candidates, "num_candidates": row.candidates.number}
 
+        pool_option = "parents" if self._group_by else "ids"
+
+        def first_stage(numbers: Sequence[int]) -> list[Ranking]:
+            pools = self._pools(numbers)
+            if pools is None:
+                return self._searcher.rank(self._queries(name, numbers), name, **options)
+            return [
+                ranking
+                for number, pool in zip(numbers, pools, strict=True)
+                for ranking in self._searcher.rank(
+                    self._queries(name, [number]), name, **{**options, pool_option: pool}
+                )
+            ]
+
         def rank(numbers: Sequence[int]) -> list[dict[str, float]]:
-            rankings = self._searcher.rank(self._queries(name, numbers), name, **options)
+            rankings = first_stage(numbers)
             if reranker is not None:
-                selected = [texts[number] for number in numbers]
+                selected: Any = [inputs[number] for number in numbers]
                 rankings = self.reranker(reranker).rerank(
                     self._searcher, selected, rankings, self._spec.k
                 )
@@ -263,8 +293,10 @@ class Ranker:
             return [self._vectors[number] for number in numbers]
         encoder = self._searcher.index.representation(representation).encoder.fingerprint
         if encoder not in self._encoded:
-            texts = list(self._judged.queries.values())
-            self._encoded[encoder] = self._searcher.encoder(representation).encode_queries(texts)
+            query_encoder = self._searcher.encoder(representation)
+            if self._judged.instruction is not None:
+                query_encoder = query_encoder.with_instruction(self._judged.instruction)
+            self._encoded[encoder] = encode(query_encoder, self._judged.inputs)
         encoded = self._encoded[encoder]
         tokens = encoded.tokens.take(torch.tensor(numbers))
         return EncodedQueries(tokens, [encoded.token_texts[number] for number in numbers])

@@ -247,8 +247,8 @@ class Encoder(ABC, Generic[ComponentSpecT]):
 def fill_template(template: str, instruction: str = DEFAULT_INSTRUCTION) -> str:
     """Replaces the slot of a query template by an instruction.
 
-    >>> fill_template("Instruct: {instruction}\\nQuery: ", "Find a page.")
-    'Instruct: Find a page.\\nQuery: '
+    >>> fill_template("Instruct: {instruction} Query: ", "Find a page.")
+    'Instruct: Find a page. Query: '
     """
     return template.replace(INSTRUCTION_SLOT, instruction)
 

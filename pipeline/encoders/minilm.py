@@ -128,7 +128,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         """Attention implementation."""
         query_prefix: str = ""
         """Prefix of each query. Its tokens are kept, with kind `PROMPT`. `{instruction}` is
-        replaced by the instruction of the benchmark's task."""
+        replaced with the instruction of the benchmark's task."""
         document_prefix: str = ""
         """Prefix of each item. Its tokens are kept, with kind `PROMPT`."""
 

@@ -81,8 +81,8 @@ class StatesSpec(QwenSpec):
     document_prompt: Prompt = DOCUMENT_PROMPT
     """Prompt of items. `{content}` is replaced with the item."""
     query_prompt: Prompt = QUERY_PROMPT
-    """Prompt of queries. `{content}` is replaced with the query. `{instruction}`, or the instruction
-    of the default prompt, is replaced with the instruction of the benchmark's task."""
+    """Prompt of queries. `{content}` is replaced with the query, and `{instruction}` or the
+    instruction of the default prompt with that of the benchmark's task."""
     mask_composed: bool = True
     """Drop the image tokens of composed queries (SMART, appendix B). The text tokens have attended
     to them.

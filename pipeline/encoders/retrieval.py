@@ -50,8 +50,8 @@ class RetrievalSpec(AppendedTokensSpec, CheckpointSpec):
     """Settings of query formatting and of the projection."""
 
     query_prefix: str | None = None
-    """Prefix of each query. If null, the checkpoint's prefix is used. `{instruction}` is replaced by
-    the instruction of the benchmark's task."""
+    """Prefix of each query. If null, the checkpoint's prefix is used. `{instruction}` is replaced
+    with the instruction of the benchmark's task."""
     num_augmentation: int = Field(10, ge=0)
     """Number of augmentation tokens appended to each query, whose vectors contribute to MaxSim."""
     projection: str | None = None

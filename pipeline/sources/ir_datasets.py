@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from pipeline import config, extras
 from pipeline.config import SpecError, close_match
-from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.decoding import Unreadable
+from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import Source, make_revision
 from pipeline.sources.manifests import to_json_value
 from pipeline.sources.text import join_title
@@ -192,7 +192,7 @@ def _unreadable(spec: DatasetSpec, error: Exception) -> SpecError:
     urls = [str(cause) for cause in causes if isinstance(cause, _MissingFile)]
     rule = f"a folder with the files of {spec.dataset}"
     if urls:
-        note = f"; place the file there as the documentation of ir_datasets says, or set download: true"
+        note = "; place it there as described in the documentation of ir_datasets, or download it"
         return SpecError("data", spec.data, rule, f"lacks the content of {urls[0]}", note)
     problem = f"cannot be read ({type(error).__name__}: {str(error)[:200]})"
     return SpecError("data", spec.data, rule, problem)

@@ -303,8 +303,8 @@ def query_text(row: Mapping[str, Any]) -> str:
 
     >>> query_text({"text": "What lifts?", "instruction": "Ignore birds."})
     'What lifts? Ignore birds.'
-    >>> query_text({"text": [{"role": "user", "content": "Hi"}, {"role": "bot", "content": "Yes?"}]})
-    'user: Hi; bot: Yes?'
+    >>> query_text({"text": [{"role": "user", "content": "Hi"}, {"role": "bot", "content": "Yes"}]})
+    'user: Hi; bot: Yes'
     """
     text, instruction = row.get("text") or "", row.get("instruction")
     if isinstance(text, str):

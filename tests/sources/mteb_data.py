@@ -6,14 +6,21 @@ a snapshot of the hub.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import yaml
 from PIL import Image
+
+#: Mark of tests that need mteb. The package is not imported, which takes seconds.
+NEEDS_MTEB = pytest.mark.skipif(
+    importlib.util.find_spec("mteb") is None, reason="needs the extra mteb"
+)
 
 Rows = Sequence[Mapping[str, Any]]
 

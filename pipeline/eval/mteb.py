@@ -47,7 +47,8 @@ class Mteb(Benchmark["Mteb.Spec"]):
 
     **Queries.** Texts, images, or both, which the encoder must support. The instruction of a single
     query is appended to its text, as in mteb. The instruction of the task replaces that of the
-    encoder's query template; encoders whose template has none ignore it.
+    encoder's query template; encoders whose template has none ignore it. Queries with an empty
+    text are left out.
 
     **Judgments.** All grades are preserved. Queries without judgments are left out.
 
@@ -208,7 +209,7 @@ def _queries(task: Task, data: TaskData) -> tuple[dict[str, str], dict[str, byte
     """Returns the texts and the images of the queries, by id.
 
     Raises:
-        SpecError: The queries contain audio or videos, or lack a text or an image.
+        SpecError: The queries contain audio or videos, or an image is missing.
     """
     name, modalities = task.spec.task, task.query_modalities
     rule = "a task whose queries are texts, images, or both"
@@ -218,9 +219,10 @@ def _queries(task: Task, data: TaskData) -> tuple[dict[str, str], dict[str, byte
     images: dict[str, bytes] = {}
     for row in data.queries:
         query_id = str(row["id"])
-        texts[query_id] = query_text(row) if "text" in modalities else ""
-        if "text" in modalities and not texts[query_id].strip():
-            raise SpecError("task", name, rule, f"has no text for the query {query_id!r}")
+        text = query_text(row) if "text" in modalities else ""
+        if "text" in modalities and not text.strip():
+            continue  # some tasks have empty queries
+        texts[query_id] = text
         if "image" in modalities:
             try:
                 image = file_content(row.get("image"), "image")

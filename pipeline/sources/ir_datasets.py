@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from pipeline.config import SpecError, close_match
 from pipeline.decoding import Unreadable
 from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import Source, make_revision
+from pipeline.sources.files import escape
 from pipeline.sources.manifests import to_json_value
 from pipeline.sources.text import join_title
 
@@ -109,7 +112,7 @@ class IrDatasets(Source["IrDatasets.Spec"]):
             if not text.strip():
                 raise Unreadable("empty text")
         except Unreadable as error:
-            return self.reject(ascii(item_id)[:200], revision, error, "list")
+            return self.reject(escape(item_id), revision, error, "list")
         return Item(
             item_id=item_id,
             parent_id=item_id,
@@ -134,13 +137,11 @@ def open_dataset(spec: DatasetSpec, *parts: str) -> Any:
         SpecError: The dataset does not exist or lacks a part.
     """
     extras.require("ir_datasets")
-    with reading(spec):
-        import ir_datasets
-
+    with reading(spec) as package:
         try:
-            dataset = ir_datasets.load(spec.dataset)
+            dataset = package.load(spec.dataset)
         except KeyError:
-            note = close_match(spec.dataset, ir_datasets.registry)
+            note = close_match(spec.dataset, package.registry)
             rule = "the id of a dataset of the package ir_datasets"
             raise SpecError("dataset", spec.dataset, rule, note=note) from None
     for part in parts:
@@ -150,35 +151,49 @@ def open_dataset(spec: DatasetSpec, *parts: str) -> Any:
 
 
 @contextlib.contextmanager
-def reading(spec: DatasetSpec) -> Iterator[None]:
-    """Context in which the package reads from the folder of a spec.
+def reading(spec: DatasetSpec) -> Iterator[Any]:
+    """Context in which the package, its value, reads from the folder of a spec.
 
     Raises:
         SpecError: A file is missing and must not be downloaded, or cannot be read.
     """
-    from ir_datasets.util import download
-
-    original = download.RequestsDownload.stream
-
-    def refuse(mirror: Any) -> Any:
-        raise _MissingFile(mirror.url)
-
     before = os.environ.get(HOME)
     if spec.data is not None:
         os.environ[HOME] = spec.data
+    package = _import_for(os.environ.get(HOME))
+    mirror = package.util.download.RequestsDownload
+    original = mirror.stream
     if not spec.download:
-        download.RequestsDownload.stream = refuse
+        mirror.stream = _refuse
     try:
-        yield
+        yield package
     except Exception as error:
         if isinstance(error, SpecError):
             raise
         raise _unreadable(spec, error) from error
     finally:
-        download.RequestsDownload.stream = original
+        mirror.stream = original
         if spec.data is not None:
             os.environ.pop(HOME)
             os.environ |= {} if before is None else {HOME: before}
+
+
+def _import_for(home: str | None) -> Any:
+    """Imports the package again if its folder has changed, which it reads when it is imported."""
+    global _home
+    if _home != home:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "ir_datasets"]:
+            del sys.modules[name]
+        _home = home
+    return importlib.import_module("ir_datasets")
+
+
+_home: str | None = ""
+
+
+def _refuse(mirror: Any) -> Any:
+    """Replaces the method that downloads a file."""
+    raise _MissingFile(mirror.url)
 
 
 class _MissingFile(OSError):

@@ -131,7 +131,7 @@ class Task:
         """
         self._check_folder()
         try:
-            with _network(self.spec.download and self.spec.data is None), _without_decoding():
+            with _datasets_settings(self.spec), _without_decoding():
                 if not self.mteb.data_loaded:
                     self.mteb.load_data()
                 self.mteb.convert_v1_dataset_format_to_v2(num_proc=None)
@@ -231,19 +231,32 @@ def _choose(field: str, value: str | None, names: Sequence[str], task: str) -> s
 
 
 @contextlib.contextmanager
-def _network(is_allowed: bool) -> Iterator[None]:
-    """Prevents requests to the hub inside the block, unless they are allowed."""
+def _datasets_settings(spec: TaskSpec) -> Iterator[None]:
+    """Prevents requests to the hub inside the block, unless the spec allows them.
+
+    Local data are cached in a folder of their own, because `datasets` identifies them only by the
+    name of their folder and would return the data of another one, or of an earlier version.
+    """
     import datasets
     import huggingface_hub
 
-    switches = [(huggingface_hub.constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
-    before = [getattr(module, name) for module, name in switches]
+    changes: list[tuple[Any, str, Any]] = []
+    if spec.data is not None:
+        folder = f"maxray-{config.digest(_state(spec.data))}"
+        cache = Path(datasets.config.HF_DATASETS_CACHE) / folder
+        changes.append((datasets.config, "HF_DATASETS_CACHE", cache))
+    if spec.data is not None or not spec.download:
+        changes += [
+            (module, "HF_HUB_OFFLINE", True)
+            for module in (huggingface_hub.constants, datasets.config)
+        ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
     try:
-        for module, name in switches:
-            setattr(module, name, getattr(module, name) or not is_allowed)
+        for module, name, value in changes:
+            setattr(module, name, value)
         yield
     finally:
-        for (module, name), value in zip(switches, before, strict=True):
+        for module, name, value in before:
             setattr(module, name, value)
 
 

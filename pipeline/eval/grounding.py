@@ -34,6 +34,9 @@ EPSILON = 1e-6
 #: Number of positions in the text that are tried per phrase.
 ATTEMPTS_PER_PHRASE = 20
 
+#: Value of the spec field `grounding` that selects the phrases of the benchmark.
+BENCHMARK_PHRASES = "benchmark"
+
 Box = Sequence[float]
 
 
@@ -179,6 +182,28 @@ def read_phrases(path: str) -> list[Phrase]:
     if not phrases:
         raise SpecError("grounding", path, "a file with at least one phrase", "is empty")
     return phrases
+
+
+def indexed_phrases(phrases: Sequence[Phrase], index: Index, filter: str | None) -> list[Phrase]:
+    """Returns the phrases whose items are in the index.
+
+    Args:
+        phrases: Phrases of a benchmark.
+        index: Index of the items.
+        filter: SQL condition on the items, or None for all of them.
+
+    Raises:
+        SpecError: None of the items is in the index.
+    """
+    wanted = {phrase.item_id for phrase in phrases}
+    found: set[str] = set()
+    for batch in index.batches(["item_id"], filter=filter):
+        found |= wanted & set(batch["item_id"].to_pylist())
+    selected = [phrase for phrase in phrases if phrase.item_id in found]
+    if not selected:
+        problem = f"has none of its {len(wanted):,} items with boxes in the index"
+        raise SpecError("grounding", BENCHMARK_PHRASES, "a benchmark of the indexed items", problem)
+    return selected
 
 
 def check_phrases(phrases: Sequence[Phrase], index: Index, names: Sequence[str]) -> None:

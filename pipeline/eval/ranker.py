@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.example_selection import NUM_HITS
 from pipeline.eval.metrics import per_query
 from pipeline.eval.plan import Row
+from pipeline.eval.pools import Pool, map_by_pool
+from pipeline.eval.query_images import encode_all
 from pipeline.eval.results import BM25, SINGLE_VECTOR, SIZES, Result
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.eval.topics import judged_query_vectors
@@ -30,13 +33,12 @@ from pipeline.schema import ITEM, Hit
 from pipeline.scores import RENAMED
 from pipeline.search.candidates import EXACT, generator_column
 from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
-from pipeline.search.query import encode
-from pipeline.search.score import Ranking
 from pipeline.search.searcher import Searcher
 
 if TYPE_CHECKING:
     from pipeline.search.rerank import Reranker
 
+T = TypeVar("T")
 AnyQueries = EncodedQueries | list[np.ndarray]
 #: Number of queries that are scored one at a time to measure latency.
 NUM_TIMED_QUERIES = 50
@@ -116,7 +118,10 @@ class Ranker:
 
             try:
                 reranker = Reranker(spec.model, precision=spec.precision)
-                reranker.check(self._searcher.index, self._judged.inputs)
+                first = [next(self._judged.inputs(self._judged.queries))]
+                texts = list(self._judged.queries.values())
+                queries = texts if self._judged.images is None else first
+                reranker.check(self._searcher.index, queries)
             except SpecError as error:
                 field = f"rerank[{self._spec.rerank.index(spec)}].model"
                 raise error.at(field) from None
@@ -225,55 +230,51 @@ class Ranker:
         if not query_ids:
             return []
         numbers = {query_id: number for number, query_id in enumerate(self._judged.queries)}
-        queries = self._queries(result.representation, [numbers[q] for q in query_ids])
-        keywords = {"k": NUM_HITS, **self._search_options(result.score)}
-        options = SearchOptions.from_keywords(result.representation, explain=True, **keywords)
-        return self._searcher.search_with(queries, options)
+        name, keywords = result.representation, self._search_options(result.score)
+
+        def search(numbers: Sequence[int], pool: Pool) -> list[list[Hit]]:
+            restricted = {"k": NUM_HITS, **keywords, **self._restriction(pool)}
+            options = SearchOptions.from_keywords(name, explain=True, **restricted)
+            return self._searcher.search_with(self._queries(name, numbers), options)
+
+        return self._by_pool(search, [numbers[query_id] for query_id in query_ids])
 
     def _bm25_ranker(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         spec = self._spec
         ranker = bm25.Bm25(self._searcher.index, spec.judged, spec.text, spec.filter)
         texts = list(self._judged.queries.values())
-        return lambda numbers: ranker.rank(
-            [texts[number] for number in numbers], self._spec.k, self._pools(numbers)
-        )
 
-    def _pools(self, numbers: Sequence[int]) -> list[list[str]] | None:
-        """Returns the documents that are ranked for some of the queries, or None for all."""
-        if self._judged.pools is None:
-            return None
-        query_ids = list(self._judged.queries)
-        return [self._judged.pools.get(query_ids[number], []) for number in numbers]
+        def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
+            return ranker.rank([texts[number] for number in numbers], self._spec.k, pool)
+
+        return functools.partial(self._by_pool, rank)
+
+    def _by_pool(
+        self, rank: Callable[[list[int], Pool], Sequence[T]], numbers: Sequence[int]
+    ) -> list[T]:
+        """Ranks queries by their numbers, those with the same candidate pool in one call."""
+        return map_by_pool(rank, numbers, list(self._judged.queries), self._judged.pools)
+
+    def _restriction(self, pool: Pool) -> dict[str, Any]:
+        """Returns the search options that restrict a search to a candidate pool."""
+        return {} if pool is None else {"parents" if self._group_by else "ids": pool}
 
     def _vector_ranker(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         name = row.representation
         assert row.score != BM25
         candidates = EXACT if row.candidates is None else row.candidates.generator
         self._searcher.load(name, row.score, candidates)
-        reranker, inputs = row.rerank, self._judged.inputs
+        reranker, query_ids = row.rerank, list(self._judged.queries)
         depth = self._spec.k if reranker is None else max(self._spec.k, reranker.rerank_depth)
         options = {"k": depth, **self._search_options(row.score)}
         if row.candidates is not None:
             options |= {"candidates": candidates, "num_candidates": row.candidates.number}
 
-        pool_option = "parents" if self._group_by else "ids"
-
-        def first_stage(numbers: Sequence[int]) -> list[Ranking]:
-            pools = self._pools(numbers)
-            if pools is None:
-                return self._searcher.rank(self._queries(name, numbers), name, **options)
-            return [
-                ranking
-                for number, pool in zip(numbers, pools, strict=True)
-                for ranking in self._searcher.rank(
-                    self._queries(name, [number]), name, **{**options, pool_option: pool}
-                )
-            ]
-
-        def rank(numbers: Sequence[int]) -> list[dict[str, float]]:
-            rankings = first_stage(numbers)
+        def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
+            restricted = {**options, **self._restriction(pool)}
+            rankings = self._searcher.rank(self._queries(name, numbers), name, **restricted)
             if reranker is not None:
-                selected: Any = [inputs[number] for number in numbers]
+                selected: Any = list(self._judged.inputs(query_ids[n] for n in numbers))
                 rankings = self.reranker(reranker).rerank(
                     self._searcher, selected, rankings, self._spec.k
                 )
@@ -281,7 +282,7 @@ class Ranker:
                 return [ranking.scores_by_parent() for ranking in rankings]
             return [ranking.scores_by_item() for ranking in rankings]
 
-        return rank
+        return functools.partial(self._by_pool, rank)
 
     def _search_options(self, score: str) -> dict[str, Any]:
         options = {"score": score, "group_by": self._group_by, "filter": self._spec.filter}
@@ -296,7 +297,8 @@ class Ranker:
             query_encoder = self._searcher.encoder(representation)
             if self._judged.instruction is not None:
                 query_encoder = query_encoder.with_instruction(self._judged.instruction)
-            self._encoded[encoder] = encode(query_encoder, self._judged.inputs)
+            inputs = self._judged.inputs(self._judged.queries)
+            self._encoded[encoder] = encode_all(query_encoder, inputs)
         encoded = self._encoded[encoder]
         tokens = encoded.tokens.take(torch.tensor(numbers))
         return EncodedQueries(tokens, [encoded.token_texts[number] for number in numbers])

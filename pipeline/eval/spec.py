@@ -106,8 +106,9 @@ class EvaluateSpec(Spec):
     """Whether to diagnose MaxSim rows: score retention, use of the vectors, evenness and
     similarity. This takes about as long as ranking."""
     grounding: GeneratedPhrases | str | None = None
-    """Phrases with boxes to measure the grounding of MaxSim rows: a JSONL file, or a mapping to
-    generate phrases from the texts of the items; null for none."""
+    """Phrases with boxes to measure the grounding of MaxSim rows: a JSONL file, `benchmark` for the
+    boxes of the benchmark, or a mapping to generate phrases from the texts of the items; null for
+    none."""
     document_categories: str | None = None
     """Item column such as modality, or metadata.KEY: adds a table by category of the relevant
     documents, or null for none."""

@@ -65,9 +65,7 @@ class Mmeb(Benchmark["Mmeb.Spec"]):
         pools: dict[str, tuple[str, ...]] = {}
         uris: dict[str, str] = {}
         instructions: set[str] = set()
-        for number, (location, row) in enumerate(
-            read_table(self.spec.path, IMAGE_COLUMNS, "path")
-        ):
+        for number, (location, row) in enumerate(read_table(self.spec.path, IMAGE_COLUMNS, "path")):
             query_id = str(number)
             instruction = _clean(row.get("qry_inst"))
             instructions.add(instruction)
@@ -115,9 +113,9 @@ class Mmeb(Benchmark["Mmeb.Spec"]):
 
 
 def _clean(text: str | None) -> str:
-    """Removes the marker of an image and surrounding white space.
+    r"""Removes the marker of an image and surrounding white space.
 
-    >>> _clean("<|image_1|>\\nFind a similar image: ")
+    >>> _clean("<|image_1|>\nFind a similar image: ")
     'Find a similar image:'
     """
     return (text or "").replace(IMAGE_TOKEN, "").strip()

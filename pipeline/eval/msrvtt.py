@@ -15,7 +15,7 @@ class Msrvtt(Benchmark["Msrvtt.Spec"]):
     """Sentences as queries and their videos as relevant documents, with the main metric R@1.
 
     `path` is `MSRVTT_JSFUSION_test.csv` (1k-A: `key`, `video_id`, `sentence`), or
-    `MSRVTT_data.json` with all sentences of the videos in `ids`. Query ids are the `key`, or the
+    `MSRVTT_data.json` with all sentences of the videos in `video_ids`. Query ids are the `key`, or the
     `sen_id`. All videos with the same sentence are relevant to it only if the data set says so:
     each query has one relevant video. The documents are indexed with the source `msrvtt`.
     """
@@ -26,7 +26,7 @@ class Msrvtt(Benchmark["Msrvtt.Spec"]):
         name: Literal["msrvtt"] = "msrvtt"
         path: Uri
         """CSV file with `key`, `video_id` and `sentence`, or `MSRVTT_data.json`."""
-        ids: Uri | None = None
+        video_ids: Uri | None = None
         """CSV file with the videos of the split as `video_id`, for a JSON file; null for all."""
 
     def load(self) -> JudgedQueries:
@@ -46,8 +46,11 @@ class Msrvtt(Benchmark["Msrvtt.Spec"]):
     def _json(self) -> dict[str, tuple[str, str]]:
         _, sentences = read_msrvtt(self.spec.path)
         wanted = None
-        if self.spec.ids is not None:
-            wanted = {row["video_id"] for _, row in read_csv(self.spec.ids, ("video_id",), "ids")}
+        if self.spec.video_ids is not None:
+            wanted = {
+                row["video_id"]
+                for _, row in read_csv(self.spec.video_ids, ("video_id",), "video_ids")
+            }
         return {
             str(number): (video, str(text or ""))
             for number, (_, video, text) in enumerate(sentences)

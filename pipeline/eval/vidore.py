@@ -138,7 +138,9 @@ class Vidore(Benchmark["Vidore.Spec"]):
 
     def _judgments(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Yields the query id, the page id and the row of each judgment."""
-        for location, row in read_table(posixpath.join(self.spec.path, "qrels"), ("score",), "path"):
+        for location, row in read_table(
+            posixpath.join(self.spec.path, "qrels"), ("score",), "path"
+        ):
             yield _id(row, "query", location), _id(row, "corpus", location), row
 
 

@@ -18,7 +18,6 @@ from pipeline.sources.completeness import MissingFiles, check_files, check_numbe
 from pipeline.sources.files import existing_root, open_root, walk
 from pipeline.sources.images import Images
 from pipeline.sources.manifests import ROWS_PER_SHARD
-from pipeline.sources.media import ZIP, MediaFile
 
 #: Fields of a listed document.
 Document = dict[str, Any]
@@ -124,9 +123,7 @@ class Annotated(Images):
             return Reject(known, self.collection, "list", "bad document", problem)
         revision = make_revision([], text)
         others = {k: v for k, v in document.items() if k not in ("id", "text", "file_name")}
-        return Item(
-            item_id, item_id, self.collection, "text", revision, text=text, metadata=others
-        )
+        return Item(item_id, item_id, self.collection, "text", revision, text=text, metadata=others)
 
     def decode(
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
@@ -140,5 +137,3 @@ class Annotated(Images):
 def _with_text(item: Item, text: str) -> Item:
     """Adds a text to an image, which changes its revision."""
     return replace(item, text=text, revision=make_revision([item.revision], text))
-
-

@@ -105,17 +105,22 @@ class Images(MediaSource["Images.Spec"]):
         super().__init__(spec, wants)
         self._table: Table | None = None  # open during listing and decoding of a shard
 
+    @property
+    def _columns(self) -> list[str]:
+        """Payload columns with the image."""
+        return [name for name in self.payload.names if name in ("image", "scan")]
+
     def unit_limit(self, shard: dict[str, Any]) -> int:
         """Returns how many items of a shard may be in memory at the same time."""
         if "scan" in self.wants:
             return MAX_UNIT_SCANS
-        return MAX_UNIT_IMAGES if self.payload.names else self.max_unit_items
+        return MAX_UNIT_IMAGES if self._columns else self.max_unit_items
 
     def settings(self) -> dict[str, Any]:
         """Returns the options that affect the stored content. The locations of files do not."""
         settings = super().settings()
         excluded = {"images", "id_field"}
-        if not self.payload.names:
+        if not self._columns:
             excluded |= {"max_pixels", "max_input_pixels"}
         return {name: value for name, value in settings.items() if name not in excluded}
 
@@ -269,7 +274,7 @@ class Images(MediaSource["Images.Spec"]):
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
         """Decodes images if the encoder reads them."""
-        if not self.payload.names:
+        if not self._columns:
             yield from (item for _, item in items)
             return
         with contextlib.ExitStack() as stack:
@@ -287,7 +292,7 @@ class Images(MediaSource["Images.Spec"]):
         info = {"width": result["width"], "height": result["height"]}
         if result["frames"] > 1:
             info["frames"] = result["frames"]
-        payload = dict.fromkeys(self.payload.names, result["image"])
+        payload = dict.fromkeys(self._columns, result["image"])
         for item in items:
             yield replace(item, metadata={**(item.metadata or {}), **info}, payload=payload)
 

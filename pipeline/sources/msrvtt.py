@@ -20,7 +20,7 @@ from pipeline.sources.video import Video
 class Msrvtt(Video):
     """Videos of a split of MSR-VTT, one item each.
 
-    `path` is a folder with the videos, or with ZIP or tar archives of them. `ids` is the file of
+    `path` is a folder with the videos, or with ZIP or tar archives of them. `video_ids` is the file of
     the split, such as `MSRVTT_JSFUSION_test.csv` (1k-A test) or `MSRVTT_train.9k.csv`. The id of an
     item is its `video_id`, which is the name of the file without its suffix. Other videos are not
     listed. See `Video` for frames, audio and metadata.
@@ -30,7 +30,7 @@ class Msrvtt(Video):
         """Options of the MSR-VTT source."""
 
         name: Literal["msrvtt"] = "msrvtt"
-        ids: Uri
+        video_ids: Uri
         """CSV file with the column `video_id`."""
         window_seconds: float | None = Field(None, ge=1, le=86_400)
         """Duration of a window, in seconds; None: an item is an entire video."""
@@ -59,13 +59,13 @@ class Msrvtt(Video):
     @property
     def _ids(self) -> frozenset[str]:
         if not hasattr(self, "_wanted"):
-            rows = read_csv(self.spec.ids, ("video_id",), "ids")
+            rows = read_csv(self.spec.video_ids, ("video_id",), "video_ids")
             self._wanted = frozenset(row["video_id"] for _, row in rows)
         return self._wanted
 
     def settings(self) -> dict[str, Any]:
         """Returns the options that affect the decoded content. The selection does not."""
-        excluded = ("ids", "num_documents", "missing")
+        excluded = ("video_ids", "num_documents", "missing")
         return {name: v for name, v in super().settings().items() if name not in excluded}
 
     def list_files(self, shard: dict[str, Any]) -> Iterator[MediaFile | Reject]:
@@ -108,5 +108,3 @@ def read_msrvtt(uri: str) -> tuple[dict[str, str], list[tuple[str, str, Any]]]:
             raise SpecError("path", video_id, "the video_id of a video", note=f" ({location})")
         sentences.append((location, video_id, sentence.get("caption")))
     return splits, sentences
-
-

@@ -20,7 +20,7 @@ from pipeline.schema import Item, Reject
 from pipeline.sources import make_revision
 from pipeline.sources.annotations import read_csv
 from pipeline.sources.audio import Audio
-from pipeline.sources.media import SIDECAR_BYTES, Member, MediaFile
+from pipeline.sources.media import SIDECAR_BYTES, MediaFile, Member
 from pipeline.sources.video import Video
 from pipeline.tokens import AUDIO, TEXT
 from pipeline.transcribe.precomputed import (
@@ -60,14 +60,14 @@ class Multivent(Video):
         name: Literal["multivent"] = "multivent"
         window_seconds: float | None = Field(None, ge=1, le=86_400)
         """Duration of a window, in seconds; None: an item is an entire video."""
-        ids: Uri | None = None
+        video_ids: Uri | None = None
         """CSV file with the videos to index in the column `id`, such as `multivent_2_ids.csv`; null
         for all. Lines that are no ids are ignored."""
         asr: Uri | None = None
         """Recognised speech, such as `whisper_asr.zip` or the folder of the archives of train."""
         ocr: Uri | None = None
         """Recognised text of frames, such as `paddle_ocr.zip`."""
-        text: list[TextPart] = ["ocr", "asr"]
+        text: tuple[TextPart, ...] = ("ocr", "asr")
         """Parts of the text of an item: title, description, caption, ocr, asr."""
 
     provides = ("item_id", "text", "frames", "audio")
@@ -93,12 +93,14 @@ class Multivent(Video):
 
     @functools.cached_property
     def _ids(self) -> frozenset[str] | None:
-        if self.spec.ids is None:
+        if self.spec.video_ids is None:
             return None
-        rows = [row["id"] for _, row in read_csv(self.spec.ids, ("id",), "ids")]
-        ids = frozenset(row for row in rows if VIDEO_ID.fullmatch(row))
+        rows = read_csv(self.spec.video_ids, ("id",), "video_ids")
+        ids = frozenset(row["id"] for _, row in rows if VIDEO_ID.fullmatch(row["id"]))
         if not ids:
-            raise SpecError("ids", self.spec.ids, "a file with at least one video id", "has none")
+            raise SpecError(
+                "video_ids", self.spec.video_ids, "a file with at least one video id", "has none"
+            )
         return ids
 
     @functools.cached_property
@@ -112,7 +114,7 @@ class Multivent(Video):
 
     def settings(self) -> dict[str, Any]:
         """Returns the options that affect the decoded content. The texts are part of revisions."""
-        excluded = ("ids", "asr", "ocr", "text")
+        excluded = ("video_ids", "asr", "ocr", "text")
         return {name: v for name, v in super().settings().items() if name not in excluded}
 
     def shards(self) -> Iterator[dict[str, Any]]:
@@ -203,6 +205,9 @@ class Multivent(Video):
         self, file: MediaFile, path: str, items: Sequence[Item]
     ) -> Iterator[Item | Unreadable]:
         """Yields the requested windows. Audio is read from the audio file, if it can be read."""
+        if not {"frames", "audio"} & set(self.payload.names):  # the encoder reads the text
+            yield from items
+            return
         videos = super().decode_file(file, path, items)
         location = file.annotation.get("audio_file")
         if location is None or "audio" not in self.payload.names:
@@ -224,10 +229,13 @@ class Multivent(Video):
             return video
         if isinstance(video, Unreadable):  # such as a video without an audio track
             return video if "frames" in self.payload.names else sound
-        heard = {name: (sound.metadata or {}).get(name) for name in ("has_audio", "audio_duration")}
-        metadata = {**(video.metadata or {}), **{k: v for k, v in heard.items() if v is not None}}
+        duration = (sound.metadata or {}).get("duration")
+        metadata = {**(video.metadata or {}), "has_audio": True, "audio_duration": duration}
         payload = {**video.payload, "audio": sound.payload["audio"]}
         return replace(video, metadata=metadata, payload=payload)
+
+    def _payload(self, name: str, window: dict[str, Any]) -> Any:
+        return super()._payload(name, window) if name in ("frames", "audio") else None
 
     @functools.cached_property
     def _audio(self) -> Audio:

@@ -13,9 +13,9 @@ from pydantic import Field
 
 from pipeline.config import MissingField, SpecError, Uri
 from pipeline.decoding import Unreadable
+from pipeline.eval.boxes import NO_BOXES, Entities, Phrase, caption_phrases, read_coco_boxes
 from pipeline.sources.annotations import read_file, read_json
 from pipeline.sources.manifests import parse_rows
-from pipeline.eval.boxes import NO_BOXES, Entities, Phrase, caption_phrases, read_coco_boxes
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import Document, Listing, Row
 

@@ -11,11 +11,11 @@ from pydantic import model_validator
 
 from pipeline import distributed
 from pipeline.config import SpecError, Uri
+from pipeline.eval.boxes import NO_BOXES
 from pipeline.sources.annotations import read_csv
 from pipeline.sources.files import existing_root, find_files
 from pipeline.sources.msrvtt import read_msrvtt
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
-from pipeline.eval.boxes import NO_BOXES
 from pipeline.training_data.rows import Document, Listing, Row, logger
 from pipeline.training_data.tables import LINES, list_files, read_rows
 

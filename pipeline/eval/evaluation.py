@@ -34,7 +34,7 @@ from pipeline.eval.grounding import (
     read_phrases,
 )
 from pipeline.eval.level import judged_level
-from pipeline.eval.metrics import parse_measure, write_run
+from pipeline.eval.metrics import MDR, parse_measure, write_run
 from pipeline.eval.plan import Candidates, Row, planned_rows
 from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
@@ -118,7 +118,8 @@ def run(
     samples = _Samples(searcher.index, spec.filter)
     headline = judged.measure
     if headline is None:
-        headline = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
+        headline = next(name for name in spec.measures if name != MDR)
+        headline = "nDCG@10" if "nDCG@10" in spec.measures else headline
     cache = Cache(spec.output)
     results, keys = [], {}
     for number, row in enumerate(plan, start=1):

@@ -15,9 +15,9 @@ class Msrvtt(Benchmark["Msrvtt.Spec"]):
     """Sentences as queries and their videos as relevant documents, with the main metric R@1.
 
     `path` is `MSRVTT_JSFUSION_test.csv` (1k-A: `key`, `video_id`, `sentence`), or
-    `MSRVTT_data.json` with all sentences of the videos in `video_ids`. Query ids are the `key`, or the
-    `sen_id`. All videos with the same sentence are relevant to it only if the data set says so:
-    each query has one relevant video. The documents are indexed with the source `msrvtt`.
+    `MSRVTT_data.json` with all sentences of the videos in `video_ids`. Query ids are the `key`, or
+    the number of the sentence in the JSON file, from 0. Each query has one relevant video. The
+    documents are indexed with the source `msrvtt`.
     """
 
     class Spec(DatasetSpec):

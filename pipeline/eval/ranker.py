@@ -200,7 +200,27 @@ class Ranker:
             queries_per_second=len(all_queries) / seconds,
             median_ms=float(np.median(latencies_ms)),
             p95_ms=float(np.percentile(latencies_ms, 95)),
+            maxsim_ops=self._maxsim_ops(row),
         )
+
+    def _maxsim_ops(self, row: Row) -> float:
+        """Counts the similarities of query tokens and vectors. See `Result.maxsim_ops`."""
+        is_exact = row.rerank is None and row.candidates is None
+        if row.score not in ("maxsim", "hybrid") or not is_exact:
+            return 0.0
+        name = row.representation
+        lengths = self._searcher.packed(name).lengths.cpu().numpy()
+
+        def count(numbers: Sequence[int], pool: Pool) -> list[int]:
+            options = SearchOptions.from_keywords(
+                name, filter=self._spec.filter, **self._restriction(pool)
+            )
+            rows = self._searcher.items.select(options)
+            num_vectors = int((lengths if rows is None else lengths[rows]).sum())
+            tokens = self._searcher.queries(self._queries(name, numbers), name).tokens
+            return [len(query) * num_vectors for query in tokens]
+
+        return float(sum(self._by_pool(count, range(len(self._judged.queries)))))
 
     def _codes_column(self, row: Row) -> str:
         """Returns the column of the generator of a row."""

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from pipeline.config import Spec, SpecError, Uri
 from pipeline.eval.grounding import GeneratedPhrases
-from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure
+from pipeline.eval.metrics import DEFAULT_MEASURES, MDR, parse_measure
 from pipeline.eval.results import EDJE
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
@@ -89,7 +89,9 @@ class EvaluateSpec(Spec):
     weights: Weights = EQUAL_WEIGHTS
     """Weights of the single-vector and the MaxSim score in the hybrid score, such as [1, 0.25]."""
     measures: list[str] = Field(default_factory=lambda: list(DEFAULT_MEASURES))
-    """Metrics, by their ir-measures names."""
+    """Metrics, by their ir-measures names, such as `R@10` or `nDCG(dcg='exp-log2')@5`, and `MdR`,
+    the median rank of the first relevant document. A document that is not among the `k` hits has
+    the rank after the last hit."""
     k: PositiveInt = 100
     """Number of hits per query. No metric can have a larger cutoff."""
     judged: Literal["auto", "parent", "item"] = "auto"
@@ -132,6 +134,9 @@ class EvaluateSpec(Spec):
     def _check_measures(cls, names: list[str]) -> list[str]:
         if not names:
             raise SpecError("", names, "a list of at least one ir-measures name")
+        if set(names) == {MDR}:
+            rule = f"a list with another metric than {MDR}, by which rows are compared"
+            raise SpecError("", names, rule)
         return names
 
     @field_validator("weights", mode="before")

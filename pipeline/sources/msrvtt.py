@@ -20,10 +20,10 @@ from pipeline.sources.video import Video
 class Msrvtt(Video):
     """Videos of a split of MSR-VTT, one item each.
 
-    `path` is a folder with the videos, or with ZIP or tar archives of them. `video_ids` is the file of
-    the split, such as `MSRVTT_JSFUSION_test.csv` (1k-A test) or `MSRVTT_train.9k.csv`. The id of an
-    item is its `video_id`, which is the name of the file without its suffix. Other videos are not
-    listed. See `Video` for frames, audio and metadata.
+    `path` is a folder with the videos, or with ZIP or tar archives of them. `video_ids` is the file
+    of the split, such as `MSRVTT_JSFUSION_test.csv` (1k-A test) or `MSRVTT_train.9k.csv`. The id of
+    an item is its `video_id`, which is the name of the file without its suffix. Other videos are
+    not listed. See `Video` for frames, audio and metadata.
     """
 
     class Spec(Video.Spec):

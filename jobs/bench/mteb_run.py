@@ -20,7 +20,8 @@ import torch
 import jobs
 from jobs.bench.mteb import TASK
 from pipeline.config import parse
-from pipeline.registry import ENCODERS, SOURCES
+from pipeline.encoders.colpali import ColPali
+from pipeline.sources.mteb import Mteb
 from pipeline.sources.mteb_tasks import Task
 from pipeline.tokens import unit_vectors
 
@@ -85,8 +86,8 @@ class Model:
     """Multi-vector encoder of mteb that calls an encoder of Maxray."""
 
     def __init__(self) -> None:
-        self._encoder: Any = ENCODERS.build(ENCODERS.resolve(ENCODER))
-        self._reader = self._encoder.reader(self._encoder.spec)
+        spec = parse(ColPali.Spec, ENCODER)
+        self._encoder, self._reader = ColPali(spec), ColPali.reader(spec)
         self.seconds = {"document": 0.0, "query": 0.0}
 
     @property
@@ -127,7 +128,7 @@ class Model:
 def run_mteb(source: dict[str, Any], folder: str) -> dict[str, float]:
     """Runs mteb's evaluation. The time of the documents includes loading data and encoder."""
     start = time.perf_counter()
-    task = Task(SOURCES.resolve(source))
+    task: Any = Task(parse(Mteb.Spec, source))
     task.load()
     num_documents = len(task.mteb.dataset["default"]["test"]["corpus"])
     num_queries = len(task.mteb.dataset["default"]["test"]["queries"])

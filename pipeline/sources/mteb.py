@@ -232,16 +232,17 @@ class Mteb(Source["Mteb.Spec"]):
     ) -> Iterator[Item | Reject]:
         """Decodes the images, videos and audio of documents."""
         for position, item in items:
-            result: Item | Reject = item
-            for source in self._media.values() if self.payload.names else ():
-                payload = result.payload
-                (result,) = source.decode({}, [(position, result)])
-                if isinstance(result, Reject):
-                    break
-                result = replace(result, payload={**payload, **result.payload})
-            if isinstance(result, Item) and result.text and "scan" in result.payload:
-                result = replace(result, payload={**result.payload, "scan": None})
-            yield result
+            yield self._decode(position, item)
+
+    def _decode(self, position: int, item: Item) -> Item | Reject:
+        for source in self._media.values() if self.payload.names else ():
+            (result,) = source.decode({}, [(position, item)])
+            if isinstance(result, Reject):
+                return result
+            item = replace(result, payload={**item.payload, **result.payload})
+        if item.text and "scan" in item.payload:
+            item = replace(item, payload={**item.payload, "scan": None})
+        return item
 
     def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
         """Returns the image of an indexed document, or a frame of its video."""

@@ -120,7 +120,7 @@ class Task:
     @property
     def instruction(self) -> str | None:
         """Instruction of the task for queries, or None if it has none."""
-        prompt = self.mteb.metadata.prompt
+        prompt: Any = self.mteb.metadata.prompt
         return prompt.get("query") if isinstance(prompt, Mapping) else prompt
 
     def load(self) -> TaskData:

@@ -103,7 +103,7 @@ class Mteb(Benchmark["Mteb.Spec"]):
         result = task_result(task, row)
         meta = model_meta(row.name, row.fingerprint or "none")
         root = Path(self.spec.results or Path(config.absolute(folder)) / "mteb")
-        parent = root / meta.name.replace("/", "__") / meta.revision
+        parent = root / str(meta.name).replace("/", "__") / str(meta.revision)
         parent.mkdir(parents=True, exist_ok=True)
         file = parent / f"{result.task_name}.json"
         if file.exists():

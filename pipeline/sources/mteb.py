@@ -81,6 +81,10 @@ class Mteb(Source["Mteb.Spec"]):
     location_field = "data"
     provides = ("item_id",)  # and those of the task, see `provided_inputs`
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the spec only. The data are loaded again."""
+        return type(self), (self.spec, self.wants)
+
     @classmethod
     def provided_inputs(cls, spec: Spec) -> tuple[str, ...]:
         """Returns the inputs that the documents of the task provide."""
@@ -115,7 +119,7 @@ class Mteb(Source["Mteb.Spec"]):
     def _modalities(self) -> tuple[str, ...]:
         return self._task.corpus_modalities
 
-    @property
+    @functools.cached_property
     def _data(self) -> TaskData:
         return load(self.spec)
 
@@ -126,7 +130,7 @@ class Mteb(Source["Mteb.Spec"]):
         common = {"path": spec.data or ".", "collection": self.collection}
         if "image" in self._modalities:
             images = Images.Spec(**common, max_pixels=spec.max_pixels)
-            return {"image": _RowImages(images, self.wants, spec)}
+            return {"image": _RowImages(images, self.wants, self)}
         options = {**common, **spec.audio.model_dump(), "window_seconds": None}
         sources: dict[str, MediaSource[Any]] = {}
         if "video" in self._modalities:
@@ -134,9 +138,9 @@ class Mteb(Source["Mteb.Spec"]):
             if "audio" in self._modalities:  # has a column of its own
                 wants = tuple(name for name in wants if name != "audio")
             videos = Video.Spec(**options, **spec.frames.model_dump())
-            sources["video"] = _RowVideos(videos, wants, spec)
+            sources["video"] = _RowVideos(videos, wants, self)
         if "audio" in self._modalities:
-            sources["audio"] = _RowAudio(Audio.Spec(**options), self.wants, spec)
+            sources["audio"] = _RowAudio(Audio.Spec(**options), self.wants, self)
         return sources
 
     # -- listing -----------------------------------------------------------------------------
@@ -158,8 +162,22 @@ class Mteb(Source["Mteb.Spec"]):
 
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
         """Yields the documents of a range of rows."""
-        for number, row in _rows(self._data, shard["rows"], ROWS_PER_BATCH[self._modalities[-1]]):
-            yield self._list(number, row)
+        corpus, size = self._data.corpus, ROWS_PER_BATCH[self._modalities[-1]]
+        first, end = shard["rows"]
+        for start in range(first, end, size):
+            batch = corpus[start : min(start + size, end)]
+            for offset, values in enumerate(zip(*batch.values(), strict=True)):
+                yield self._list(start + offset, dict(zip(batch, values, strict=True)))
+
+    def row(self, number: int) -> dict[str, Any]:
+        """Returns the values of a row of the corpus.
+
+        Raises:
+            Unreadable: The corpus has fewer rows.
+        """
+        if number >= len(self._data.corpus):
+            raise Unreadable("missing document", f"the corpus has no row {number}")
+        return self._data.corpus[number]
 
     def _list(self, number: int, row: dict[str, Any]) -> Item | Reject:
         item_id, revision = str(row["id"]), ""
@@ -205,7 +223,7 @@ class Mteb(Source["Mteb.Spec"]):
 
     def read_content_hash(self, item: dict[str, Any]) -> str:
         """Returns the hash of the current content of an indexed document."""
-        return config.digest(self._content(_row(self._data, item["metadata"]["row"])))
+        return config.digest(self._content(self.row(item["metadata"]["row"])))
 
     # -- decoding ----------------------------------------------------------------------------
 
@@ -214,16 +232,17 @@ class Mteb(Source["Mteb.Spec"]):
     ) -> Iterator[Item | Reject]:
         """Decodes the images, videos and audio of documents."""
         for position, item in items:
-            result: Item | Reject = item
-            for source in self._media.values() if self.payload.names else ():
-                payload = result.payload
-                (result,) = source.decode({}, [(position, result)])
-                if isinstance(result, Reject):
-                    break
-                result = replace(result, payload={**payload, **result.payload})
-            if isinstance(result, Item) and result.text and "scan" in result.payload:
-                result = replace(result, payload={**result.payload, "scan": None})
-            yield result
+            yield self._decode(position, item)
+
+    def _decode(self, position: int, item: Item) -> Item | Reject:
+        for source in self._media.values() if self.payload.names else ():
+            (result,) = source.decode({}, [(position, item)])
+            if isinstance(result, Reject):
+                return result
+            item = replace(result, payload={**item.payload, **result.payload})
+        if item.text and "scan" in item.payload:
+            item = replace(item, payload={**item.payload, "scan": None})
+        return item
 
     def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
         """Returns the image of an indexed document, or a frame of its video."""
@@ -240,40 +259,19 @@ class Mteb(Source["Mteb.Spec"]):
         return super().preview_audio(item)
 
 
-def _rows(data: TaskData, rows: Sequence[int], size: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the numbers and the values of a range of rows."""
-    first, end = rows
-    for start in range(first, end, size):
-        batch = data.corpus[start : min(start + size, end)]
-        names = list(batch)
-        for offset, values in enumerate(zip(*batch.values(), strict=True)):
-            yield start + offset, dict(zip(names, values, strict=True))
-
-
-def _row(data: TaskData, number: int) -> dict[str, Any]:
-    """Returns the values of a row.
-
-    Raises:
-        Unreadable: The corpus has fewer rows.
-    """
-    if number >= len(data.corpus):
-        raise Unreadable("missing document", f"the corpus has no row {number}")
-    return data.corpus[number]
-
-
 class _RowFiles:
     """Base class that replaces the files of a source by the values of a column of a corpus."""
 
     column: str
 
-    def __init__(self, spec: Any, wants: tuple[str, ...], task: TaskSpec):
+    def __init__(self, spec: Any, wants: tuple[str, ...], documents: Mteb):
         super().__init__(spec, wants)  # type: ignore[call-arg]
-        self._task = task
+        self._documents = documents
 
     @contextlib.contextmanager
     def _open(self, file: MediaFile) -> Iterator[ByteStream]:
         assert file.row is not None
-        data = file_content(_row(load(self._task), file.row).get(self.column), self.column)
+        data = file_content(self._documents.row(file.row).get(self.column), self.column)
         if data is None:
             raise Unreadable(f"no {self.column}")
         yield io.BytesIO(data)

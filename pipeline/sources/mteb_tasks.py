@@ -120,7 +120,7 @@ class Task:
     @property
     def instruction(self) -> str | None:
         """Instruction of the task for queries, or None if it has none."""
-        prompt = self.mteb.metadata.prompt
+        prompt: Any = self.mteb.metadata.prompt
         return prompt.get("query") if isinstance(prompt, Mapping) else prompt
 
     def load(self) -> TaskData:
@@ -232,7 +232,7 @@ def _choose(field: str, value: str | None, names: Sequence[str], task: str) -> s
 
 @contextlib.contextmanager
 def _datasets_settings(spec: TaskSpec) -> Iterator[None]:
-    """Prevents requests to the hub inside the block, unless the spec allows them.
+    """Prevents progress bars inside the block, and requests to the hub that a spec does not allow.
 
     Local data are cached in a folder of their own, because `datasets` identifies them only by the
     name of their folder and would return the data of another one, or of an earlier version.
@@ -251,6 +251,8 @@ def _datasets_settings(spec: TaskSpec) -> Iterator[None]:
             for module in (huggingface_hub.constants, datasets.config)
         ]
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    has_progress_bars = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
     try:
         for module, name, value in changes:
             setattr(module, name, value)
@@ -258,6 +260,8 @@ def _datasets_settings(spec: TaskSpec) -> Iterator[None]:
     finally:
         for module, name, value in before:
             setattr(module, name, value)
+        if has_progress_bars:
+            datasets.enable_progress_bars()
 
 
 @contextlib.contextmanager

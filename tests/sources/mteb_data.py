@@ -217,6 +217,13 @@ def jina_vdr(folder: Path, task: str) -> Path:
     return folder
 
 
+#: Domains of BRIGHT, which are splits of its configurations.
+BRIGHT_DOMAINS = (
+    "aops biology earth_science economics leetcode pony psychology robotics stackoverflow "
+    "sustainable_living theoremqa_questions theoremqa_theorems"
+)
+
+
 def bright(folder: Path, task: str) -> Path:
     """Writes a domain of BRIGHT: documents, and examples with gold and excluded ids."""
     import mteb
@@ -234,7 +241,11 @@ def bright(folder: Path, task: str) -> Path:
         for q in range(NUM_QUERIES)
     ]
     name = "long_documents" if long else "documents"
-    return write_snapshot(folder, {name: {"biology": rows}, "examples": {"biology": examples}})
+    domains = BRIGHT_DOMAINS.split()
+    return write_snapshot(
+        folder,
+        {name: dict.fromkeys(domains, rows), "examples": dict.fromkeys(domains, examples)},
+    )
 
 
 def long_embed(folder: Path, task: str) -> Path:

@@ -223,7 +223,6 @@ TASKS: list[tuple[str, str, Layout, dict[str, Any], dict[str, Any]]] = [
         {"subset": "english"},
     ),
     ("JinaVDR", "JinaVDRDocVQARetrieval", mteb_data.jina_vdr, {}, {}),
-    ("JinaVDR", "JinaVDRAirbnbSyntheticRetrieval", mteb_data.jina_vdr, {}, {"subset": "en"}),
     ("MIEB", "Flickr30kT2IRetrieval", mteb_data.standard, {}, {}),
     ("MIEB", "Flickr30kI2TRetrieval", mteb_data.standard, {}, {}),
     ("MIEB", "CIRRIT2IRetrieval", mteb_data.standard, {}, {}),

@@ -78,7 +78,7 @@ def multivent(folder: Path) -> dict[str, str]:
     """Writes test videos of MultiVENT 2.0 with features, queries and judgments.
 
     Videos 200 to 203 are in the shard 000003; 203 is corrupted by a truncated archive. One member
-    of the ASR archive is no CSV file of the format.
+    of the ASR archive has another format.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "test").mkdir()
@@ -135,7 +135,7 @@ def multivent(folder: Path) -> dict[str, str]:
 
 
 def msrvtt(folder: Path) -> Path:
-    """Writes three videos of MSR-VTT, of which two are in the test split."""
+    """Writes three videos of MSR-VTT, two of them in the test split."""
     (folder / "videos").mkdir(parents=True)
     video = small_video(folder)
     for number in (0, 9770, 9771):

@@ -6,15 +6,22 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import numpy as np
 
 from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
 from pipeline.schema import Composed
 
-if TYPE_CHECKING:
-    from pipeline.eval.grounding import Phrase
+Box = Sequence[float]
+
+
+class Phrase(NamedTuple):
+    """Phrase in an item, and its boxes x0 y0 x1 y1 in [0, 1]."""
+
+    item_id: str
+    text: str
+    boxes: list[Box]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from pipeline.config import Spec, SpecError
 from pipeline.encoders import EncodedQueries
+from pipeline.eval import Box, Phrase
 from pipeline.eval.topics import read_lines
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index, combine_filters
@@ -37,8 +38,6 @@ ATTEMPTS_PER_PHRASE = 20
 #: Value of the spec field `grounding` that selects the phrases of the benchmark.
 BENCHMARK_PHRASES = "benchmark"
 
-Box = Sequence[float]
-
 
 class GeneratedPhrases(Spec):
     """Phrases of consecutive words that occur exactly once in the text of an item."""
@@ -49,14 +48,6 @@ class GeneratedPhrases(Spec):
     """Number of words per phrase."""
     seed: NonNegativeInt = 0
     """Seed of the random selection."""
-
-
-class Phrase(NamedTuple):
-    """Phrase in an item, and its boxes x0 y0 x1 y1 in [0, 1]."""
-
-    item_id: str
-    text: str
-    boxes: list[Box]
 
 
 class GroundingMetrics(NamedTuple):

@@ -10,10 +10,9 @@ from typing import Literal
 from pydantic import PositiveInt, model_validator
 
 from pipeline.config import MissingField, SpecError, Uri, within
-from pipeline.eval import Benchmark, JudgedQueries
+from pipeline.eval import Benchmark, JudgedQueries, Phrase
 from pipeline.eval.boxes import Entities, caption_phrases
 from pipeline.eval.datasets import DatasetSpec, judged_queries
-from pipeline.eval.grounding import Phrase
 from pipeline.eval.query_images import ImageFiles
 from pipeline.sources.karpathy import CaptionedImage, read_karpathy
 

@@ -16,8 +16,8 @@ from pipeline.sources.mmeb import IMAGE_COLUMNS, IMAGE_TOKEN, VIDEO_COLUMNS, can
 class Mmeb(Benchmark["Mmeb.Spec"]):
     """Queries of a task of MMEB-V2. The main metric is hit@1, which equals Success@1.
 
-    **Image tasks.** Queries are texts, images, or both, with the candidates of their row as pool,
-    of which the first is relevant. Query ids are the numbers of the rows.
+    **Image tasks.** Queries are texts, images, or both, with the candidates of their row as pool.
+    The first candidate is relevant. Query ids are the numbers of the rows.
 
     **Video retrieval tasks.** The queries are the captions, and all videos of the task are ranked.
 

@@ -10,10 +10,9 @@ from typing import Any, Literal
 from PIL import Image, UnidentifiedImageError
 
 from pipeline.config import SpecError, Uri, within
-from pipeline.eval import Benchmark, JudgedQueries
+from pipeline.eval import Benchmark, JudgedQueries, Phrase
 from pipeline.eval.boxes import normalise_box
 from pipeline.eval.datasets import DatasetSpec, judged_queries
-from pipeline.eval.grounding import Phrase
 from pipeline.eval.topics import group_categories
 from pipeline.sources.annotations import read_table
 

@@ -55,8 +55,8 @@ class Annotated(Images):
 
     def settings(self) -> dict[str, Any]:
         """Returns the options that affect the stored content. The selection does not."""
-        own = set(type(self.spec).model_fields) - set(Images.Spec.model_fields)
-        return {name: value for name, value in super().settings().items() if name not in own}
+        added = set(type(self.spec).model_fields) - set(Images.Spec.model_fields)
+        return {name: value for name, value in super().settings().items() if name not in added}
 
     def check(self) -> None:
         """Raises `SpecError` if the annotations are malformed or files are missing."""

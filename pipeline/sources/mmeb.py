@@ -47,7 +47,7 @@ class Candidate:
 
     @property
     def id(self) -> str:
-        """Id of the item: the text, the path, or `path:text`, or a hash if that is no valid id."""
+        """Id of the item: text, path or `path:text`, or a hash if that is not a valid id."""
         name = self.image if not self.text else f"{self.image}:{self.text}".lstrip(":")
         if item_id_problem(name):
             return hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=16).hexdigest()

@@ -62,7 +62,7 @@ class Multivent(Video):
         """Duration of a window, in seconds; None: an item is an entire video."""
         video_ids: Uri | None = None
         """CSV file with the videos to index in the column `id`, such as `multivent_2_ids.csv`; null
-        for all. Lines that are no ids are ignored."""
+        for all. Lines that are not ids are ignored."""
         asr: Uri | None = None
         """Recognised speech, such as `whisper_asr.zip` or the folder of the archives of train."""
         ocr: Uri | None = None
@@ -76,7 +76,7 @@ class Multivent(Video):
     # -- listing -----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises `SpecError` if there is no video, or a feature archive does not exist."""
+        """Raises `SpecError` if videos or feature archives are missing."""
         super().check()
         for part, recogniser in self._recognisers.items():
             if part not in self.spec.text:
@@ -259,7 +259,7 @@ class _Features:
         """Reads all archives.
 
         Raises:
-            SpecError: There is no archive.
+            SpecError: The archive does not exist.
         """
         self.unreadable()
 

@@ -157,8 +157,8 @@ def test_karpathy_in_both_directions(tmp_path):
     assert images.qrels["103"] == {"103#0": 1, "103#1": 1} and images.measure == "Success@1"
     inputs = list(images.inputs(["100", "102"]))
     assert inputs == [datasets.photos(3)[0], datasets.photos(3)[2]]
-    one = load("karpathy", path=path, max_captions=1)
-    assert list(one.queries) == [f"{100 + i}#0" for i in range(4)]
+    first_captions = load("karpathy", path=path, max_captions=1)
+    assert list(first_captions.queries) == [f"{100 + i}#0" for i in range(4)]
 
 
 def test_images_of_queries_in_an_archive(tmp_path):

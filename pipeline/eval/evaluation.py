@@ -17,7 +17,7 @@ import numpy as np
 from pipeline import extras
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, dump
-from pipeline.eval import BenchmarkRow, JudgedQueries, bm25
+from pipeline.eval import BenchmarkRow, JudgedQueries, Phrase, bm25
 from pipeline.eval.cache import Cache, CachedDiagnosis, CachedGrounding, CachedResult, cache_key
 from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.document_categories import queries_by_document_category
@@ -27,7 +27,6 @@ from pipeline.eval.grounding import (
     BENCHMARK_PHRASES,
     GeneratedPhrases,
     Grounder,
-    Phrase,
     check_phrases,
     generate_phrases,
     indexed_phrases,

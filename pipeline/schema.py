@@ -295,11 +295,13 @@ class ScoreParts:
         maxsim: MaxSim score, the sum over query tokens.
         maxsim_mean: MaxSim score divided by the number of query tokens, as in the hybrid score.
         single_vector: Single-vector score, the similarity of the pooled vectors.
+        bm25: BM25 score, which is 0 if no term of the query occurs in the text.
     """
 
     maxsim: float | None = None
     maxsim_mean: float | None = None
     single_vector: float | None = None
+    bm25: float | None = None
 
 
 #: Precision in which EDJE's joint encoder runs. int8 is supported on CPUs only.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline.config import SpecError, digest
+from pipeline.config import SpecError, digest, dump
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import JudgedQueries, bm25
 from pipeline.eval.cache import CachedResult, cache_key
@@ -28,8 +28,11 @@ from pipeline.index.reader import Index
 from pipeline.index.status import representation_stats, rerank_token_stats
 from pipeline.schema import ITEM, Hit
 from pipeline.scores import RENAMED
-from pipeline.search.candidates import EXACT, generator_column
+from pipeline.search.candidates import BM25 as BM25_GENERATOR
+from pipeline.search.candidates import EXACT, generator_columns
+from pipeline.search.fusion import FUSED
 from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
+from pipeline.search.query import Queries
 from pipeline.search.searcher import Searcher
 
 if TYPE_CHECKING:
@@ -75,8 +78,11 @@ class Ranker:
                 "vectors": self._vectors_hash,
             }
             if row.candidates is not None:
-                codes = index.content_key([self._codes_column(row)])
+                codes = index.content_key(self._codes_columns(row))
                 dependencies["candidates"] = [codes, *row.candidates]
+            if row.score == FUSED:
+                codes = index.content_key(self._bm25_columns(row))
+                dependencies["fusion"] = [codes, dump(self._spec.fusion)]
             if info.max_vectors is not None and row.score != SINGLE_VECTOR:
                 dependencies["max_vectors"] = info.max_vectors
         return cache_key(
@@ -190,21 +196,29 @@ class Ranker:
             p95_ms=float(np.percentile(latencies_ms, 95)),
         )
 
-    def _codes_column(self, row: Row) -> str:
-        """Returns the column of the generator of a row."""
+    def _codes_columns(self, row: Row) -> list[str]:
+        """Returns the columns of the generators of a row."""
         assert row.candidates is not None
         info = self._searcher.representation(row.representation)
-        return generator_column(self._searcher.index, info, row.candidates.generator)
+        columns = generator_columns(self._searcher.index, info, row.candidates.generator)
+        return list(columns.values())
+
+    def _bm25_columns(self, row: Row) -> list[str]:
+        """Returns the column of the codes of BM25."""
+        info = self._searcher.representation(row.representation)
+        columns = generator_columns(self._searcher.index, info, BM25_GENERATOR)
+        return list(columns.values())
 
     def _row_sizes(self, row: Row) -> dict[str, float]:
         """Computes the bytes per item that a row reads, including the tokens of a reranker."""
         index, filter = self._searcher.index, self._spec.filter
         sizes = _sizes(index, row, filter)
-        if row.candidates is not None:
-            codes = self._searcher.scorer.packed(self._codes_column(row))
-            num_codes = codes.num_vectors / max(len(codes), 1)
+        columns = [] if row.candidates is None else self._codes_columns(row)
+        columns += self._bm25_columns(row) if row.score == FUSED else []
+        for column in columns:
+            code_bytes = self._searcher.scorer.code_bytes(column)
             for name in ("vector_bytes", "all_bytes"):
-                sizes[name] += num_codes * codes.codec.token_bytes(codes.dim)
+                sizes[name] += code_bytes
         if row.rerank is not None:
             tokens = rerank_token_stats(index, filter)
             assert tokens is not None, "the reranker was checked against the index"
@@ -218,7 +232,8 @@ class Ranker:
         if not query_ids:
             return []
         numbers = {query_id: number for number, query_id in enumerate(self._judged.queries)}
-        queries = self._queries(result.representation, [numbers[q] for q in query_ids])
+        selected = [numbers[query_id] for query_id in query_ids]
+        queries = self._queries_with_texts(result.representation, selected)
         keywords = {"k": NUM_HITS, **self._search_options(result.score)}
         options = SearchOptions.from_keywords(result.representation, explain=True, **keywords)
         return self._searcher.search_with(queries, options)
@@ -241,7 +256,7 @@ class Ranker:
             options |= {"candidates": candidates, "num_candidates": row.candidates.number}
 
         def rank(numbers: Sequence[int]) -> list[dict[str, float]]:
-            rankings = self._searcher.rank(self._queries(name, numbers), name, **options)
+            rankings = self._searcher.rank(self._queries_with_texts(name, numbers), name, **options)
             if reranker is not None:
                 selected = [texts[number] for number in numbers]
                 rankings = self.reranker(reranker).rerank(
@@ -255,7 +270,17 @@ class Ranker:
 
     def _search_options(self, score: str) -> dict[str, Any]:
         options = {"score": score, "group_by": self._group_by, "filter": self._spec.filter}
+        if score == FUSED:
+            options["fusion"] = self._spec.fusion
         return {**options, "weights": self.weights(score) or EQUAL_WEIGHTS}
+
+    def _queries_with_texts(self, representation: str, numbers: Sequence[int]) -> Queries:
+        """Returns some of the judged queries as vectors, with their texts if they have any."""
+        queries = self._searcher.queries(self._queries(representation, numbers), representation)
+        if not self._judged.has_texts:
+            return queries
+        texts = list(self._judged.queries.values())
+        return queries.with_texts([texts[number] for number in numbers])
 
     def _queries(self, representation: str, numbers: Sequence[int]) -> AnyQueries:
         """Returns some of the judged queries as vectors, which are read from a file or encoded."""
@@ -298,7 +323,7 @@ def _columns(row: Row, info: RepresentationInfo) -> list[str]:
 def _sizes(index: Index, row: Row, filter: str | None) -> dict[str, float]:
     """Returns the number of vectors and bytes per item that are read to compute a row's score."""
     sizes = dict.fromkeys(SIZES, 0.0)
-    if row.score in ("maxsim", "hybrid"):
+    if row.score in ("maxsim", "hybrid", FUSED):
         stored_sizes = representation_stats(index, row.representation, filter)
         parts = ("vectors", "bytes_vectors", "bytes_assignment", "bytes_positions", "bytes_all")
         sizes = {name: float(stored_sizes[part]) for name, part in zip(SIZES, parts, strict=True)}

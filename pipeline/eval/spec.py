@@ -7,13 +7,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from pipeline.config import Spec, SpecError, Uri
+from pipeline.config import Spec, SpecError, Uri, dump
 from pipeline.eval.grounding import GeneratedPhrases
 from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure
 from pipeline.eval.results import EDJE
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from pipeline.scores import Score
+from pipeline.search.fusion import DEFAULT_FUSION, FUSED, FusionSpec
 from pipeline.search.options import EQUAL_WEIGHTS, WEIGHTS_RULE, Weights, are_weights
 
 
@@ -56,14 +57,15 @@ class CandidatesSpec(Spec):
     """Candidate generator. Each number of candidates adds a row to the table."""
 
     generator: str
-    """Name of the generator, which `jobs.candidates` built, or `single` for the single vectors."""
+    """Name of the generator, which `jobs.candidates` built, `single` for the single vectors, or
+    several joined by `+`."""
     representation: str | None = None
     """Representation that is searched, or null for `full` if it is evaluated, else the first
     one."""
     num_candidates: list[PositiveInt] = Field(
         default_factory=lambda: [100, 400, 1600], min_length=1
     )
-    """Numbers of candidates. They are at least `k` of the evaluation."""
+    """Numbers of candidates of each generator. They are at least `k` of the evaluation."""
 
 
 class EvaluateSpec(Spec):
@@ -84,10 +86,13 @@ class EvaluateSpec(Spec):
     """Representations to evaluate, or empty for all that are stored. `NAME@K` evaluates the first K
     vectors of each item of a representation with nested vectors."""
     scores: list[Score] = Field(default_factory=list)
-    """Scores to evaluate: maxsim, hybrid, single_vector; empty for all that the index has vectors
-    for."""
+    """Scores to evaluate: maxsim, hybrid, single_vector, fused; empty for all that the index has
+    vectors for, without fused."""
     weights: Weights = EQUAL_WEIGHTS
     """Weights of the single-vector and the MaxSim score in the hybrid score, such as [1, 0.25]."""
+    fusion: FusionSpec = DEFAULT_FUSION
+    """Settings of the fused score: a mapping, or the path of a file that `jobs.evaluate
+    --fit-fusion` wrote. The row is compared with the MaxSim row of the same representation."""
     measures: list[str] = Field(default_factory=lambda: list(DEFAULT_MEASURES))
     """Metrics, by their ir-measures names."""
     k: PositiveInt = 100
@@ -145,6 +150,13 @@ class EvaluateSpec(Spec):
         if self.weights != EQUAL_WEIGHTS and self.scores and "hybrid" not in self.scores:
             rule = f"{list(EQUAL_WEIGHTS)} unless hybrid is among the scores"
             raise SpecError("weights", list(self.weights), rule)
+        return self
+
+    @model_validator(mode="after")
+    def _check_fusion_used(self) -> EvaluateSpec:
+        if self.fusion != DEFAULT_FUSION and FUSED not in self.scores:
+            rule = f"omitted unless {FUSED} is among the scores"
+            raise SpecError("fusion", dump(self.fusion), rule)
         return self
 
     @model_validator(mode="after")

@@ -358,8 +358,9 @@ class CandidatesInfo:
     Attributes:
         name: Name of the column.
         generator: Settings of the generator in the form of `dump_stored`.
-        representation: Column of the vectors that the codes approximate.
-        fitted: Identity of these vectors, see `vectors_identity`.
+        representation: Column of the vectors that the codes approximate, or of the texts that they
+            describe.
+        fitted: Identity of these vectors, see `vectors_identity`, or the column of the texts.
         artefact: Hash of the fitted state of the generator.
         revision: Number of the fit. A refit has the next number.
     """
@@ -375,6 +376,11 @@ class CandidatesInfo:
     def generator_name(self) -> str:
         """Registered name of the generator."""
         return self.generator["name"]
+
+    @property
+    def is_lexical(self) -> bool:
+        """True if the codes describe texts instead of vectors."""
+        return "text" in self.fitted
 
     @property
     def fit(self) -> dict[str, Any]:

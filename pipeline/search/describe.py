@@ -105,8 +105,9 @@ def _parts(ranking: Ranking, i: int, num_tokens: int) -> ScoreParts:
     """Returns the components of the score of item `i` in a ranking."""
     maxsim = None if ranking.maxsim is None else float(ranking.maxsim[i])
     single_vector = None if ranking.single_vector is None else float(ranking.single_vector[i])
+    bm25 = None if ranking.bm25 is None else float(ranking.bm25[i])
     return ScoreParts(
-        maxsim, None if maxsim is None else maxsim / max(num_tokens, 1), single_vector
+        maxsim, None if maxsim is None else maxsim / max(num_tokens, 1), single_vector, bm25
     )
 
 

@@ -29,11 +29,13 @@ class Queries:
         tokens: Token vectors (M_i, D) float32 per query.
         pooled: Pooled vectors (num_queries, P) float32, or None.
         token_texts: Texts of the tokens per query, for explanations.
+        texts: Texts of the queries, for BM25, or None if a query has no text.
     """
 
     tokens: list[torch.Tensor]
     pooled: torch.Tensor | None
     token_texts: list[list[str]]
+    texts: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -41,7 +43,8 @@ class Queries:
     def part(self, first: int, end: int) -> Queries:
         """Selects the queries in the range [first, end)."""
         pooled = None if self.pooled is None else self.pooled[first:end]
-        return Queries(self.tokens[first:end], pooled, self.token_texts[first:end])
+        texts = None if self.texts is None else self.texts[first:end]
+        return Queries(self.tokens[first:end], pooled, self.token_texts[first:end], texts)
 
     def split(self) -> list[Queries]:
         """Returns one batch per query."""
@@ -51,19 +54,31 @@ class Queries:
     def join(cls, parts: Sequence[Queries]) -> Queries:
         """Joins batches.
 
-        The result has pooled vectors if all batches have them.
+        The result has pooled vectors, and texts, if all batches have them.
         """
         pooled = [part.pooled for part in parts if part.pooled is not None]
+        with_texts = [part.texts for part in parts if part.texts is not None]
         return cls(
             [tokens for part in parts for tokens in part.tokens],
             torch.cat(pooled) if len(pooled) == len(parts) else None,
             [texts for part in parts for texts in part.token_texts],
+            [text for texts in with_texts for text in texts]
+            if len(with_texts) == len(parts)
+            else None,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # NumPy arrays pickle several times faster than tensors.
         pooled = None if self.pooled is None else self.pooled.numpy()
-        return _unpickle, ([tokens.numpy() for tokens in self.tokens], pooled, self.token_texts)
+        tokens = [tokens.numpy() for tokens in self.tokens]
+        return _unpickle, (tokens, pooled, self.token_texts, self.texts)
+
+    def with_texts(self, queries: Sequence[object]) -> Queries:
+        """Adds the texts of the encoded queries if all of them have one."""
+        texts = [query.text if isinstance(query, Composed) else query for query in queries]
+        if not all(isinstance(text, str) for text in texts):
+            return self
+        return replace(self, texts=texts)
 
     @classmethod
     def from_encoded(cls, encoded: EncodedQueries) -> Queries:
@@ -107,10 +122,14 @@ class Queries:
 
 
 def _unpickle(
-    tokens: list[np.ndarray], pooled: np.ndarray | None, token_texts: list[list[str]]
+    tokens: list[np.ndarray],
+    pooled: np.ndarray | None,
+    token_texts: list[list[str]],
+    texts: list[str] | None,
 ) -> Queries:
     tensors = [torch.from_numpy(array) for array in tokens]
-    return Queries(tensors, None if pooled is None else torch.from_numpy(pooled), token_texts)
+    pooled_tensor = None if pooled is None else torch.from_numpy(pooled)
+    return Queries(tensors, pooled_tensor, token_texts, texts)
 
 
 #: Input of a query encoder: a text, the bytes of an image file, or both.
@@ -159,6 +178,7 @@ class QueryEncoders:
             texts = [query.text if isinstance(query, Composed) else query for query in queries]
             check_texts([text for text in texts if isinstance(text, str)])
             encoded = Queries.from_encoded(encode(self.encoder(representation), queries))
+            encoded = encoded.with_texts(queries)
         else:
             encoded = Queries.from_vectors(queries)
         return self.transform(encoded, representation)

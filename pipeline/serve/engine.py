@@ -166,7 +166,8 @@ class Engine:
                     [read[i] for i in positions],
                 )
                 encoded |= zip(positions, results, strict=True)
-        return [encoded[i] for i in range(len(queries))]
+        texts = map(wire.query_text, queries)
+        return [encoded[i].with_texts([text]) for i, text in enumerate(texts)]
 
     async def _search_shard(
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
@@ -194,14 +195,12 @@ class Engine:
             self.calls.call("search", caller, shard.rank, served.edition, encoded, options)
             for shard in self._stages.searchers[served.name]
         )
-        if len(by_shard) == 1:
-            return by_shard[0]
         offset = [
             [replace(ranking, rows=ranking.rows + i * SHARD_ROWS) for ranking in rankings]
             for i, rankings in enumerate(by_shard)
         ]
         by_query = zip(*offset, strict=True)
-        return [merge_rankings(rankings, options.k, options.group_by) for rankings in by_query]
+        return [merge_rankings(rankings, options) for rankings in by_query]
 
     async def _rerank(
         self,

@@ -14,6 +14,7 @@ from pipeline.config import SpecError
 from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Composed
+from pipeline.search.fusion import DEFAULT_FUSION, FUSED, Fusion
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries, Unencoded, check_texts, query_error
 from pipeline.serve import wire
@@ -50,6 +51,7 @@ def search_options(
             k=request.k,
             score=request.score,
             weights=request.weights,
+            fusion=_fusion(request, served),
             group_by=request.group_by,
             filter=request.filter,
             ids=None if request.ids is None else tuple(request.ids),
@@ -65,6 +67,13 @@ def search_options(
         ).resolve(served.index)
     except SpecError as error:
         raise from_spec_error(error) from None
+
+
+def _fusion(request: wire.SearchOptions, served: Served) -> Fusion:
+    """Returns the settings of the request, or else those of the index for a fused score."""
+    if request.fusion is not None:
+        return request.fusion
+    return served.spec.fusion if request.score == FUSED else DEFAULT_FUSION
 
 
 def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) -> None:

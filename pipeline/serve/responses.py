@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from pipeline.index.info import RepresentationInfo, RerankInfo
+from pipeline.index.reader import Index
 from pipeline.schema import ITEM, Hit
-from pipeline.scores import SCORES
+from pipeline.scores import VECTOR_SCORES
+from pipeline.search.candidates import BM25, generators
+from pipeline.search.fusion import FUSED
 from pipeline.search.maps import SimilarityMap
 from pipeline.search.options import SearchOptions
 from pipeline.serve import wire
@@ -78,7 +81,7 @@ def index_info(served: Served) -> wire.IndexInfo:
     """Returns the description of a served index."""
     index = served.index
     infos = index.representations()
-    representations = [_representation(info) for info in infos.values()]
+    representations = [_representation(index, info) for info in infos.values()]
     representations += map(_rerank_representation, index.rerank_columns.values())
     return wire.IndexInfo(
         name=served.name,
@@ -91,7 +94,9 @@ def index_info(served: Served) -> wire.IndexInfo:
     )
 
 
-def _representation(info: RepresentationInfo) -> wire.Representation:
+def _representation(index: Index, info: RepresentationInfo) -> wire.Representation:
+    candidates = list(generators(index, info))
+    scores = list(VECTOR_SCORES) if info.pooled_column else ["maxsim"]
     return wire.Representation(
         name=info.name,
         role="search",
@@ -99,7 +104,8 @@ def _representation(info: RepresentationInfo) -> wire.Representation:
         compressor=info.compressor["name"],
         codec=info.codec["name"],
         dim=info.dim,
-        scores=list(SCORES) if info.pooled_column else ["maxsim"],
+        scores=[*scores, FUSED] if BM25 in candidates else scores,
+        candidates=candidates,
         queries=[*info.encoder.query_kinds, "vectors"],
     )
 

@@ -18,6 +18,7 @@ from pydantic import (
 from pipeline.config import Spec, SpecError, Uri
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import Precision
+from pipeline.search.fusion import DEFAULT_FUSION, FusionSpec
 
 #: Environment variables for Ray Serve. Running user code and routers in the main event loop halves
 #: the overhead of a call to a stage. All stages compute in worker threads of their own.
@@ -92,6 +93,9 @@ class ServedIndex(Spec):
     loaded. Other representations are loaded at the first request that uses them."""
     documents: dict[str, str] = Field(default_factory=dict)
     """Current location of the files of each collection that has been moved, by collection name."""
+    fusion: FusionSpec = DEFAULT_FUSION
+    """Settings of the fused score for requests that set none: a mapping, or the path of a file that
+    `jobs.evaluate --fit-fusion` wrote."""
     edje: Uri | None = None
     """Folder of an EDJE model for reranking. The index must contain the tokens of its adapter, see
     docs/tutorials/reranking.md."""

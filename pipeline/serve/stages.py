@@ -33,7 +33,7 @@ from pipeline.search.describe import describe_in_slices
 from pipeline.search.maps import SimilarityMap, similarity_map
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries, Unencoded, check_fingerprint, encode, query_encoder
-from pipeline.search.score import SLICE_PAIRS, Ranking
+from pipeline.search.score import SLICE_PAIRS, Ranking, fuse
 from pipeline.search.searcher import Searcher
 from pipeline.serve.filters import Filters
 from pipeline.serve.metrics import batch_sizes
@@ -213,6 +213,8 @@ class Ranker:
     ) -> list[Ranking]:
         """Ranks the items of the shard for each query. The `rows` of the result are relative to it.
 
+        The result must be merged by `merge_rankings`, also if there is only one shard.
+
         Raises:
             SpecError: An option is invalid.
             TimeoutError: The time limit has passed.
@@ -279,7 +281,8 @@ class Ranker:
         details = {"representation": options.column, "version": edition.version}
         with logged("search", queries=len(queries), **details):
             async with asyncio.timeout(caller.timeout_s):
-                rankings = await self._run_rank(edition, queries, options, caller)
+                parts = await self._run_rank(edition, queries, options, caller)
+                rankings = [fuse(part, options) for part in parts]
                 return await self._run_describe(edition, queries, options, rankings, caller)
 
     @returns_errors

@@ -23,6 +23,7 @@ from pydantic import (
 
 from pipeline.config import RenamedField
 from pipeline.scores import Score
+from pipeline.search.fusion import Fusion
 
 #: Id of an item, a parent or a query.
 Id = Annotated[str, StringConstraints(min_length=1, max_length=2048)]
@@ -207,9 +208,12 @@ class SearchOptions(Request):
     """Maximum number of hits per query."""
     score: Score = "maxsim"
     """Score of the first stage: `maxsim` is the MaxSim score of the token vectors, `single_vector`
-    the similarity of the single vectors, and `hybrid` their weighted sum."""
+    the similarity of the single vectors, and `hybrid` their weighted sum. `fused` combines the
+    rankings by MaxSim, BM25 and single vectors, see `fusion`."""
     weights: tuple[Finite, Finite] = (1.0, 1.0)
     """Weights of the `single_vector` and the `maxsim` score in the `hybrid` score."""
+    fusion: Fusion | None = None
+    """Settings of the `fused` score. Default: those of the server for the index."""
     group_by: Literal["parent"] | None = None
     """`parent` returns only the best item of each parent, such as the best page of a document."""
     filter: Annotated[str, StringConstraints(max_length=10_000)] | None = None
@@ -220,11 +224,11 @@ class SearchOptions(Request):
     parents: Annotated[list[Id], Field(max_length=100_000)] | None = None
     """Ids of the parents whose items are searched. If null, all items are searched."""
     candidates: Name = "exact"
-    """`exact` scores all items. The name of a candidate generator of the representation scores only
-    the items that it finds, which is faster and may miss hits."""
+    """`exact` scores all items. The name of a candidate generator of the representation, or several
+    joined by `+`, score only the items that they find, which is faster and may miss hits."""
     num_candidates: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Number of candidates per query and shard, at least `k`. Default: 500, or 10 `k` if that is
-    more."""
+    """Number of candidates per query, shard and generator, at least `k`. Default: 500, or 10 `k` if
+    that is more."""
     rerank: Rerank | None = None
     """Second stage. If null, hits are not reranked."""
     explain: Literal["matches", "map"] | None = None
@@ -336,6 +340,8 @@ class ScoreParts(Response):
     """MaxSim score divided by the number of query tokens, as used in the hybrid score."""
     single_vector: float | None
     """Similarity of the single vectors."""
+    bm25: float | None = None
+    """BM25 score, which is 0 if no term of the query occurs in the text."""
 
 
 class FirstStage(Response):
@@ -559,6 +565,8 @@ class Representation(Response):
     """Dimension of the vectors."""
     scores: list[str]
     """Scores that the representation supports."""
+    candidates: list[str] = []
+    """Candidate generators of the representation."""
     queries: list[Literal["text", "image", "composed", "vectors"]]
     """Kinds of queries that the representation supports."""
 
@@ -607,7 +615,9 @@ class EvaluationRequest(Request):
     """Names of the representations to evaluate, which may be prefixes `NAME@K`. Empty means all
     stored representations."""
     scores: list[Score] = []
-    """Scores to evaluate. If empty, all that the representations support."""
+    """Scores to evaluate. If empty, all that the representations support, without `fused`."""
+    fusion: Fusion | None = None
+    """Settings of the `fused` score. Default: those of the server for the index."""
     measures: Annotated[list[Name], Field(max_length=64)] = []
     """Names of ir-measures, such as `nDCG@10`. If empty, the default measures are used."""
     k: Annotated[int, Field(ge=1, le=10_000)] = 100

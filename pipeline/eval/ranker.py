@@ -233,7 +233,7 @@ class Ranker:
             return []
         numbers = {query_id: number for number, query_id in enumerate(self._judged.queries)}
         selected = [numbers[query_id] for query_id in query_ids]
-        queries = self._queries_with_texts(result.representation, selected)
+        queries = self.queries_with_texts(result.representation, selected)
         keywords = {"k": NUM_HITS, **self._search_options(result.score)}
         options = SearchOptions.from_keywords(result.representation, explain=True, **keywords)
         return self._searcher.search_with(queries, options)
@@ -256,7 +256,7 @@ class Ranker:
             options |= {"candidates": candidates, "num_candidates": row.candidates.number}
 
         def rank(numbers: Sequence[int]) -> list[dict[str, float]]:
-            rankings = self._searcher.rank(self._queries_with_texts(name, numbers), name, **options)
+            rankings = self._searcher.rank(self.queries_with_texts(name, numbers), name, **options)
             if reranker is not None:
                 selected = [texts[number] for number in numbers]
                 rankings = self.reranker(reranker).rerank(
@@ -274,7 +274,7 @@ class Ranker:
             options["fusion"] = self._spec.fusion
         return {**options, "weights": self.weights(score) or EQUAL_WEIGHTS}
 
-    def _queries_with_texts(self, representation: str, numbers: Sequence[int]) -> Queries:
+    def queries_with_texts(self, representation: str, numbers: Sequence[int]) -> Queries:
         """Returns some of the judged queries as vectors, with their texts if they have any."""
         queries = self._searcher.queries(self._queries(representation, numbers), representation)
         if not self._judged.has_texts:

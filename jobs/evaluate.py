@@ -78,11 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _fit_fusion(path: str, overrides: Sequence[str], out: str) -> None:
     """Fits the settings of the fused score and writes them to a file."""
     from pipeline.atomic import check_writable, write_atomic
-    from pipeline.eval import fusion_fit
+    from pipeline.eval.fusion_fit import JudgedPools, fit_fusion
     from pipeline.eval.spec import EvaluateSpec
 
     check_writable(out, "fit-fusion", as_file=True)
-    fit = fusion_fit.run(config.load(EvaluateSpec, path, overrides))
+    fit = fit_fusion(JudgedPools.read(config.load(EvaluateSpec, path, overrides)))
     write_atomic(out, fit.to_yaml())
     print(f"{fit.to_yaml()}\n{out}")
 

@@ -68,42 +68,72 @@ class FusionFit:
         return comment + dump_yaml(self.fusion)
 
 
-def run(spec: EvaluateSpec) -> FusionFit:
-    """Fits the fused score of a representation to the judged queries of an evaluation.
+@dataclass(frozen=True)
+class JudgedPools:
+    """Judged queries of one representation, with the components of the scores of the best items.
 
-    The representation is the only one of the spec, or the default of searches. The metric is
-    nDCG@10, or the first of the spec.
-
-    Raises:
-        SpecError: The index has no BM25, the queries have no texts, or there are several
-            representations.
+    Attributes:
+        options: Options of the search.
+        pools: Output of `Scorer.rank_part` by query id, with all components.
+        qrels: Relevance grades by query id.
+        measure: Name of the metric.
+        has_single: Whether there are single-vector scores.
     """
-    judged = BENCHMARKS.build(spec.benchmark).load()
-    if not judged.has_texts:
-        problem = "has queries without texts, which BM25 needs"
-        raise SpecError("benchmark", spec.benchmark.name, "a benchmark with texts", problem)
-    if len(spec.representations) > 1:
-        rule = "a list of one representation for --fit-fusion"
-        raise SpecError("representations", spec.representations, rule)
-    searcher = open_index(spec.index)
-    info = searcher.representation(next(iter(spec.representations), None))
-    level = judged_level(searcher.index, judged, spec.judged, spec.filter)
-    spec = spec.model_copy(update={"judged": level})
-    has_single = info.pooled_column is not None and not spec.query_vectors
-    options = SearchOptions(
-        info.name,
-        k=spec.k,
-        score=FUSED,
-        fusion=Fusion(weights=FusionWeights(single_vector=float(has_single))),
-        group_by="parent" if level == "parent" else None,
-        filter=spec.filter,
-    ).resolve(searcher.index)
-    ranker = Ranker(spec, judged, searcher)
-    queries = ranker.queries_with_texts(info.name, range(len(judged.queries)))
-    pools = searcher.scorer.rank_part(queries, options, searcher.items.select(options))
-    measure = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
-    by_query = dict(zip(judged.queries, pools, strict=True))
-    return fit_fusion(by_query, judged.qrels, measure, options, has_single)
+
+    options: SearchOptions
+    pools: Mapping[str, Ranking]
+    qrels: Mapping[str, Grades]
+    measure: str
+    has_single: bool
+
+    @classmethod
+    def read(cls, spec: EvaluateSpec) -> JudgedPools:
+        """Ranks the judged queries of an evaluation by all components.
+
+        The representation is the only one of the spec, or the default of searches. The metric is
+        nDCG@10, or the first of the spec.
+
+        Raises:
+            SpecError: The index has no BM25, the queries have no texts, or there are several
+                representations.
+        """
+        judged = BENCHMARKS.build(spec.benchmark).load()
+        if not judged.has_texts:
+            problem = "has queries without texts, which BM25 needs"
+            raise SpecError("benchmark", spec.benchmark.name, "a benchmark with texts", problem)
+        if len(spec.representations) > 1:
+            rule = "a list of one representation for --fit-fusion"
+            raise SpecError("representations", spec.representations, rule)
+        searcher = open_index(spec.index)
+        info = searcher.representation(next(iter(spec.representations), None))
+        level = judged_level(searcher.index, judged, spec.judged, spec.filter)
+        spec = spec.model_copy(update={"judged": level})
+        has_single = info.pooled_column is not None and not spec.query_vectors
+        options = SearchOptions(
+            info.name,
+            k=spec.k,
+            score=FUSED,
+            fusion=Fusion(weights=FusionWeights(single_vector=float(has_single))),
+            group_by="parent" if level == "parent" else None,
+            filter=spec.filter,
+        ).resolve(searcher.index)
+        ranker = Ranker(spec, judged, searcher)
+        queries = ranker.queries_with_texts(info.name, range(len(judged.queries)))
+        pools = searcher.scorer.rank_part(queries, options, searcher.items.select(options))
+        measure = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
+        by_query = dict(zip(judged.queries, pools, strict=True))
+        return cls(options, by_query, judged.qrels, measure, has_single)
+
+    def measure_fusion(self, fusion: Fusion) -> np.ndarray:
+        """Returns the metric of each query, (Q,), for given settings of the fused score."""
+        options = replace(self.options, fusion=fusion)
+        run = {}
+        for query_id, pool in self.pools.items():
+            ranking = fuse(pool, options)
+            is_grouped = options.group_by is not None
+            run[query_id] = ranking.scores_by_parent() if is_grouped else ranking.scores_by_item()
+        values = per_query(run, self.qrels, [self.measure])
+        return np.array([values[query_id][self.measure] for query_id in self.pools])
 
 
 def settings(has_single: bool) -> list[Fusion]:
@@ -117,24 +147,10 @@ def settings(has_single: bool) -> list[Fusion]:
     return found
 
 
-def fit_fusion(
-    pools: Mapping[str, Ranking],
-    qrels: Mapping[str, Grades],
-    measure: str,
-    options: SearchOptions,
-    has_single: bool,
-) -> FusionFit:
-    """Chooses the settings of the fused score that are best on judged queries.
-
-    Args:
-        pools: Output of `Scorer.rank_part` by query id, with positive weights of all components.
-        qrels: Relevance grades by query id.
-        measure: Metric that is maximised.
-        options: Options of the search.
-        has_single: Whether single-vector scores may be used.
-    """
-    candidates = settings(has_single)
-    values_CQ = np.array([measured(pools, qrels, measure, options, c) for c in candidates])
+def fit_fusion(judged: JudgedPools) -> FusionFit:
+    """Chooses the settings of the fused score that are best on judged queries."""
+    candidates = settings(judged.has_single)
+    values_CQ = np.array([judged.measure_fusion(fusion) for fusion in candidates])
     num_queries = values_CQ.shape[1]
     fold_Q = np.random.default_rng(0).permutation(num_queries) % NUM_FOLDS
     fused_Q = values_CQ[0].copy()
@@ -142,8 +158,8 @@ def fit_fusion(
         is_held_out = fold_Q == fold
         chosen = choose(values_CQ[:, ~is_held_out])
         fused_Q[is_held_out] = values_CQ[chosen, is_held_out]
-    chosen = candidates[choose(values_CQ)]
-    return FusionFit(options.column, chosen, values_CQ[0], fused_Q, measure)
+    fusion = candidates[choose(values_CQ)]
+    return FusionFit(judged.options.column, fusion, values_CQ[0], fused_Q, judged.measure)
 
 
 def choose(values_CQ: np.ndarray) -> int:
@@ -159,21 +175,3 @@ def choose(values_CQ: np.ndarray) -> int:
     num_queries = values_CQ.shape[1]
     error = gains_CQ[best].std(ddof=1) / np.sqrt(num_queries) if num_queries > 1 else np.inf
     return best if gains_CQ[best].mean() > MIN_STANDARD_ERRORS * error else 0
-
-
-def measured(
-    pools: Mapping[str, Ranking],
-    qrels: Mapping[str, Grades],
-    measure: str,
-    options: SearchOptions,
-    fusion: Fusion,
-) -> np.ndarray:
-    """Returns the metric of each query, (Q,), for given settings of the fused score."""
-    options = replace(options, score=FUSED, fusion=fusion)
-    run = {}
-    for query_id, pool in pools.items():
-        ranking = fuse(pool, options)
-        is_grouped = options.group_by is not None
-        run[query_id] = ranking.scores_by_parent() if is_grouped else ranking.scores_by_item()
-    values = per_query(run, qrels, [measure])
-    return np.array([values[query_id][measure] for query_id in pools])

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from pipeline.config import Spec, SpecError, Uri, dump
+from pipeline.config import Spec, SpecError, Uri
 from pipeline.eval.grounding import GeneratedPhrases
 from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure
 from pipeline.eval.results import EDJE
@@ -155,8 +155,7 @@ class EvaluateSpec(Spec):
     @model_validator(mode="after")
     def _check_fusion_used(self) -> EvaluateSpec:
         if self.fusion != DEFAULT_FUSION and FUSED not in self.scores:
-            rule = f"omitted unless {FUSED} is among the scores"
-            raise SpecError("fusion", dump(self.fusion), rule)
+            raise SpecError("scores", self.scores, f"a list with {FUSED} if fusion is set")
         return self
 
     @model_validator(mode="after")

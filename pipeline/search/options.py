@@ -126,7 +126,7 @@ class SearchOptions:
             rule = f"{EQUAL_WEIGHTS} for the score {self.score}"
             raise SpecError("weights", self.weights, rule)
         if self.score != FUSED and self.fusion != DEFAULT_FUSION:
-            raise SpecError("fusion", self.fusion, f"omitted for the score {self.score}")
+            raise SpecError("score", self.score, f"{FUSED} if fusion is set")
         if self.num_candidates is not None:
             check_count("num_candidates", self.num_candidates)
             if self.num_candidates < self.k:

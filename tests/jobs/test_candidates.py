@@ -40,6 +40,18 @@ def test_builds_lists_and_drops_a_generator(uri, cluster, capsys, tmp_path):
     assert not Index(uri).candidates_columns
 
 
+def test_builds_lists_and_drops_bm25(uri, cluster, capsys):
+    candidates.main([uri, "bm25", "generator.k1=0.9"])
+    assert "fitting bm25 to 8 items" in capsys.readouterr().out
+    candidates.main([uri])
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.split() == ["text", "bm25", "1", "8", "8"]
+    with pytest.raises(SpecError, match=r"generator must be .*differs from the stored generator"):
+        candidates.main([uri, "bm25"])
+    candidates.main([uri, "bm25", "--drop"])
+    assert not Index(uri).candidates_columns
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -115,7 +115,7 @@ def test_shards_fuse_like_the_whole(method, group_by):
 
 
 def test_settings_of_other_scores_are_rejected():
-    with pytest.raises(SpecError, match=r"^fusion must be omitted for the score maxsim"):
+    with pytest.raises(SpecError, match=r"^score must be fused if fusion is set, got 'maxsim'"):
         SearchOptions(fusion=Fusion(method="sum"))
     assert SearchOptions(score="fused").fusion == DEFAULT_FUSION
 

@@ -165,7 +165,7 @@ def fit_fusion(judged: JudgedPools) -> FusionFit:
 def choose(values_CQ: np.ndarray) -> int:
     """Returns the number of the best settings, or 0 unless their gain over the first is certain.
 
-    >>> choose(np.array([[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.41, 0.5], [0.9, 0.0, 0.3, 0.4]]))
+    >>> choose(np.array([[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.41, 0.5], [0.4, 0.0, 0.3, 0.4]]))
     1
     >>> choose(np.array([[0.1, 0.2, 0.3, 0.4], [0.9, 0.0, 0.3, 0.4]]))
     0

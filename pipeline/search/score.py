@@ -250,7 +250,10 @@ class Scorer:
     def rank_part(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> list[Ranking]:
-        """Does the same as `rank`, for `merge_rankings`: a fused score has not been computed."""
+        """Finds the items that `merge_rankings` needs, which computes fused scores.
+
+        For other scores, these are the k best items.
+        """
         return finish(self._rank(queries, options, rows, None))
 
     def rank_in_slices(

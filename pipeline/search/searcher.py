@@ -99,8 +99,8 @@ class Searcher:
                 it exists, otherwise the first.
             explain: Whether hits contain `matches`, one per query token, and `passages`.
             rerank: Second stage that reorders the best items of the first.
-            options: `k` (default 10), `score`, `weights`, `group_by`, `filter`, `ids`, `parents`,
-                `candidates` and `num_candidates`. See `SearchOptions`.
+            options: `k` (default 10), `score`, `weights`, `fusion`, `group_by`, `filter`, `ids`,
+                `parents`, `candidates` and `num_candidates`. See `SearchOptions`.
 
         Returns:
             The hits of the query, best first, or a list of hits per query for several queries.

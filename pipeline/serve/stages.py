@@ -248,8 +248,10 @@ class Ranker:
             rows = await self._filtered_rows(edition, searcher, options, caller)
             num_vectors = searcher.scorer.num_scored_vectors(options)
             pending = [_PendingSearch(q, rows, q.tokens[0].shape[0] * num_vectors) for q in queries]
-            # Queries with and without a single vector cannot be joined.
-            group = edition, options, all(query.pooled is not None for query in queries)
+            # Queries with and without a single vector or a text cannot be joined.
+            has_pooled = all(query.pooled is not None for query in queries)
+            has_texts = all(query.texts is not None for query in queries)
+            group = edition, options, has_pooled, has_texts
             return await self._rank_scheduler.run(caller, group, pending)
 
     async def _filtered_rows(
@@ -264,9 +266,9 @@ class Ranker:
         return await asyncio.to_thread(searcher.items.cache_rows, options.filter, item_ids)
 
     def _rank(
-        self, group: tuple[Edition, SearchOptions, bool], pending: list[_PendingSearch]
+        self, group: tuple[Edition, SearchOptions, bool, bool], pending: list[_PendingSearch]
     ) -> Generator[None, None, list[Ranking]]:
-        edition, options, _ = group
+        edition, options, *_ = group
         searcher = self._versions.get(edition)
         joined = Queries.join([p.query for p in pending])
         queries = searcher.encoders.transform(joined, options.column)

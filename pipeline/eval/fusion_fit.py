@@ -22,6 +22,8 @@ from pipeline.search.searcher import open_index
 #: Weights of BM25 and of single vectors that are compared, relative to MaxSim, by method.
 BM25_WEIGHTS = {"sum": (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0), "rrf": (0.1, 0.25, 0.5, 1.0)}
 SINGLE_WEIGHTS = (0.0, 0.25, 0.5)
+#: Agreements with MaxSim that are compared.
+AGREEMENTS = (0, 3)
 #: Settings of MaxSim alone.
 MAXSIM_ONLY = Fusion(method="sum", weights=FusionWeights(bm25=0))
 #: Number of parts into which the queries are divided for cross-validation.
@@ -113,7 +115,7 @@ class JudgedPools:
             info.name,
             k=spec.k,
             score=FUSED,
-            fusion=Fusion(weights=FusionWeights(single_vector=float(has_single))),
+            fusion=Fusion(weights=FusionWeights(bm25=1, single_vector=float(has_single))),
             group_by="parent" if level == "parent" else None,
             filter=spec.filter,
         ).resolve(searcher.index)
@@ -143,7 +145,10 @@ def settings(has_single: bool) -> list[Fusion]:
         for bm25 in weights:
             for single in SINGLE_WEIGHTS[: None if has_single else 1]:
                 chosen = FusionWeights(bm25=bm25, single_vector=single)
-                found.append(Fusion(method=method, weights=chosen))
+                found += [
+                    Fusion(method=method, weights=chosen, agreement=agreement)
+                    for agreement in AGREEMENTS
+                ]
     return found
 
 

@@ -9,6 +9,10 @@ that is not in the list:
 
 The lowest BM25 score is 0. Items with equal scores have the same rank. The lists contain the best
 items of all shards, so that the result does not depend on the number of shards.
+
+BM25 and single vectors can be far worse than MaxSim, for example if a query paraphrases the texts.
+They therefore only contribute to a query if their best item is one of the few best by MaxSim
+(`agreement`).
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ class FusionWeights(Spec):
 
     maxsim: float = Field(1.0, ge=0, le=1e6, allow_inf_nan=False)
     """Weight of the MaxSim score."""
-    bm25: float = Field(1.0, ge=0, le=1e6, allow_inf_nan=False)
+    bm25: float = Field(0.2, ge=0, le=1e6, allow_inf_nan=False)
     """Weight of the BM25 score."""
     single_vector: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False)
     """Weight of the single-vector score."""
@@ -48,7 +52,7 @@ class FusionWeights(Spec):
 class Fusion(Spec):
     """Settings of the fused score."""
 
-    method: Literal["rrf", "sum"] = "rrf"
+    method: Literal["rrf", "sum"] = "sum"
     """Fusion method.
 
     - "rrf": Reciprocal rank fusion.
@@ -59,8 +63,19 @@ class Fusion(Spec):
     rank_constant: float = Field(60.0, ge=0, le=1e6, allow_inf_nan=False)
     """Constant that is added to ranks. The larger it is, the less the best ranks count. Used by
     "rrf"."""
+    agreement: int = Field(3, ge=0, le=10_000)
+    """Number of best items by MaxSim to which the best item of another component must belong for
+    this component to contribute to the query. If 0, it always contributes."""
     depth: int = Field(100, ge=1, le=10_000)
     """Number of best items of each component that are fused. It is `k` if that is more."""
+
+    @model_validator(mode="after")
+    def _check_agreement(self) -> Fusion:
+        if self.agreement > self.depth:
+            raise SpecError("agreement", self.agreement, f"at most depth = {self.depth}")
+        if self.agreement and not self.weights.maxsim:
+            raise SpecError("agreement", self.agreement, "0 if the weight of maxsim is 0")
+        return self
 
     def lists(
         self,
@@ -93,14 +108,22 @@ class Fusion(Spec):
     ) -> np.ndarray:
         """Returns the fused scores (R,) float64 of items that contain those of all `lists`.
 
-        Items in none of the lists have the score -inf.
+        Items to which no list contributes have the score -inf.
         """
         fused = np.full(len(components["maxsim"]), -np.inf)
         for name, items in self.lists(components, k, groups).items():
-            contributions = self._contributions(name, components[name][items])
-            fused[items] = np.maximum(fused[items], 0)
-            fused[items] += getattr(self.weights, name) * contributions
+            if self._agrees(components["maxsim"], components[name], items):
+                contributions = self._contributions(name, components[name][items])
+                fused[items] = np.maximum(fused[items], 0)
+                fused[items] += getattr(self.weights, name) * contributions
         return fused
+
+    def _agrees(self, maxsim: np.ndarray, scores: np.ndarray, items: np.ndarray) -> bool:
+        """Checks whether the best item of a list is among the `agreement` best by MaxSim."""
+        if not self.agreement or not len(items):
+            return True
+        best = items[scores[items] == scores[items].max()]
+        return int((maxsim > maxsim[best].max()).sum()) < self.agreement
 
     def _contributions(self, name: str, scores: np.ndarray) -> np.ndarray:
         """Returns the contribution of each item of a list before weighting."""

@@ -13,6 +13,7 @@ from pipeline.search.shards import merge_rankings
 
 NAMES = ("maxsim", "bm25", "single_vector")
 METHODS = pytest.mark.parametrize("method", ["rrf", "sum"])
+AGREEMENTS = pytest.mark.parametrize("agreement", [0, 1, 3])
 SETTINGS = {"weights": FusionWeights(maxsim=1, bm25=0.5, single_vector=0.25), "depth": 6}
 
 
@@ -47,6 +48,13 @@ def reference(
                 best[parents[i]] = max(best.get(parents[i], -np.inf), score)
             limit = sorted(best.values(), reverse=True)[:depth][-1]
             listed |= {i for i, s in values.items() if s == best[parents[i]] >= limit}
+        better = min(
+            sum(scores["maxsim"][j] > scores["maxsim"][i] for j in valid)
+            for i, score in values.items()
+            if score == max(values.values())
+        )
+        if fusion.agreement and better >= fusion.agreement:
+            continue
         lowest = 0.0 if name == "bm25" else min(values[i] for i in listed)
         highest = max(values[i] for i in listed)
         for i in listed:
@@ -62,10 +70,11 @@ def reference(
 
 
 @METHODS
+@AGREEMENTS
 @pytest.mark.parametrize("is_grouped", [False, True])
-def test_equals_definition(method, is_grouped):
+def test_equals_definition(method, agreement, is_grouped):
     rng = np.random.default_rng(0)
-    fusion = Fusion(method=method, **SETTINGS)
+    fusion = Fusion(method=method, agreement=agreement, **SETTINGS)
     for _ in range(50):
         scores = random_scores(rng, 30)
         groups = rng.integers(0, 8, 30) if is_grouped else None
@@ -74,16 +83,24 @@ def test_equals_definition(method, is_grouped):
         found = fusion.scores(scores, k, groups)
         listed = np.flatnonzero(found > -np.inf).tolist()
         assert listed == sorted(expected)
-        assert listed == pool_rows(scores, fusion, k, None, groups).tolist()
+        pool = pool_rows(scores, fusion, k, None, groups)
+        assert set(listed) <= set(pool.tolist())
+        in_pool = fusion.scores(
+            {name: values[pool] for name, values in scores.items()},
+            k,
+            None if groups is None else groups[pool],
+        )
+        assert in_pool.tolist() == found[pool].tolist()
         assert found[listed] == pytest.approx([expected[i] for i in listed])
 
 
 @METHODS
+@AGREEMENTS
 @pytest.mark.parametrize("group_by", [None, "parent"])
-def test_shards_fuse_like_the_whole(method, group_by):
+def test_shards_fuse_like_the_whole(method, agreement, group_by):
     """The ranks and bounds of a list are those of all shards."""
     rng = np.random.default_rng(1)
-    fusion = Fusion(method=method, **SETTINGS)
+    fusion = Fusion(method=method, agreement=agreement, **SETTINGS)
     for _ in range(30):
         scores = random_scores(rng, 40)
         parents = [f"p{number}" for number in rng.integers(0, 12, 40)]
@@ -116,7 +133,7 @@ def test_shards_fuse_like_the_whole(method, group_by):
 
 def test_settings_of_other_scores_are_rejected():
     with pytest.raises(SpecError, match=r"^score must be fused if fusion is set, got 'maxsim'"):
-        SearchOptions(fusion=Fusion(method="sum"))
+        SearchOptions(fusion=Fusion(method="rrf"))
     assert SearchOptions(score="fused").fusion == DEFAULT_FUSION
 
 
@@ -129,6 +146,8 @@ def test_settings_of_other_scores_are_rejected():
         ({"weights": {"bm": 1}}, r"^unknown field 'bm' in weights"),
         ({"rank_constant": -1}, r"^rank_constant must be"),
         ({"depth": 0}, r"^depth must be"),
+        ({"depth": 2}, r"^agreement must be at most depth = 2, got 3"),
+        ({"weights": {"maxsim": 0}}, r"^agreement must be 0 if the weight of maxsim is 0, got 3"),
     ],
 )
 def test_invalid_settings(fields, message):

@@ -421,7 +421,7 @@ def test_fit_fusion_writes_settings_that_searches_read(lexical_options, tmp_path
     ("options", "message"),
     [
         (["scores=[fused]"], "scores must be maxsim, got 'fused', which needs bm25, which was not"),
-        (["fusion={method: sum}"], "scores must be a list with fused if fusion is set, got []"),
+        (["fusion={method: rrf}"], "scores must be a list with fused if fusion is set, got []"),
         (["--fit-fusion", "out.yaml"], "score must be maxsim, got 'fused', which needs bm25"),
         (
             ["--fit-fusion", "out.yaml", "representations=[full, hpool_2]"],

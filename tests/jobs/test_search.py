@@ -22,7 +22,7 @@ from pipeline.index.writer import IndexWriter
 from pipeline.search.fusion import Fusion, FusionWeights
 
 HALF = Fusion(method="sum", weights=FusionWeights(bm25=0.5))
-HALF_RRF = Fusion(weights=FusionWeights(bm25=0.5))
+HALF_RRF = Fusion(method="rrf", weights=FusionWeights(bm25=0.5))
 TEXTS = {"1": "the lift of a wing", "b": "how to bake bread"}
 
 
@@ -371,7 +371,7 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
          "`python -m jobs.candidates INDEX GENERATOR` for full"),
         (["--score", "fused"], "score must be maxsim, got 'fused', which needs bm25, which was not "
          "built for the texts of full; build it with `python -m jobs.candidates INDEX bm25`"),
-        (["--fusion", "method=sum"], "score must be fused if fusion is set, got 'maxsim'"),
+        (["--fusion", "method=rrf"], "score must be fused if fusion is set, got 'maxsim'"),
         (["--score", "fused", "--fusion", "weights.bm=1"], "unknown field 'bm' in fusion.weights; "
          "did you mean 'bm25'? valid fields: maxsim, bm25, single_vector"),
         (["--score", "fused", "--fusion", "gone.yaml"], "fusion must be the path of an existing "

@@ -167,7 +167,8 @@ def fused(
         listed = [i for i in np.argsort(-scores, kind="stable") if name != "bm25" or scores[i] > 0]
         listed = listed[: fusion.depth]
         lowest = 0 if name == "bm25" else scores[listed].min()
-        for rank, i in enumerate(listed, start=1):
+        for i in listed:
+            rank = 1 + sum(scores[j] > scores[i] + 1e-6 for j in listed)
             share = (scores[i] - lowest) / (scores[listed[0]] - lowest)
             part = 1 / (60 + rank) if fusion.method == "rrf" else share
             weight = getattr(fusion.weights, name)
@@ -185,8 +186,8 @@ def assert_fused(ranking: Ranking, expected: dict[str, float]) -> None:
 
 
 #: All items match, so that no ties occur at the end of a list.
-SUM = Fusion(method="sum", weights=FusionWeights(bm25=0.4), depth=1000)
-RRF = Fusion(depth=1000)
+SUM = Fusion(method="sum", weights=FusionWeights(bm25=0.4), agreement=0, depth=1000)
+RRF = Fusion(method="rrf", agreement=0, depth=1000)
 
 
 def test_candidates_are_the_best_texts(built):
@@ -394,6 +395,6 @@ def test_invalid_jobs(original, tmp_path):
     for item in without:
         item.text = None
     add(tmp_path / "index", tmp_path / "source", without)
-    with pytest.raises(SpecError, match=r"^generator must be used with an index whose items have"):
+    with pytest.raises(SpecError, match=r"generator must be used with an index whose items have"):
         build(tmp_path / "index")
     assert not Index(str(tmp_path / "index")).candidates_columns

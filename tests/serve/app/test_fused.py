@@ -11,14 +11,14 @@ from pipeline.serve import wire
 from pipeline.serve.client import Client, ServerError
 
 QUERIES = ["the lift of a wing", "heat", "bread with a golden crust"]
-FITTED = Fusion(method="sum", weights=FusionWeights(bm25=0.25))
+FITTED = Fusion(method="rrf", weights=FusionWeights(bm25=0.25), agreement=0)
 
 
 @pytest.fixture(scope="module")
 def url(serving, lexical_uri, tmp_path_factory) -> str:
     """URL of a server of an index with fitted settings, and of the same index without."""
     path = tmp_path_factory.mktemp("fusion") / "fusion.yaml"
-    path.write_text("method: sum\nweights: {bm25: 0.25}\n")
+    path.write_text("method: rrf\nweights: {bm25: 0.25}\nagreement: 0\n")
     settings = {
         "indexes": {
             "sharded": {"uri": lexical_uri, "num_shards": 2, "fusion": str(path)},
@@ -91,7 +91,7 @@ def test_indexes_list_scores_and_candidates(client):
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"fusion": Fusion(method="sum")}, "score"),
+        ({"fusion": Fusion(method="rrf")}, "score"),
         ({"candidates": "single+lemur"}, "candidates"),
     ],
 )

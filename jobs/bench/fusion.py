@@ -1,8 +1,7 @@
 """Benchmark of the fused score against MaxSim on judged collections.
 
     python -m jobs.bench fusion cranfield=out/fusion/cranfield,jobs/data/cranfield
-    python -m jobs.bench fusion NAME=INDEX,BENCHMARK ... --representations full hpool_32 \\
-        --csv fusion.csv --figure fusion.png
+    python -m jobs.bench fusion NAME=INDEX,BENCHMARK --representations full hpool_32 --csv out.csv
 
 Each index needs `bm25` (jobs.candidates), and each benchmark is a folder in the format of BEIR. For
 each representation, the benchmark compares settings of the fused score with MaxSim by nDCG@10 and a
@@ -16,13 +15,16 @@ import csv
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 import jobs
 from jobs.bench.harness import Bench, table
 from pipeline.config import SpecError, parse
+
+if TYPE_CHECKING:  # imported lazily to keep --help fast
+    from pipeline.search.fusion import Fusion
 
 #: Name of the row with settings that are fitted to the other queries.
 FITTED = "fitted"
@@ -85,6 +87,30 @@ def _collection(value: str) -> tuple[str, str, str]:
     if not (equals and comma and name and index and benchmark):
         raise SpecError("collection", value, "of the form NAME=INDEX,BENCHMARK")
     return name, index, benchmark
+
+
+def fusions() -> dict[str, Fusion]:
+    """Returns the fixed settings by name: method, weights of MaxSim and the others, agreement."""
+    from pipeline.search.fusion import Fusion, FusionWeights
+
+    def settings(
+        method: Literal["rrf", "sum"], bm25: float, single: float = 0, agreement: int = 0
+    ) -> Fusion:
+        weights = FusionWeights(bm25=bm25, single_vector=single)
+        return Fusion(method=method, weights=weights, agreement=agreement)
+
+    bm25_alone = FusionWeights(maxsim=0, bm25=1)
+    return {
+        "BM25 alone": Fusion(weights=bm25_alone, agreement=0),
+        "rrf 1:1": settings("rrf", 1),
+        "rrf 1:0.25": settings("rrf", 0.25),
+        "rrf 1:1, agreement 3": settings("rrf", 1, agreement=3),
+        "sum 1:1": settings("sum", 1),
+        "sum 1:0.2": settings("sum", 0.2),
+        "sum 1:0.2, agreement 3 (default)": Fusion(),
+        "sum 1:0.5, agreement 3": settings("sum", 0.5, agreement=3),
+        "sum 1:0.2, single vector 0.3, agreement 3": settings("sum", 0.2, 0.3, 3),
+    }
 
 
 def _compare(

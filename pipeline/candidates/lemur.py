@@ -25,6 +25,8 @@ from pipeline.config import SpecError
 MAX_SIMILARITIES, MAX_MAXIMA = 1 << 21, 1 << 23
 #: Maximum number of items whose coefficients determine the directions of the codes.
 NUM_REDUCTION_ITEMS = 4096
+#: Default maximum dimension of a code.
+DEFAULT_DIMS = 192
 #: Maximum norm of the gradient of the network.
 MAX_GRADIENT_NORM = 0.5
 
@@ -62,9 +64,10 @@ class Lemur(Generator["Lemur.Spec"]):
         """
         num_features: int = Field(1024, ge=2, le=16384)
         """Number of features F."""
-        num_dims: int = Field(192, ge=1, le=16384)
+        num_dims: int | None = Field(None, ge=1, le=16384)
         """Dimension R of a code, which is the number of bytes per item apart from the scale. The
-        time of a search is proportional to it.
+        time of a search is proportional to it. The default is 192, or `num_features` if that is
+        smaller.
         """
         num_samples: int = Field(4096, ge=2, le=262144)
         """Maximum number of sample tokens. The time to encode an item is proportional to it."""
@@ -88,7 +91,7 @@ class Lemur(Generator["Lemur.Spec"]):
             if self.num_samples < self.num_features:
                 rule = f"at least num_features, which is {self.num_features}"
                 raise SpecError("num_samples", self.num_samples, rule)
-            if self.num_dims > self.num_features:
+            if self.num_dims is not None and self.num_dims > self.num_features:
                 rule = f"at most num_features, which is {self.num_features}"
                 raise SpecError("num_dims", self.num_dims, rule)
             return self
@@ -147,7 +150,7 @@ class Lemur(Generator["Lemur.Spec"]):
         # In this basis, the squared norm of a difference is the mean squared difference of scores.
         basis_NF = (coefficients_NF - coefficients_NF.mean(dim=0)) @ factor_FF
         _, directions_FF = torch.linalg.eigh(basis_NF.T @ basis_NF)
-        directions_FR = directions_FF[:, -spec.num_dims :].flip(1)
+        directions_FR = directions_FF[:, -_num_dims(spec) :].flip(1)
         reduction_FR = factor_FF @ directions_FR
         arrays = {
             **network,
@@ -163,7 +166,7 @@ class Lemur(Generator["Lemur.Spec"]):
     @property
     def dim(self) -> int:
         """Dimension of the codes."""
-        return self.spec.num_dims
+        return _num_dims(self.spec)
 
     def encode(
         self, vectors_TD: torch.Tensor, lengths_B: torch.Tensor
@@ -246,6 +249,11 @@ def _sample_maxima(
     is_chosen_B = _choose(len(sample.lengths_B), num_items, seed).to(sample.lengths_B.device)
     is_chosen_T = torch.repeat_interleave(is_chosen_B, sample.lengths_B)
     return token_maxima(sample.vectors_TD[is_chosen_T], sample.lengths_B[is_chosen_B], tokens_SD)
+
+
+def _num_dims(spec: Lemur.Spec) -> int:
+    """Returns the dimension of a code."""
+    return min(DEFAULT_DIMS, spec.num_features) if spec.num_dims is None else spec.num_dims
 
 
 def _choose(count: int, limit: int, seed: int) -> torch.Tensor:

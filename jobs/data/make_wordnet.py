@@ -120,7 +120,7 @@ def write(
         documents: Id and text of each document.
         judged: Id of the relevant document and text of each query. Queries without a document of
             the collection are omitted.
-        log: The same for past queries, all of which are written.
+        log: The same for past queries, which are all written.
     """
     ids = {document for document, _ in documents}
     judged = [(document, text) for document, text in judged if document in ids]

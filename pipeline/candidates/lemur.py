@@ -169,14 +169,17 @@ class Lemur(Generator["Lemur.Spec"]):
         ]
         return torch.cat(codes), (lengths_B > 0).long()
 
-    def queries(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Sums the features of the tokens of each query to one vector (1, F) float32."""
+    def queries(
+        self, queries: list[torch.Tensor], weights: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Computes the weighted sum of the features of each query's tokens, (1, F) float32."""
         sums = []
-        for query_MD in queries:
+        weights = weights or [torch.ones(len(query), device=query.device) for query in queries]
+        for query_MD, weights_M in zip(queries, weights, strict=True):
             arrays = self._arrays(query_MD.device)
             hidden_MH = _hidden(arrays, query_MD.float())
-            sum_H = ((hidden_MH - arrays["mean"]) / arrays["scale"]).sum(dim=0)
-            sums.append(torch.cat([sum_H, len(query_MD) * arrays["constant"]]).unsqueeze(0))
+            sum_H = weights_M @ ((hidden_MH - arrays["mean"]) / arrays["scale"])
+            sums.append(torch.cat([sum_H, weights_M.sum() * arrays["constant"]]).unsqueeze(0))
         return sums
 
     def _arrays(self, device: torch.device) -> dict[str, torch.Tensor]:

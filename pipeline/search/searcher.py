@@ -100,7 +100,7 @@ class Searcher:
             explain: Whether hits contain `matches`, one per query token, and `passages`.
             rerank: Second stage that reorders the best items of the first.
             options: `k` (default 10), `score`, `weights`, `group_by`, `filter`, `ids`, `parents`,
-                `candidates` and `num_candidates`. See `SearchOptions`.
+                `candidates`, `num_candidates` and `idf_power`. See `SearchOptions`.
 
         Returns:
             The hits of the query, best first, or a list of hits per query for several queries.
@@ -126,7 +126,7 @@ class Searcher:
         if reranker is not None:
             texts_or_images = reranker.check(self.index, queries)
             options = replace(options, rerank_depth=reranker.rerank_depth)
-        encoded = self.encoders.encode(queries, options.column)
+        encoded = self.encoders.encode(queries, options.column, options.idf_power)
         rankings = self.scorer.rank(encoded, options.first_stage(), rows)
         if reranker is not None:
             rankings = reranker.rerank(self, texts_or_images, rankings, options.k)
@@ -149,7 +149,7 @@ class Searcher:
         """
         options = options.resolve(self.index)
         rows = self.items.select(options)
-        encoded = self.encoders.encode(queries, options.column)
+        encoded = self.encoders.encode(queries, options.column, options.idf_power)
         return self.scorer.rank(encoded, options, rows)
 
     def hits(

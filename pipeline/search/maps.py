@@ -203,9 +203,8 @@ def similarity_map(
     spans_T2, extents_T6, confidence_T = _positions(item, info.positions)
     words = _words(text or "", spans_T2, extents_T6, sim_MT, credit_T, contribution_T)
     tokens = queries.token_texts[0]
-    passages = find_passages(
-        tokens, weighted_MN, output_T, spans_T2, extents_T6, text, confidence_T
-    )
+    positions = spans_T2, extents_T6, text, confidence_T
+    passages = find_passages(tokens, weighted_MN, output_T, *positions)
     score = float(weighted_MN.max(axis=1).sum())
     return SimilarityMap(item_id, name, tokens, contribution_M.tolist(), words, score, passages)
 

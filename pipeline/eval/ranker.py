@@ -268,8 +268,8 @@ class Ranker:
 
     def _search_options(self, score: str) -> dict[str, Any]:
         options = {"score": score, "group_by": self._group_by, "filter": self._spec.filter}
-        options["idf_power"] = self._idf_power(score)
-        return {**options, "weights": self.weights(score) or EQUAL_WEIGHTS}
+        weights = self.weights(score) or EQUAL_WEIGHTS
+        return {**options, "weights": weights, "idf_power": self._idf_power(score)}
 
     def _queries(self, representation: str, numbers: Sequence[int]) -> AnyQueries:
         """Returns some of the judged queries as vectors, which are read from a file or encoded."""

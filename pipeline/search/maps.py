@@ -183,7 +183,7 @@ def similarity_map(
     info = searcher.representation(representation)
     name = info.name
     given = query if isinstance(query, Queries) else [query]
-    queries = searcher.encoders.encode(given, name, idf_power)
+    queries = searcher.queries(given, name, idf_power)
     item = _stored_item(searcher, item_id, info)
     stored_ND = searcher.index.codec(name).decode(item.row[info.column], info.dim)[0]
     stored_ND = stored_ND.astype(np.float32)

@@ -58,7 +58,7 @@ class Queries:
 
         The result has pooled vectors if all batches have them, and weights if any batch has them.
         """
-        weights = [weights for part in parts for weights in part.token_weights]
+        weights = [weights_M for part in parts for weights_M in part.token_weights]
         pooled = [part.pooled for part in parts if part.pooled is not None]
         return cls(
             [tokens for part in parts for tokens in part.tokens],
@@ -94,8 +94,8 @@ class Queries:
     def __reduce__(self) -> tuple[Any, ...]:
         # NumPy arrays pickle several times faster than tensors.
         pooled = None if self.pooled is None else self.pooled.numpy()
-        weights = self.weights and [weights_M.numpy() for weights_M in self.weights]
-        tokens = [tokens_MD.numpy() for tokens_MD in self.tokens]
+        weights = None if self.weights is None else [array.numpy() for array in self.weights]
+        tokens = [array.numpy() for array in self.tokens]
         return _unpickle, (tokens, pooled, self.token_texts, weights)
 
     @classmethod
@@ -186,7 +186,7 @@ def _unpickle(
         [torch.from_numpy(array) for array in tokens],
         None if pooled is None else torch.from_numpy(pooled),
         token_texts,
-        weights and [torch.from_numpy(array) for array in weights],
+        None if weights is None else [torch.from_numpy(array) for array in weights],
     )
 
 

@@ -171,9 +171,20 @@ class Searcher:
         vectors = self.scorer.item_vectors if explain else None
         return finish(describe_in_slices(rankings, queries, self.index, representation, vectors))
 
-    def queries(self, queries: AnyQueries, representation: str | None = None) -> Queries:
-        """Encodes queries for a representation, so that they can be used in several searches."""
-        return self.encoders.encode(queries, self.representation(representation).name)
+    def queries(
+        self,
+        queries: AnyQueries,
+        representation: str | None = None,
+        idf_power: float | None = None,
+    ) -> Queries:
+        """Encodes queries for a representation, so that they can be used in several searches.
+
+        Args:
+            queries: Queries.
+            representation: Name of the representation.
+            idf_power: See `SearchOptions`. Searches with the result omit it.
+        """
+        return self.encoders.encode(queries, self.representation(representation).name, idf_power)
 
     def encoder(self, representation: str | None = None) -> Encoder:
         """Returns the query encoder of a representation."""

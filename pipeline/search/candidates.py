@@ -19,12 +19,13 @@ MIN_CANDIDATES, CANDIDATES_PER_HIT = 500, 10
 def generators(index: Index, info: RepresentationInfo) -> dict[str, str]:
     """Returns the columns of the generators that can be used for a representation, by name.
 
-    While a generator is refitted, its former column is used.
+    While a generator is refitted, its former column is used. Generators that were fitted to other
+    vectors, which the representation had before it was replaced, are omitted.
     """
     columns = {} if info.pooled_column is None else {SINGLE: info.pooled_column}
     infos = index.candidates_columns.values()
     for codes in sorted(infos, key=lambda codes: codes.revision):
-        if codes.representation == info.column:
+        if codes.representation == info.column and codes.is_fitted_to(info):
             columns.setdefault(codes.generator_name, codes.name)
     return columns
 
@@ -33,12 +34,16 @@ def generator_column(index: Index, info: RepresentationInfo, generator: str) -> 
     """Returns the column of a generator.
 
     Raises:
-        SpecError: The generator was not built for the representation.
+        SpecError: The generator was not built for the representation, or for other vectors.
     """
     columns = generators(index, info)
     if generator not in columns:
         problem = f"was not built for {info.column}"
         note = f"; build it with `python -m jobs.candidates INDEX GENERATOR` for {info.column}"
+        infos = index.candidates_columns.values()
+        if any((c.generator_name, c.representation) == (generator, info.column) for c in infos):
+            problem = f"was fitted to other vectors than those of {info.column}"
+            note = "; fit it again with `python -m jobs.candidates INDEX GENERATOR --refit`"
         names = (EXACT, *columns)
         raise SpecError("candidates", generator, f"one of {', '.join(names)}", problem, note)
     return columns[generator]

@@ -160,13 +160,24 @@ def check(spec: CandidatesJobSpec, *, refit: bool = False) -> None:
     if info.max_vectors is not None:
         rule = "the name of a column; its codes also serve its prefixes"
         raise SpecError("representation", info.name, rule)
-    columns = _columns(index, info.column, spec.generator.name)
-    if columns and not refit:
-        stored = CANDIDATES.resolve(columns[max(columns)].generator, stored=True)
-        if stored != spec.generator:
-            problem = "differs from the stored generator"
-            rule = f"{dump_stored(stored)}, or --refit"
-            raise SpecError("generator", dump_stored(spec.generator), rule, problem)
+    columns = list(_columns(index, info.column, spec.generator.name).values())
+    is_resumed = len(columns) > 1  # an interrupted refit, which has its settings already
+    if not columns or (refit and not is_resumed):
+        return
+    newest = columns[-1]
+    if not newest.is_fitted_to(info):
+        problem = f"was fitted to other vectors than those of {info.column}"
+        advice = "drop it with --drop" if is_resumed else "fit it again with --refit"
+        rule = "a generator of the present vectors"
+        raise SpecError("generator", spec.generator.name, rule, problem, f"; {advice}")
+    stored = CANDIDATES.resolve(newest.generator, stored=True)
+    if stored != spec.generator:
+        problem = "differs from the stored generator"
+        rule = f"{dump_stored(stored)}, or --refit"
+        if is_resumed:
+            problem = "differs from that of the interrupted refit"
+            rule = f"{dump_stored(stored)}, or --drop before"
+        raise SpecError("generator", dump_stored(spec.generator), rule, problem)
 
 
 def missing_fragments(dataset: lance.LanceDataset, info: CandidatesInfo) -> list[int]:

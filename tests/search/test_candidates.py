@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.search import score
 from pipeline.search.candidates import best_rows
 from pipeline.search.options import SearchOptions
 from tests.search.conftest import random_queries, random_rows, reference_ranking
@@ -35,15 +34,15 @@ def test_best_rows_contain_the_best_item_of_each_group():
 
 
 @pytest.mark.parametrize("group_by", [None, "parent"])
-@pytest.mark.parametrize("score_name", ["maxsim", "hybrid"])
-def test_scores_of_candidates_are_exact(make_index, score_name, group_by):
+@pytest.mark.parametrize("score", ["maxsim", "hybrid"])
+def test_scores_of_candidates_are_exact(make_index, score, group_by):
     rng = np.random.default_rng(1)
     rows = random_rows(rng, 60)
     searcher, queries = make_index(rows), random_queries(rng, 4)
-    options = {"score": score_name, "group_by": group_by, "candidates": "single"}
+    options = {"score": score, "group_by": group_by, "candidates": "single"}
     rankings = searcher.rank(queries, k=5, num_candidates=20, **options)
     for number, ranking in enumerate(rankings):
-        expected = reference_ranking(rows, queries, number, score_name)
+        expected = reference_ranking(rows, queries, number, score)
         scores = {row.item_id: parts.total for row, parts in expected}
         assert len(ranking.item_ids) == 5
         assert ranking.scores == [scores[item_id] for item_id in ranking.item_ids]
@@ -89,7 +88,7 @@ def test_selection_restricts_candidates(make_index, monkeypatch):
     rng = np.random.default_rng(3)
     rows = random_rows(rng, 60)
     searcher, queries = make_index(rows), random_queries(rng, 3)
-    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+    monkeypatch.setattr("pipeline.search.score.EXACT_ITEMS", 0)
     ids = [row.item_id for row in rows if row.tokens is not None][:15]
     options = {"candidates": "single", "num_candidates": 5, "ids": ids}
     for ranking in searcher.rank(queries, k=5, **options):
@@ -118,7 +117,7 @@ def test_selections_below_the_threshold_are_searched_exactly(make_index, is_smal
     rows = random_rows(rng, 60)
     searcher, queries = make_index(rows), random_queries(rng, 6)
     ids = [row.item_id for row in rows][:40]
-    monkeypatch.setattr(score, "EXACT_ITEMS", len(ids) - (not is_small))
+    monkeypatch.setattr("pipeline.search.score.EXACT_ITEMS", len(ids) - (not is_small))
     exact = searcher.rank(queries, k=3, ids=ids)
     found = searcher.rank(queries, k=3, ids=ids, candidates="single", num_candidates=4)
     assert ([r.item_ids for r in found] == [r.item_ids for r in exact]) == is_small

@@ -23,7 +23,7 @@ from pipeline.index.fill import Progress
 from pipeline.index.reader import ITEMS, Index
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.search import candidates_job, score
+from pipeline.search import candidates_job
 from pipeline.search.candidates_job import CandidatesJobSpec, CandidatesResources
 from pipeline.search.sharded import ShardedSearcher
 from pipeline.search.shards import merge_rankings
@@ -396,7 +396,7 @@ def test_filtered_search_returns_k_items(uri, generator, group_by, is_small, mon
     """Small selections are searched exactly. In others, the generator selects among the items."""
     build(uri, generator)
     if not is_small:
-        monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+        monkeypatch.setattr("pipeline.search.score.EXACT_ITEMS", 0)
     searcher = open_index(str(uri))
     options = {"k": 5, "group_by": group_by}
     generated = {"candidates": generator["name"], "num_candidates": 5, **options}

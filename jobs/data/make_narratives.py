@@ -1,6 +1,8 @@
-"""Builds long narrative queries from the short queries of a collection in the BEIR format.
+r"""Builds long narrative queries from the short queries of a collection in the BEIR format.
 
     python -m jobs.data.make_narratives jobs/data/cranfield --out out/narratives
+    python -m jobs.data.make_narratives jobs/data/pages --out out/pages_narratives \
+        --documents jobs/data/cranfield/corpus.jsonl
 
 Each query is put at a random position among six sentences that do not help to answer it:
 
@@ -48,14 +50,17 @@ FILLER = (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes both kinds of queries."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("collection", help="folder with corpus.jsonl, queries.jsonl and qrels")
+    parser.add_argument("collection", help="folder with queries.jsonl and qrels")
+    parser.add_argument(
+        "--documents", help="file of the documents (default: corpus.jsonl of the collection)"
+    )
     parser.add_argument("--split", default="test", help="judgments of the queries (default: test)")
     parser.add_argument("--out", default="out/narratives", help="output folder")
     args = parser.parse_args(arguments)
     check_exists(args.collection, "collection")
     folder, out = Path(args.collection), Path(absolute(args.out))
     queries, relevant = read_queries(folder, args.split)
-    sentences = read_sentences(folder)
+    sentences = read_sentences(args.documents or f"{args.collection}/corpus.jsonl")
     rng = np.random.default_rng(0)
     for kind in ("filler", "distracting"):
         texts = {}
@@ -92,18 +97,19 @@ def read_queries(folder: Path, split: str) -> tuple[dict[str, str], dict[str, se
     return {row["_id"]: row["text"] for row in rows if row["_id"] in relevant}, relevant
 
 
-def read_sentences(folder: Path) -> dict[str, list[str]]:
+def read_sentences(path: str) -> dict[str, list[str]]:
     """Reads the sentences of each document that have a suitable length."""
+    check_exists(path, "documents")
     sentences = {}
-    for line in (folder / "corpus.jsonl").read_text("utf-8").splitlines():
+    for line in Path(path).read_text("utf-8").splitlines():
         document = json.loads(line)
         parts = re.split(r"(?<=[.!?])\s+", document["text"])
         found = [p for p in parts if SENTENCE_WORDS[0] <= len(p.split()) <= SENTENCE_WORDS[1]]
         if found:
             sentences[document["_id"]] = found
     if len(sentences) <= NUM_SENTENCES:
-        rule = f"a collection with more than {NUM_SENTENCES} documents that have sentences"
-        raise SpecError("collection", str(folder), rule)
+        rule = f"a file with more than {NUM_SENTENCES} documents that have sentences"
+        raise SpecError("documents", path, rule)
     return sentences
 
 

@@ -153,25 +153,30 @@ class Optional:
         self._rows: dict[str, list[tuple[list[Any], dict[str, float]]]] = {}
 
     def measure(self, searcher: Any, name: str) -> None:
-        """Measures a generator."""
+        """Measures a generator and prints each row."""
         from jobs.bench import candidates_filters, candidates_stopping
 
-        if shares := self._args.selectivity:
-            rows = candidates_filters.measure(searcher, COLUMN, self._queries, name, shares)
-            self._rows.setdefault("filters", []).extend(rows)
+        given, shares = (searcher, COLUMN, self._queries, name), self._args.selectivity
+        measurements = {"filtered search": candidates_filters.measure(*given, shares)}
         if self._args.stopping:
-            rows = candidates_stopping.measure(searcher, COLUMN, self._queries, name)
-            self._rows.setdefault("stopping", []).extend(rows)
+            measurements["early termination"] = candidates_stopping.measure(*given)
+        for title, rows in measurements.items():
+            for cells, figures in rows:
+                print(*cells, flush=True)
+                self._rows.setdefault(title, []).append((cells, figures))
 
     def report(self) -> None:
         """Reports the tables."""
         from jobs.bench import candidates_filters, candidates_stopping
 
-        headers = {"filters": candidates_filters.HEADER, "stopping": candidates_stopping.HEADER}
-        for name, rows in self._rows.items():
+        header = {
+            "filtered search": candidates_filters.HEADER,
+            "early termination": candidates_stopping.HEADER,
+        }
+        for title, rows in self._rows.items():
             figures = {" ".join(map(str, cells[:2])): numbers for cells, numbers in rows}
-            text = table(headers[name], [cells for cells, _ in rows])
-            self._bench.add(name, f"{name}: {self._args.items:,} items", figures, text)
+            text = table(header[title], [cells for cells, _ in rows])
+            self._bench.add(title, f"{title}, {self._args.items:,} items", figures, text)
 
 
 def build(uri: str, generator: dict[str, Any], log: list[np.ndarray]) -> tuple[float, float]:

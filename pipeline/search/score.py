@@ -324,7 +324,7 @@ class Scorer:
         return self._uncoded_rows[key]
 
     def _has_vectors(self, column: str) -> np.ndarray:
-        return (self.packed(column).lengths > 0).cpu().numpy()
+        return (self.packed(column).lengths > 0).numpy(force=True)
 
     def _scores(
         self,

@@ -80,6 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="tokens per query: consecutive queries are joined and truncated",
     )
     parser.add_argument("--queries", type=jobs.positive, default=128, help="queries to search")
+    parser.add_argument(
+        "--selectivity",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="SHARE",
+        help="also measure filtered search in these shares of the items, such as 0.001 0.01 0.1",
+    )
+    parser.add_argument(
+        "--stopping", action="store_true", help="also simulate early termination of exact scoring"
+    )
     parser.add_argument("--repeats", type=jobs.positive, default=3, help="repeats of throughput")
     parser.add_argument("--folder", type=Path, help="folder for the index (default: temporary)")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
@@ -114,6 +125,7 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
     searcher.load(COLUMN)
     exact = searcher.rank(searched, COLUMN, k=max(DEPTHS))
     p50, p99, rate = latencies(searcher, searched, args.repeats, {})
+    optional = Optional(bench, args, searched)
     rows: list[list[Any]] = [["exact", "", "", "", 1.0, 1.0, p50, p99, str(rate)]]
     figures: dict[str, Any] = {"exact": {"p50_ms": p50, "p99_ms": p99, "queries_per_s": rate}}
     for name in args.generators:
@@ -137,7 +149,9 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
                 "p99_ms": p99,
                 "queries_per_s": rate,
             }
+        optional.measure(searcher, GENERATORS[name]["name"])
         drop(uri, GENERATORS[name])
+    optional.report()
     lengths = [len(query) for query in searched]
     title = (
         f"{args.items:,} items {'of' if args.unmodified else 'derived from'} real vectors,"
@@ -148,6 +162,40 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
     header += [*(f"recall@{depth}" for depth in DEPTHS), "p50 ms", "p99 ms", "queries/s"]
     cells = [[f"{c:.3f}" if i in (4, 5) else c for i, c in enumerate(row)] for row in rows]
     bench.add("candidates", title, figures, table(header, cells))
+
+
+class Optional:
+    """Optional measurements of each generator, which have tables of their own."""
+
+    def __init__(self, bench: Bench, args: Namespace, queries: list[np.ndarray]):
+        self._bench, self._args, self._queries = bench, args, queries
+        self._rows: dict[str, list[tuple[list[Any], dict[str, float]]]] = {}
+
+    def measure(self, searcher: Any, name: str) -> None:
+        """Measures a generator and prints each row."""
+        from jobs.bench import candidates_filters, candidates_stopping
+
+        given, shares = (searcher, COLUMN, self._queries, name), self._args.selectivity
+        measurements = {"filtered search": candidates_filters.measure(*given, shares)}
+        if self._args.stopping:
+            measurements["early termination"] = candidates_stopping.measure(*given)
+        for title, rows in measurements.items():
+            for cells, figures in rows:
+                print(*cells, flush=True)
+                self._rows.setdefault(title, []).append((cells, figures))
+
+    def report(self) -> None:
+        """Reports the tables."""
+        from jobs.bench import candidates_filters, candidates_stopping
+
+        header = {
+            "filtered search": candidates_filters.HEADER,
+            "early termination": candidates_stopping.HEADER,
+        }
+        for title, rows in self._rows.items():
+            figures = {" ".join(map(str, cells[:2])): numbers for cells, numbers in rows}
+            text = table(header[title], [cells for cells, _ in rows])
+            self._bench.add(title, f"{title}, {self._args.items:,} items", figures, text)
 
 
 def build(uri: str, generator: dict[str, Any], log: list[np.ndarray]) -> tuple[float, float]:

@@ -15,7 +15,13 @@ from pipeline.registry import BenchmarkSpec
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from pipeline.scores import Score
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, FusionSpec
-from pipeline.search.options import EQUAL_WEIGHTS, WEIGHTS_RULE, Weights, are_weights
+from pipeline.search.options import (
+    EQUAL_WEIGHTS,
+    WEIGHTS_RULE,
+    Weights,
+    are_weights,
+    check_idf_power,
+)
 
 
 class RerankSpec(Spec):
@@ -93,6 +99,9 @@ class EvaluateSpec(Spec):
     fusion: FusionSpec = DEFAULT_FUSION
     """Settings of the fused score: a mapping, or the path of a file that `jobs.evaluate
     --fit-fusion` wrote. The row is compared with the MaxSim row of the same representation."""
+    idf_power: float | None = None
+    """Weights the query tokens in MaxSim and hybrid scores by their inverse document frequency to
+    this power, from `jobs.token_frequencies`; null for no weights."""
     measures: list[str] = Field(default_factory=lambda: list(DEFAULT_MEASURES))
     """Metrics, by their ir-measures names."""
     k: PositiveInt = 100
@@ -144,6 +153,13 @@ class EvaluateSpec(Spec):
         if not are_weights(weights):
             raise SpecError("", weights, WEIGHTS_RULE)
         return weights
+
+    @field_validator("idf_power")
+    @classmethod
+    def _check_idf_power(cls, power: float | None) -> float | None:
+        if power is not None:
+            check_idf_power(power)
+        return power
 
     @model_validator(mode="after")
     def _check_weights_used(self) -> EvaluateSpec:

@@ -166,13 +166,24 @@ def check(spec: CandidatesJobSpec, *, refit: bool = False) -> None:
         raise SpecError("representation", info.name, rule)
     if _is_lexical(spec) and spec.queries is not None:
         raise SpecError("queries", spec.queries, f"omitted for {spec.generator.name}")
-    columns = _columns(index, _source(index, spec), spec.generator.name)
-    if columns and not refit:
-        stored = CANDIDATES.resolve(columns[max(columns)].generator, stored=True)
-        if stored != spec.generator:
-            problem = "differs from the stored generator"
-            rule = f"{dump_stored(stored)}, or --refit"
-            raise SpecError("generator", dump_stored(spec.generator), rule, problem)
+    columns = list(_columns(index, _source(index, spec), spec.generator.name).values())
+    is_resumed = len(columns) > 1  # an interrupted refit, which has its settings already
+    if not columns or (refit and not is_resumed):
+        return
+    newest = columns[-1]
+    if not newest.is_lexical and not newest.is_fitted_to(info):
+        problem = f"was fitted to other vectors than those of {info.column}"
+        advice = "drop it with --drop" if is_resumed else "fit it again with --refit"
+        rule = "a generator of the present vectors"
+        raise SpecError("generator", spec.generator.name, rule, problem, f"; {advice}")
+    stored = CANDIDATES.resolve(newest.generator, stored=True)
+    if stored != spec.generator:
+        problem = "differs from the stored generator"
+        rule = f"{dump_stored(stored)}, or --refit"
+        if is_resumed:
+            problem = "differs from that of the interrupted refit"
+            rule = f"{dump_stored(stored)}, or --drop before"
+        raise SpecError("generator", dump_stored(spec.generator), rule, problem)
 
 
 def _is_lexical(spec: CandidatesJobSpec) -> bool:

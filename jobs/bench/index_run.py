@@ -59,8 +59,13 @@ def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
     torch.set_num_threads(num_threads)
     progress = Progress()
     writer = IndexWriter(spec.index, "bare")
+    encoder = ENCODERS.load(spec.encoder.name)
     listing_job = ListingJob(
-        part_uri(spec.index), part_uri(spec.index, JOBS, "bare"), spec.source, digest({})
+        part_uri(spec.index),
+        part_uri(spec.index, JOBS, "bare"),
+        spec.source,
+        digest({}),
+        wants=encoder.supported_inputs(spec.encoder),
     )
     num_shards = listing.plan(listing_job, None)
     for shard in range(num_shards):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jobs.bench.index_run import bare_loop
 from pipeline.config import SpecError, parse
 from pipeline.encoders.qwen_spec import QUERY_PROMPT
 from pipeline.eval import BenchmarkRow, JudgedQueries
@@ -18,6 +19,7 @@ from pipeline.eval.mteb import MEASURES, Mteb, measure_name
 from pipeline.eval.results import Evaluation
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import job
+from pipeline.index.checks import check
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import BENCHMARKS, ENCODERS
 from pipeline.schema import Composed
@@ -186,15 +188,16 @@ def test_scores_beyond_the_ranking_are_left_out(tmp_path):
 
 
 def index(folder: Path, source: dict[str, Any], **fields: Any) -> str:
-    """Builds an index of a source and returns its URI."""
+    """Builds an index of a source without Ray and returns its URI."""
     spec = {
         "index": str(folder / "index"),
         "source": {"name": "mteb", **source},
         "representations": [{"compressor": "none"}],
         **fields,
     }
-    progress = job.run(parse(IndexSpec, spec), IndexResources(), job="1", report=lambda line: None)
-    assert progress.new == mteb_data.NUM_DOCUMENTS
+    parsed = parse(IndexSpec, spec)
+    check(parsed)
+    assert bare_loop(parsed, num_threads=1).new == mteb_data.NUM_DOCUMENTS
     return spec["index"]
 
 
@@ -214,7 +217,7 @@ def read_runs(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
     return {file.name.removesuffix(".trec"): read_run(str(file)) for file in files}
 
 
-def test_text_task_from_source_to_result(cluster, tmp_path):
+def test_text_task_from_source_to_result(tmp_path):
     """Every row has the main score of the task, and equals the score that mteb computes."""
     source = {"task": "SciFact", "data": str(mteb_data.standard(tmp_path / "data", "SciFact"))}
     encoder = {"name": "minilm", "query_prefix": "{instruction} "}
@@ -246,7 +249,16 @@ def test_pools_are_reranked(cluster, tmp_path, checkpoint):
     source = {"task": task, "data": str(data), "subset": "english"}
     encoder = {"name": "dual", "model": checkpoint("siglip"), "dtype": "float32"}
     model = edje_of(tmp_path / "edje", encoder)
-    uri = index(tmp_path, source, encoder=encoder, rerank=model)
+    spec = {
+        "index": str(tmp_path / "index"),
+        "source": {"name": "mteb", **source},
+        "encoder": encoder,
+        "representations": [{"compressor": "none"}],
+        "rerank": model,
+    }
+    progress = job.run(parse(IndexSpec, spec), IndexResources(), job="1", report=lambda line: None)
+    assert progress.new == mteb_data.NUM_DOCUMENTS
+    uri = spec["index"]
     rerank = [{"model": model, "rerank_depth": 3}]
     evaluation = evaluate(tmp_path, uri, source, rerank=rerank)
     pools = load(task, data, subset="english").pools
@@ -266,7 +278,7 @@ def test_pools_are_reranked(cluster, tmp_path, checkpoint):
     assert {result.name for result in evaluation.results} == runs.keys()
 
 
-def test_image_and_composed_queries_are_encoded(cluster, tmp_path, checkpoint):
+def test_image_and_composed_queries_are_encoded(tmp_path, checkpoint):
     """The best document of an image query is the image itself, which the task ignores."""
     encoder = {"name": "qwen_vl", "model": checkpoint("qwen3_vl"), "dtype": "float32"}
     folder = tmp_path / "images"

@@ -112,7 +112,7 @@ def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
             seconds["read"] += time.perf_counter() - started
             unit = run_stage(stage, unit)
             for name, spent in unit.seconds.items():
-                seconds[name] += spent
+                seconds[name] = seconds.get(name, 0.0) + spent
             tables.append(unit.items)
             if len(tables) * spec.unit_items >= spec.fragment_items:
                 write()

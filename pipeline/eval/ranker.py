@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from pipeline.search.searcher import Searcher
 if TYPE_CHECKING:
     from pipeline.search.rerank import Reranker
 
+T = TypeVar("T")
 AnyQueries = EncodedQueries | list[np.ndarray]
 #: Number of queries that are scored one at a time to measure latency.
 NUM_TIMED_QUERIES = 50
@@ -224,11 +225,16 @@ class Ranker:
         """Returns the best hits of a few queries with explanations."""
         if not query_ids:
             return []
-        numbers = {query_id: number for number, query_id in enumerate(self._judged.queries)}
-        queries = self._queries(result.representation, [numbers[q] for q in query_ids])
+        number_of = {query_id: number for number, query_id in enumerate(self._judged.queries)}
+        numbers = [number_of[query_id] for query_id in query_ids]
         keywords = {"k": NUM_HITS, **self._search_options(result.score)}
-        options = SearchOptions.from_keywords(result.representation, explain=True, **keywords)
-        return self._searcher.search_with(queries, options)
+        name = result.representation
+
+        def search(numbers: Sequence[int], **pool: list[str]) -> list[list[Hit]]:
+            options = SearchOptions.from_keywords(name, explain=True, **keywords, **pool)
+            return self._searcher.search_with(self._queries(name, numbers), options)
+
+        return self._by_pool(search, numbers)
 
     def _bm25_ranker(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         spec = self._spec
@@ -245,6 +251,18 @@ class Ranker:
         query_ids = list(self._judged.queries)
         return [self._judged.pools.get(query_ids[number], []) for number in numbers]
 
+    def _by_pool(self, search: Callable[..., list[T]], numbers: Sequence[int]) -> list[T]:
+        """Calls a search for some of the queries, one at a time with the documents of its pool."""
+        pools = self._pools(numbers)
+        if pools is None:
+            return search(numbers)
+        option = "parents" if self._group_by else "ids"
+        return [
+            result
+            for number, pool in zip(numbers, pools, strict=True)
+            for result in search([number], **{option: pool})
+        ]
+
     def _vector_ranker(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         name = row.representation
         assert row.score != BM25
@@ -256,22 +274,11 @@ class Ranker:
         if row.candidates is not None:
             options |= {"candidates": candidates, "num_candidates": row.candidates.number}
 
-        pool_option = "parents" if self._group_by else "ids"
-
-        def first_stage(numbers: Sequence[int]) -> list[Ranking]:
-            pools = self._pools(numbers)
-            if pools is None:
-                return self._searcher.rank(self._queries(name, numbers), name, **options)
-            return [
-                ranking
-                for number, pool in zip(numbers, pools, strict=True)
-                for ranking in self._searcher.rank(
-                    self._queries(name, [number]), name, **{**options, pool_option: pool}
-                )
-            ]
+        def first_stage(numbers: Sequence[int], **pool: list[str]) -> list[Ranking]:
+            return self._searcher.rank(self._queries(name, numbers), name, **{**options, **pool})
 
         def rank(numbers: Sequence[int]) -> list[dict[str, float]]:
-            rankings = first_stage(numbers)
+            rankings = self._by_pool(first_stage, numbers)
             if reranker is not None:
                 selected: Any = [inputs[number] for number in numbers]
                 rankings = self.reranker(reranker).rerank(

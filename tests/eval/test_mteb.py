@@ -175,7 +175,7 @@ def test_scores_beyond_the_ranking_are_left_out(tmp_path):
     folder = mteb_data.standard(tmp_path / "data", "SciFact")
     rankings = {"q0": {f"d{i}": 9.0 - i for i in range(4)}, "q1": {"d1": 3.0}}
     writer = benchmark("SciFact", folder)
-    path = writer.write_result(str(tmp_path), BenchmarkRow("full", "", rankings, 4, 0.5))
+    path = writer.write_result(str(tmp_path), BenchmarkRow("full", "", rankings, 3, 0.5))
     (scores,) = read_result(path)["scores"]["test"]
     cutoffs = {int(name.rpartition("_")[2]) for name in scores if name.startswith("ndcg")}
     assert cutoffs == {1, 3}
@@ -240,6 +240,28 @@ def test_text_task_from_source_to_result(tmp_path):
     assert read_runs(tmp_path)["full.maxsim"]["q0"] == pytest.approx(expected, rel=1e-6)
     without, _ = searcher.rank(judged.inputs, "full", k=4)
     assert without.scores_by_item() != pytest.approx(expected, rel=1e-3)
+
+
+def test_only_the_pools_are_ranked(tmp_path):
+    """Rows, and the examples of the report, contain only the documents of the pools."""
+    task = "AskUbuntuDupQuestions"
+    data = mteb_data.standard(tmp_path / "data", task, pools=True)
+    source = {"task": task, "data": str(data)}
+    evaluation = evaluate(tmp_path, index(tmp_path, source), source)
+    pools = load(task, data).pools
+    assert pools is not None and evaluation.headline == "AP@1000"
+    for name, rankings in read_runs(tmp_path).items():
+        for query_id, scores in rankings.items():
+            assert set(scores) <= set(pools[query_id]) and (name == "bm25") >= (len(scores) < 3)
+    shown = [
+        (example.query_id, hit.document_id)
+        for example in evaluation.examples
+        for hits in example.hits.values()
+        for hit in hits
+    ]
+    assert all(document_id in pools[query_id] for query_id, document_id in shown)
+    with pytest.raises(SpecError, match="^k must be at least 1000 for AP@1000, the main metric"):
+        evaluate(tmp_path, str(tmp_path / "index"), source, k=100)
 
 
 def test_pools_are_reranked(cluster, tmp_path, checkpoint):

@@ -156,6 +156,8 @@ SOURCES: Registry[Source[Any]] = Registry(
         "audio": "pipeline.sources.audio:Audio",
         "combined": "pipeline.sources.combined:Combined",
         "images": "pipeline.sources.images:Images",
+        "ir_datasets": "pipeline.sources.ir_datasets:IrDatasets",
+        "mteb": "pipeline.sources.mteb:Mteb",
         "pages": "pipeline.sources.pages:Pages",
         "text": "pipeline.sources.text:Text",
         "vectors": "pipeline.sources.vectors:Vectors",
@@ -197,7 +199,13 @@ CANDIDATES: Registry[Generator[Any] | TextGenerator[Any]] = Registry(
     },
 )
 BENCHMARKS: Registry[Benchmark] = Registry(
-    "benchmarks", {"beir": "pipeline.eval.beir:Beir", "npy": "pipeline.eval.npy:Npy"}
+    "benchmarks",
+    {
+        "beir": "pipeline.eval.beir:Beir",
+        "ir_datasets": "pipeline.eval.ir_datasets:IrDatasets",
+        "mteb": "pipeline.eval.mteb:Mteb",
+        "npy": "pipeline.eval.npy:Npy",
+    },
 )
 LEARNERS: Registry[Learner] = Registry(
     "learners",

@@ -166,6 +166,17 @@ def peak_bytes(pid: int | None = None) -> int:
     return int(fields["VmHWM"].split()[0]) * 1024
 
 
+def proportional_bytes(pid: int) -> int:
+    """Returns the proportional set size of a process in bytes, or 0 if the process has exited."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return 0
+
+
 def descendants(pid: int) -> Iterator[int]:
     """Yields the process ids of all descendants of a process."""
     children: dict[int, list[int]] = {}

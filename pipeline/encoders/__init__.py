@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,10 @@ from pipeline.tokens import TokenBatch
 
 #: Kinds of queries, with their names in messages.
 QUERY_KINDS = {"text": "a text", "image": "an image", "composed": "a text with an image"}
+#: Slot of a query template that is replaced by the instruction of a task.
+INSTRUCTION_SLOT = "{instruction}"
+#: Instruction of queries without a task.
+DEFAULT_INSTRUCTION = "Retrieve images or text relevant to the user's query."
 
 
 class AttentionInfo(NamedTuple):
@@ -233,8 +237,28 @@ class Encoder(ABC, Generic[ComponentSpecT]):
         """
         raise self._not_read("composed")
 
+    def with_instruction(self, instruction: str) -> Self:
+        """Returns the encoder with the instruction of a task in its query template.
+
+        The model is shared. The fingerprint does not change, because it contains the template.
+        Encoders whose template has no slot for an instruction return themselves.
+
+        Args:
+            instruction: Description of what the queries search for.
+        """
+        return self
+
     def _not_read(self, kind: str) -> SpecError:
         return unsupported_query(kind, self.query_kinds(self.spec), type(self).__name__)
+
+
+def fill_template(template: str, instruction: str = DEFAULT_INSTRUCTION) -> str:
+    """Replaces the slot of a query template by an instruction.
+
+    >>> fill_template("Instruct: {instruction} Query: ", "Find a page.")
+    'Instruct: Find a page. Query: '
+    """
+    return template.replace(INSTRUCTION_SLOT, instruction)
 
 
 class Trainable(Encoder[ComponentSpecT]):

@@ -7,12 +7,13 @@ of the GPU. A `SequenceEncoder` runs the model over batches of those inputs.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -160,6 +161,12 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
             yield from self._encode(inputs, half, passes, taps)
 
     # -- queries -----------------------------------------------------------------------------------
+
+    def with_instruction(self, instruction: str) -> Self:
+        """Returns the encoder with an instruction in its query template, if it has a slot."""
+        instructed = copy.copy(self)
+        instructed.__dict__["_reader"] = self._reader.with_instruction(instruction)
+        return instructed
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
         """Encodes query texts, in order.

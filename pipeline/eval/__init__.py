@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 
 from pipeline.config import ComponentSpec, ComponentSpecT
+from pipeline.schema import Composed
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,12 @@ class JudgedQueries:
         num_without_text: Number of judged query ids left out because they have no text or vectors.
         categories: Query ids of each category, by field of the queries, such as `language`.
         vectors: Token vectors (M_i, D) by query id, or None to encode the texts.
+        images: Image files by query id, or None. A query with a text and an image is composed.
+        pools: Ids of the documents that are ranked, by query id, or None to rank all documents.
+        instruction: Instruction of the task, for encoders whose query template contains one.
+        measure: Main metric, by its ir-measures name, or None for the default.
+        ignore_query_id: Whether the document with the id of the query is removed from its ranking.
+        skip_first: Whether the first document of each ranking is removed. It is the query itself.
     """
 
     queries: dict[str, str]
@@ -32,11 +41,70 @@ class JudgedQueries:
     num_without_text: int
     categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     vectors: dict[str, np.ndarray] | None = None
+    images: dict[str, bytes] | None = None
+    pools: dict[str, list[str]] | None = None
+    instruction: str | None = None
+    measure: str | None = None
+    ignore_query_id: bool = False
+    skip_first: bool = False
 
     @property
     def has_texts(self) -> bool:
         """True if the queries have texts."""
         return any(self.queries.values())
+
+    @property
+    def inputs(self) -> list[str] | list[bytes] | list[Composed]:
+        """Inputs of the query encoder, in the order of the queries."""
+        if self.images is None:
+            return list(self.queries.values())
+        if not self.has_texts:
+            return [self.images[query_id] for query_id in self.queries]
+        return [Composed(text, self.images[query_id]) for query_id, text in self.queries.items()]
+
+    def remove_queries(self, query_id: str, scores: dict[str, float]) -> dict[str, float]:
+        """Removes documents that are the query itself from a ranking, see the attributes.
+
+        They are not replaced, as in mteb: the number of hits includes them.
+
+        Args:
+            query_id: Id of the query.
+            scores: Scores by document id, best first.
+        """
+        documents = list(scores)[self.skip_first :]
+        return {d: scores[d] for d in documents if not (self.ignore_query_id and d == query_id)}
+
+    def options(self) -> dict[str, Any]:
+        """Returns everything besides texts and judgments that affects rankings, for cache keys."""
+        options: dict[str, Any] = {
+            "pools": self.pools,
+            "instruction": self.instruction,
+            "ignore_query_id": self.ignore_query_id,
+            "skip_first": self.skip_first,
+        }
+        if self.images is not None:
+            hashes = {q: hashlib.blake2b(data).hexdigest() for q, data in self.images.items()}
+            options["images"] = hashes
+        return {name: value for name, value in options.items() if value}
+
+
+@dataclass(frozen=True)
+class BenchmarkRow:
+    """Rankings of one row of an evaluation.
+
+    Attributes:
+        name: Name of the row.
+        fingerprint: Fingerprint of the encoder, or empty without one.
+        rankings: Scores by document id, best first, by query id.
+        k: Maximum number of documents per query.
+        seconds: Time for ranking all queries.
+    """
+
+    name: str
+    fingerprint: str
+    rankings: Mapping[str, Mapping[str, float]]
+    k: int
+    seconds: float
 
 
 class Benchmark(ABC, Generic[ComponentSpecT]):
@@ -54,3 +122,15 @@ class Benchmark(ABC, Generic[ComponentSpecT]):
         Raises:
             SpecError: A file is missing or malformed.
         """
+
+    def write_result(self, folder: str, row: BenchmarkRow) -> str | None:
+        """Writes the result of a row in the official format of the benchmark, if there is one.
+
+        Args:
+            folder: Output folder of the evaluation.
+            row: Rankings of the row.
+
+        Returns:
+            The path of the file, or None.
+        """
+        return None

@@ -17,7 +17,7 @@ import numpy as np
 from pipeline import extras
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, dump
-from pipeline.eval import JudgedQueries, bm25
+from pipeline.eval import BenchmarkRow, JudgedQueries, bm25
 from pipeline.eval.cache import Cache, CachedDiagnosis, CachedGrounding, CachedResult, cache_key
 from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.document_categories import queries_by_document_category
@@ -32,7 +32,7 @@ from pipeline.eval.grounding import (
     read_phrases,
 )
 from pipeline.eval.level import judged_level
-from pipeline.eval.metrics import write_run
+from pipeline.eval.metrics import parse_measure, write_run
 from pipeline.eval.plan import Candidates, Row, planned_rows
 from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
@@ -78,8 +78,10 @@ def run(
     check_writable(spec.output, "output")
     if spec.bm25:
         extras.require("bm25s", "Stemmer")
-    judged = BENCHMARKS.build(spec.benchmark).load()
-    if spec.rerank and not judged.has_texts:
+    benchmark = BENCHMARKS.build(spec.benchmark)
+    judged = benchmark.load()
+    spec = _with_main_measure(spec, judged)
+    if spec.rerank and judged.vectors is not None and not judged.has_texts:
         problem = f"needs texts, which the benchmark {spec.benchmark.name} does not contain"
         raise SpecError("rerank", spec.rerank[0].row, "absent", problem)
     searcher = open_index(spec.index)
@@ -113,7 +115,9 @@ def run(
     grounder = Grounder(searcher, phrases)
 
     samples = _Samples(searcher.index, spec.filter)
-    headline = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
+    headline = judged.measure
+    if headline is None:
+        headline = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
     cache = Cache(spec.output)
     results, keys = [], {}
     for number, row in enumerate(plan, start=1):
@@ -146,6 +150,15 @@ def run(
         keys[result.name] = key
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
         write_run(run_file, entry.rankings, result.name)
+        num_queries = len(entry.rankings)
+        official = BenchmarkRow(
+            result.name,
+            result.encoder,
+            entry.rankings,
+            spec.k,
+            num_queries / entry.queries_per_second,
+        )
+        benchmark.write_result(spec.output, official)
         quality = f"{headline} {result.means[headline]:.4f}"
         report(f"[{number}/{len(plan)}] {result.name}  {quality}  {speed}")
 
@@ -167,6 +180,21 @@ def run(
     )
     examples = _examples(evaluation, judged, searcher, ranker, cache, keys, draw_hit)
     return replace(evaluation, examples=examples.examples)
+
+
+def _with_main_measure(spec: EvaluateSpec, judged: JudgedQueries) -> EvaluateSpec:
+    """Adds the main metric of the benchmark to the metrics of an evaluation.
+
+    Raises:
+        SpecError: The metric needs more hits per query.
+    """
+    if judged.measure is None:
+        return spec
+    cutoff = parse_measure(judged.measure).params.get("cutoff", 0)
+    if cutoff > spec.k:
+        raise SpecError("k", spec.k, f"at least {cutoff} for {judged.measure}, the main metric")
+    measures = list(dict.fromkeys([judged.measure, *spec.measures]))
+    return spec.model_copy(update={"measures": measures})
 
 
 class _Samples:

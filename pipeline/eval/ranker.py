@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,13 +32,15 @@ from pipeline.search.candidates import BM25 as BM25_GENERATOR
 from pipeline.search.candidates import EXACT, generator_columns
 from pipeline.search.fusion import FUSED
 from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
-from pipeline.search.query import Queries
+from pipeline.search.query import Queries, encode
+from pipeline.search.score import Ranking
 from pipeline.search.searcher import Searcher
 from pipeline.search.token_weights import check_token_frequencies
 
 if TYPE_CHECKING:
     from pipeline.search.rerank import Reranker
 
+T = TypeVar("T")
 AnyQueries = EncodedQueries | list[np.ndarray]
 #: Number of queries that are scored one at a time to measure latency.
 NUM_TIMED_QUERIES = 50
@@ -58,7 +60,9 @@ class Ranker:
         self._diagnoser: Diagnoser | None = None
         self._rerankers: dict[str, Reranker] = {}
         self._loaded: dict[tuple[str, str | None], Reranker] = {}  # by model and precision
-        self.judgments = digest([judged.queries, judged.qrels, spec.judged])
+        options = judged.options()
+        judgments = [judged.queries, judged.qrels, spec.judged, *([options] if options else [])]
+        self.judgments = digest(judgments)
 
     def key(self, row: Row) -> str:
         """Computes the cache key of `measure`, which is a hash of everything that it depends on."""
@@ -120,7 +124,7 @@ class Ranker:
 
             try:
                 reranker = Reranker(spec.model, precision=spec.precision)
-                reranker.check(self._searcher.index, list(self._judged.queries.values()))
+                reranker.check(self._searcher.index, self._judged.inputs)
             except SpecError as error:
                 field = f"rerank[{self._spec.rerank.index(spec)}].model"
                 raise error.at(field) from None
@@ -199,7 +203,10 @@ class Ranker:
             query_start = time.perf_counter()
             rank([number])
             latencies_ms.append(1000 * (time.perf_counter() - query_start))
-        rankings = dict(zip(self._judged.queries, ranked, strict=True))
+        rankings = {
+            query_id: self._judged.remove_queries(query_id, scores)
+            for query_id, scores in zip(self._judged.queries, ranked, strict=True)
+        }
         return CachedResult(
             rankings=rankings,
             values=per_query(rankings, self._judged.qrels, self._spec.measures),
@@ -244,34 +251,64 @@ class Ranker:
         """Returns the best hits of a few queries with explanations."""
         if not query_ids:
             return []
-        numbers = {query_id: number for number, query_id in enumerate(self._judged.queries)}
-        selected = [numbers[query_id] for query_id in query_ids]
-        queries = self.queries_with_texts(result.representation, selected)
+        number_of = {query_id: number for number, query_id in enumerate(self._judged.queries)}
+        numbers = [number_of[query_id] for query_id in query_ids]
         keywords = {"k": NUM_HITS, **self._search_options(result.score)}
-        options = SearchOptions.from_keywords(result.representation, explain=True, **keywords)
-        return self._searcher.search_with(queries, options)
+        name = result.representation
+
+        def search(numbers: Sequence[int], **pool: list[str]) -> list[list[Hit]]:
+            options = SearchOptions.from_keywords(name, explain=True, **keywords, **pool)
+            queries = self.queries_with_texts(name, numbers)
+            return self._searcher.search_with(queries, options)
+
+        return self._by_pool(search, numbers)
 
     def _bm25_ranker(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         spec = self._spec
         ranker = bm25.Bm25(self._searcher.index, spec.judged, spec.text, spec.filter)
         texts = list(self._judged.queries.values())
-        return lambda numbers: ranker.rank([texts[number] for number in numbers], self._spec.k)
+        return lambda numbers: ranker.rank(
+            [texts[number] for number in numbers], self._spec.k, self._pools(numbers)
+        )
+
+    def _pools(self, numbers: Sequence[int]) -> list[list[str]] | None:
+        """Returns the documents that are ranked for some of the queries, or None for all."""
+        if self._judged.pools is None:
+            return None
+        query_ids = list(self._judged.queries)
+        return [self._judged.pools.get(query_ids[number], []) for number in numbers]
+
+    def _by_pool(self, search: Callable[..., list[T]], numbers: Sequence[int]) -> list[T]:
+        """Calls a search for some of the queries, one at a time with the documents of its pool."""
+        pools = self._pools(numbers)
+        if pools is None:
+            return search(numbers)
+        option = "parents" if self._group_by else "ids"
+        return [
+            result
+            for number, pool in zip(numbers, pools, strict=True)
+            for result in search([number], **{option: pool})
+        ]
 
     def _vector_ranker(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         name = row.representation
         assert row.score != BM25
         candidates = EXACT if row.candidates is None else row.candidates.generator
         self._searcher.load(name, row.score, candidates)
-        reranker, texts = row.rerank, list(self._judged.queries.values())
+        reranker, inputs = row.rerank, self._judged.inputs
         depth = self._spec.k if reranker is None else max(self._spec.k, reranker.rerank_depth)
         options = {"k": depth, **self._search_options(row.score)}
         if row.candidates is not None:
             options |= {"candidates": candidates, "num_candidates": row.candidates.number}
 
+        def first_stage(numbers: Sequence[int], **pool: list[str]) -> list[Ranking]:
+            queries = self.queries_with_texts(name, numbers)
+            return self._searcher.rank(queries, name, **{**options, **pool})
+
         def rank(numbers: Sequence[int]) -> list[dict[str, float]]:
-            rankings = self._searcher.rank(self.queries_with_texts(name, numbers), name, **options)
+            rankings = self._by_pool(first_stage, numbers)
             if reranker is not None:
-                selected = [texts[number] for number in numbers]
+                selected: Any = [inputs[number] for number in numbers]
                 rankings = self.reranker(reranker).rerank(
                     self._searcher, selected, rankings, self._spec.k
                 )
@@ -302,8 +339,10 @@ class Ranker:
             return [self._vectors[number] for number in numbers]
         encoder = self._searcher.index.representation(representation).encoder.fingerprint
         if encoder not in self._encoded:
-            texts = list(self._judged.queries.values())
-            self._encoded[encoder] = self._searcher.encoder(representation).encode_queries(texts)
+            query_encoder = self._searcher.encoder(representation)
+            if self._judged.instruction is not None:
+                query_encoder = query_encoder.with_instruction(self._judged.instruction)
+            self._encoded[encoder] = encode(query_encoder, self._judged.inputs)
         encoded = self._encoded[encoder]
         tokens = encoded.tokens.take(torch.tensor(numbers))
         return EncodedQueries(tokens, [encoded.token_texts[number] for number in numbers])

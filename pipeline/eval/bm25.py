@@ -57,24 +57,25 @@ class Bm25:
         self._groups = np.unique(parent_ids, return_inverse=True)[1] if judged == "parent" else None
 
     def rank(
-        self, queries: Sequence[str], k: int, pools: Sequence[Collection[str]] | None = None
+        self, queries: Sequence[str], k: int, pool: Collection[str] | None = None
     ) -> list[dict[str, float]]:
         """Returns the scores of the k best documents for each query in descending order.
 
         Args:
             queries: Texts of the queries.
             k: Maximum number of documents per query.
-            pools: Ids of the documents to rank for each query, or None to rank all documents.
+            pool: Ids of the documents to rank, or None to rank all documents.
         """
-        return [
-            self._rank(query, k, None if pools is None else set(pools[number]))
-            for number, query in enumerate(queries)
-        ]
+        outside = None
+        if pool is not None:
+            listed = set(pool)
+            outside = np.array([name not in listed for name in self._names], bool)
+        return [self._rank(query, k, outside) for query in queries]
 
-    def _rank(self, query: str, k: int, pool: set[str] | None) -> dict[str, float]:
+    def _rank(self, query: str, k: int, outside: np.ndarray | None) -> dict[str, float]:
         scores = self._postings.scores(query)
         scores[scores <= 0] = -np.inf
-        if pool is not None:
-            scores[[name not in pool for name in self._names]] = -np.inf
+        if outside is not None:
+            scores[outside] = -np.inf
         best = top_rows(scores, None, self._order, k, self._groups)
         return {self._names[row]: float(scores[row]) for row in best}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.example_selection import NUM_HITS
 from pipeline.eval.metrics import per_query
 from pipeline.eval.plan import Row
+from pipeline.eval.pools import Pool, map_by_pool
+from pipeline.eval.query_images import encode_all
 from pipeline.eval.results import BM25, SINGLE_VECTOR, SIZES, Result
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.eval.topics import judged_query_vectors
@@ -32,8 +35,7 @@ from pipeline.search.candidates import BM25 as BM25_GENERATOR
 from pipeline.search.candidates import EXACT, generator_columns
 from pipeline.search.fusion import FUSED
 from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
-from pipeline.search.query import Queries, encode
-from pipeline.search.score import Ranking
+from pipeline.search.query import Queries
 from pipeline.search.searcher import Searcher
 from pipeline.search.token_weights import check_token_frequencies
 
@@ -124,7 +126,10 @@ class Ranker:
 
             try:
                 reranker = Reranker(spec.model, precision=spec.precision)
-                reranker.check(self._searcher.index, self._judged.inputs)
+                first = [next(self._judged.inputs(self._judged.queries))]
+                texts = list(self._judged.queries.values())
+                queries = texts if self._judged.images is None else first
+                reranker.check(self._searcher.index, queries)
             except SpecError as error:
                 field = f"rerank[{self._spec.rerank.index(spec)}].model"
                 raise error.at(field) from None
@@ -214,7 +219,27 @@ class Ranker:
             queries_per_second=len(all_queries) / seconds,
             median_ms=float(np.median(latencies_ms)),
             p95_ms=float(np.percentile(latencies_ms, 95)),
+            maxsim_ops=self._maxsim_ops(row),
         )
+
+    def _maxsim_ops(self, row: Row) -> float:
+        """Counts the similarities of query tokens and vectors. See `Result.maxsim_ops`."""
+        is_exact = row.rerank is None and row.candidates is None
+        if row.score not in ("maxsim", "hybrid") or not is_exact:
+            return 0.0
+        name = row.representation
+        lengths = self._searcher.packed(name).lengths.cpu().numpy()
+
+        def count(numbers: Sequence[int], pool: Pool) -> list[int]:
+            options = SearchOptions.from_keywords(
+                name, filter=self._spec.filter, **self._restriction(pool)
+            )
+            rows = self._searcher.items.select(options)
+            num_vectors = int((lengths if rows is None else lengths[rows]).sum())
+            tokens = self._searcher.queries(self._queries(name, numbers), name).tokens
+            return [len(query) * num_vectors for query in tokens]
+
+        return float(sum(self._by_pool(count, range(len(self._judged.queries)))))
 
     def _codes_columns(self, row: Row) -> list[str]:
         """Returns the columns of the generators of a row."""
@@ -251,64 +276,54 @@ class Ranker:
         """Returns the best hits of a few queries with explanations."""
         if not query_ids:
             return []
-        number_of = {query_id: number for number, query_id in enumerate(self._judged.queries)}
-        numbers = [number_of[query_id] for query_id in query_ids]
-        keywords = {"k": NUM_HITS, **self._search_options(result.score)}
-        name = result.representation
+        numbers = {query_id: number for number, query_id in enumerate(self._judged.queries)}
+        name, keywords = result.representation, self._search_options(result.score)
 
-        def search(numbers: Sequence[int], **pool: list[str]) -> list[list[Hit]]:
-            options = SearchOptions.from_keywords(name, explain=True, **keywords, **pool)
-            queries = self.queries_with_texts(name, numbers)
-            return self._searcher.search_with(queries, options)
+        def search(numbers: Sequence[int], pool: Pool) -> list[list[Hit]]:
+            restricted = {"k": NUM_HITS, **keywords, **self._restriction(pool)}
+            options = SearchOptions.from_keywords(name, explain=True, **restricted)
+            return self._searcher.search_with(self.queries_with_texts(name, numbers), options)
 
-        return self._by_pool(search, numbers)
+        return self._by_pool(search, [numbers[query_id] for query_id in query_ids])
 
     def _bm25_ranker(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         spec = self._spec
         ranker = bm25.Bm25(self._searcher.index, spec.judged, spec.text, spec.filter)
         texts = list(self._judged.queries.values())
-        return lambda numbers: ranker.rank(
-            [texts[number] for number in numbers], self._spec.k, self._pools(numbers)
-        )
 
-    def _pools(self, numbers: Sequence[int]) -> list[list[str]] | None:
-        """Returns the documents that are ranked for some of the queries, or None for all."""
-        if self._judged.pools is None:
-            return None
-        query_ids = list(self._judged.queries)
-        return [self._judged.pools.get(query_ids[number], []) for number in numbers]
+        def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
+            return ranker.rank([texts[number] for number in numbers], self._spec.k, pool)
 
-    def _by_pool(self, search: Callable[..., list[T]], numbers: Sequence[int]) -> list[T]:
-        """Calls a search for some of the queries, one at a time with the documents of its pool."""
-        pools = self._pools(numbers)
-        if pools is None:
-            return search(numbers)
-        option = "parents" if self._group_by else "ids"
-        return [
-            result
-            for number, pool in zip(numbers, pools, strict=True)
-            for result in search([number], **{option: pool})
-        ]
+        return functools.partial(self._by_pool, rank)
+
+    def _by_pool(
+        self, rank: Callable[[list[int], Pool], Sequence[T]], numbers: Sequence[int]
+    ) -> list[T]:
+        """Ranks queries by their numbers, those with the same candidate pool in one call."""
+        return map_by_pool(rank, numbers, list(self._judged.queries), self._judged.pools)
+
+    def _restriction(self, pool: Pool) -> dict[str, Any]:
+        """Returns the search options that restrict a search to a candidate pool."""
+        return {} if pool is None else {"parents" if self._group_by else "ids": pool}
 
     def _vector_ranker(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         name = row.representation
         assert row.score != BM25
         candidates = EXACT if row.candidates is None else row.candidates.generator
         self._searcher.load(name, row.score, candidates)
-        reranker, inputs = row.rerank, self._judged.inputs
+        reranker, query_ids = row.rerank, list(self._judged.queries)
         depth = self._spec.k if reranker is None else max(self._spec.k, reranker.rerank_depth)
         options = {"k": depth, **self._search_options(row.score)}
         if row.candidates is not None:
             options |= {"candidates": candidates, "num_candidates": row.candidates.number}
 
-        def first_stage(numbers: Sequence[int], **pool: list[str]) -> list[Ranking]:
-            queries = self.queries_with_texts(name, numbers)
-            return self._searcher.rank(queries, name, **{**options, **pool})
-
-        def rank(numbers: Sequence[int]) -> list[dict[str, float]]:
-            rankings = self._by_pool(first_stage, numbers)
+        def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
+            restricted = {**options, **self._restriction(pool)}
+            rankings = self._searcher.rank(
+                self.queries_with_texts(name, numbers), name, **restricted
+            )
             if reranker is not None:
-                selected: Any = [inputs[number] for number in numbers]
+                selected: Any = list(self._judged.inputs(query_ids[n] for n in numbers))
                 rankings = self.reranker(reranker).rerank(
                     self._searcher, selected, rankings, self._spec.k
                 )
@@ -316,7 +331,7 @@ class Ranker:
                 return [ranking.scores_by_parent() for ranking in rankings]
             return [ranking.scores_by_item() for ranking in rankings]
 
-        return rank
+        return functools.partial(self._by_pool, rank)
 
     def _search_options(self, score: str) -> dict[str, Any]:
         options = {"score": score, "group_by": self._group_by, "filter": self._spec.filter}
@@ -342,7 +357,8 @@ class Ranker:
             query_encoder = self._searcher.encoder(representation)
             if self._judged.instruction is not None:
                 query_encoder = query_encoder.with_instruction(self._judged.instruction)
-            self._encoded[encoder] = encode(query_encoder, self._judged.inputs)
+            inputs = self._judged.inputs(self._judged.queries)
+            self._encoded[encoder] = encode_all(query_encoder, inputs)
         encoded = self._encoded[encoder]
         tokens = encoded.tokens.take(torch.tensor(numbers))
         return EncodedQueries(tokens, [encoded.token_texts[number] for number in numbers])

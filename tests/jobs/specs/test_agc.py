@@ -64,15 +64,16 @@ def pages(folder: Path) -> None:
 def videos(folder: Path) -> None:
     """Writes videos of MSR-VTT for training and for the test."""
     write_msrvtt(folder / "msrvtt", trained=8)
-    write_clip(folder / "msrvtt/test_videos/video7010.mp4")
-    beir(folder / "msrvtt/benchmark", "video7010.mp4")
 
 
 def events(folder: Path) -> None:
     """Writes videos of MultiVENT 2.0 for training and for the test."""
     write_multivent(folder / "multivent", 8)
     write_clip(folder / "multivent/test/event.mp4")
-    beir(folder / "multivent/benchmark", "event.mp4")
+    queries = folder / "multivent/multivent_2_test_queries.csv"
+    queries.write_text("Query_id,query\r\nq,a text\r\n")
+    judgment = {"query_id": "q", "doc_id": "event", "relevance": 1}
+    write_lines(folder / "multivent/multivent_2_test_judgments.jsonl", [judgment])
 
 
 #: By training spec: its data, the tiny checkpoint in the place of the real one, the index spec, and

@@ -64,6 +64,9 @@ log = logging.getLogger("maxray.train")
 #: cached.
 FREEZE = ("projection", "adapter")
 
+#: Maximum number of appended tokens.
+MAX_APPENDED = 1 << 16
+
 #: Preprocessed sequences; texts or items themselves for an adapter; or cached hidden states.
 Inputs = Sequence[Any] | Sequence[str] | Sequence[Mapping[str, Any]] | TokenBatch
 
@@ -122,7 +125,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
 
         name: Literal["contrastive"] = "contrastive"
         trainable: Literal["all", "projection", "lora", "tokens", "adapter"] = "all"
-        """Trainable parameters: `all` of the model; only the `projection`, which maps hidden states
+        """Trainable parameters: `all` of the model and its projection; only the `projection`, which maps hidden states
         to vectors, for queries and documents alike; `lora`, low-rank matrices beside its layers;
         the appended `tokens` and the projection, if the encoder has one; or an `adapter` behind any
         frozen encoder (SMART, eq. 6). Appended tokens are trained with `all` and `lora` too, and
@@ -143,7 +146,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         their metrics end with the compressor in parentheses."""
         compressor: CompressorSpec = Field(default="none", validate_default=True)
         """Compressor of the documents' vectors."""
-        num_appended_tokens: int | None = Field(None, ge=1)
+        num_appended_tokens: int | None = Field(None, ge=1, le=MAX_APPENDED)
         """Number of new learned tokens that are appended to each document, for AGC and MemTok. Null
         trains those of `encoder.appended_tokens`, if any."""
         score: ScoreName = "maxsim"
@@ -216,6 +219,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
             for other in spec.validation_compressors
         }
         self.appended: AppendedTokens | None = None
+        self.head: torch.nn.Module | None = None
         self._tuned = None
         if spec.trainable == "adapter":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -227,6 +231,9 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 self.appended = self._appended_tokens(encoder)
                 with config.within("learner.encoder"):
                     encoder.append_tokens(self.appended)
+            self.head = encoder.head  # its gradients are synchronised like those of the loss
+            if self.head is not None:
+                self.head.requires_grad_(spec.trainable == "all")
             if spec.trainable in ("projection", "tokens"):
                 self.model.requires_grad_(False)
                 if encoder.has_projection:

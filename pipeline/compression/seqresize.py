@@ -74,7 +74,9 @@ class SeqResize(Compressor["SeqResize.Spec"]):
                 raise SpecError("sequence_length", self.sequence_length, rule)
             inputs = self.sequence_length + self.num_vectors
             if self.hidden_size * inputs > MAX_WEIGHTS:
-                rule = f"at most {MAX_WEIGHTS // inputs} with sequence_length={self.sequence_length}"
+                rule = (
+                    f"at most {MAX_WEIGHTS // inputs} with sequence_length={self.sequence_length}"
+                )
                 raise SpecError("hidden_size", self.hidden_size, f"{rule}, for 2^28 weights")
             return self
 

@@ -125,11 +125,11 @@ class Contrastive(Learner["Contrastive.Spec"]):
 
         name: Literal["contrastive"] = "contrastive"
         trainable: Literal["all", "projection", "lora", "tokens", "adapter"] = "all"
-        """Trainable parameters: `all` of the model and its projection; only the `projection`, which maps hidden states
-        to vectors, for queries and documents alike; `lora`, low-rank matrices beside its layers;
-        the appended `tokens` and the projection, if the encoder has one; or an `adapter` behind any
-        frozen encoder (SMART, eq. 6). Appended tokens are trained with `all` and `lora` too, and
-        the compressor's parameters always."""
+        """Trainable parameters: `all` of the model and its projection; only the `projection`, which
+        maps hidden states to vectors, for queries and documents alike; `lora`, low-rank matrices
+        beside its layers; the appended `tokens` and the projection, if the encoder has one; or an
+        `adapter` behind any frozen encoder (SMART, eq. 6). Appended tokens are trained with `all`
+        and `lora` too, and the compressor's parameters always."""
         lora: Lora | None = None
         """LoRA settings."""
         adapter_dim: int = Field(128, ge=1)

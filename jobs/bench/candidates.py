@@ -2,13 +2,15 @@
 
     python -m jobs.bench candidates
     python -m jobs.bench candidates --items 1000000 --generators lemur centroids --out figures.json
-    python -m jobs.bench candidates --vectors FOLDER
+    python -m jobs.bench candidates --vectors FOLDER --query-tokens 32
+    python -m jobs.bench candidates --vectors FOLDER --unmodified
 
 The items are derived from real token vectors: each interpolates the vectors of two random
 documents and adds noise. By default, these are the abstracts of jobs/data/cranfield, encoded by
-MiniLM, merged to 32 vectors and projected to 128 dimensions. --vectors names a folder in the .npy
-layout of `jobs.export` with queries. Half of the queries are the log to which generators are
-fitted, the other half is searched.
+MiniLM and merged to 32 vectors. --vectors names a folder in the .npy layout of `jobs.export` with
+queries, such as those of jobs/specs/candidates/wordnet.yaml. Vectors are projected to 128
+dimensions by a random orthogonal map. Half of the queries are the log to which generators are
+fitted, of the other half 128 are searched.
 
 For each generator, the benchmark measures the time to build it, and by the number of candidates the
 recall of the exact results, the latency of single queries and the throughput in batches of 32.
@@ -64,12 +66,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the benchmark."""
     parser = jobs.parser(__doc__)
     parser.add_argument("--items", type=jobs.positive, default=100_000, help="number of items")
+    parser.add_argument("--unmodified", action="store_true", help="search the documents themselves")
     parser.add_argument("--vectors", help="folder with documents.npy, doclens.npy and queries.npy")
     parser.add_argument(
         "--generators", nargs="+", choices=GENERATORS, default=list(GENERATORS), metavar="NAME"
     )
     parser.add_argument(
         "--num-candidates", type=jobs.positive, nargs="+", default=[100, 400, 1600, 6400]
+    )
+    parser.add_argument(
+        "--query-tokens",
+        type=jobs.positive,
+        help="tokens per query: consecutive queries are joined and truncated",
     )
     parser.add_argument("--queries", type=jobs.positive, default=128, help="queries to search")
     parser.add_argument("--repeats", type=jobs.positive, default=3, help="repeats of throughput")
@@ -78,13 +86,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     bench = Bench("candidates", arguments, args.out)
-    vectors = read_vectors(args.vectors) if args.vectors else shipped_vectors()
+    vectors = project(read_vectors(args.vectors) if args.vectors else shipped_vectors())
+    queries = vectors.queries
+    if args.query_tokens:
+        queries = join_queries(queries, args.query_tokens)
+    blocks = derived(vectors.documents, args.items)
+    if args.unmodified:
+        args.items = len(vectors.documents)
+        blocks = (
+            vectors.documents[first : first + FRAGMENT_ITEMS]
+            for first in range(0, args.items, FRAGMENT_ITEMS)
+        )
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="candidates-") as folder:
         os.environ["MAXRAY_CACHE"] = f"{folder}/cache"
         uri = f"{folder}/index"
-        write_index(uri, derived(vectors.documents, args.items), vectors.documents[0].shape[1])
+        write_index(uri, blocks, DIM)
         with jobs.cluster():
-            run(bench, args, uri, vectors.queries)
+            run(bench, args, uri, queries)
 
 
 def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> None:
@@ -122,8 +140,9 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
         drop(uri, GENERATORS[name])
     lengths = [len(query) for query in searched]
     title = (
-        f"{args.items:,} items derived from real vectors, {len(searched)} queries of"
-        f" {np.mean(lengths):.0f} tokens on average, int8; generators fitted to {len(log)} others"
+        f"{args.items:,} items {'of' if args.unmodified else 'derived from'} real vectors,"
+        f" {len(searched)} queries of {np.mean(lengths):.0f} tokens on average, int8; generators"
+        f" fitted to {len(log)} others"
     )
     header = ["generator", "build s", "B/item", "candidates"]
     header += [*(f"recall@{depth}" for depth in DEPTHS), "p50 ms", "p99 ms", "queries/s"]
@@ -209,9 +228,8 @@ def recall(exact: Sequence[Any], found: Sequence[Any], depth: int) -> float:
 
 
 def shipped_vectors() -> Vectors:
-    """Encodes the shipped abstracts and their queries, merges and projects the vectors."""
+    """Encodes the shipped abstracts and their queries, and merges the vectors."""
     import pyarrow as pa
-    import torch
 
     from pipeline.compression.hpool import HPool
     from pipeline.encoders.minilm import MiniLM
@@ -224,26 +242,38 @@ def shipped_vectors() -> Vectors:
     )
     encoder = MiniLM(MiniLM.Spec())
     merge = HPool(HPool.Spec(num_vectors=NUM_VECTORS))
-    generator = torch.Generator().manual_seed(0)
-    projection, _ = torch.linalg.qr(torch.randn(encoder.dim, DIM, generator=generator))
     documents: list[np.ndarray] = []
     table = pa.table({"item_id": [str(i) for i in range(len(texts))], "text": texts})
     for _, batch in encoder.encode(table.filter(pa.compute.field("text") != "")):
         merged = merge.compress(batch)
-        for vectors, mask in zip(merged.vectors, merged.mask, strict=True):
-            documents.append(_unit((vectors[mask] @ projection).numpy()))
+        documents += [v[m].numpy() for v, m in zip(merged.vectors, merged.mask, strict=True)]
     encoded = encoder.encode_queries(queries).tokens
     tokens = zip(unit_vectors(encoded), encoded.mask, strict=True)
-    return Vectors(documents, [_unit((v[m] @ projection).numpy()) for v, m in tokens])
+    return Vectors(documents, [v[m].numpy() for v, m in tokens])
 
 
 def read_vectors(folder: str) -> Vectors:
     """Reads documents and queries in the .npy layout."""
     vectors = np.load(f"{folder}/documents.npy", mmap_mode="r")
     ends = np.load(f"{folder}/doclens.npy").cumsum()
-    documents = [_unit(part) for part in np.split(vectors, ends[:-1]) if len(part)]
-    queries = np.load(f"{folder}/queries.npy")
-    return Vectors(documents, [_unit(query[np.any(query != 0, axis=1)]) for query in queries])
+    documents = [part for part in np.split(vectors, ends[:-1]) if len(part)]
+    queries = np.load(f"{folder}/queries.npy", mmap_mode="r")
+    return Vectors(documents, [query[np.any(query != 0, axis=1)] for query in queries])
+
+
+def project(vectors: Vectors) -> Vectors:
+    """Projects vectors of more than `DIM` dimensions, and normalises them."""
+    dim = vectors.documents[0].shape[1]
+    basis, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(dim, min(dim, DIM))))
+    basis = np.eye(dim, dtype=np.float32) if dim == DIM else basis.astype(np.float32)
+    return Vectors(*([_unit(part.astype(np.float32) @ basis) for part in x] for x in vectors))
+
+
+def join_queries(queries: list[np.ndarray], num_tokens: int) -> list[np.ndarray]:
+    """Joins consecutive queries to queries of `num_tokens` tokens."""
+    tokens = np.concatenate(queries)
+    count = len(tokens) // num_tokens
+    return list(tokens[: count * num_tokens].reshape(count, num_tokens, -1))
 
 
 def derived(documents: list[np.ndarray], num_items: int) -> Iterator[list[np.ndarray]]:

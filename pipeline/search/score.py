@@ -123,6 +123,7 @@ class Scorer:
         self._items, self._cache, self._device = items, cache, device
         self._packed: dict[str, PackedVectors] = {}
         self._prefix = functools.lru_cache(MAX_PREFIXES)(PackedVectors.prefix)
+        self._uncoded = functools.lru_cache(MAX_PREFIXES)(_uncoded)
 
     def load(self, representation: str, score: Score = "maxsim", candidates: str = EXACT) -> None:
         """Opens the vectors that a score and a candidate generator need."""
@@ -182,6 +183,7 @@ class Scorer:
     def _close(self, column: str) -> None:
         self._packed.pop(column, None)
         self._prefix.cache_clear()
+        self._uncoded.cache_clear()
 
     def item_vectors(self, representation: str, rows: np.ndarray) -> list[torch.Tensor]:
         """Returns the decoded vectors (N, D) float32 of the given items."""
@@ -273,8 +275,7 @@ class Scorer:
             tokens = [transform(tokens) for tokens in generator.queries(queries.tokens)]
         items = None if rows is None else torch.from_numpy(rows)
         approximate_QR = (yield from _maxsim(tokens, codes, items, slice_pairs)).numpy()
-        has_no_code = (codes.lengths == 0) & (self.vectors(options.column).lengths > 0)
-        uncoded = np.flatnonzero(has_no_code.cpu().numpy())
+        uncoded = self._uncoded(codes, self.packed(info.column))
         if rows is not None:
             uncoded = np.intersect1d(uncoded, rows, assume_unique=True)
         groups = self._items.parent_codes if options.group_by else None
@@ -341,6 +342,11 @@ class _Scores(NamedTuple):
         """Returns the scores of one query."""
         maxsim_scores, single_vector = (None if part is None else part[query] for part in self[1:])
         return _Scores(self.total[query], maxsim_scores, single_vector)
+
+
+def _uncoded(codes: PackedVectors, packed: PackedVectors) -> np.ndarray:
+    """Returns the ascending indices of the items that have vectors but no code."""
+    return np.flatnonzero(((codes.lengths == 0) & (packed.lengths > 0)).numpy(force=True))
 
 
 def finish(slices: Generator[None, None, T]) -> T:

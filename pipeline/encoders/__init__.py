@@ -272,6 +272,7 @@ class Trainable(Encoder[ComponentSpecT]):
         appended: Learned tokens that are appended to items. If None, no tokens are appended.
         has_projection: Whether the model has a `projection`, which the field `projection` of the
             spec can replace.
+        head: Trainable layers behind `model` that are not part of it, if any.
         checkpoint_prefix: Prefix of the names of the model's weights in its checkpoint, for models
             that are a submodule of the checkpoint's model.
         lora_target_modules: Pattern of the linear layers that LoRA adapts by default: those of the
@@ -282,6 +283,7 @@ class Trainable(Encoder[ComponentSpecT]):
     device: Any
     appended: AppendedTokens | None = None
     has_projection: ClassVar[bool] = False
+    head: torch.nn.Module | None = None
     checkpoint_prefix: ClassVar[str] = ""
     lora_target_modules: ClassVar[str] = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
 

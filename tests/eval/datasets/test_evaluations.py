@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pipeline import config
@@ -85,27 +84,52 @@ def test_imagecode_ranks_ten_candidates(cluster, tmp_path):
     assert predictions.keys() == set(datasets.SETS)
 
 
-def test_coco_in_both_directions(cluster, tmp_path):
+def tiny_qwen(folder: Path) -> dict[str, Any]:
+    """Returns the spec of an encoder that reads texts and images as documents and queries."""
+    model = str(checkpoints.qwen2_5_vl(folder))
+    options = {"dtype": "float32", "min_pixels": 64, "max_pixels": 1024}
+    return {"name": "qwen_vl", "model": model, **options}
+
+
+@pytest.mark.parametrize(
+    "direction, content, measure",
+    [("text_to_image", "images", "R@1"), ("image_to_text", "captions", "Success@1")],
+)
+def test_coco_in_folds(cluster, tmp_path, direction, content, measure):
     folder = datasets.karpathy(tmp_path / "data")
     path = str(folder / "dataset_coco.json")
-    model = str(checkpoints.siglip(tmp_path / "siglip"))
-    encoder = {"name": "dual", "model": model, "dtype": "float32"}
-    for direction, content, measure in (
-        ("text_to_image", "images", "R@1"),
-        ("image_to_text", "captions", "Success@1"),
-    ):
-        part = tmp_path / direction
-        source = {"name": "karpathy", "path": path, "content": content}
-        if content == "captions":
-            continue  # the encoder does not read texts as items
-        uri = index(part, source, encoder)
-        benchmark = {"name": "karpathy", "path": path, "direction": direction, "folds": 2}
-        evaluation = evaluate(part, uri, benchmark, measures=["MdR"])
-        assert evaluation.headline == measure
-        row = evaluation.row("full.maxsim")
-        assert np.isfinite(row.means["MdR"])
-        lines = (part / "out/runs/full.maxsim.trec").read_text().splitlines()
-        assert len(lines) == 8 * 2
+    source = {"name": "karpathy", "path": path, "content": content}
+    uri = index(tmp_path, source, tiny_qwen(tmp_path / "model"))
+    benchmark = {"name": "karpathy", "path": path, "direction": direction, "folds": 2}
+    evaluation = evaluate(tmp_path, uri, benchmark, measures=["MdR"])
+    assert evaluation.headline == measure
+    row = evaluation.row("full.maxsim")
+    num_queries, fold_size = (8, 2) if content == "images" else (4, 4)
+    assert len(row.values) == num_queries and 1 <= row.means["MdR"] <= fold_size
+    lines = (tmp_path / "out/runs/full.maxsim.trec").read_text().splitlines()
+    assert len(lines) == num_queries * fold_size
+    for query_id, _, document, *_ in map(str.split, lines):
+        query_image, image = (int(name.partition("#")[0]) for name in (query_id, document))
+        assert (query_image - 100) // 2 == (image - 100) // 2  # the same fold
+    # Each query token is compared with all vectors of the documents of its fold.
+    assert row.maxsim_ops > 0 and row.maxsim_ops % 1 == 0
+
+
+def test_mmeb_ranks_the_candidates_of_each_row(cluster, tmp_path):
+    folder = datasets.mmeb(tmp_path / "data")
+    fields = {"path": str(folder / "CIRR"), "images": str(folder / "image-tasks")}
+    uri = index(tmp_path, {"name": "mmeb", **fields}, tiny_qwen(tmp_path / "model"))
+    evaluation = evaluate(tmp_path, uri, {"name": "mmeb", **fields}, measures=["RR"], bm25=False)
+    assert evaluation.headline == "Success@1" and evaluation.num_items == 4
+    lines = (tmp_path / "out/runs/full.maxsim.trec").read_text().splitlines()
+    ranked: dict[str, set[str]] = {}
+    for line in lines:
+        query_id, _, document, *_ = line.split()
+        ranked.setdefault(query_id, set()).add(document.replace("%20", " "))
+    assert ranked == {
+        "0": {"CIRR/1.jpg", "CIRR/2.jpg", "CIRR/3.jpg"},
+        "1": {"CIRR/3.jpg", "CIRR/2.jpg:a caption"},
+    }
 
 
 def test_entities_measure_grounding(cluster, tmp_path):

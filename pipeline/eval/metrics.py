@@ -42,7 +42,7 @@ class _MedianRank(ir_measures.measures.Measure):
     """Median over the queries of the rank of the first relevant document."""
 
     NAME = __name__ = MDR
-    SUPPORTED_PARAMS: ClassVar[dict[str, Any]] = {}
+    SUPPORTED_PARAMS: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
 
 
 def parse_measure(name: str) -> ir_measures.Measure:

@@ -54,7 +54,8 @@ def encode_all(encoder: Encoder, queries: Iterable[Unencoded]) -> EncodedQueries
     Raises:
         SpecError: A query is invalid, or the encoder does not support its kind.
     """
-    parts, batch = [], []
+    parts: list[EncodedQueries] = []
+    batch: list[Unencoded] = []
     for query in queries:
         is_full = len(batch) == IMAGES_PER_BATCH and not isinstance(query, str)
         if batch and (is_full or type(query) is not type(batch[0])):

@@ -334,7 +334,8 @@ class Ranker:
         return functools.partial(self._by_pool, rank)
 
     def _search_options(self, score: str) -> dict[str, Any]:
-        options = {"score": score, "group_by": self._group_by, "filter": self._spec.filter}
+        options: dict[str, Any] = {"score": score, "group_by": self._group_by}
+        options["filter"] = self._spec.filter
         if score == FUSED:
             options["fusion"] = self._spec.fusion
         weights = self.weights(score) or EQUAL_WEIGHTS

@@ -22,7 +22,7 @@ import ray
 import torch
 from pydantic import Field, PositiveInt
 
-from pipeline.candidates import TextGenerator
+from pipeline.candidates import Generator, TextGenerator
 from pipeline.config import Spec, SpecError, Uri, dump_stored, within
 from pipeline.index.artefacts import save_artefact
 from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
@@ -293,7 +293,9 @@ def _fit(
         seed=spec.fit_seed,
     )
     with within("generator"):
-        return CANDIDATES.load(spec.generator.name).fit(spec.generator, sample)
+        kind = CANDIDATES.load(spec.generator.name)
+        assert issubclass(kind, Generator)
+        return kind.fit(spec.generator, sample)
 
 
 @ray.remote
@@ -313,7 +315,9 @@ def _fit_texts(spec: CandidatesJobSpec, column: str) -> dict[str, np.ndarray]:
             num_texts += sum(map(bool, values))
             yield values
 
-    artefact = CANDIDATES.load(spec.generator.name).fit(spec.generator, texts())
+    kind = CANDIDATES.load(spec.generator.name)
+    assert issubclass(kind, TextGenerator)
+    artefact = kind.fit(spec.generator, texts())
     if not num_texts:
         rule = f"used with an index whose items have a {column}"
         raise SpecError("generator", spec.generator.name, rule)

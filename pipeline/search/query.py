@@ -112,7 +112,7 @@ class Queries:
         texts = [query.text if isinstance(query, Composed) else query for query in queries]
         if not all(isinstance(text, str) for text in texts):
             return self
-        return replace(self, texts=texts)
+        return replace(self, texts=[str(text) for text in texts])
 
     @classmethod
     def from_encoded(cls, encoded: EncodedQueries) -> Queries:

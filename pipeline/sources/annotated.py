@@ -6,7 +6,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import PositiveInt
 
@@ -41,7 +41,7 @@ class Annotated(Images):
     `text`, `captions` and metadata. A document without `file_name` is a text.
     """
 
-    provides = ("item_id", "text", "image", "scan", "caption")
+    provides: ClassVar[tuple[str, ...]] = ("item_id", "text", "image", "scan", "caption")
     containers = ()
     spec: AnnotatedSpec
 

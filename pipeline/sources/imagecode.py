@@ -28,7 +28,7 @@ class ImageCode(Annotated):
     class Spec(AnnotatedSpec):
         """Options of the ImageCoDe source."""
 
-        name: Literal["imagecode"] = "imagecode"
+        name: Literal["imagecode"] = "imagecode"  # type: ignore[assignment]
 
     spec: Spec
 

@@ -9,7 +9,7 @@ import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -93,9 +93,9 @@ class Images(MediaSource["Images.Spec"]):
         max_file_bytes: int = Field(1 << 30, ge=1024)
         """Maximum size of an image file, in bytes. Files are read into memory."""
 
-    provides = ("item_id", "image", "scan", "caption")
+    provides: ClassVar[tuple[str, ...]] = ("item_id", "image", "scan", "caption")
     suffixes = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-    containers = (ARCHIVE, ZIP, manifests.TABLE_SUFFIX)
+    containers: ClassVar[tuple[str, ...]] = (ARCHIVE, ZIP, manifests.TABLE_SUFFIX)
     lists = (*manifests.LINES_SUFFIXES, manifests.JSON_SUFFIX)
     module = "image"
     files_per_shard = 256

@@ -41,7 +41,7 @@ class Karpathy(Annotated):
     class Spec(AnnotatedSpec):
         """Options of the Karpathy source."""
 
-        name: Literal["karpathy"] = "karpathy"
+        name: Literal["karpathy"] = "karpathy"  # type: ignore[assignment]
         split: str = "test"
         """Split of the images."""
         content: Literal["images", "captions"] = "images"

@@ -74,7 +74,7 @@ class Mmeb(Annotated):
     class Spec(AnnotatedSpec):
         """Options of the MMEB source."""
 
-        name: Literal["mmeb"] = "mmeb"
+        name: Literal["mmeb"] = "mmeb"  # type: ignore[assignment]
         frames: config.Uri | None = None
         """Folder with a folder of frames per video, for video tasks."""
         num_frames: int = Field(8, ge=1, le=4096)
@@ -84,7 +84,7 @@ class Mmeb(Annotated):
     spec: Spec
 
     @classmethod
-    def provided_inputs(cls, spec: Spec) -> tuple[str, ...]:
+    def provided_inputs(cls, spec: Spec) -> tuple[str, ...]:  # type: ignore[override]
         """Returns `frames` for a video task, and the other inputs for an image task."""
         if spec.frames is not None:
             return ("item_id", "frames")

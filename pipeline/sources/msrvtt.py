@@ -29,7 +29,7 @@ class Msrvtt(Video):
     class Spec(Video.Spec):
         """Options of the MSR-VTT source."""
 
-        name: Literal["msrvtt"] = "msrvtt"
+        name: Literal["msrvtt"] = "msrvtt"  # type: ignore[assignment]
         video_ids: Uri
         """CSV file with the column `video_id`."""
         window_seconds: float | None = Field(None, ge=1, le=86_400)

@@ -57,7 +57,7 @@ class Multivent(Video):
     class Spec(Video.Spec):
         """Options of the MultiVENT source."""
 
-        name: Literal["multivent"] = "multivent"
+        name: Literal["multivent"] = "multivent"  # type: ignore[assignment]
         window_seconds: float | None = Field(None, ge=1, le=86_400)
         """Duration of a window, in seconds; None: an item is an entire video."""
         video_ids: Uri | None = None

@@ -99,7 +99,7 @@ def representation_stats(
 def candidates_stats(index: Index) -> list[dict[str, Any]]:
     """Returns the candidate generators of an index and how many of its items have codes.
 
-    `items` is the number of items with the representation, of which `coded` have a code.
+    `items` is the number of items with the representation, and `coded` of those with a code.
     """
     return [
         {

@@ -170,8 +170,8 @@ class Queries:
             weights: Weights (M_i,) of the tokens of each query.
 
         Raises:
-            SpecError: The weights of a query are not M_i finite numbers of which none is negative
-                and at least one is positive.
+            SpecError: The weights of a query are not M_i finite, non-negative numbers with at least
+                one positive number.
         """
         if len(weights) != len(self):
             raise SpecError("weights", f"{len(weights)} lists", f"a list for each of {len(self)}")

@@ -410,6 +410,7 @@ class Scorer:
             tokens = [transform(tokens) for tokens in fitted.queries(queries.tokens)]
         items = None if rows is None else torch.from_numpy(rows)
         approximate_QR = (yield from _maxsim(tokens, codes, items, slice_pairs)).numpy()
+        info = self._info(options.column)
         uncoded = self._uncoded(codes, self.packed(info.column))
         if rows is not None:
             uncoded = np.intersect1d(uncoded, rows, assume_unique=True)

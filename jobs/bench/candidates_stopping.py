@@ -89,31 +89,42 @@ def measure(
         yield row(f"beta {beta}", [num_before_stop(scores, beta) for scores in exact_QC], BLOCK)
 
 
-def num_above(approximate_C: np.ndarray, alpha: float) -> int:
-    """Returns the number of candidates whose score is at least alpha times the K-th.
+def num_above(approximate_C: np.ndarray, alpha: float, k: int = K) -> int:
+    """Returns the number of candidates whose score is at least alpha times the k-th.
 
     Args:
         approximate_C: Descending approximate scores of the candidates.
         alpha: Factor from 0 to 1.
+        k: Number of items that are searched for.
+
+    >>> num_above(np.array([10.0, 8.0, 7.0, 6.0]), 0.8, k=2)
+    3
     """
-    return int((approximate_C >= alpha * approximate_C[K - 1]).sum())
+    return int((approximate_C >= alpha * approximate_C[k - 1]).sum())
 
 
-def num_before_stop(exact_C: np.ndarray, beta: int) -> int:
+def num_before_stop(exact_C: np.ndarray, beta: int, k: int = K, block: int = BLOCK) -> int:
     """Returns the number of candidates that are scored, in whole blocks.
 
     Args:
         exact_C: Exact scores of the candidates in descending order of their approximate scores.
         beta: Number of candidates without improvement after which the scoring ends.
+        k: Number of items that are searched for.
+        block: Number of candidates that are scored together.
+
+    >>> num_before_stop(np.array([9.0, 7.0, 8.0, 1.0, 2.0, 0.0, 9.0]), beta=2, k=2, block=1)
+    5
+    >>> num_before_stop(np.array([9.0, 7.0, 8.0, 1.0, 2.0, 0.0, 9.0]), beta=4, k=2, block=2)
+    7
     """
-    best = np.full(K, -np.inf)
+    best = np.full(k, -np.inf)
     last_improvement = 0
-    for first in range(0, len(exact_C), BLOCK):
-        merged = np.sort(np.concatenate([best, exact_C[first : first + BLOCK]]))[-K:]
-        if merged[0] > best[0] or not np.array_equal(merged, best):
-            last_improvement = min(first + BLOCK, len(exact_C))
-        best = merged
-        scored = min(first + BLOCK, len(exact_C))
-        if scored - last_improvement >= beta:
+    for first in range(0, len(exact_C), block):
+        scored = min(first + block, len(exact_C))
+        merged = np.sort(np.concatenate([best, exact_C[first:scored]]))[-k:]
+        if not np.array_equal(merged, best):
+            last_improvement = scored
+        elif scored - last_improvement >= beta:
             return scored
+        best = merged
     return len(exact_C)

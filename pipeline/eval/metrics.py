@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import quote, unquote
 
 import ir_measures
@@ -42,7 +42,6 @@ class _MedianRank(ir_measures.measures.Measure):
     """Median over the queries of the rank of the first relevant document."""
 
     NAME = __name__ = MDR
-    SUPPORTED_PARAMS: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
 
 
 def parse_measure(name: str) -> ir_measures.Measure:

@@ -25,6 +25,7 @@ from pipeline.sources import make_revision
 from pipeline.sources.annotated import Annotated, AnnotatedSpec, Document
 from pipeline.sources.annotations import read_table
 from pipeline.sources.files import existing_root, open_root, walk
+from pipeline.sources.images import Images
 
 #: Columns of the image tasks, and of the video retrieval tasks.
 IMAGE_COLUMNS = ("qry_text", "qry_img_path", "tgt_text", "tgt_img_path")
@@ -84,8 +85,9 @@ class Mmeb(Annotated):
     spec: Spec
 
     @classmethod
-    def provided_inputs(cls, spec: Spec) -> tuple[str, ...]:  # type: ignore[override]
+    def provided_inputs(cls, spec: Images.Spec) -> tuple[str, ...]:
         """Returns `frames` for a video task, and the other inputs for an image task."""
+        assert isinstance(spec, Mmeb.Spec)
         if spec.frames is not None:
             return ("item_id", "frames")
         return tuple(name for name in cls.provides if name != "frames")

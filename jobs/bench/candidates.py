@@ -18,6 +18,7 @@ recall of the exact results, the latency of single queries and the throughput in
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import jobs
-from jobs.bench.harness import Bench, Repeats, table
+from jobs.bench.harness import Bench, Repeats, recall, seconds_of, table
 
 #: Number of vectors per item and dimensions of the default vectors.
 NUM_VECTORS, DIM = 32, 128
@@ -46,6 +47,7 @@ GENERATORS: dict[str, dict[str, Any]] = {
     "lemur": {"name": "lemur"},
     "lemur-random": {"name": "lemur", "features": "random"},
     "lemur-512": {"name": "lemur", "num_features": 512},
+    "lemur-unreduced": {"name": "lemur", "num_features": 512, "num_dims": 512},
     "centroids": {"name": "centroids"},
 }
 
@@ -92,7 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--stopping", action="store_true", help="also simulate early termination of exact scoring"
     )
     parser.add_argument("--repeats", type=jobs.positive, default=3, help="repeats of throughput")
-    parser.add_argument("--folder", type=Path, help="folder for the index (default: temporary)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder to keep the index in for later runs (default: none)"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
@@ -108,10 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             vectors.documents[first : first + FRAGMENT_ITEMS]
             for first in range(0, args.items, FRAGMENT_ITEMS)
         )
-    with tempfile.TemporaryDirectory(dir=args.folder, prefix="candidates-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory())
         os.environ["MAXRAY_CACHE"] = f"{folder}/cache"
         uri = f"{folder}/index"
-        write_index(uri, blocks, DIM)
+        if not Path(uri).exists():
+            write_index(uri, blocks, DIM)
         with jobs.cluster():
             run(bench, args, uri, queries)
 
@@ -150,7 +156,8 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
                 "queries_per_s": rate,
             }
         optional.measure(searcher, GENERATORS[name]["name"])
-        drop(uri, GENERATORS[name])
+        if args.folder is None:
+            drop(uri, GENERATORS[name])
     optional.report()
     lengths = [len(query) for query in searched]
     title = (
@@ -254,22 +261,6 @@ def latencies(
         rates.append(len(queries) / (time.perf_counter() - start))
     p50, p99 = (1000 * float(np.percentile(times, p)) for p in (50, 99))
     return p50, p99, Repeats(tuple(rates))
-
-
-def seconds_of(call: Any) -> float:
-    """Returns the seconds of one call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def recall(exact: Sequence[Any], found: Sequence[Any], depth: int) -> float:
-    """Returns the mean share of the `depth` best exact results that were found."""
-    shares = [
-        len(set(reference.item_ids[:depth]) & set(ranking.item_ids)) / depth
-        for reference, ranking in zip(exact, found, strict=True)
-    ]
-    return float(np.mean(shares))
 
 
 # -- vectors -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 
-from jobs.bench.candidates import recall, seconds_of
+from jobs.bench.harness import recall, seconds_of
 
 HEADER = ["generator", "share", "items", "exact ms", "generator ms", "recall@10", "search"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jobs.bench.candidates import seconds_of
+from jobs.bench.harness import seconds_of
 
 #: Number of items that are searched for.
 K = 10

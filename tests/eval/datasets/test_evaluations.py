@@ -101,7 +101,7 @@ def test_coco_in_folds(cluster, tmp_path, direction, content, measure):
     source = {"name": "karpathy", "path": path, "content": content}
     uri = index(tmp_path, source, tiny_qwen(tmp_path / "model"))
     benchmark = {"name": "karpathy", "path": path, "direction": direction, "folds": 2}
-    evaluation = evaluate(tmp_path, uri, benchmark, measures=["MdR"])
+    evaluation = evaluate(tmp_path, uri, benchmark, measures=["MdR", "R@2"])
     assert evaluation.headline == measure
     row = evaluation.row("full.maxsim")
     num_queries, fold_size = (8, 2) if content == "images" else (4, 4)

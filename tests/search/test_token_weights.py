@@ -51,7 +51,7 @@ def test_scores_are_weighted_sums(name):
     weights = [rng.uniform(0, 3, 5), np.array([0.0, 2.5, 1.0])]
     given = Queries.from_vectors([rng.normal(size=(len(w), 16)) for w in weights], weights)
     tokens = [codec.transform_queries(tokens_MD) for tokens_MD in given.tokens]
-    weighted = Queries(tokens, None, given.token_texts, given.weights).weighted_tokens
+    weighted = Queries(tokens, None, given.token_texts, weights=given.weights).weighted_tokens
     expected_QB = np.full((2, 5), -np.inf)
     for q, (tokens_MD, weights_M) in enumerate(zip(tokens, weights, strict=True)):
         for b, end in enumerate(lengths_B.cumsum()):

@@ -24,7 +24,6 @@ class Package(NamedTuple):
 PACKAGES = {
     "accelerate": Package("accelerate", "gpu", "spreading a model over GPUs"),
     "bm25s": Package("bm25s", "report", "comparing with BM25"),
-    "datasets": Package("datasets", "mteb", "reading the tasks of mteb"),
     "ir_datasets": Package("ir-datasets", "ir", "reading collections with ir_datasets"),
     "jinja2": Package("Jinja2", "report", "writing reports"),
     "matplotlib": Package("matplotlib", "report", "drawing figures"),

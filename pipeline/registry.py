@@ -19,7 +19,7 @@ from pipeline.config import MissingField, Spec, SpecError, is_stored, parse
 from pipeline.extras import as_missing_extra
 
 if TYPE_CHECKING:  # Components are imported on first use.
-    from pipeline.candidates import Generator
+    from pipeline.candidates import Generator, TextGenerator
     from pipeline.codecs import Codec
     from pipeline.compression import Compressor
     from pipeline.config import ComponentSpec
@@ -195,9 +195,10 @@ CODECS: Registry[Codec[Any]] = Registry(
         "residual": "pipeline.codecs.residual:Residual",
     },
 )
-CANDIDATES: Registry[Generator[Any]] = Registry(
+CANDIDATES: Registry[Generator[Any] | TextGenerator[Any]] = Registry(
     "candidates",
     {
+        "bm25": "pipeline.candidates.bm25:Bm25",
         "centroids": "pipeline.candidates.centroids:Centroids",
         "lemur": "pipeline.candidates.lemur:Lemur",
     },

@@ -53,6 +53,7 @@ from pipeline.index.fitting import load_fit_sample
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
 from pipeline.registry import BENCHMARKS, COMPRESSORS
+from pipeline.search.fusion import FUSED
 from pipeline.search.searcher import Searcher, open_index
 from pipeline.version import __version__
 
@@ -130,6 +131,10 @@ def run(
             cache.write(key, entry)
             speed = f"{entry.queries_per_second:,.0f} queries/s"
         result = replace(_result(searcher, row, entry), weights=ranker.weights(row.score))
+        if row.score == FUSED:
+            maxsim = row._replace(score="maxsim")
+            first_stage = f"{row.representation}.maxsim" if maxsim in plan else ""
+            result = replace(result, fusion=dump(spec.fusion), first_stage=first_stage)
         if row.rerank is not None:
             result = _reranked(result, row.rerank)
         if row.candidates is not None:
@@ -141,7 +146,7 @@ def run(
         if phrases and result.score == "maxsim":
             metrics = _grounding(searcher.index, grounder, phrases, row.representation, cache)
             result = replace(result, grounding=metrics)
-        if result.score in ("maxsim", "hybrid"):
+        if result.score in ("maxsim", "hybrid", FUSED):
             result = replace(result, fit_sample=samples.fit_sample(row.representation))
         results.append(result)
         keys[result.name] = key

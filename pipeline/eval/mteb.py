@@ -146,7 +146,8 @@ def model_meta(name: str, revision: str) -> ModelMeta:
 def task_result(task: Task, row: BenchmarkRow) -> TaskResult:
     """Evaluates the rankings of a row with mteb.
 
-    Scores that depend on more than `row.k` documents per query are removed.
+    Scores that depend on more than `row.k` documents per query are removed, unless the corpus has
+    no more documents.
 
     Args:
         task: Task, whose data are loaded if necessary.
@@ -159,8 +160,9 @@ def task_result(task: Task, row: BenchmarkRow) -> TaskResult:
     scores: Any = task.mteb.evaluate(
         _Rankings(row), task.split, subsets_to_run=[task.subset], encode_kwargs={}
     )
-    is_truncated = any(len(scores) >= row.k for scores in row.rankings.values())
-    if is_truncated and row.k < NUM_DOCUMENTS:
+    dataset: Any = task.mteb.dataset
+    num_documents = len(dataset[task.subset][task.split]["corpus"])
+    if row.k < min(num_documents, NUM_DOCUMENTS):
         scores = {
             subset: {name: v for name, v in values.items() if _cutoff(name) <= row.k}
             for subset, values in scores.items()

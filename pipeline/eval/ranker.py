@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from pipeline.config import SpecError, digest
+from pipeline.config import SpecError, digest, dump
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import JudgedQueries, bm25
 from pipeline.eval.cache import CachedResult, cache_key
@@ -31,9 +31,13 @@ from pipeline.index.reader import Index
 from pipeline.index.status import representation_stats, rerank_token_stats
 from pipeline.schema import ITEM, Hit
 from pipeline.scores import RENAMED
-from pipeline.search.candidates import EXACT, generator_column
+from pipeline.search.candidates import BM25 as BM25_GENERATOR
+from pipeline.search.candidates import EXACT, generator_columns
+from pipeline.search.fusion import FUSED
 from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
+from pipeline.search.query import Queries
 from pipeline.search.searcher import Searcher
+from pipeline.search.token_weights import check_token_frequencies
 
 if TYPE_CHECKING:
     from pipeline.search.rerank import Reranker
@@ -81,8 +85,11 @@ class Ranker:
                 "vectors": self._vectors_hash,
             }
             if row.candidates is not None:
-                codes = index.content_key([self._codes_column(row)])
+                codes = index.content_key(self._codes_columns(row))
                 dependencies["candidates"] = [codes, *row.candidates]
+            if row.score == FUSED:
+                codes = index.content_key(self._bm25_columns(row))
+                dependencies["fusion"] = [codes, dump(self._spec.fusion)]
             if info.max_vectors is not None and row.score != SINGLE_VECTOR:
                 dependencies["max_vectors"] = info.max_vectors
         return cache_key(
@@ -94,6 +101,7 @@ class Ranker:
             **({"where": self._spec.filter} if self._spec.filter else {}),
             **({"weights": weights} if (weights := self.weights(row.score)) else {}),
             **({"rerank": self._rerank_key(row.rerank)} if row.rerank else {}),
+            **({"idf": self._idf_key(row)} if self._idf_power(row.score) else {}),
         )
 
     def reranker(self, spec: RerankSpec) -> Reranker:
@@ -140,6 +148,17 @@ class Ranker:
         """Returns the weights of the hybrid score, or None if they are equal."""
         weighted = score == "hybrid" and self._spec.weights != EQUAL_WEIGHTS
         return list(self._spec.weights) if weighted else None
+
+    def _idf_power(self, score: str) -> float | None:
+        """Returns the power of the weights of query tokens, or None without weights."""
+        return None if score in (BM25, SINGLE_VECTOR) else self._spec.idf_power
+
+    def _idf_key(self, row: Row) -> list[Any]:
+        """Returns everything on which the weights of query tokens depend."""
+        index, power = self._searcher.index, self._spec.idf_power
+        info = index.representation(row.representation)
+        assert power is not None
+        return [check_token_frequencies(index, info, power), power]
 
     def diagnosis_key(self, representation: str) -> str:
         """Returns the cache key of `diagnosis`."""
@@ -222,21 +241,29 @@ class Ranker:
 
         return float(sum(self._by_pool(count, range(len(self._judged.queries)))))
 
-    def _codes_column(self, row: Row) -> str:
-        """Returns the column of the generator of a row."""
+    def _codes_columns(self, row: Row) -> list[str]:
+        """Returns the columns of the generators of a row."""
         assert row.candidates is not None
         info = self._searcher.representation(row.representation)
-        return generator_column(self._searcher.index, info, row.candidates.generator)
+        columns = generator_columns(self._searcher.index, info, row.candidates.generator)
+        return list(columns.values())
+
+    def _bm25_columns(self, row: Row) -> list[str]:
+        """Returns the column of the codes of BM25."""
+        info = self._searcher.representation(row.representation)
+        columns = generator_columns(self._searcher.index, info, BM25_GENERATOR)
+        return list(columns.values())
 
     def _row_sizes(self, row: Row) -> dict[str, float]:
         """Computes the bytes per item that a row reads, including the tokens of a reranker."""
         index, filter = self._searcher.index, self._spec.filter
         sizes = _sizes(index, row, filter)
-        if row.candidates is not None:
-            codes = self._searcher.scorer.packed(self._codes_column(row))
-            num_codes = codes.num_vectors / max(len(codes), 1)
+        columns = [] if row.candidates is None else self._codes_columns(row)
+        columns += self._bm25_columns(row) if row.score == FUSED else []
+        for column in columns:
+            code_bytes = self._searcher.scorer.code_bytes(column)
             for name in ("vector_bytes", "all_bytes"):
-                sizes[name] += num_codes * codes.codec.token_bytes(codes.dim)
+                sizes[name] += code_bytes
         if row.rerank is not None:
             tokens = rerank_token_stats(index, filter)
             assert tokens is not None, "the reranker was checked against the index"
@@ -255,7 +282,7 @@ class Ranker:
         def search(numbers: Sequence[int], pool: Pool) -> list[list[Hit]]:
             restricted = {"k": NUM_HITS, **keywords, **self._restriction(pool)}
             options = SearchOptions.from_keywords(name, explain=True, **restricted)
-            return self._searcher.search_with(self._queries(name, numbers), options)
+            return self._searcher.search_with(self.queries_with_texts(name, numbers), options)
 
         return self._by_pool(search, [numbers[query_id] for query_id in query_ids])
 
@@ -292,7 +319,9 @@ class Ranker:
 
         def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
             restricted = {**options, **self._restriction(pool)}
-            rankings = self._searcher.rank(self._queries(name, numbers), name, **restricted)
+            rankings = self._searcher.rank(
+                self.queries_with_texts(name, numbers), name, **restricted
+            )
             if reranker is not None:
                 selected: Any = list(self._judged.inputs(query_ids[n] for n in numbers))
                 rankings = self.reranker(reranker).rerank(
@@ -305,8 +334,20 @@ class Ranker:
         return functools.partial(self._by_pool, rank)
 
     def _search_options(self, score: str) -> dict[str, Any]:
-        options = {"score": score, "group_by": self._group_by, "filter": self._spec.filter}
-        return {**options, "weights": self.weights(score) or EQUAL_WEIGHTS}
+        options: dict[str, Any] = {"score": score, "group_by": self._group_by}
+        options["filter"] = self._spec.filter
+        if score == FUSED:
+            options["fusion"] = self._spec.fusion
+        weights = self.weights(score) or EQUAL_WEIGHTS
+        return {**options, "weights": weights, "idf_power": self._idf_power(score)}
+
+    def queries_with_texts(self, representation: str, numbers: Sequence[int]) -> Queries:
+        """Returns some of the judged queries as vectors, with their texts if they have any."""
+        queries = self._searcher.queries(self._queries(representation, numbers), representation)
+        if not self._judged.has_texts:
+            return queries
+        texts = list(self._judged.queries.values())
+        return queries.with_texts([texts[number] for number in numbers])
 
     def _queries(self, representation: str, numbers: Sequence[int]) -> AnyQueries:
         """Returns some of the judged queries as vectors, which are read from a file or encoded."""
@@ -352,7 +393,7 @@ def _columns(row: Row, info: RepresentationInfo) -> list[str]:
 def _sizes(index: Index, row: Row, filter: str | None) -> dict[str, float]:
     """Returns the number of vectors and bytes per item that are read to compute a row's score."""
     sizes = dict.fromkeys(SIZES, 0.0)
-    if row.score in ("maxsim", "hybrid"):
+    if row.score in ("maxsim", "hybrid", FUSED):
         stored_sizes = representation_stats(index, row.representation, filter)
         parts = ("vectors", "bytes_vectors", "bytes_assignment", "bytes_positions", "bytes_all")
         sizes = {name: float(stored_sizes[part]) for name, part in zip(SIZES, parts, strict=True)}

@@ -77,7 +77,7 @@ class Result:
         method: Compressor with its settings except the budget; or full, single_vector, bm25 or
             edje.
         num_vectors: Budget K; None for uncompressed rows, BM25, and budgets that are a ratio.
-        score: maxsim, single_vector, hybrid, bm25 or edje.
+        score: maxsim, single_vector, hybrid, fused, bm25 or edje.
         encoder: Fingerprint of the query encoder; empty for BM25.
         values: Metrics by name, by query id.
         vectors_per_item: Mean number of stored vectors per item, or 0 for BM25, as all sizes are.
@@ -99,13 +99,14 @@ class Result:
         grounding: Grounding metrics by name, or empty if they were not measured.
         weights: Weights of the single-vector and the MaxSim score in the hybrid score, or None if
             equal.
-        first_stage: Row of a reranker's first stage, or of the exact search for a candidate
-            generator, which it is compared with.
+        first_stage: Row with which a row is compared: the first stage of a reranker, the exact
+            search of a candidate generator, or the MaxSim score of a fused score.
         rerank: Settings of a reranker: `model`, `rerank_depth`, `precision` and
             `add_first_stage`.
         candidates: Settings and recall of a candidate generator: `generator`, `num_candidates`,
             `recall@10` and `recall@100`, the shares of the exact results that it finds (of at most
             `k` results).
+        fusion: Settings of the fused score, or empty for other scores.
         fit_sample: Sample that the compressor or codec was fitted on: `num_items`, `num_evaluated`
             (the number of them that are evaluated), and the `origin` of a separate sample; the
             numbers are None if an older version did not record them. Empty if nothing was fitted.
@@ -137,6 +138,7 @@ class Result:
     position_bytes: float = 0.0
     fit_sample: dict[str, Any] = field(default_factory=dict)
     candidates: dict[str, Any] = field(default_factory=dict)
+    fusion: dict[str, Any] = field(default_factory=dict)
     maxsim_ops: float = 0.0
 
     @property

@@ -136,7 +136,6 @@ def open_dataset(spec: DatasetSpec, *parts: str) -> Any:
         MissingExtra: The package is not installed.
         SpecError: The dataset does not exist or lacks a part.
     """
-    extras.require("ir_datasets")
     with reading(spec) as package:
         try:
             dataset = package.load(spec.dataset)
@@ -155,8 +154,10 @@ def reading(spec: DatasetSpec) -> Iterator[Any]:
     """Context in which the package, its value, reads from the folder of a spec.
 
     Raises:
+        MissingExtra: The package is not installed.
         SpecError: A file is missing and must not be downloaded, or cannot be read.
     """
+    extras.require("ir_datasets")
     before = os.environ.get(HOME)
     if spec.data is not None:
         os.environ[HOME] = spec.data

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jobs.bench.index_run import bare_loop
 from pipeline.config import SpecError, parse
 from pipeline.encoders.qwen_spec import QUERY_PROMPT
 from pipeline.eval import BenchmarkRow, JudgedQueries
@@ -18,6 +19,7 @@ from pipeline.eval.mteb import MEASURES, Mteb, measure_name
 from pipeline.eval.results import Evaluation
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import job
+from pipeline.index.checks import check
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import BENCHMARKS, ENCODERS
 from pipeline.schema import Composed
@@ -51,10 +53,11 @@ def test_grades_instruction_and_main_score(tmp_path):
 
 def test_image_and_composed_queries(tmp_path):
     judged = load("CUB200I2IRetrieval", mteb_data.standard(tmp_path / "a", "CUB200I2IRetrieval"))
-    assert judged.inputs == [mteb_data.image(i)["bytes"] for i in range(2)]
+    assert list(judged.inputs(judged.queries)) == [mteb_data.image(i)["bytes"] for i in range(2)]
     assert judged.skip_first and judged.measure == "Success@1"
     judged = load("CIRRIT2IRetrieval", mteb_data.standard(tmp_path / "b", "CIRRIT2IRetrieval"))
-    assert judged.inputs[1] == Composed(mteb_data.text(1), mteb_data.image(1)["bytes"])
+    _, query = judged.inputs(judged.queries)
+    assert query == Composed(mteb_data.text(1), mteb_data.image(1)["bytes"])
 
 
 def test_queries_with_audio_are_refused(tmp_path):
@@ -173,7 +176,7 @@ def test_scores_beyond_the_ranking_are_left_out(tmp_path):
     folder = mteb_data.standard(tmp_path / "data", "SciFact")
     rankings = {"q0": {f"d{i}": 9.0 - i for i in range(4)}, "q1": {"d1": 3.0}}
     writer = benchmark("SciFact", folder)
-    path = writer.write_result(str(tmp_path), BenchmarkRow("full", "", rankings, 4, 0.5))
+    path = writer.write_result(str(tmp_path), BenchmarkRow("full", "", rankings, 3, 0.5))
     (scores,) = read_result(path)["scores"]["test"]
     cutoffs = {int(name.rpartition("_")[2]) for name in scores if name.startswith("ndcg")}
     assert cutoffs == {1, 3}
@@ -186,15 +189,16 @@ def test_scores_beyond_the_ranking_are_left_out(tmp_path):
 
 
 def index(folder: Path, source: dict[str, Any], **fields: Any) -> str:
-    """Builds an index of a source and returns its URI."""
+    """Builds an index of a source without Ray and returns its URI."""
     spec = {
         "index": str(folder / "index"),
         "source": {"name": "mteb", **source},
         "representations": [{"compressor": "none"}],
         **fields,
     }
-    progress = job.run(parse(IndexSpec, spec), IndexResources(), job="1", report=lambda line: None)
-    assert progress.new == mteb_data.NUM_DOCUMENTS
+    parsed = parse(IndexSpec, spec)
+    check(parsed)
+    assert bare_loop(parsed, num_threads=1).new == mteb_data.NUM_DOCUMENTS
     return spec["index"]
 
 
@@ -214,7 +218,7 @@ def read_runs(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
     return {file.name.removesuffix(".trec"): read_run(str(file)) for file in files}
 
 
-def test_text_task_from_source_to_result(cluster, tmp_path):
+def test_text_task_from_source_to_result(tmp_path):
     """Every row has the main score of the task, and equals the score that mteb computes."""
     source = {"task": "SciFact", "data": str(mteb_data.standard(tmp_path / "data", "SciFact"))}
     encoder = {"name": "minilm", "query_prefix": "{instruction} "}
@@ -232,11 +236,34 @@ def test_text_task_from_source_to_result(cluster, tmp_path):
     judged = load("SciFact", tmp_path / "data")
     encoder = ENCODERS.build(ENCODERS.resolve(encoder)).with_instruction(judged.instruction)
     searcher = open_index(uri)
-    ranking, _ = searcher.rank(encoder.encode_queries(judged.inputs), "full", k=4)
+    queries = list(judged.inputs(judged.queries))
+    ranking, _ = searcher.rank(encoder.encode_queries(queries), "full", k=4)
     expected = ranking.scores_by_item()
     assert read_runs(tmp_path)["full.maxsim"]["q0"] == pytest.approx(expected, rel=1e-6)
-    without, _ = searcher.rank(judged.inputs, "full", k=4)
+    without, _ = searcher.rank(queries, "full", k=4)
     assert without.scores_by_item() != pytest.approx(expected, rel=1e-3)
+
+
+def test_only_the_pools_are_ranked(tmp_path):
+    """Rows, and the examples of the report, contain only the documents of the pools."""
+    task = "AskUbuntuDupQuestions"
+    data = mteb_data.standard(tmp_path / "data", task, pools=True)
+    source = {"task": task, "data": str(data)}
+    evaluation = evaluate(tmp_path, index(tmp_path, source), source)
+    pools = load(task, data).pools
+    assert pools is not None and evaluation.headline == "AP@1000"
+    for name, rankings in read_runs(tmp_path).items():
+        for query_id, scores in rankings.items():
+            assert set(scores) <= set(pools[query_id]) and (name == "bm25") >= (len(scores) < 3)
+    shown = [
+        (example.query_id, hit.document_id)
+        for example in evaluation.examples
+        for hits in example.hits.values()
+        for hit in hits
+    ]
+    assert all(document_id in pools[query_id] for query_id, document_id in shown)
+    with pytest.raises(SpecError, match="^k must be at least 1000 for AP@1000, the main metric"):
+        evaluate(tmp_path, str(tmp_path / "index"), source, k=100)
 
 
 def test_pools_are_reranked(cluster, tmp_path, checkpoint):
@@ -246,7 +273,16 @@ def test_pools_are_reranked(cluster, tmp_path, checkpoint):
     source = {"task": task, "data": str(data), "subset": "english"}
     encoder = {"name": "dual", "model": checkpoint("siglip"), "dtype": "float32"}
     model = edje_of(tmp_path / "edje", encoder)
-    uri = index(tmp_path, source, encoder=encoder, rerank=model)
+    spec = {
+        "index": str(tmp_path / "index"),
+        "source": {"name": "mteb", **source},
+        "encoder": encoder,
+        "representations": [{"compressor": "none"}],
+        "rerank": model,
+    }
+    progress = job.run(parse(IndexSpec, spec), IndexResources(), job="1", report=lambda line: None)
+    assert progress.new == mteb_data.NUM_DOCUMENTS
+    uri = spec["index"]
     rerank = [{"model": model, "rerank_depth": 3}]
     evaluation = evaluate(tmp_path, uri, source, rerank=rerank)
     pools = load(task, data, subset="english").pools
@@ -266,7 +302,7 @@ def test_pools_are_reranked(cluster, tmp_path, checkpoint):
     assert {result.name for result in evaluation.results} == runs.keys()
 
 
-def test_image_and_composed_queries_are_encoded(cluster, tmp_path, checkpoint):
+def test_image_and_composed_queries_are_encoded(tmp_path, checkpoint):
     """The best document of an image query is the image itself, which the task ignores."""
     encoder = {"name": "qwen_vl", "model": checkpoint("qwen3_vl"), "dtype": "float32"}
     folder = tmp_path / "images"

@@ -86,7 +86,7 @@ CASES = {
 }
 METHODS = ["full", "seqresize", "memtok", "agc"]
 #: Number of runs of each spec on generated data.
-SMALL = {"shapes": 30, "shapes_ablation": 15, "shapes_tokens": 12}
+SMALL = {"shapes": 30, "shapes_ablation": 15, "shapes_tokens": 12, "shapes_curves": 4}
 
 
 @pytest.fixture
@@ -130,6 +130,11 @@ def test_a_dry_run_on_titles_of_abstracts(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_text_pairs.main([])
     assert capsys.readouterr().out.startswith("1398 pairs and 857 judgments of 113 queries")
+    make_text_pairs.main(["--words", "56", "--queries", "40"])
+    assert capsys.readouterr().out.startswith("1398 pairs and 329 judgments of 40 queries")
+    with (tmp_path / "out/agc/cranfield/documents.jsonl").open(encoding="utf-8") as file:
+        lengths = [len(json.loads(line)["text"].split()) for line in file]
+    assert max(lengths) == 56 > min(lengths)
     train.main([str(SPECS / "cranfield.yaml"), "--dry-run"])
     assert len(capsys.readouterr().out.splitlines()) == 21
 

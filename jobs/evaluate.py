@@ -16,9 +16,9 @@ stored vectors that queries match (AGC). Rows that differ only in their seed are
 Optional analyses:
 
     grounding={num_phrases: 200}     BoxMass, RegionHit and CoverageIoU (SaMer) of phrases sampled
-                                     from the text of the items, or of a file: grounding=FILE.jsonl
+                                     from the text of the items, of a file: grounding=FILE.jsonl
                                      with lines {"item_id": ..., "phrase": ..., "boxes": [[x0, y0,
-                                     x1, y1]]}
+                                     x1, y1]]}, or of the benchmark: grounding=benchmark
     document_categories=modality     results by category of the relevant documents: an item column,
                                      or metadata.KEY
     candidates=[{generator: lemur}]  recall of the exact results and latency of a candidate

@@ -74,6 +74,7 @@ def cache_of_this_run(tmp_path_factory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MAXRAY_CACHE", str(folder))
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "datasets"))
         yield folder
 
 

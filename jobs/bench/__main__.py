@@ -22,6 +22,7 @@ BENCHES = {
     "maxsim": "MaxSim on CPUs against a padded einsum and the peak rates of the machine",
     "maxsim_gpu": "MaxSim on a GPU against a padded einsum and the peak rates of the device",
     "media": "video and audio sources against plain loops; memory; OCR and ASR",
+    "mteb": "reading and evaluating a snapshot of an mteb task against mteb's own loop",
     "pages": "the source of PDF pages against a plain loop; memory on a long document",
     "pipeline": "the index job against a plain loop; resuming; memory of the driver",
     "rerank": "throughput and latency of EDJE reranking against a plain loop",

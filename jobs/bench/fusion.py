@@ -168,12 +168,12 @@ def _write_figure(path: Path, rows: Sequence[Comparison], args: Namespace) -> No
         apply_style(panel)
         panel.axvline(0, color=REFERENCE, linewidth=1)
         for number, representation in enumerate(args.representations):
-            own = [r for r in rows if (r.collection, r.representation) == (name, representation)]
+            points = [r for r in rows if (r.collection, r.representation) == (name, representation)]
             offset = 0.16 * (number - (len(args.representations) - 1) / 2)
             panel.errorbar(
-                [row.gain for row in own],
-                [-fusions.index(row.fusion) - offset for row in own],
-                xerr=[[r.gain - r.low for r in own], [r.high - r.gain for r in own]],
+                [row.gain for row in points],
+                [-fusions.index(row.fusion) - offset for row in points],
+                xerr=[[r.gain - r.low for r in points], [r.high - r.gain for r in points]],
                 label=representation,
                 markersize=4,
                 linewidth=1,

@@ -100,8 +100,16 @@ class Generator(ABC, Generic[ComponentSpecT]):
         return []
 
     @abstractmethod
-    def queries(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Transforms queries, token vectors (M_i, D) float32, for comparison with the codes."""
+    def queries(
+        self, queries: list[torch.Tensor], weights: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Transforms queries for comparison with the codes.
+
+        Args:
+            queries: Token vectors (M_i, D) float32 per query.
+            weights: Weights (M_i,) float32 of the tokens in the MaxSim score, at least 0, or None
+                if all are 1.
+        """
 
 
 class TextGenerator(ABC, Generic[ComponentSpecT]):

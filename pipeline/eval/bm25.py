@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -52,16 +52,30 @@ class Bm25:
             codes.append(bm25.encode(batch[column].to_pylist()))
             statistics.add(codes[-1])
         self._postings = bm25.Bm25(bm25.Bm25.Spec(), statistics.artefact()).postings(codes)
-        self._names = parent_ids if judged == "parent" else item_ids
+        self._names = np.array(parent_ids if judged == "parent" else item_ids, dtype=object)
         self._order = np.argsort(np.argsort(item_ids))  # breaks ties by item id, as search does
         self._groups = np.unique(parent_ids, return_inverse=True)[1] if judged == "parent" else None
 
-    def rank(self, queries: Sequence[str], k: int) -> list[dict[str, float]]:
-        """Returns the scores of the k best documents for each query in descending order."""
-        return [self._rank(query, k) for query in queries]
+    def rank(
+        self, queries: Sequence[str], k: int, pool: Collection[str] | None = None
+    ) -> list[dict[str, float]]:
+        """Returns the scores of the k best documents for each query in descending order.
 
-    def _rank(self, query: str, k: int) -> dict[str, float]:
+        Args:
+            queries: Texts of the queries.
+            k: Maximum number of documents per query.
+            pool: Ids of the documents to rank, or None to rank all documents.
+        """
+        outside = None
+        if pool is not None:
+            listed = set(pool)
+            outside = np.array([name not in listed for name in self._names], bool)
+        return [self._rank(query, k, outside) for query in queries]
+
+    def _rank(self, query: str, k: int, outside: np.ndarray | None) -> dict[str, float]:
         scores = self._postings.scores(query)
         scores[scores <= 0] = -np.inf
+        if outside is not None:
+            scores[outside] = -np.inf
         best = top_rows(scores, None, self._order, k, self._groups)
         return {self._names[row]: float(scores[row]) for row in best}

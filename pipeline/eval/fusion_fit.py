@@ -14,7 +14,7 @@ from pipeline.eval.ranker import Ranker
 from pipeline.eval.significance import randomisation_p
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.registry import BENCHMARKS
-from pipeline.search.fusion import FUSED, Fusion, FusionWeights
+from pipeline.search.fusion import Fusion, FusionWeights
 from pipeline.search.options import SearchOptions
 from pipeline.search.score import Ranking, fuse
 from pipeline.search.searcher import open_index
@@ -114,7 +114,7 @@ class JudgedPools:
         options = SearchOptions(
             info.name,
             k=spec.k,
-            score=FUSED,
+            score="fused",
             fusion=Fusion(weights=FusionWeights(bm25=1, single_vector=float(has_single))),
             group_by="parent" if level == "parent" else None,
             filter=spec.filter,

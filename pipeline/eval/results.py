@@ -46,7 +46,7 @@ OSR = "OSR"
 DEFAULT_CODEC = {"name": "float16"}
 #: Attributes of a row that are sizes per item, and all that are costs.
 SIZES = ("vectors_per_item", "vector_bytes", "assignment_bytes", "position_bytes", "all_bytes")
-COSTS = (*SIZES, "queries_per_second", "median_ms", "p95_ms")
+COSTS = (*SIZES, "queries_per_second", "median_ms", "p95_ms", "maxsim_ops")
 #: Settings of a compressor that method names leave out, because they are axes of tables and plots.
 AXES = ("num_vectors", "ratio", "seed")
 
@@ -90,6 +90,9 @@ class Result:
             memory; for BM25, of ranking query texts.
         median_ms: Median latency of a single query, in milliseconds.
         p95_ms: 95th percentile of the latency of a single query, in milliseconds.
+        maxsim_ops: Number of similarities between a query token and a stored vector that ranking
+            all queries computes (SaMer, table 9), or 0 for rows other than exact MaxSim and hybrid
+            rows.
         compressor: Resolved spec of the compressor, or empty for BM25 and single vectors.
         codec: Resolved spec of the codec.
         diagnosis: Diagnostics of a MaxSim row, or None for other rows or if they are disabled.
@@ -136,6 +139,7 @@ class Result:
     fit_sample: dict[str, Any] = field(default_factory=dict)
     candidates: dict[str, Any] = field(default_factory=dict)
     fusion: dict[str, Any] = field(default_factory=dict)
+    maxsim_ops: float = 0.0
 
     @property
     def label(self) -> str:

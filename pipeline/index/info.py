@@ -9,7 +9,7 @@ import pyarrow as pa
 from pydantic import ValidationError, field_validator
 from pydantic.dataclasses import dataclass
 
-from pipeline.config import WEIGHTS_HASH, SpecError, describe, dump_stored
+from pipeline.config import WEIGHTS_HASH, SpecError, describe, digest, dump_stored
 from pipeline.index.positions import EXTENTS
 from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
 from pipeline.taps import Tap
@@ -386,6 +386,10 @@ class CandidatesInfo:
     def fit(self) -> dict[str, Any]:
         """Settings for which the artefact was fitted."""
         return {"vectors": self.fitted, "generator": self.generator}
+
+    def is_fitted_to(self, info: RepresentationInfo) -> bool:
+        """Checks whether the generator was fitted to the vectors of a representation."""
+        return digest(self.fitted) == digest(vectors_identity(info))
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> CandidatesInfo:

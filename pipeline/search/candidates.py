@@ -25,12 +25,14 @@ SELECTION_SAMPLE = 16384
 def generators(index: Index, info: RepresentationInfo) -> dict[str, str]:
     """Returns the columns of the generators that can be used for a representation, by name.
 
-    While a generator is refitted, its former column is used.
+    While a generator is refitted, its former column is used. Generators that were fitted to other
+    vectors, which the representation had before it was replaced, are omitted.
     """
     columns = {} if info.pooled_column is None else {SINGLE: info.pooled_column}
     infos = index.candidates_columns.values()
     for codes in sorted(infos, key=lambda codes: codes.revision):
-        if codes.representation == (info.text_column if codes.is_lexical else info.column):
+        source = info.text_column if codes.is_lexical else info.column
+        if codes.representation == source and (codes.is_lexical or codes.is_fitted_to(info)):
             columns.setdefault(codes.generator_name, codes.name)
     return columns
 
@@ -39,7 +41,8 @@ def generator_columns(index: Index, info: RepresentationInfo, candidates: str) -
     """Returns the columns of a generator or of a union such as `lemur+bm25`, by generator.
 
     Raises:
-        SpecError: A generator was not built for the representation, or occurs twice.
+        SpecError: A generator was not built for the representation or for other vectors, or occurs
+            twice.
     """
     columns = generators(index, info)
     names = candidates.split(UNION)
@@ -47,6 +50,10 @@ def generator_columns(index: Index, info: RepresentationInfo, candidates: str) -
         if name not in columns:
             problem = f"was not built for {info.column}"
             note = f"; build it with `python -m jobs.candidates INDEX GENERATOR` for {info.column}"
+            infos = index.candidates_columns.values()
+            if any((c.generator_name, c.representation) == (name, info.column) for c in infos):
+                problem = f"was fitted to other vectors than those of {info.column}"
+                note = "; fit it again with `python -m jobs.candidates INDEX GENERATOR --refit`"
             if len(names) > 1:
                 problem = f"contains {name!r}, which {problem}"
                 rule = f"generators of {', '.join(columns)}, joined by {UNION}"

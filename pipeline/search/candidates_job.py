@@ -22,7 +22,7 @@ import ray
 import torch
 from pydantic import Field, PositiveInt
 
-from pipeline.candidates import TextGenerator
+from pipeline.candidates import Generator, TextGenerator
 from pipeline.config import Spec, SpecError, Uri, dump_stored, within
 from pipeline.index.artefacts import save_artefact
 from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
@@ -166,13 +166,24 @@ def check(spec: CandidatesJobSpec, *, refit: bool = False) -> None:
         raise SpecError("representation", info.name, rule)
     if _is_lexical(spec) and spec.queries is not None:
         raise SpecError("queries", spec.queries, f"omitted for {spec.generator.name}")
-    columns = _columns(index, _source(index, spec), spec.generator.name)
-    if columns and not refit:
-        stored = CANDIDATES.resolve(columns[max(columns)].generator, stored=True)
-        if stored != spec.generator:
-            problem = "differs from the stored generator"
-            rule = f"{dump_stored(stored)}, or --refit"
-            raise SpecError("generator", dump_stored(spec.generator), rule, problem)
+    columns = list(_columns(index, _source(index, spec), spec.generator.name).values())
+    is_resumed = len(columns) > 1  # an interrupted refit, which has its settings already
+    if not columns or (refit and not is_resumed):
+        return
+    newest = columns[-1]
+    if not newest.is_lexical and not newest.is_fitted_to(info):
+        problem = f"was fitted to other vectors than those of {info.column}"
+        advice = "drop it with --drop" if is_resumed else "fit it again with --refit"
+        rule = "a generator of the present vectors"
+        raise SpecError("generator", spec.generator.name, rule, problem, f"; {advice}")
+    stored = CANDIDATES.resolve(newest.generator, stored=True)
+    if stored != spec.generator:
+        problem = "differs from the stored generator"
+        rule = f"{dump_stored(stored)}, or --refit"
+        if is_resumed:
+            problem = "differs from that of the interrupted refit"
+            rule = f"{dump_stored(stored)}, or --drop before"
+        raise SpecError("generator", dump_stored(spec.generator), rule, problem)
 
 
 def _is_lexical(spec: CandidatesJobSpec) -> bool:
@@ -282,7 +293,9 @@ def _fit(
         seed=spec.fit_seed,
     )
     with within("generator"):
-        return CANDIDATES.load(spec.generator.name).fit(spec.generator, sample)
+        kind = CANDIDATES.load(spec.generator.name)
+        assert issubclass(kind, Generator)
+        return kind.fit(spec.generator, sample)
 
 
 @ray.remote
@@ -302,7 +315,9 @@ def _fit_texts(spec: CandidatesJobSpec, column: str) -> dict[str, np.ndarray]:
             num_texts += sum(map(bool, values))
             yield values
 
-    artefact = CANDIDATES.load(spec.generator.name).fit(spec.generator, texts())
+    kind = CANDIDATES.load(spec.generator.name)
+    assert issubclass(kind, TextGenerator)
+    artefact = kind.fit(spec.generator, texts())
     if not num_texts:
         rule = f"used with an index whose items have a {column}"
         raise SpecError("generator", spec.generator.name, rule)

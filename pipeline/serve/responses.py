@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from pipeline.index.info import RepresentationInfo, RerankInfo
-from pipeline.index.reader import Index
 from pipeline.schema import ITEM, Hit
 from pipeline.scores import VECTOR_SCORES
-from pipeline.search.candidates import BM25, generators
+from pipeline.search.candidates import BM25, EXACT, generators
 from pipeline.search.fusion import FUSED
 from pipeline.search.maps import SimilarityMap
 from pipeline.search.options import SearchOptions
+from pipeline.search.token_weights import artefact_name
 from pipeline.serve import wire
 from pipeline.serve.served import Served
 
@@ -81,7 +81,7 @@ def index_info(served: Served) -> wire.IndexInfo:
     """Returns the description of a served index."""
     index = served.index
     infos = index.representations()
-    representations = [_representation(index, info) for info in infos.values()]
+    representations = [_representation(served, info) for info in infos.values()]
     representations += map(_rerank_representation, index.rerank_columns.values())
     return wire.IndexInfo(
         name=served.name,
@@ -94,8 +94,9 @@ def index_info(served: Served) -> wire.IndexInfo:
     )
 
 
-def _representation(index: Index, info: RepresentationInfo) -> wire.Representation:
-    candidates = list(generators(index, info))
+def _representation(served: Served, info: RepresentationInfo) -> wire.Representation:
+    default = served.default_candidates(info, "maxsim")
+    candidates = list(generators(served.index, info))
     scores = list(VECTOR_SCORES) if info.pooled_column else ["maxsim"]
     return wire.Representation(
         name=info.name,
@@ -105,8 +106,10 @@ def _representation(index: Index, info: RepresentationInfo) -> wire.Representati
         codec=info.codec["name"],
         dim=info.dim,
         scores=[*scores, FUSED] if BM25 in candidates else scores,
-        candidates=candidates,
         queries=[*info.encoder.query_kinds, "vectors"],
+        candidates=[EXACT, *candidates],
+        default_candidates=default.generator if default else EXACT,
+        has_token_frequencies=artefact_name(served.index, info) is not None,
     )
 
 

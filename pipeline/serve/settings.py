@@ -75,6 +75,16 @@ class Scale(Spec):
         return maximum
 
 
+class ServedCandidates(Spec):
+    """Default candidate generator of a representation."""
+
+    generator: str
+    """Name of the generator, which `jobs.candidates` built, or `single` for the single vectors."""
+    num_candidates: PositiveInt | None = None
+    """Number of candidates per query and shard, or `k` of the request if that is more. Null: 500,
+    or 10 `k` if that is more."""
+
+
 class ServedIndex(Spec):
     """Served index."""
 
@@ -91,6 +101,10 @@ class ServedIndex(Spec):
     preload: list[str] = Field(default_factory=list)
     """Representations that are loaded before the first request. If empty, the default one is
     loaded. Other representations are loaded at the first request that uses them."""
+    candidates: dict[str, ServedCandidates] = Field(default_factory=dict)
+    """Candidate generators of requests that do not set `candidates`, by representation. They also
+    apply to prefixes of the representation. All items are scored for other representations, and
+    while the served version of the index lacks the generator."""
     documents: dict[str, str] = Field(default_factory=dict)
     """Current location of the files of each collection that has been moved, by collection name."""
     fusion: FusionSpec = DEFAULT_FUSION

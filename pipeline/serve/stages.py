@@ -185,10 +185,10 @@ class Ranker:
         return Searcher(index, shard=self._shard, cache=cache, device=device)
 
     @returns_errors
-    async def prepare(self, edition: Edition, representations: Sequence[str]) -> None:
-        """Opens a version of the index and loads the vectors of the given representations."""
-        for name in representations:
-            await self._load(edition, SearchOptions(name))
+    async def prepare(self, edition: Edition, searches: Sequence[SearchOptions]) -> None:
+        """Opens a version of the index and loads the vectors that the given searches need."""
+        for options in searches:
+            await self._load(edition, options)
         await asyncio.to_thread(self._versions.get, edition)
 
     async def _load(self, edition: Edition, options: SearchOptions) -> Searcher:
@@ -271,7 +271,7 @@ class Ranker:
         edition, options, *_ = group
         searcher = self._versions.get(edition)
         joined = Queries.join([p.query for p in pending])
-        queries = searcher.encoders.transform(joined, options.column)
+        queries = searcher.encoders.transform(joined, options.column, options.idf_power)
         rows = searcher.items.restrict(pending[0].rows, options)
         return (yield from searcher.scorer.rank_in_slices(queries, options, rows))
 
@@ -308,17 +308,19 @@ class Ranker:
         rankings: Sequence[Ranking],
         caller: Caller,
     ) -> list[list[DescribedHit]]:
-        group = edition, options.column, options.explain
+        group = edition, options.column, options.explain, options.idf_power
         pairs = list(zip(queries, rankings, strict=True))
         return await self._describe_scheduler.run(caller, group, pairs)
 
     def _describe(
-        self, group: tuple[Edition, str, str | None], pairs: list[tuple[Queries, Ranking]]
+        self,
+        group: tuple[Edition, str, str | None, float | None],
+        pairs: list[tuple[Queries, Ranking]],
     ) -> Generator[None, None, list[list[DescribedHit]]]:
-        edition, name, explain = group
+        edition, name, explain, idf_power = group
         searcher = self._versions.get(edition)
         joined = Queries.join([query for query, _ in pairs])
-        queries = searcher.encoders.transform(joined, name)
+        queries = searcher.encoders.transform(joined, name, idf_power)
         vectors = searcher.scorer.item_vectors if explain else None
         rankings = [ranking for _, ranking in pairs]
         hits = yield from describe_in_slices(rankings, queries, searcher.index, name, vectors)

@@ -83,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name = collection[0]
         bench.add(name, f"{name}: {MEASURE}, gain over MaxSim and p", figures, _table(found))
     if args.bm25_items:
-        figures = _measure_bm25(args.bm25_items)
-        text = table(["quantity", "value"], list(figures.items()))
-        bench.add("bm25", f"BM25 over {args.bm25_items:,} texts", figures, text)
+        measured = _measure_bm25(args.bm25_items)
+        text = table(["quantity", "value"], list(measured.items()))
+        bench.add("bm25", f"BM25 over {args.bm25_items:,} texts", measured, text)
     if args.csv:
         _write_csv(args.csv, rows)
     if args.figure:
@@ -102,8 +102,8 @@ def _measure_bm25(num_items: int) -> dict[str, float]:
     frequencies = 1 / np.arange(1, NUM_WORDS + 1)
     frequencies /= frequencies.sum()
     lengths = rng.integers(15, 60, num_items)
-    drawn = words[rng.choice(NUM_WORDS, lengths.sum(), p=frequencies)]
-    texts = [" ".join(part) for part in np.split(drawn, lengths.cumsum()[:-1])]
+    tokens = words[rng.choice(NUM_WORDS, lengths.sum(), p=frequencies)]
+    texts = [" ".join(part) for part in np.split(tokens, lengths.cumsum()[:-1])]
     start = time.process_time()
     codes = encode(texts)
     encode_s = time.process_time() - start

@@ -231,7 +231,7 @@ class Ranker:
         name = result.representation
 
         def search(numbers: Sequence[int], **pool: list[str]) -> list[list[Hit]]:
-            options = SearchOptions.from_keywords(name, explain=True, **keywords, **pool)
+            options = SearchOptions.from_keywords(name, explain=True, **{**keywords, **pool})
             return self._searcher.search_with(self._queries(name, numbers), options)
 
         return self._by_pool(search, numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -221,6 +222,17 @@ def index_uri(tmp_path_factory) -> str:
     uri = str(tmp_path_factory.mktemp("index"))
     write_index(uri, REPRESENTATIONS)
     return uri
+
+
+@pytest.fixture(scope="session")
+def lexical_uri(cluster, index_uri, tmp_path_factory) -> str:
+    """Copy of `index_uri` with the candidate generator `bm25`."""
+    from jobs import candidates
+
+    uri = tmp_path_factory.mktemp("lexical") / "index"
+    shutil.copytree(index_uri, uri)
+    candidates.main([str(uri), "bm25"])
+    return str(uri)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ BENCHES = {
     "candidates": "candidate generators against exact search: build time, recall, latency",
     "compress": "time and memory of each compressor; their share of indexing",
     "encode": "image and text encoders: attention statistics, throughput, number of actors",
+    "fusion": "the fused score against MaxSim on judged collections",
     "maxsim": "MaxSim on CPUs against a padded einsum and the peak rates of the machine",
     "maxsim_gpu": "MaxSim on a GPU against a padded einsum and the peak rates of the device",
     "media": "video and audio sources against plain loops; memory; OCR and ASR",

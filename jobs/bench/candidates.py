@@ -18,6 +18,7 @@ recall of the exact results, the latency of single queries and the throughput in
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import jobs
-from jobs.bench.harness import Bench, Repeats, table
+from jobs.bench.harness import Bench, Repeats, recall, seconds_of, table
 
 #: Number of vectors per item and dimensions of the default vectors.
 NUM_VECTORS, DIM = 32, 128
@@ -46,6 +47,7 @@ GENERATORS: dict[str, dict[str, Any]] = {
     "lemur": {"name": "lemur"},
     "lemur-random": {"name": "lemur", "features": "random"},
     "lemur-512": {"name": "lemur", "num_features": 512},
+    "lemur-unreduced": {"name": "lemur", "num_features": 512, "num_dims": 512},
     "centroids": {"name": "centroids"},
 }
 
@@ -80,8 +82,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="tokens per query: consecutive queries are joined and truncated",
     )
     parser.add_argument("--queries", type=jobs.positive, default=128, help="queries to search")
+    parser.add_argument(
+        "--selectivity",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="SHARE",
+        help="also measure filtered search in these shares of the items, such as 0.001 0.01 0.1",
+    )
+    parser.add_argument(
+        "--stopping", action="store_true", help="also simulate early termination of exact scoring"
+    )
     parser.add_argument("--repeats", type=jobs.positive, default=3, help="repeats of throughput")
-    parser.add_argument("--folder", type=Path, help="folder for the index (default: temporary)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder to keep the index in for later runs (default: none)"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
@@ -97,10 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             vectors.documents[first : first + FRAGMENT_ITEMS]
             for first in range(0, args.items, FRAGMENT_ITEMS)
         )
-    with tempfile.TemporaryDirectory(dir=args.folder, prefix="candidates-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory())
         os.environ["MAXRAY_CACHE"] = f"{folder}/cache"
         uri = f"{folder}/index"
-        write_index(uri, blocks, DIM)
+        if not Path(uri).exists():
+            write_index(uri, blocks, DIM)
         with jobs.cluster():
             run(bench, args, uri, queries)
 
@@ -114,6 +131,7 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
     searcher.load(COLUMN)
     exact = searcher.rank(searched, COLUMN, k=max(DEPTHS))
     p50, p99, rate = latencies(searcher, searched, args.repeats, {})
+    optional = Optional(bench, args, searched)
     rows: list[list[Any]] = [["exact", "", "", "", 1.0, 1.0, p50, p99, str(rate)]]
     figures: dict[str, Any] = {"exact": {"p50_ms": p50, "p99_ms": p99, "queries_per_s": rate}}
     for name in args.generators:
@@ -137,7 +155,10 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
                 "p99_ms": p99,
                 "queries_per_s": rate,
             }
-        drop(uri, GENERATORS[name])
+        optional.measure(searcher, GENERATORS[name]["name"])
+        if args.folder is None:
+            drop(uri, GENERATORS[name])
+    optional.report()
     lengths = [len(query) for query in searched]
     title = (
         f"{args.items:,} items {'of' if args.unmodified else 'derived from'} real vectors,"
@@ -148,6 +169,40 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
     header += [*(f"recall@{depth}" for depth in DEPTHS), "p50 ms", "p99 ms", "queries/s"]
     cells = [[f"{c:.3f}" if i in (4, 5) else c for i, c in enumerate(row)] for row in rows]
     bench.add("candidates", title, figures, table(header, cells))
+
+
+class Optional:
+    """Optional measurements of each generator, which have tables of their own."""
+
+    def __init__(self, bench: Bench, args: Namespace, queries: list[np.ndarray]):
+        self._bench, self._args, self._queries = bench, args, queries
+        self._rows: dict[str, list[tuple[list[Any], dict[str, float]]]] = {}
+
+    def measure(self, searcher: Any, name: str) -> None:
+        """Measures a generator and prints each row."""
+        from jobs.bench import candidates_filters, candidates_stopping
+
+        given, shares = (searcher, COLUMN, self._queries, name), self._args.selectivity
+        measurements = {"filtered search": candidates_filters.measure(*given, shares)}
+        if self._args.stopping:
+            measurements["early termination"] = candidates_stopping.measure(*given)
+        for title, rows in measurements.items():
+            for cells, figures in rows:
+                print(*cells, flush=True)
+                self._rows.setdefault(title, []).append((cells, figures))
+
+    def report(self) -> None:
+        """Reports the tables."""
+        from jobs.bench import candidates_filters, candidates_stopping
+
+        header = {
+            "filtered search": candidates_filters.HEADER,
+            "early termination": candidates_stopping.HEADER,
+        }
+        for title, rows in self._rows.items():
+            figures = {" ".join(map(str, cells[:2])): numbers for cells, numbers in rows}
+            text = table(header[title], [cells for cells, _ in rows])
+            self._bench.add(title, f"{title}, {self._args.items:,} items", figures, text)
 
 
 def build(uri: str, generator: dict[str, Any], log: list[np.ndarray]) -> tuple[float, float]:
@@ -206,22 +261,6 @@ def latencies(
         rates.append(len(queries) / (time.perf_counter() - start))
     p50, p99 = (1000 * float(np.percentile(times, p)) for p in (50, 99))
     return p50, p99, Repeats(tuple(rates))
-
-
-def seconds_of(call: Any) -> float:
-    """Returns the seconds of one call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def recall(exact: Sequence[Any], found: Sequence[Any], depth: int) -> float:
-    """Returns the mean share of the `depth` best exact results that were found."""
-    shares = [
-        len(set(reference.item_ids[:depth]) & set(ranking.item_ids)) / depth
-        for reference, ranking in zip(exact, found, strict=True)
-    ]
-    return float(np.mean(shares))
 
 
 # -- vectors -----------------------------------------------------------------------------------

@@ -238,3 +238,19 @@ def _cpu() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def seconds_of(call: Any) -> float:
+    """Returns the seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def recall(exact: Sequence[Any], found: Sequence[Any], depth: int) -> float:
+    """Returns the mean share of the `depth` best exact results that were found."""
+    shares = [
+        len(set(reference.item_ids[:depth]) & set(ranking.item_ids)) / depth
+        for reference, ranking in zip(exact, found, strict=True)
+    ]
+    return statistics.fmean(shares)

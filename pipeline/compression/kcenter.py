@@ -108,58 +108,90 @@ class KCenter(Budgeted["KCenter.Spec"]):
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""
-        num_outputs = int(budgets_B.max()) if len(batch) else 0
-        num_tokens, dim = batch.vectors.shape[1:]
-        max_centres = int(self._num_centres(budgets_B, batch.lengths).max()) if len(batch) else 0
-        num_costs = 0 if max_centres == num_outputs else max_centres**2
+        dim, num_outputs = batch.vectors.shape[2], int(budgets_B.max()) if len(batch) else 0
+        if num_outputs == 0:
+            vectors_BKD = batch.vectors.new_zeros((len(batch), 0, dim), dtype=torch.float32)
+            groups_BN = torch.full_like(batch.mask, -1, dtype=torch.int64)
+            mask_BK = batch.mask[:, :0]
+            return TokenBatch(vectors_BKD, mask_BK, True, pooled=batch.pooled, assignment=groups_BN)
+        num_groups = int(self._num_centres(budgets_B, batch.lengths).max())
+        is_merged = num_groups > num_outputs
+        size = num_groups * (max(num_groups, dim) if is_merged else dim)
         parts = [
-            self._reduce_block(batch.take(rows), budgets_B[rows], num_outputs)
-            for rows in blocks(batch.mask, max(num_tokens * max(max_centres, dim), num_costs))
+            self._reduce_block(batch.take(rows), budgets_B[rows], num_outputs, num_groups)
+            for rows in blocks(batch.mask, size)
         ]
-        if not parts:
-            vectors_BKD = batch.vectors.new_zeros((0, 0, dim), dtype=torch.float32)
-            parts = [(vectors_BKD, batch.mask[:, :0], batch.mask.long())]
         vectors_BKD, mask_BK, groups_BN = (torch.cat(part) for part in zip(*parts, strict=True))
         return TokenBatch(vectors_BKD, mask_BK, True, pooled=batch.pooled, assignment=groups_BN)
 
     def _reduce_block(
-        self, batch: TokenBatch, budgets_B: torch.Tensor, num_outputs: int
+        self, batch: TokenBatch, budgets_B: torch.Tensor, num_outputs: int, num_groups: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns vectors (B, num_outputs, D), their mask, and the assignment (B, N)."""
+        """Returns vectors (B, num_outputs, D), their mask, and the assignment (B, N).
+
+        Tokens are grouped in smaller blocks, because the tokens of a block have to fit into the
+        cache. A merge takes little time per item, so it is faster for many items at once.
+        """
+        num_tokens, dim = batch.vectors.shape[1:]
+        parts = [
+            self._group(batch.take(rows), budgets_B[rows], num_groups)
+            for rows in blocks(batch.mask, num_tokens * max(num_groups, dim))
+        ]
+        vectors_BMD, sums_BMD, groups_BN, budgets_B = (
+            torch.cat(part) for part in zip(*parts, strict=True)
+        )
+        sizes_BM = group_sizes(groups_BN, num_groups)
+        if self.is_nested:
+            return pack_outputs(vectors_BMD, sizes_BM > 0, groups_BN)
+        merged_BM = merge_groups(sums_BMD, sizes_BM, budgets_B)
+        vectors_BKD = normalise(group_sums(vectors_BMD, merged_BM, num_outputs))
+        num_merged_B1 = 1 + merged_BM.amax(dim=1, keepdim=True)
+        mask_BK = torch.arange(num_outputs, device=merged_BM.device) < num_merged_B1
+        return vectors_BKD, mask_BK, renumber(groups_BN, merged_BM)
+
+    def _group(
+        self, batch: TokenBatch, budgets_B: torch.Tensor, num_groups: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Groups the tokens around at most `num_groups` centres per item.
+
+        Returns:
+            Weighted sums of the groups (B, M, D), or the output vectors if they are nested;
+            unweighted sums (B, M, D), arbitrary if the output is nested; group of each token
+            (B, N), -1 at padding; budget of each item (B,).
+        """
         tokens_BND = unit_vectors(batch)
         batch = replace(batch, vectors=tokens_BND, normalised=True)
         weights_BN = self._weights(batch)
-        budgets_B = torch.minimum(budgets_B, batch.lengths)
         num_centres_B = self._num_centres(budgets_B, batch.lengths)
         centres_BM, radii_BM = farthest_order(
             seed_distance(tokens_BND, batch.mask, self.spec.start),
             batch.mask,
-            int(num_centres_B.max()) if len(batch) else 0,
+            int(num_centres_B.max()),
             weights_BN,
             self._max_distance,
         )
         if self._max_distance is not None:
             budgets_B = torch.minimum(budgets_B, enough_centres(radii_BM, self._max_distance))
             num_centres_B = budgets_B
-        max_centres = centres_BM.shape[1]
-        ranks_M = torch.arange(max_centres, device=budgets_B.device)
+        ranks_M = torch.arange(centres_BM.shape[1], device=budgets_B.device)
         slot_mask_BM = ranks_M < num_centres_B.unsqueeze(1)
         groups_BN = nearest_centroids(batch, centres_BM, slot_mask_BM)
         if self.is_nested:
-            vectors_BKD = self._nested_vectors(
+            vectors_BMD = self._nested_vectors(
                 batch, centres_BM, slot_mask_BM, groups_BN, weights_BN
             )
-        else:
-            is_kept_B1 = (batch.lengths <= budgets_B).unsqueeze(1)
-            groups_BN = merge_groups(tokens_BND, groups_BN, max_centres, budgets_B)
-            positions_N = torch.arange(batch.mask.shape[1], device=groups_BN.device)
-            identity_BN = positions_N.expand_as(groups_BN).masked_fill(~batch.mask, -1)
-            groups_BN = torch.where(is_kept_B1, identity_BN, groups_BN)
-            vectors_BKD = weighted_means(tokens_BND, weights_BN, groups_BN, num_outputs)
-        missing = num_outputs - vectors_BKD.shape[1]
-        vectors_BKD = torch.nn.functional.pad(vectors_BKD, (0, 0, 0, missing))
-        mask_BK = group_sizes(groups_BN, num_outputs) > 0
-        return pack_outputs(vectors_BKD, mask_BK, groups_BN)
+            missing = num_groups - vectors_BMD.shape[1]
+            vectors_BMD = torch.nn.functional.pad(vectors_BMD, (0, 0, 0, missing))
+            return vectors_BMD, vectors_BMD, groups_BN, budgets_B
+        is_kept_B1 = (batch.lengths <= budgets_B).unsqueeze(1)
+        positions_N = torch.arange(batch.mask.shape[1], device=groups_BN.device)
+        groups_BN = torch.where(is_kept_B1 & batch.mask, positions_N, groups_BN)
+        sums_BMD = group_sums(tokens_BND, groups_BN, num_groups)
+        if weights_BN is None:
+            return sums_BMD, sums_BMD, groups_BN, budgets_B
+        weighted_BND = tokens_BND * weights_BN.unsqueeze(2)
+        weighted_BMD = group_sums(weighted_BND, groups_BN, num_groups)
+        return weighted_BMD, sums_BMD, groups_BN, budgets_B
 
     @property
     def _max_distance(self) -> float | None:
@@ -230,8 +262,8 @@ def seed_distance(
             features_BD = tokens_BND[rows_B, positions_B]
             sign = 1.0
         # On a CPU, products with a row vector are 8 times as fast as with a column vector.
-        similarity_BN = (features_BD.unsqueeze(1) @ tokens_BND.mT).squeeze(1)
-        return similarity_BN.mul_(-sign).add_(1.0)
+        scaled_BD = features_BD if sign < 0 else features_BD.neg()
+        return (scaled_BD.unsqueeze(1) @ tokens_BND.mT).squeeze(1).add_(1.0)
 
     return distance
 
@@ -286,7 +318,7 @@ def weighted_means(
 
 @torch.no_grad()
 def merge_groups(
-    tokens_BND: torch.Tensor, groups_BN: torch.Tensor, num_groups: int, budgets_B: torch.Tensor
+    sums_BMD: torch.Tensor, sizes_BM: torch.Tensor, budgets_B: torch.Tensor
 ) -> torch.Tensor:
     """Merges groups of tokens by Ward's criterion until each item is within its budget.
 
@@ -295,21 +327,21 @@ def merge_groups(
     group and then of its first partner.
 
     Args:
-        tokens_BND: Unit vectors, zero at padding.
-        groups_BN: Group of each token, -1 for none.
-        num_groups: Number of groups M.
+        sums_BMD: Sum of the unit vectors of each group.
+        sizes_BM: Number of tokens of each group, 0 for empty groups.
         budgets_B: Maximum number of groups per item.
 
     Returns:
-        New groups (B, N), numbered in the order of the first of their merged groups. Empty groups
-        are skipped.
+        New number of each group (B, M), -1 for empty groups. The numbers are in the order of the
+        first of the merged groups.
     """
-    sizes_BM = group_sizes(groups_BN, num_groups)
+    num_groups = sizes_BM.shape[1]
+    is_empty_BM = sizes_BM == 0
     num_left_B = (sizes_BM > 0).sum(dim=1)
-    num_merges = int((num_left_B - budgets_B).max()) if len(groups_BN) else 0
-    target_BM = torch.arange(num_groups, device=groups_BN.device).repeat(len(groups_BN), 1)
+    num_merges = int((num_left_B - budgets_B).max()) if len(sizes_BM) else 0
+    target_BM = torch.arange(num_groups, device=sizes_BM.device).repeat(len(sizes_BM), 1)
     if num_merges > 0:
-        costs_BMM = merge_cost(group_sums(tokens_BND, groups_BN, num_groups), sizes_BM)
+        costs_BMM, sizes_BM = merge_cost(sums_BMD, sizes_BM), sizes_BM.clone()
         lowest_BM = costs_BMM.amin(dim=2)
         for _ in range(num_merges):
             rows_R = (num_left_B > budgets_B).nonzero().squeeze(1)
@@ -333,10 +365,18 @@ def merge_groups(
                 target_RM == merged_R.unsqueeze(1), kept_R.unsqueeze(1), target_RM
             )
             num_left_B[rows_R] -= 1
-    merged_BN = target_BM.gather(1, groups_BN.clamp_min(0)).masked_fill(groups_BN < 0, -1)
-    is_used_BM = group_sizes(merged_BN, num_groups) > 0
+    is_used_BM = group_sizes(target_BM.masked_fill(is_empty_BM, -1), num_groups) > 0
     number_BM = is_used_BM.long().cumsum(dim=1) - 1
-    return number_BM.gather(1, merged_BN.clamp_min(0)).masked_fill(merged_BN < 0, -1)
+    return number_BM.gather(1, target_BM).masked_fill(is_empty_BM, -1)
+
+
+def renumber(groups_BN: torch.Tensor, numbers_BM: torch.Tensor) -> torch.Tensor:
+    """Replaces the group of each token by its new number, and -1 by -1.
+
+    >>> renumber(torch.tensor([[0, 2, -1]]), torch.tensor([[0, -1, 1]])).tolist()
+    [[0, 1, -1]]
+    """
+    return numbers_BM.gather(1, groups_BN.clamp_min(0)).masked_fill(groups_BN < 0, -1)
 
 
 def merge_cost(sums_BMD: torch.Tensor, sizes_BM: torch.Tensor) -> torch.Tensor:

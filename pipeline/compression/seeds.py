@@ -200,23 +200,32 @@ def farthest_order(
 
     Returns:
         Positions (B, K) int64 in the order of selection, arbitrary beyond the length of an item,
-        and covering radii (B, K) float32: the largest distance of a token to its nearest seed for
-        each prefix of the seeds.
+        and covering radii (B, K) float32: the largest distance of another token to its nearest
+        seed for each prefix of the seeds, or -inf without another token.
     """
     if num_seeds == 0:
         radii_B0 = mask_BN.new_zeros((len(mask_BN), 0), dtype=torch.float32)
         return radii_B0.long(), radii_B0
+    num_tokens = mask_BN.shape[1]
+    ranks_N = torch.arange(num_tokens, 0, -1, dtype=torch.float32, device=mask_BN.device)
     seeds = [first_minimum(distance(None).masked_fill(~mask_BN, torch.inf), dim=1)]
     nearest_BN = distance(seeds[0]).masked_fill(~mask_BN, -torch.inf)
+    # Seeds are excluded like padding. Their own distance is 0 and does not change the radius.
+    nearest_BN.scatter_(1, seeds[0].unsqueeze(1), -torch.inf)
     radii = [nearest_BN.amax(dim=1)]
-    is_candidate_BN = mask_BN.clone()
+    is_farthest_BN = torch.empty_like(nearest_BN)
     for _ in range(1, num_seeds):
         if max_radius is not None and bool((radii[-1] <= max_radius).all()):
             break
-        is_candidate_BN.scatter_(1, seeds[-1].unsqueeze(1), False)
-        scores_BN = nearest_BN.neg() if weights_BN is None else -nearest_BN * weights_BN
-        seeds.append(first_minimum(scores_BN.masked_fill_(~is_candidate_BN, torch.inf), dim=1))
-        nearest_BN = torch.minimum(nearest_BN, distance(seeds[-1]))
+        scores_BN, best_B = nearest_BN, radii[-1]
+        if weights_BN is not None:
+            scores_BN = (nearest_BN * weights_BN).masked_fill_(~mask_BN, -torch.inf)
+            best_B = scores_BN.amax(dim=1)
+        # `first_minimum(-scores_BN)` in fewer passes; the maximum is also the radius
+        torch.ge(scores_BN, best_B.sub(1e-5).unsqueeze(1), out=is_farthest_BN)
+        seeds.append(num_tokens - is_farthest_BN.mul_(ranks_N).amax(dim=1).long())
+        torch.minimum(nearest_BN, distance(seeds[-1]), out=nearest_BN)
+        nearest_BN.scatter_(1, seeds[-1].unsqueeze(1), -torch.inf)
         radii.append(nearest_BN.amax(dim=1))
     return torch.stack(seeds, dim=1), torch.stack(radii, dim=1)
 

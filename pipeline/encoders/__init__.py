@@ -203,6 +203,14 @@ class Encoder(ABC, Generic[ComponentSpecT]):
             SpecError: A text is empty or too long, or the encoder does not support text queries.
         """
 
+    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
+        """Returns the `token_texts` of `encode_queries` without running the model.
+
+        Raises:
+            SpecError: A text is invalid, or the encoder does not support text queries.
+        """
+        raise self._not_read("text")
+
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
         """Encodes image queries. The `query_kinds` of the encoder must contain "image".
 
@@ -264,6 +272,7 @@ class Trainable(Encoder[ComponentSpecT]):
         appended: Learned tokens that are appended to items. If None, no tokens are appended.
         has_projection: Whether the model has a `projection`, which the field `projection` of the
             spec can replace.
+        head: Trainable layers behind `model` that are not part of it, if any.
         checkpoint_prefix: Prefix of the names of the model's weights in its checkpoint, for models
             that are a submodule of the checkpoint's model.
         lora_target_modules: Pattern of the linear layers that LoRA adapts by default: those of the
@@ -274,6 +283,7 @@ class Trainable(Encoder[ComponentSpecT]):
     device: Any
     appended: AppendedTokens | None = None
     has_projection: ClassVar[bool] = False
+    head: torch.nn.Module | None = None
     checkpoint_prefix: ClassVar[str] = ""
     lora_target_modules: ClassVar[str] = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
 

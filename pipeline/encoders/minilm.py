@@ -220,6 +220,15 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         Raises:
             SpecError: `texts` is empty, or a query is empty or has no tokens.
         """
+        queries_windows, token_texts = self._read_queries(texts)
+        return EncodedQueries(self._embed(queries_windows), token_texts)
+
+    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
+        """Returns the `token_texts` of `encode_queries` without running the model."""
+        return self._read_queries(texts)[1]
+
+    def _read_queries(self, texts: Sequence[str]) -> tuple[list[list[_Window]], list[list[str]]]:
+        """Returns the windows and the token texts of queries."""
         if not texts:
             raise SpecError("query", [], "at least one text")
         for text in texts:
@@ -233,7 +242,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         if not all(token_texts):
             text = texts[token_texts.index([])]
             raise SpecError("query", text, "a text with at least one token")
-        return EncodedQueries(self._embed(queries_windows), token_texts)
+        return queries_windows, token_texts
 
     def with_instruction(self, instruction: str) -> Self:
         """Returns the encoder with an instruction in the prefix of queries."""

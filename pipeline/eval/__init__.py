@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import numpy as np
 
-from pipeline.config import ComponentSpec, ComponentSpecT
+from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
 from pipeline.schema import Composed
+
+Box = Sequence[float]
+
+
+class Phrase(NamedTuple):
+    """Phrase in an item, and its boxes x0 y0 x1 y1 in [0, 1]."""
+
+    item_id: str
+    text: str
+    boxes: list[Box]
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,9 @@ class JudgedQueries:
         categories: Query ids of each category, by field of the queries, such as `language`.
         vectors: Token vectors (M_i, D) by query id, or None to encode the texts.
         images: Image files by query id, or None. A query with a text and an image is composed.
-        pools: Ids of the documents that are ranked, by query id, or None to rank all documents.
+            See `query_images.ImageFiles` for files that are read when they are needed.
+        pools: Candidate pools: ids of the documents that are ranked, by query id, or None to rank
+            all documents. See `pools`.
         instruction: Instruction of the task, for encoders whose query template contains one.
         measure: Main metric, by its ir-measures name, or None for the default.
         ignore_query_id: Whether the document with the id of the query is removed from its ranking.
@@ -41,8 +53,8 @@ class JudgedQueries:
     num_without_text: int
     categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     vectors: dict[str, np.ndarray] | None = None
-    images: dict[str, bytes] | None = None
-    pools: dict[str, list[str]] | None = None
+    images: Mapping[str, bytes] | None = None
+    pools: Mapping[str, Sequence[str]] | None = None
     instruction: str | None = None
     measure: str | None = None
     ignore_query_id: bool = False
@@ -53,14 +65,12 @@ class JudgedQueries:
         """True if the queries have texts."""
         return any(self.queries.values())
 
-    @property
-    def inputs(self) -> list[str] | list[bytes] | list[Composed]:
-        """Inputs of the query encoder, in the order of the queries."""
-        if self.images is None:
-            return list(self.queries.values())
-        if not self.has_texts:
-            return [self.images[query_id] for query_id in self.queries]
-        return [Composed(text, self.images[query_id]) for query_id, text in self.queries.items()]
+    def inputs(self, query_ids: Iterable[str]) -> Iterator[str | bytes | Composed]:
+        """Yields the inputs of the query encoder for some of the queries. Images are read."""
+        for query_id in query_ids:
+            text = self.queries[query_id]
+            image = None if self.images is None else self.images.get(query_id)
+            yield text if image is None else Composed(text, image) if text else image
 
     def remove_queries(self, query_id: str, scores: dict[str, float]) -> dict[str, float]:
         """Removes documents that are the query itself from a ranking, see the attributes.
@@ -122,6 +132,16 @@ class Benchmark(ABC, Generic[ComponentSpecT]):
         Raises:
             SpecError: A file is missing or malformed.
         """
+
+    def phrases(self) -> list[Phrase]:
+        """Loads phrases with bounding boxes, which measure grounding.
+
+        Raises:
+            SpecError: A file is missing or malformed, or the benchmark has no boxes.
+        """
+        rule = "a file of phrases or a mapping to generate them"
+        problem = f"needs boxes, which the benchmark {self.spec.name} does not contain"
+        raise SpecError("grounding", "benchmark", rule, problem)
 
     def write_result(self, folder: str, row: BenchmarkRow) -> str | None:
         """Writes the result of a row in the official format of the benchmark, if there is one.

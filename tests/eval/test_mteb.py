@@ -53,10 +53,11 @@ def test_grades_instruction_and_main_score(tmp_path):
 
 def test_image_and_composed_queries(tmp_path):
     judged = load("CUB200I2IRetrieval", mteb_data.standard(tmp_path / "a", "CUB200I2IRetrieval"))
-    assert judged.inputs == [mteb_data.image(i)["bytes"] for i in range(2)]
+    assert list(judged.inputs(judged.queries)) == [mteb_data.image(i)["bytes"] for i in range(2)]
     assert judged.skip_first and judged.measure == "Success@1"
     judged = load("CIRRIT2IRetrieval", mteb_data.standard(tmp_path / "b", "CIRRIT2IRetrieval"))
-    assert judged.inputs[1] == Composed(mteb_data.text(1), mteb_data.image(1)["bytes"])
+    _, query = judged.inputs(judged.queries)
+    assert query == Composed(mteb_data.text(1), mteb_data.image(1)["bytes"])
 
 
 def test_queries_with_audio_are_refused(tmp_path):
@@ -235,10 +236,11 @@ def test_text_task_from_source_to_result(tmp_path):
     judged = load("SciFact", tmp_path / "data")
     encoder = ENCODERS.build(ENCODERS.resolve(encoder)).with_instruction(judged.instruction)
     searcher = open_index(uri)
-    ranking, _ = searcher.rank(encoder.encode_queries(judged.inputs), "full", k=4)
+    queries = list(judged.inputs(judged.queries))
+    ranking, _ = searcher.rank(encoder.encode_queries(queries), "full", k=4)
     expected = ranking.scores_by_item()
     assert read_runs(tmp_path)["full.maxsim"]["q0"] == pytest.approx(expected, rel=1e-6)
-    without, _ = searcher.rank(judged.inputs, "full", k=4)
+    without, _ = searcher.rank(queries, "full", k=4)
     assert without.scores_by_item() != pytest.approx(expected, rel=1e-3)
 
 

@@ -239,7 +239,8 @@ def _read_matrix(value: Any, spec: Http.Spec) -> np.ndarray:
             array = np.frombuffer(base64.b64decode(value, validate=True), "<f4")
             array = array.reshape(-1, spec.dim) if spec.api == "pooling" else array
         else:
-            array = np.array(value, dtype=np.float32)
+            with np.errstate(over="ignore"):  # reported below
+                array = np.array(value, dtype=np.float32)
     except (ValueError, TypeError):
         raise ResponseError("the endpoint must return vectors of equal width") from None
     expected, axes = ("a vector", 1) if spec.api == "embeddings" else ("a vector per token", 2)

@@ -59,6 +59,7 @@ FILES = [
 #: Modules that may be part of a checkpoint. Other classes would be imported and executed.
 MODULES = re.compile(r"sentence_transformers\.[\w.]+|pylate\.models\.Dense\.Dense")
 MULTI_VECTOR = "multi_vector"
+PROBE_IMAGE = Image.new("RGB", (64, 64))
 #: Fields that do not affect query vectors, or whose files are hashed instead.
 NOT_IN_FINGERPRINT = (
     *("model", "revision", "documents", "document_prefix", "batch_size", "custom_template"),
@@ -124,6 +125,10 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         if not model.supports("image" if spec.documents == "images" else "text"):
             rule = "the type of content that the model encodes"
             raise SpecError("documents", spec.documents, rule, "is not supported by the model")
+        if spec.documents == "images" and "input_ids" not in model.preprocess([PROBE_IMAGE]):
+            rule = "a model for which sentence-transformers adds the prompt of images"
+            note = "; use the encoder of its family"
+            raise SpecError("model", spec.model, rule, "is none", note)
         prompts = prompt_texts({"prompts": model.prompts})
         self._prompts = dict(zip(("query", "document"), prompts, strict=True))
         self._check_prefixes()
@@ -200,7 +205,7 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
             prefix = self.spec.document_prefix
             text = text_template("{text}", lambda t: ids(t, "document", prefix), decode)
         else:
-            tokens = ids(Image.new("RGB", (64, 64)), "document", None)
+            tokens = ids(PROBE_IMAGE, "document", None)
             visual = self._model.processor.image_token_id
             image = image_template("{image}", tokens, [i == visual for i in tokens], decode)
         query_ids = functools.partial(ids, task="query", prefix=self._query_prefix)

@@ -7,7 +7,6 @@ and evaluations report the templates that they used.
 from __future__ import annotations
 
 import itertools
-import os.path
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,7 +88,8 @@ def text_template(
             ids.pop()
     template = _decode_runs(ids, decode)
     if PROBE not in template:  # unknown to a tokenizer of whole words
-        stop = len(os.path.commonprefix([ids, longer]))
+        same = (one == other for one, other in zip(ids, longer, strict=False))
+        stop = sum(itertools.takewhile(bool, same))
         start = stop - (len(longer) - len(ids))
         return f"{_decode_runs(ids[:start], decode)}{slot}{_decode_runs(ids[stop:], decode)}"
     return template.replace(PROBE, slot) + padding

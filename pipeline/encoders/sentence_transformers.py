@@ -267,7 +267,7 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
             limit = getattr(transformer, "query_length", None) or limit
             if expansion is not None and expansion["strategy"] == "fixed":
                 limit = expansion["length"]
-        prompt = self._prompt("query", self._query_prefix) or ""
+        prompt = self._prompt("query", self._query_prefix)
         size = len(self._model.tokenizer(prompt + text, verbose=False)["input_ids"])
         if limit is not None and size > limit:
             rule = f"a text of at most {limit} tokens with its prefix"
@@ -292,7 +292,7 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
 
     # -- the model ---------------------------------------------------------------------------------
 
-    def _prompt(self, task: str, prefix: str | None) -> str | None:
+    def _prompt(self, task: str, prefix: str | None) -> str:
         """Returns a prefix, or that of the checkpoint if it is None."""
         return self._prompts[task] if prefix is None else prefix
 
@@ -301,9 +301,12 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         if not parts:
             return []
         run: Callable[..., Any] = getattr(self._model, f"encode_{task}")
-        options = {"batch_size": len(parts), "show_progress_bar": False, "output_value": None}
-        prompt = {} if prefix is None or not isinstance(parts[0], str) else {"prompt": prefix}
-        return run(list(parts), **options, **prompt)
+        options: dict[str, Any] = {"batch_size": len(parts), "output_value": None}
+        options["show_progress_bar"] = False
+        if isinstance(parts[0], str):
+            # Always given, because version 6.2 ignores the prompts `passage` and `corpus`.
+            options["prompt"] = self._prompt(task, prefix)
+        return run(list(parts), **options)
 
     def _mask(self, output: Mapping[str, Any]) -> torch.Tensor:
         """Returns the mask of the tokens whose vectors are used."""

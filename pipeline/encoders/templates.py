@@ -160,8 +160,8 @@ def prompt_texts(settings: Mapping[str, Any]) -> tuple[str, str]:
     ('', '')
     """
     prompts = settings.get("prompts") or {}
-    document = next((prompts[name] for name in DOCUMENT_PROMPTS if name in prompts), None)
-    return prompts.get("query") or "", document or ""
+    document = next((prompts[name] for name in DOCUMENT_PROMPTS if prompts.get(name)), "")
+    return prompts.get("query") or "", document
 
 
 def check_declared(

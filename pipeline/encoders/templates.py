@@ -113,7 +113,7 @@ def image_template(
 
 
 def _decode_runs(ids: Sequence[int], decode: Callable[[list[int]], str]) -> str:
-    """Returns the text of ids, in which `<pad>*10` stands for ten equal tokens."""
+    """Returns the text of ids, in which `<pad>*10` denotes ten equal tokens."""
     parts: list[str] = []
     pending: list[int] = []
     for number, group in itertools.groupby(ids):

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from jobs.bench.index_run import bare_loop
 from pipeline.config import SpecError, parse
 from pipeline.index.checks import check
 from pipeline.index.job import run
@@ -165,7 +166,7 @@ def test_rejects_keys_in_specs(field, value):
 
 
 def write_collection(folder):
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     lines = [
         json.dumps({"_id": f"d{i}", "text": text})
         for i, text in enumerate(["lift of a wing", "drag of a body", "flow", "wing flow and drag"])
@@ -187,17 +188,13 @@ def index_spec(folder, server, **fields):
     )
 
 
-def test_index_and_search(cluster, texts, tmp_path, monkeypatch):
-    """A job encodes a collection through the endpoint. The API key is not in the index."""
-    texts.key = "secret-key"
-    monkeypatch.setenv("TINY_KEY", "secret-key")
-    texts.faults = [(429, {"Retry-After": "0.1"}), (503, {})]
-    spec = index_spec(tmp_path, texts, api_key_variable=None)
-    with pytest.raises(SpecError, match="^encoder.api_key_variable must be "):
-        check(spec)
-    texts.key = None  # the workers of the cluster do not have the variable
+def test_index_and_search(cluster, texts, tmp_path):
+    """A job encodes a collection through the endpoint, in spite of transient failures."""
+    spec = index_spec(tmp_path, texts)
+    check(spec)
+    texts.faults = [(429, {"Retry-After": "0.1"})]
     progress = run(spec, IndexResources(), job="1", report=lambda line: None)
-    assert progress.new == 4
+    assert progress.new == 4 and not texts.faults
     searcher = open_index(spec.index)
     hits = searcher.search("wing drag", k=4)
     query = texts.model.tokens("wing drag")
@@ -209,8 +206,19 @@ def test_index_and_search(cluster, texts, tmp_path, monkeypatch):
     assert [hit.item_id for hit in hits] == sorted(scores, key=scores.get, reverse=True)
     found = [hit.score for hit in hits]
     np.testing.assert_allclose(found, sorted(scores.values(), reverse=True), atol=5e-3)
+
+
+def test_key_is_not_stored(texts, tmp_path, monkeypatch):
+    texts.key = "secret-key"
+    monkeypatch.setenv("TINY_KEY", "secret-key")
+    with pytest.raises(SpecError, match="^encoder.api_key_variable must be .* valid API key"):
+        check(index_spec(tmp_path, texts))
+    spec = index_spec(tmp_path, texts, api_key_variable="TINY_KEY")
+    check(spec)
+    assert bare_loop(spec, num_threads=1).new == 4
     files = [path for path in (tmp_path / "index").rglob("*") if path.is_file()]
-    assert files and not any(b"secret-key" in path.read_bytes() for path in files)
+    assert any(b"TINY_KEY" in path.read_bytes() for path in files)
+    assert not any(b"secret-key" in path.read_bytes() for path in files)
 
 
 def test_job_stops_if_the_model_changes(cluster, texts, tmp_path):

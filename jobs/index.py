@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from pipeline.index import job
     from pipeline.index.checks import check
-    from pipeline.index.dry_run import dry_run
+    from pipeline.planning.dry_run import dry_run
     from pipeline.index.spec import IndexResources, IndexSpec
 
     spec = config.load(IndexSpec, args.spec, args.overrides)

@@ -16,7 +16,7 @@ import pytest
 from pipeline import config
 from pipeline.config import JobError, SpecError
 from pipeline.index import job
-from pipeline.index.dry_run import dry_run
+from pipeline.planning.dry_run import dry_run
 from pipeline.index.progress import Progress
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline import config, open_index
 from pipeline.index import job
-from pipeline.index.dry_run import dry_run
+from pipeline.planning.dry_run import dry_run
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.search.map_images import highlight

@@ -26,7 +26,7 @@ GIVEN, MEASURED = "given", "measured"
 
 @dataclass(frozen=True)
 class Plan:
-    """What an index job will need.
+    """Time, storage and cost of an index job.
 
     Attributes:
         num_items: Number of items.

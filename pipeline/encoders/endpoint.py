@@ -11,20 +11,20 @@ import base64
 import itertools
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import httpx2
 import numpy as np
+from pydantic import Field, PositiveFloat, field_validator
 
-from pipeline.config import JobError, SpecError
+from pipeline.config import ComponentSpec, JobError, SpecError
 from pipeline.decoding import Unreadable
 from pipeline.retries import is_transient, retry_delay
-
-if TYPE_CHECKING:
-    from pipeline.encoders.http import Http
 
 #: Paths of the supported interfaces.
 PATHS = {"embeddings": "/v1/embeddings", "pooling": "/pooling"}
@@ -35,6 +35,54 @@ MAX_RETRY_AFTER_S = 300.0
 OUTAGE_S = 30.0
 #: Maximum number of characters of a server's error message that is shown.
 MAX_DETAIL = 300
+
+
+class EndpointSpec(ComponentSpec):
+    """Server, model and limits of requests."""
+
+    url: str
+    """URL of the server without the path of the interface, such as `http://gpu-1:8000`. It is not
+    part of the fingerprint.
+    """
+    model: str = Field(min_length=1)
+    """Name of the model, which the server must report with every response."""
+    api: Literal["embeddings", "pooling"] = "embeddings"
+    """Interface of the server: OpenAI's `/v1/embeddings` with one vector per item, or vLLM's
+    `/pooling` with one vector per token."""
+    dim: int = Field(ge=1)
+    """Width of the vectors, which every response must have."""
+    max_concurrency: int = Field(8, ge=1)
+    """Maximum number of concurrent requests per actor."""
+    timeout_s: PositiveFloat = 60.0
+    """Timeout of connecting, and of waiting for the response, in seconds."""
+    max_tries: int = Field(6, ge=1)
+    """Maximum number of attempts per request."""
+    api_key_variable: str | None = None
+    """Name of the environment variable with the API key, which must be set on all machines. The key
+    itself is stored nowhere.
+    """
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.username or parts.password or parts.query:
+            rule = "a URL without credentials and parameters (use api_key_variable)"
+            raise SpecError("", "(hidden)", rule)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise SpecError("", url, "a URL such as http://host:8000")
+        url = url.rstrip("/")
+        if url.endswith("/v1"):
+            raise SpecError("", url, "the URL of the server without /v1")
+        return url
+
+    @field_validator("api_key_variable")
+    @classmethod
+    def _check_variable(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+            rule = "the name of an environment variable in upper case, not the key itself"
+            raise SpecError("", "(hidden)", rule)
+        return name
 
 
 class EndpointError(JobError, OSError):
@@ -55,7 +103,7 @@ class Endpoint:
         SpecError: The environment variable of the API key is not set.
     """
 
-    def __init__(self, spec: Http.Spec):
+    def __init__(self, spec: EndpointSpec):
         self._spec = spec
         self._key = _api_key(spec)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
@@ -165,7 +213,7 @@ class Endpoint:
         return f"status {response.status_code} {text}".rstrip()
 
 
-def _api_key(spec: Http.Spec) -> str | None:
+def _api_key(spec: EndpointSpec) -> str | None:
     """Returns the API key, or None without one.
 
     Raises:
@@ -201,7 +249,7 @@ def _parse_json(content: bytes) -> Any:
         raise ResponseError(f"the response of the endpoint must be JSON, got {size}") from None
 
 
-def read_vectors(content: bytes, num_inputs: int, spec: Http.Spec) -> list[np.ndarray]:
+def read_vectors(content: bytes, num_inputs: int, spec: EndpointSpec) -> list[np.ndarray]:
     """Reads the vectors of a response and checks them against the spec.
 
     Args:
@@ -232,7 +280,7 @@ def read_vectors(content: bytes, num_inputs: int, spec: Http.Spec) -> list[np.nd
     return [_read_matrix(values[number], spec) for number in range(num_inputs)]
 
 
-def _read_matrix(value: Any, spec: Http.Spec) -> np.ndarray:
+def _read_matrix(value: Any, spec: EndpointSpec) -> np.ndarray:
     """Returns the vectors (M, dim) of one result, a list of numbers or base64."""
     try:
         if isinstance(value, str):

@@ -9,23 +9,21 @@ from __future__ import annotations
 import base64
 import copy
 import io
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
 import torch
 from PIL import Image
-from pydantic import Field, PositiveFloat, field_validator
+from pydantic import Field
 
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.encoders.batching import join_parts
-from pipeline.encoders.endpoint import Endpoint
+from pipeline.encoders.endpoint import Endpoint, EndpointSpec
 from pipeline.encoders.images import item_images, open_query_image
 from pipeline.encoders.qwen_spec import CONTENT, Prompt
 from pipeline.encoders.templates import DEFAULT_INSTRUCTION, Templates, fill_template
@@ -47,25 +45,14 @@ class Http(Encoder["Http.Spec"]):
     normalised to unit length. Items without content have no tokens.
     """
 
-    class Spec(config.ComponentSpec):
-        """Endpoint, model, prompts, and limits of requests."""
+    class Spec(EndpointSpec):
+        """Endpoint and model, the prompts, and the content that is sent."""
 
         name: Literal["http"] = "http"
-        url: str
-        """URL of the server without the path of the interface, such as `http://gpu-1:8000`. It is
-        not part of the fingerprint.
-        """
-        model: str = Field(min_length=1)
-        """Name of the model, which the server must report with every response."""
         revision: str | None = None
         """Version of the weights. It identifies the model in the fingerprint if a server can change
         its weights under the same name.
         """
-        api: Literal["embeddings", "pooling"] = "embeddings"
-        """Interface of the server: OpenAI's `/v1/embeddings` with one vector per item, or vLLM's
-        `/pooling` with one vector per token."""
-        dim: int = Field(ge=1)
-        """Width of the vectors, which every response must have."""
         documents: Literal["text", "images"] = "text"
         """Content of an item that is encoded. "images" are sent as chat messages of vLLM, one image
         or video frame per request.
@@ -79,38 +66,6 @@ class Http(Encoder["Http.Spec"]):
         """Text after the image in a message, for example "Describe the image."."""
         batch_size: int = Field(32, ge=1)
         """Number of texts per request."""
-        max_concurrency: int = Field(8, ge=1)
-        """Maximum number of concurrent requests per actor."""
-        timeout_s: PositiveFloat = 60.0
-        """Timeout of connecting, and of waiting for the response, in seconds."""
-        max_tries: int = Field(6, ge=1)
-        """Maximum number of attempts per request."""
-        api_key_variable: str | None = None
-        """Name of the environment variable with the API key, which must be set on all machines. The
-        key itself is stored nowhere.
-        """
-
-        @field_validator("url")
-        @classmethod
-        def _check_url(cls, url: str) -> str:
-            parts = urlsplit(url)
-            if parts.username or parts.password:
-                rule = "a URL without credentials (use api_key_variable)"
-                raise SpecError("", "(hidden)", rule)
-            if parts.scheme not in ("http", "https") or not parts.netloc or parts.query:
-                raise SpecError("", url, "a URL such as http://host:8000")
-            url = url.rstrip("/")
-            if url.endswith("/v1"):
-                raise SpecError("", url, "the URL of the server without /v1")
-            return url
-
-        @field_validator("api_key_variable")
-        @classmethod
-        def _check_variable(cls, name: str | None) -> str | None:
-            if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
-                rule = "the name of an environment variable in upper case, not the key itself"
-                raise SpecError("", "(hidden)", rule)
-            return name
 
     default_inputs = ()
     normalised = True

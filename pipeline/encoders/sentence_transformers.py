@@ -22,14 +22,15 @@ from PIL import Image
 from pydantic import Field, field_validator
 
 from pipeline import config, extras
+from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.encoders.batching import join_parts
 from pipeline.encoders.images import item_images, open_query_image
 from pipeline.encoders.loading import (
+    MODEL_RULE,
     SETTINGS,
     WEIGHTS,
-    checkpoint_folder,
     hash_files,
     load_json,
 )
@@ -119,7 +120,7 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
 
     def __init__(self, spec: Spec):
         self.spec, self._instruction = spec, DEFAULT_INSTRUCTION
-        folder = checkpoint_folder(spec, FILES)
+        folder = find_checkpoint(spec.model, spec.revision, FILES, MODEL_RULE)
         _check_files(spec, folder)
         self._model = model = _load(spec, folder)
         if not model.supports("image" if spec.documents == "images" else "text"):
@@ -151,7 +152,8 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         extras.require("sentence_transformers")
         is_local = Path(spec.model).is_dir()
         files = [name for name in FILES if is_local or not name.endswith(".safetensors")]
-        _check_files(spec, checkpoint_folder(spec, files), with_weights=is_local)
+        folder = find_checkpoint(spec.model, spec.revision, files, MODEL_RULE)
+        _check_files(spec, folder, with_weights=is_local)
 
     @classmethod
     def supported_inputs(cls, spec: Spec) -> tuple[str, ...]:

@@ -162,5 +162,5 @@ def test_all_items_are_rejected(cluster, files, tmp_path):
         "representations": [{"compressor": "none"}],
     }
     (path,) = files(spec=spec)
-    with pytest.raises(JobError, match="all 1 sampled items are rejected: "):
+    with pytest.raises(JobError, match="all 1 sampled items are rejected: not an image"):
         plan.main([path])

@@ -207,9 +207,8 @@ class Multivent(Video):
     ) -> Iterator[Item | Unreadable]:
         """Yields the requested windows. Audio is read from the audio file, if it can be read."""
         if not {"frames", "audio"} & set(self.payload.names):  # the encoder reads the text
-            for item in items:
-                missing = f"no {' or '.join(self.spec.text)}"
-                yield item if item.text else Unreadable("empty text", missing)
+            missing = Unreadable("empty text", f"no {' or '.join(self.spec.text)}")
+            yield from (item if item.text else missing for item in items)
             return
         videos = super().decode_file(file, path, items)
         location = file.annotation.get("audio_file")

@@ -250,6 +250,9 @@ def seed_distance(
         mask_BN: True for tokens, which come first in each row.
         start: First centre, see `KCenter.Spec.start`.
     """
+    # On a CPU, products of a row vector with a contiguous matrix are 2 times as fast as with a
+    # transposed view, and 8 times as fast as products of a matrix with a column vector.
+    tokens_BDN = tokens_BND.detach().mT.contiguous()
 
     def distance(positions_B: torch.Tensor | None) -> torch.Tensor:
         if positions_B is None and start == "first":
@@ -261,9 +264,8 @@ def seed_distance(
             rows_B = torch.arange(len(mask_BN), device=mask_BN.device)
             features_BD = tokens_BND[rows_B, positions_B]
             sign = 1.0
-        # On a CPU, products with a row vector are 8 times as fast as with a column vector.
         scaled_BD = features_BD if sign < 0 else features_BD.neg()
-        return (scaled_BD.unsqueeze(1) @ tokens_BND.mT).squeeze(1).add_(1.0)
+        return (scaled_BD.unsqueeze(1) @ tokens_BDN).squeeze(1).add_(1.0)
 
     return distance
 

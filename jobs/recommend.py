@@ -103,8 +103,11 @@ def _query_fields(queries: str) -> dict[str, Any]:
     Raises:
         SpecError: The folder or the file does not exist, or the spec has no benchmark.
     """
-    config.check_exists(queries, "--queries", "a BEIR folder or a spec of jobs.evaluate")
+    rule = "a BEIR folder or a spec of jobs.evaluate (.yaml)"
+    config.check_exists(queries, "--queries", rule)
     if Path(queries).suffix not in (".yaml", ".yml"):
+        if Path(queries).is_file():
+            raise SpecError("--queries", queries, rule)
         return {"benchmark": {"name": "beir", "path": queries}}
     evaluation = config.read(queries, "--queries")
     if "benchmark" not in evaluation:

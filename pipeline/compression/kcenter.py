@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.compression import (
     Budget,
@@ -22,11 +22,13 @@ from pipeline.compression import (
 )
 from pipeline.compression.attention_clustering import nearest_centroids
 from pipeline.compression.seeds import farthest_order
+from pipeline.config import SpecError
 from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
 #: Maximum number of centres whose groups are merged. The costs of merges are quadratic in it.
 MAX_MERGED = 2048
+DEFAULT_OVERSAMPLING = 1.5
 #: Ratio of the budgets for which `output: progressive` computes means.
 LEVEL_RATIO = 4
 
@@ -66,9 +68,9 @@ class KCenter(Budgeted["KCenter.Spec"]):
           number is the first to include the centre. The former is specific, and the latter covers
           all tokens if only a prefix of the vectors is used.
         """
-        oversampling: float = Field(1.5, ge=1, le=64, allow_inf_nan=False)
-        """Number of centres selected per vector. The surplus is merged. It is 1 for the outputs
-        "centre" and "progressive" and with `max_radius`.
+        oversampling: float = Field(DEFAULT_OVERSAMPLING, ge=1, le=64, allow_inf_nan=False)
+        """Number of centres selected per vector. The surplus is merged. The outputs "centre" and
+        "progressive" and `max_radius` merge no groups; other values than the default are rejected.
         """
         start: Literal["mean", "first", "outlier"] = "mean"
         """First centre: the token most similar to the mean, the first token of the item, or the
@@ -82,6 +84,18 @@ class KCenter(Budgeted["KCenter.Spec"]):
         """Covering radius at which no more centres are selected, so that items of little content
         have fewer vectors. Without `num_vectors` and `ratio`, it is the only limit.
         """
+
+        @model_validator(mode="after")
+        def _check_oversampling(self) -> Self:
+            if self.oversampling not in (1, DEFAULT_OVERSAMPLING) and not self.merges:
+                cause = "max_radius" if self.output == "mean" else f"output: {self.output}"
+                raise SpecError("oversampling", self.oversampling, f"omitted with {cause}")
+            return self
+
+        @property
+        def merges(self) -> bool:
+            """True if groups are merged, for which more centres than vectors are selected."""
+            return self.output == "mean" and self.max_radius is None
 
         @property
         def requires_budget(self) -> bool:
@@ -202,7 +216,7 @@ class KCenter(Budgeted["KCenter.Spec"]):
 
     def _num_centres(self, budgets_B: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         """Returns the number of centres per item before groups are merged."""
-        if self.is_nested or self.spec.max_radius is not None:
+        if not self.spec.merges:
             return budgets_B
         wanted_B = (budgets_B.double() * self.spec.oversampling).ceil().long().clamp(max=MAX_MERGED)
         return torch.minimum(torch.maximum(wanted_B, budgets_B), lengths_B)

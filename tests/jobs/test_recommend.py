@@ -94,6 +94,8 @@ def test_stored_representation_is_not_added_again(index_uri, tmp_path, capsys):
         (["--retain", "1.5"], "retain must be .* got 1.5"),
         (["--budgets", "4", "0"], r"budgets\[1\] must be .* got 0"),
         (["--max-bytes", "0"], "max_bytes must be .* got 0.0"),
+        (["--max-bytes", "inf"], "max_bytes must be .* got inf"),
+        (["--queries", __file__], "--queries must be a BEIR folder or a spec of jobs.evaluate"),
         (["--filter", "parent_id = 'gone'"], "has none"),
         (["--queries", "/nowhere"], "--queries must be .* got '/nowhere'"),
     ],

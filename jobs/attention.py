@@ -2,11 +2,13 @@
 
     python -m jobs.attention OUT.png scene.png --model out/agc/shapes/agc_16_seed-0/model
     python -m jobs.attention OUT.png abstract.txt --model encoder.yaml --tokens 0
+    python -m jobs.attention OUT.png report.pdf#page=2 --model encoder.yaml
 
 MODEL is a folder of a trained model with appended tokens, or a YAML file with the fields of an
-encoder. Items are images (.png, .jpg, .webp) or texts. The output has a row per item and model with
-the item, the mean attention of the appended tokens in the last layer (the saliency of AGC), the
-groups of AGC with their centroids outlined, and the attention of the first appended tokens.
+encoder. Items are images (.png, .jpg, .webp), pages of PDF files, which an encoder without image
+input reads by their text layer, or texts. The output has a row per item and model with the item,
+the mean attention of the appended tokens in the last layer (the saliency of AGC), the groups of AGC
+with their centroids outlined, and the attention of the first appended tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and draws the maps."""
     parser = jobs.parser(__doc__)
     parser.add_argument("out", metavar="OUT", help="output file (.png)")
-    parser.add_argument("items", nargs="+", metavar="ITEM", help="image or text file")
+    parser.add_argument("items", nargs="+", metavar="ITEM", help="image, PDF page or text file")
     parser.add_argument(
         "--model",
         dest="models",
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse(arguments)
     for path in args.items:
-        check_exists(path, "items")
+        check_exists(path.partition("#page=")[0], "items")
     for path in args.models:
         check_exists(path, "model", "the folder of a trained model or a YAML file")
 

@@ -84,15 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _print_generators(uri: str) -> None:
     """Prints the generators of an index and how many of its items have codes."""
     from pipeline.index.reader import Index
+    from pipeline.index.status import candidates_stats
     from pipeline.report.text import aligned
 
-    index = Index(uri)
     rows = [["representation", "generator", "revision", "items with codes", "items"]]
-    for info in index.candidates_columns.values():
-        coded = index.dataset.count_rows(f"`{info.name}` IS NOT NULL")
-        items = index.dataset.count_rows(f"`{info.representation}` IS NOT NULL")
-        numbers = [str(info.revision), f"{coded:,}", f"{items:,}"]
-        rows.append([info.representation, info.generator_name, *numbers])
+    for stats in candidates_stats(Index(uri)):
+        numbers = [str(stats["revision"]), f"{stats['coded']:,}", f"{stats['items']:,}"]
+        rows.append([stats["representation"], stats["generator"], *numbers])
     print(aligned(rows) if len(rows) > 1 else "the index has no candidate generators")
 
 

@@ -2,6 +2,7 @@
 
     python -m jobs.evaluate jobs/specs/cranfield_evaluate.yaml
     python -m jobs.evaluate SPEC.yaml output=out/other "measures=[nDCG@10, R@100]"
+    python -m jobs.evaluate SPEC.yaml "representations=[hpool_32]" --fit-fusion out/fusion.yaml
 
 The table has one row per representation and score, and one for BM25 over the text of the items
 (bm25=false omits it). Relevance judgments refer to items or to their parents. The score of a parent
@@ -15,14 +16,20 @@ stored vectors that queries match (AGC). Rows that differ only in their seed are
 Optional analyses:
 
     grounding={num_phrases: 200}     BoxMass, RegionHit and CoverageIoU (SaMer) of phrases sampled
-                                     from the text of the items, or of a file: grounding=FILE.jsonl
+                                     from the text of the items, of a file: grounding=FILE.jsonl
                                      with lines {"item_id": ..., "phrase": ..., "boxes": [[x0, y0,
-                                     x1, y1]]}
+                                     x1, y1]]}, or of the benchmark: grounding=benchmark
     document_categories=modality     results by category of the relevant documents: an item column,
                                      or metadata.KEY
     candidates=[{generator: lemur}]  recall of the exact results and latency of a candidate
                                      generator, by the number of candidates
     rerank=[{model: FOLDER}]         rows with candidates of a first stage reranked by EDJE
+
+scores=[maxsim,fused] adds rows with the fused score of MaxSim and BM25 (`jobs.candidates INDEX
+bm25`), compared with MaxSim; `fusion` has its settings. --fit-fusion chooses the settings for one
+representation and writes them to a file, which `fusion`, jobs.search and servers read. It prints
+the quality on held-out queries. The result is MaxSim alone unless fusion is better on the judged
+queries by two standard errors.
 
 The output folder receives report.html (all results on one page), metrics.csv, per_query.csv,
 table.md, runs/*.trec, the resolved spec.yaml, plots, and results.json, which jobs.compare reads.
@@ -42,7 +49,14 @@ from pipeline import config
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and evaluates."""
-    args = jobs.spec_parser(__doc__, profiles=False, has_index=True).parse(arguments)
+    parser = jobs.spec_parser(__doc__, profiles=False, has_index=True)
+    parser.add_argument(
+        "--fit-fusion", metavar="OUT", help="fit the fused score and write its settings"
+    )
+    args = parser.parse(arguments)
+    if args.fit_fusion is not None:
+        _fit_fusion(args.spec, args.overrides, args.fit_fusion)
+        return
 
     from pipeline.eval.evaluation import run
     from pipeline.eval.spec import EvaluateSpec
@@ -59,6 +73,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if spec.candidates:
         print("", aligned(candidates_table(evaluation)), sep="\n")
     print("", *summary(evaluation), "", *written, sep="\n")
+
+
+def _fit_fusion(path: str, overrides: Sequence[str], out: str) -> None:
+    """Fits the settings of the fused score and writes them to a file."""
+    from pipeline.atomic import check_writable, write_atomic
+    from pipeline.eval.fusion_fit import JudgedPools, fit_fusion
+    from pipeline.eval.spec import EvaluateSpec
+
+    check_writable(out, "fit-fusion", as_file=True)
+    fit = fit_fusion(JudgedPools.read(config.load(EvaluateSpec, path, overrides)))
+    write_atomic(out, fit.to_yaml())
+    print(f"{fit.to_yaml()}\n{out}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@
     python -m jobs.search INDEX "a query" --group-by parent --filter "modality = 'text'"
     python -m jobs.search INDEX "a query" --ids ids.txt --json
     python -m jobs.search INDEX "a query" --candidates lemur --num-candidates 1000
+    python -m jobs.search INDEX "a query" --candidates lemur+bm25 --score fused
+    python -m jobs.search INDEX "a query" --score fused --fusion method=sum weights.bm25=0.25
     python -m jobs.search INDEX --queries queries.jsonl --k 100 --run out/full.trec
     python -m jobs.search INDEX --queries queries.jsonl --run out/full.trec --actors 4
     python -m jobs.search INDEX "a query" --rerank edje=out/edje/model --rerank-depth 20
@@ -23,8 +25,11 @@ matches and passages, see docs/concepts/explanations.md.
 --run writes a run in TREC format instead and prints the throughput of encoding and scoring.
 --actors splits the index into N shards and searches each in a Ray actor.
 
---candidates scores only the items that a candidate generator of jobs.candidates finds. The search
-is faster and may miss hits.
+--candidates scores only the items that a candidate generator of jobs.candidates finds, or several
+generators joined by +. The search is faster and may miss hits.
+
+--score fused combines the rankings by MaxSim and BM25, which requires `jobs.candidates INDEX bm25`.
+--fusion sets its weights; `jobs.evaluate --fit-fusion` fits them to judged queries.
 
 NAME@K searches the first K vectors of each item of a representation with nested vectors.
 
@@ -57,6 +62,7 @@ from pipeline.index import check_index
 from pipeline.scores import SCORES
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
+    from pipeline.search.fusion import Fusion
     from pipeline.search.options import SearchOptions
     from pipeline.search.query import AnyQuery
     from pipeline.search.rerank import Reranker
@@ -121,13 +127,26 @@ def _options(args: Namespace) -> SearchOptions:
         k=args.k,
         score=args.score,
         weights=tuple(args.weights),
+        fusion=_fusion(args.fusion),
         group_by=args.group_by,
         filter=args.filter,
         ids=args.ids and read_ids(args.ids, "ids"),
         parents=args.parents and read_ids(args.parents, "parents"),
         candidates=args.candidates,
         num_candidates=args.num_candidates,
+        idf_power=args.idf_power,
     )
+
+
+def _fusion(arguments: Sequence[str]) -> Fusion:
+    """Reads the settings of the fused score from a file and assignments."""
+    from pipeline import config
+    from pipeline.search.fusion import Fusion
+
+    is_file = bool(arguments) and "=" not in arguments[0]
+    fields = config.read(arguments[0], "fusion") if is_file else {}
+    with config.within("fusion"):
+        return config.parse(Fusion, config.override(fields, arguments[is_file:]))
 
 
 def _check_outputs(args: Namespace) -> None:
@@ -219,7 +238,13 @@ def _search(
                 pairs = (option.rpartition("=") for option in args.documents)
                 documents = {name: folder for name, _, folder in pairs}
                 for line in write_hit_maps(
-                    args.save_maps, searcher, query, hits, options.column, documents
+                    args.save_maps,
+                    searcher,
+                    query,
+                    hits,
+                    options.column,
+                    documents,
+                    options.idf_power,
                 ):
                     print(line)
             if args.save_sheet and isinstance(query, str):
@@ -247,7 +272,7 @@ def _parser() -> jobs.Parser:
         "--score",
         choices=SCORES,
         default="maxsim",
-        help="MaxSim score, single-vector score or both (default: maxsim)",
+        help="MaxSim score, single-vector score, their sum, or fusion with BM25 (default: maxsim)",
     )
     parser.add_argument(
         "--weights",
@@ -256,6 +281,14 @@ def _parser() -> jobs.Parser:
         default=(1.0, 1.0),
         metavar=("SINGLE_VECTOR", "MAXSIM"),
         help="weights of the two scores in the hybrid score (default: 1 1)",
+    )
+    parser.add_argument(
+        "--fusion",
+        nargs="+",
+        default=(),
+        metavar=("FILE", "FIELD=VALUE"),
+        help="settings of the fused score: a file of jobs.evaluate --fit-fusion, or assignments "
+        "such as weights.bm25=0.5",
     )
     parser.add_argument(
         "--group-by", choices=["parent"], help="return only the best item of each parent"
@@ -269,13 +302,21 @@ def _parser() -> jobs.Parser:
         "--candidates",
         default="exact",
         metavar="GENERATOR",
-        help="score only the items that this generator finds (default: exact, which scores all)",
+        help="score only the items that this generator, or several joined by +, find (default: "
+        "exact, which scores all)",
     )
     parser.add_argument(
         "--num-candidates",
         type=jobs.positive,
         metavar="N",
-        help="number of items that it finds (default: 500, or 10 k if that is more)",
+        help="number of items that each generator finds (default: 500, or 10 k if that is more)",
+    )
+    parser.add_argument(
+        "--idf-power",
+        type=float,
+        metavar="POWER",
+        help="weight query tokens by their inverse document frequency to this power; requires the "
+        "result of jobs.token_frequencies (default: no weights)",
     )
     parser.add_argument("--version", type=int, help="version of the index (default: the newest)")
     parser.add_argument(

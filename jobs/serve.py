@@ -42,6 +42,7 @@ from pipeline.config import (
     override,
     parse,
     read,
+    within,
 )
 from pipeline.index import check_index
 
@@ -154,6 +155,7 @@ def _check_address(host: str, port: int, settings: ServeSpec) -> None:
 
 def _check_indexes(settings: ServeSpec) -> None:
     """Raises `SpecError` if an index, a representation, an EDJE model or the keys are invalid."""
+    from pipeline.search.candidates import generator_columns
     from pipeline.search.searcher import open_index
     from pipeline.serve.evaluations import check_folder
     from pipeline.serve.keys import Keys
@@ -162,6 +164,13 @@ def _check_indexes(settings: ServeSpec) -> None:
         searcher = open_index(served.uri)
         for name in served.preload:
             searcher.representation(name)
+        for name, candidates in served.candidates.items():
+            with within(f"indexes.{index}.candidates.{name}"):
+                info = searcher.representation(name)
+                try:
+                    generator_columns(searcher.index, info, candidates.generator)
+                except SpecError as error:
+                    raise error.at("generator") from None
         if served.edje is not None:
             from pipeline.rerank.edje import read_metadata
             from pipeline.search.rerank import check_stored

@@ -46,6 +46,10 @@ def format_status(summary: dict[str, Any]) -> str:
         settings = (r["method"], budget, r["codec"], f"{r['vectors']:.1f}")
         sizes = (f"{r['bytes_vectors']:,.0f}", f"{r['bytes_all']:,.0f}", f"{r['filled']:.1%}")
         lines.append(_REPRESENTATION.format(name, *settings, *sizes))
+    for codes in summary["candidates"]:
+        coded = f"{codes['coded']:,} of {codes['items']:,} items have codes"
+        name = f"{codes['generator']} for {codes['representation']}"
+        lines.append(f"candidates: {name}, revision {codes['revision']}, {coded}")
     if summary["taps"]:
         lines.append(f"attention statistics: {', '.join(summary['taps'])}")
     if tokens := summary["rerank_tokens"]:

@@ -13,8 +13,10 @@ The output folder of the spec receives:
     checkpoints/    state from which the same command resumes
 
 A spec with a `sweep` trains one run per combination, each in a subfolder of `output`, and writes a
-table and a plot of all runs. With --resources, training runs on a Ray cluster with the number of
-workers in the profile. Otherwise, it runs in this process.
+table and plots of all runs. With --report, it only writes those of the evaluations so far.
+
+With --resources, training runs on a Ray cluster with the number of workers in the profile.
+Otherwise, it runs in this process.
 """
 
 from __future__ import annotations
@@ -31,6 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check the spec and list the runs without training"
     )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="write the table and plots of a study so far without training",
+    )
     args = parser.parse(arguments)
 
     from pipeline import config, extras
@@ -43,10 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     workers = None
     if args.resources:
         workers = config.load(Workers, args.resources, role="profile")
+    if args.report and not spec.sweep:
+        raise config.SpecError("sweep", spec.sweep, "given with --report")
     if spec.sweep:
         extras.require("matplotlib")  # fail now rather than at the final plot
     check_writable(spec.output, "output")
     runs = study.runs_of(spec)
+    if args.report:
+        print(study.report(spec, runs))
+        return
     for run in runs:
         data = check(run.spec)
     if args.dry_run:

@@ -24,10 +24,11 @@ class Package(NamedTuple):
 PACKAGES = {
     "accelerate": Package("accelerate", "gpu", "spreading a model over GPUs"),
     "bm25s": Package("bm25s", "report", "comparing with BM25"),
+    "ir_datasets": Package("ir-datasets", "ir", "reading collections with ir_datasets"),
     "jinja2": Package("Jinja2", "report", "writing reports"),
     "matplotlib": Package("matplotlib", "report", "drawing figures"),
     "maxsim_cpu": Package("maxsim-cpu", "bench", "comparing with maxsim-cpu"),
-    "mteb": Package("mteb", "mteb", "evaluating with MTEB"),
+    "mteb": Package("mteb", "mteb", "reading or evaluating the tasks of mteb"),
     "onnxruntime": Package("onnxruntime", "ocr", "recognising text with rapidocr"),
     "peft": Package("peft", "training", "training or loading LoRA adapters"),
     "pocketsphinx": Package("pocketsphinx", "asr", "recognising speech with pocketsphinx"),

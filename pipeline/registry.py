@@ -19,7 +19,7 @@ from pipeline.config import MissingField, Spec, SpecError, is_stored, parse
 from pipeline.extras import as_missing_extra
 
 if TYPE_CHECKING:  # Components are imported on first use.
-    from pipeline.candidates import Generator
+    from pipeline.candidates import Generator, TextGenerator
     from pipeline.codecs import Codec
     from pipeline.compression import Compressor
     from pipeline.config import ComponentSpec
@@ -155,7 +155,14 @@ SOURCES: Registry[Source[Any]] = Registry(
     {
         "audio": "pipeline.sources.audio:Audio",
         "combined": "pipeline.sources.combined:Combined",
+        "imagecode": "pipeline.sources.imagecode:ImageCode",
         "images": "pipeline.sources.images:Images",
+        "ir_datasets": "pipeline.sources.ir_datasets:IrDatasets",
+        "karpathy": "pipeline.sources.karpathy:Karpathy",
+        "mmeb": "pipeline.sources.mmeb:Mmeb",
+        "msrvtt": "pipeline.sources.msrvtt:Msrvtt",
+        "mteb": "pipeline.sources.mteb:Mteb",
+        "multivent": "pipeline.sources.multivent:Multivent",
         "pages": "pipeline.sources.pages:Pages",
         "text": "pipeline.sources.text:Text",
         "vectors": "pipeline.sources.vectors:Vectors",
@@ -188,15 +195,28 @@ CODECS: Registry[Codec[Any]] = Registry(
         "residual": "pipeline.codecs.residual:Residual",
     },
 )
-CANDIDATES: Registry[Generator[Any]] = Registry(
+CANDIDATES: Registry[Generator[Any] | TextGenerator[Any]] = Registry(
     "candidates",
     {
+        "bm25": "pipeline.candidates.bm25:Bm25",
         "centroids": "pipeline.candidates.centroids:Centroids",
         "lemur": "pipeline.candidates.lemur:Lemur",
     },
 )
 BENCHMARKS: Registry[Benchmark] = Registry(
-    "benchmarks", {"beir": "pipeline.eval.beir:Beir", "npy": "pipeline.eval.npy:Npy"}
+    "benchmarks",
+    {
+        "beir": "pipeline.eval.beir:Beir",
+        "imagecode": "pipeline.eval.imagecode:ImageCode",
+        "ir_datasets": "pipeline.eval.ir_datasets:IrDatasets",
+        "karpathy": "pipeline.eval.karpathy:Karpathy",
+        "mmeb": "pipeline.eval.mmeb:Mmeb",
+        "msrvtt": "pipeline.eval.msrvtt:Msrvtt",
+        "mteb": "pipeline.eval.mteb:Mteb",
+        "multivent": "pipeline.eval.multivent:Multivent",
+        "npy": "pipeline.eval.npy:Npy",
+        "vidore": "pipeline.eval.vidore:Vidore",
+    },
 )
 LEARNERS: Registry[Learner] = Registry(
     "learners",

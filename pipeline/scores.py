@@ -8,8 +8,10 @@ from pydantic import BeforeValidator
 
 from pipeline.config import RenamedValue
 
-ScoreName = Literal["maxsim", "single_vector", "hybrid"]
+ScoreName = Literal["maxsim", "single_vector", "hybrid", "fused"]
 SCORES: tuple[ScoreName, ...] = get_args(ScoreName)
+#: Scores that need no BM25.
+VECTOR_SCORES: tuple[ScoreName, ...] = ("maxsim", "single_vector", "hybrid")
 #: Present names of scores by former name.
 RENAMED: dict[str, ScoreName] = {"late": "maxsim", "single": "single_vector"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,7 @@ def cache_of_this_run(tmp_path_factory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MAXRAY_CACHE", str(folder))
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "datasets"))
         yield folder
 
 
@@ -220,6 +222,17 @@ def index_uri(tmp_path_factory) -> str:
     uri = str(tmp_path_factory.mktemp("index"))
     write_index(uri, REPRESENTATIONS)
     return uri
+
+
+@pytest.fixture(scope="session")
+def lexical_uri(cluster, index_uri, tmp_path_factory) -> str:
+    """Copy of `index_uri` with the candidate generator `bm25`."""
+    from jobs import candidates
+
+    uri = tmp_path_factory.mktemp("lexical") / "index"
+    shutil.copytree(index_uri, uri)
+    candidates.main([str(uri), "bm25"])
+    return str(uri)
 
 
 @pytest.fixture(scope="session")

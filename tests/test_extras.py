@@ -53,7 +53,7 @@ def assert_missing(*commands: tuple[str, str, list[str]]) -> None:
         assert result == [2, message], (module, done.stderr[-2000:])
 
 
-def index_spec(folder: Path, source: str, path: str, **fields: object) -> str:
+def index_spec(folder: Path, source: str, path: str, /, **fields: object) -> str:
     spec = {
         "index": str(folder / "index"),
         "source": {"name": source, "path": path},
@@ -78,6 +78,13 @@ def test_sources_and_recognisers_report_missing_extra(tmp_path):
         folder = tmp_path / module
         folder.mkdir()
         commands.append((module, "index", [index_spec(folder, source, path, encoder=encoder)]))
+    for module, source in (
+        ("mteb", {"name": "mteb", "task": "SciFact", "data": str(DATA)}),
+        ("ir_datasets", {"name": "ir_datasets", "dataset": "beir/scifact", "data": str(DATA)}),
+    ):
+        folder = tmp_path / module
+        folder.mkdir()
+        commands.append((module, "index", [index_spec(folder, "", "", source=source)]))
     assert_missing(*commands)
     assert not list(tmp_path.glob("*/index"))
 
@@ -106,7 +113,9 @@ import importlib, sys
 from pipeline import extras
 sys.modules.update(dict.fromkeys(extras.PACKAGES))
 from pipeline.registry import *
-for registry in (CODECS, COMPRESSORS, ENCODERS, OCR, SOURCES, SPEECH, TRAINING_DATA, LEARNERS):
+for registry in (
+    BENCHMARKS, CODECS, COMPRESSORS, ENCODERS, LEARNERS, OCR, SOURCES, SPEECH, TRAINING_DATA
+):
     for name in registry.names():
         registry.load(name)
 import pipeline.eval.evaluation, pipeline.index.job, pipeline.search, pipeline.serve.app

@@ -2,13 +2,15 @@
 
     python -m jobs.bench candidates
     python -m jobs.bench candidates --items 1000000 --generators lemur centroids --out figures.json
-    python -m jobs.bench candidates --vectors FOLDER
+    python -m jobs.bench candidates --vectors FOLDER --query-tokens 32
+    python -m jobs.bench candidates --vectors FOLDER --unmodified
 
 The items are derived from real token vectors: each interpolates the vectors of two random
 documents and adds noise. By default, these are the abstracts of jobs/data/cranfield, encoded by
-MiniLM, merged to 32 vectors and projected to 128 dimensions. --vectors names a folder in the .npy
-layout of `jobs.export` with queries. Half of the queries are the log to which generators are
-fitted, the other half is searched.
+MiniLM and merged to 32 vectors. --vectors names a folder in the .npy layout of `jobs.export` with
+queries, such as those of jobs/specs/candidates/wordnet.yaml. Vectors are projected to 128
+dimensions by a random orthogonal map. Half of the queries are the log to which generators are
+fitted, of the other half 128 are searched.
 
 For each generator, the benchmark measures the time to build it, and by the number of candidates the
 recall of the exact results, the latency of single queries and the throughput in batches of 32.
@@ -16,6 +18,7 @@ recall of the exact results, the latency of single queries and the throughput in
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -28,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import jobs
-from jobs.bench.harness import Bench, Repeats, table
+from jobs.bench.harness import Bench, Repeats, recall, seconds_of, table
 
 #: Number of vectors per item and dimensions of the default vectors.
 NUM_VECTORS, DIM = 32, 128
@@ -44,6 +47,7 @@ GENERATORS: dict[str, dict[str, Any]] = {
     "lemur": {"name": "lemur"},
     "lemur-random": {"name": "lemur", "features": "random"},
     "lemur-512": {"name": "lemur", "num_features": 512},
+    "lemur-unreduced": {"name": "lemur", "num_features": 512, "num_dims": 512},
     "centroids": {"name": "centroids"},
 }
 
@@ -64,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the benchmark."""
     parser = jobs.parser(__doc__)
     parser.add_argument("--items", type=jobs.positive, default=100_000, help="number of items")
+    parser.add_argument("--unmodified", action="store_true", help="search the documents themselves")
     parser.add_argument("--vectors", help="folder with documents.npy, doclens.npy and queries.npy")
     parser.add_argument(
         "--generators", nargs="+", choices=GENERATORS, default=list(GENERATORS), metavar="NAME"
@@ -71,20 +76,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--num-candidates", type=jobs.positive, nargs="+", default=[100, 400, 1600, 6400]
     )
+    parser.add_argument(
+        "--query-tokens",
+        type=jobs.positive,
+        help="tokens per query: consecutive queries are joined and truncated",
+    )
     parser.add_argument("--queries", type=jobs.positive, default=128, help="queries to search")
+    parser.add_argument(
+        "--selectivity",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="SHARE",
+        help="also measure filtered search in these shares of the items, such as 0.001 0.01 0.1",
+    )
+    parser.add_argument(
+        "--stopping", action="store_true", help="also simulate early termination of exact scoring"
+    )
     parser.add_argument("--repeats", type=jobs.positive, default=3, help="repeats of throughput")
-    parser.add_argument("--folder", type=Path, help="folder for the index (default: temporary)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder to keep the index in for later runs (default: none)"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     bench = Bench("candidates", arguments, args.out)
-    vectors = read_vectors(args.vectors) if args.vectors else shipped_vectors()
-    with tempfile.TemporaryDirectory(dir=args.folder, prefix="candidates-") as folder:
+    vectors = project(read_vectors(args.vectors) if args.vectors else shipped_vectors())
+    queries = vectors.queries
+    if args.query_tokens:
+        queries = join_queries(queries, args.query_tokens)
+    blocks = derived(vectors.documents, args.items)
+    if args.unmodified:
+        args.items = len(vectors.documents)
+        blocks = (
+            vectors.documents[first : first + FRAGMENT_ITEMS]
+            for first in range(0, args.items, FRAGMENT_ITEMS)
+        )
+    with contextlib.ExitStack() as stack:
+        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory())
         os.environ["MAXRAY_CACHE"] = f"{folder}/cache"
         uri = f"{folder}/index"
-        write_index(uri, derived(vectors.documents, args.items), vectors.documents[0].shape[1])
+        if not Path(uri).exists():
+            write_index(uri, blocks, DIM)
         with jobs.cluster():
-            run(bench, args, uri, vectors.queries)
+            run(bench, args, uri, queries)
 
 
 def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> None:
@@ -96,6 +131,7 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
     searcher.load(COLUMN)
     exact = searcher.rank(searched, COLUMN, k=max(DEPTHS))
     p50, p99, rate = latencies(searcher, searched, args.repeats, {})
+    optional = Optional(bench, args, searched)
     rows: list[list[Any]] = [["exact", "", "", "", 1.0, 1.0, p50, p99, str(rate)]]
     figures: dict[str, Any] = {"exact": {"p50_ms": p50, "p99_ms": p99, "queries_per_s": rate}}
     for name in args.generators:
@@ -119,16 +155,54 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
                 "p99_ms": p99,
                 "queries_per_s": rate,
             }
-        drop(uri, GENERATORS[name])
+        optional.measure(searcher, GENERATORS[name]["name"])
+        if args.folder is None:
+            drop(uri, GENERATORS[name])
+    optional.report()
     lengths = [len(query) for query in searched]
     title = (
-        f"{args.items:,} items derived from real vectors, {len(searched)} queries of"
-        f" {np.mean(lengths):.0f} tokens on average, int8; generators fitted to {len(log)} others"
+        f"{args.items:,} items {'of' if args.unmodified else 'derived from'} real vectors,"
+        f" {len(searched)} queries of {np.mean(lengths):.0f} tokens on average, int8; generators"
+        f" fitted to {len(log)} others"
     )
     header = ["generator", "build s", "B/item", "candidates"]
     header += [*(f"recall@{depth}" for depth in DEPTHS), "p50 ms", "p99 ms", "queries/s"]
     cells = [[f"{c:.3f}" if i in (4, 5) else c for i, c in enumerate(row)] for row in rows]
     bench.add("candidates", title, figures, table(header, cells))
+
+
+class Optional:
+    """Optional measurements of each generator, which have tables of their own."""
+
+    def __init__(self, bench: Bench, args: Namespace, queries: list[np.ndarray]):
+        self._bench, self._args, self._queries = bench, args, queries
+        self._rows: dict[str, list[tuple[list[Any], dict[str, float]]]] = {}
+
+    def measure(self, searcher: Any, name: str) -> None:
+        """Measures a generator and prints each row."""
+        from jobs.bench import candidates_filters, candidates_stopping
+
+        given, shares = (searcher, COLUMN, self._queries, name), self._args.selectivity
+        measurements = {"filtered search": candidates_filters.measure(*given, shares)}
+        if self._args.stopping:
+            measurements["early termination"] = candidates_stopping.measure(*given)
+        for title, rows in measurements.items():
+            for cells, figures in rows:
+                print(*cells, flush=True)
+                self._rows.setdefault(title, []).append((cells, figures))
+
+    def report(self) -> None:
+        """Reports the tables."""
+        from jobs.bench import candidates_filters, candidates_stopping
+
+        header = {
+            "filtered search": candidates_filters.HEADER,
+            "early termination": candidates_stopping.HEADER,
+        }
+        for title, rows in self._rows.items():
+            figures = {" ".join(map(str, cells[:2])): numbers for cells, numbers in rows}
+            text = table(header[title], [cells for cells, _ in rows])
+            self._bench.add(title, f"{title}, {self._args.items:,} items", figures, text)
 
 
 def build(uri: str, generator: dict[str, Any], log: list[np.ndarray]) -> tuple[float, float]:
@@ -189,29 +263,12 @@ def latencies(
     return p50, p99, Repeats(tuple(rates))
 
 
-def seconds_of(call: Any) -> float:
-    """Returns the seconds of one call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def recall(exact: Sequence[Any], found: Sequence[Any], depth: int) -> float:
-    """Returns the mean share of the `depth` best exact results that were found."""
-    shares = [
-        len(set(reference.item_ids[:depth]) & set(ranking.item_ids)) / depth
-        for reference, ranking in zip(exact, found, strict=True)
-    ]
-    return float(np.mean(shares))
-
-
 # -- vectors -----------------------------------------------------------------------------------
 
 
 def shipped_vectors() -> Vectors:
-    """Encodes the shipped abstracts and their queries, merges and projects the vectors."""
+    """Encodes the shipped abstracts and their queries, and merges the vectors."""
     import pyarrow as pa
-    import torch
 
     from pipeline.compression.hpool import HPool
     from pipeline.encoders.minilm import MiniLM
@@ -224,26 +281,38 @@ def shipped_vectors() -> Vectors:
     )
     encoder = MiniLM(MiniLM.Spec())
     merge = HPool(HPool.Spec(num_vectors=NUM_VECTORS))
-    generator = torch.Generator().manual_seed(0)
-    projection, _ = torch.linalg.qr(torch.randn(encoder.dim, DIM, generator=generator))
     documents: list[np.ndarray] = []
     table = pa.table({"item_id": [str(i) for i in range(len(texts))], "text": texts})
     for _, batch in encoder.encode(table.filter(pa.compute.field("text") != "")):
         merged = merge.compress(batch)
-        for vectors, mask in zip(merged.vectors, merged.mask, strict=True):
-            documents.append(_unit((vectors[mask] @ projection).numpy()))
+        documents += [v[m].numpy() for v, m in zip(merged.vectors, merged.mask, strict=True)]
     encoded = encoder.encode_queries(queries).tokens
     tokens = zip(unit_vectors(encoded), encoded.mask, strict=True)
-    return Vectors(documents, [_unit((v[m] @ projection).numpy()) for v, m in tokens])
+    return Vectors(documents, [v[m].numpy() for v, m in tokens])
 
 
 def read_vectors(folder: str) -> Vectors:
     """Reads documents and queries in the .npy layout."""
     vectors = np.load(f"{folder}/documents.npy", mmap_mode="r")
     ends = np.load(f"{folder}/doclens.npy").cumsum()
-    documents = [_unit(part) for part in np.split(vectors, ends[:-1]) if len(part)]
-    queries = np.load(f"{folder}/queries.npy")
-    return Vectors(documents, [_unit(query[np.any(query != 0, axis=1)]) for query in queries])
+    documents = [part for part in np.split(vectors, ends[:-1]) if len(part)]
+    queries = np.load(f"{folder}/queries.npy", mmap_mode="r")
+    return Vectors(documents, [query[np.any(query != 0, axis=1)] for query in queries])
+
+
+def project(vectors: Vectors) -> Vectors:
+    """Projects vectors of more than `DIM` dimensions, and normalises them."""
+    dim = vectors.documents[0].shape[1]
+    basis, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(dim, min(dim, DIM))))
+    basis = np.eye(dim, dtype=np.float32) if dim == DIM else basis.astype(np.float32)
+    return Vectors(*([_unit(part.astype(np.float32) @ basis) for part in x] for x in vectors))
+
+
+def join_queries(queries: list[np.ndarray], num_tokens: int) -> list[np.ndarray]:
+    """Joins consecutive queries to queries of `num_tokens` tokens."""
+    tokens = np.concatenate(queries)
+    count = len(tokens) // num_tokens
+    return list(tokens[: count * num_tokens].reshape(count, num_tokens, -1))
 
 
 def derived(documents: list[np.ndarray], num_items: int) -> Iterator[list[np.ndarray]]:

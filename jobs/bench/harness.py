@@ -166,6 +166,17 @@ def peak_bytes(pid: int | None = None) -> int:
     return int(fields["VmHWM"].split()[0]) * 1024
 
 
+def proportional_bytes(pid: int) -> int:
+    """Returns the proportional set size of a process in bytes, or 0 if the process has exited."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return 0
+
+
 def descendants(pid: int) -> Iterator[int]:
     """Yields the process ids of all descendants of a process."""
     children: dict[int, list[int]] = {}
@@ -227,3 +238,19 @@ def _cpu() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def seconds_of(call: Any) -> float:
+    """Returns the seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def recall(exact: Sequence[Any], found: Sequence[Any], depth: int) -> float:
+    """Returns the mean share of the `depth` best exact results that were found."""
+    shares = [
+        len(set(reference.item_ids[:depth]) & set(ranking.item_ids)) / depth
+        for reference, ranking in zip(exact, found, strict=True)
+    ]
+    return statistics.fmean(shares)

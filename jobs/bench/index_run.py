@@ -59,8 +59,13 @@ def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
     torch.set_num_threads(num_threads)
     progress = Progress()
     writer = IndexWriter(spec.index, "bare")
+    encoder = ENCODERS.load(spec.encoder.name)
     listing_job = ListingJob(
-        part_uri(spec.index), part_uri(spec.index, JOBS, "bare"), spec.source, digest({})
+        part_uri(spec.index),
+        part_uri(spec.index, JOBS, "bare"),
+        spec.source,
+        digest({}),
+        wants=encoder.supported_inputs(spec.encoder),
     )
     num_shards = listing.plan(listing_job, None)
     for shard in range(num_shards):
@@ -107,7 +112,7 @@ def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
             seconds["read"] += time.perf_counter() - started
             unit = run_stage(stage, unit)
             for name, spent in unit.seconds.items():
-                seconds[name] += spent
+                seconds[name] = seconds.get(name, 0.0) + spent
             tables.append(unit.items)
             if len(tables) * spec.unit_items >= spec.fragment_items:
                 write()

@@ -24,7 +24,14 @@ import yaml
 
 import jobs
 from jobs.bench.commits import commits
-from jobs.bench.harness import Bench, Repeats, descendants, run_apart, table
+from jobs.bench.harness import (
+    Bench,
+    Repeats,
+    descendants,
+    proportional_bytes,
+    run_apart,
+    table,
+)
 
 PDFS = Path(jobs.__file__).parent / "data/pages/pdf"
 
@@ -126,19 +133,10 @@ def long_document(path: Path, num_pages: int) -> None:
 
 def _sample(job: subprocess.Popen[bytes], samples: list[tuple[float, int]]) -> None:
     while job.poll() is None:
-        samples.append((time.time(), sum(map(_held, (job.pid, *descendants(job.pid))))))
+        samples.append(
+            (time.time(), sum(map(proportional_bytes, (job.pid, *descendants(job.pid)))))
+        )
         time.sleep(0.5)
-
-
-def _held(pid: int) -> int:
-    """Returns the proportional set size of a process in bytes, or 0 if the process has exited."""
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return 0
 
 
 FIGURES = {"speed": speed, "memory": memory}

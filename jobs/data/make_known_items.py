@@ -14,7 +14,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jobs
@@ -82,14 +82,16 @@ def write(folder: Path, items: Iterator[tuple[str, str, str]]) -> int:
         corpus.append(json.dumps({"_id": item_id, "title": "", "text": text}))
         queries.append(json.dumps({"_id": item_id, "text": query}))
         judgments.append(f"{item_id}\t{item_id}\t1")
-    (folder / "qrels").mkdir(parents=True, exist_ok=True)
-    for name, lines in (
-        ("corpus.jsonl", corpus),
-        ("queries.jsonl", queries),
-        ("qrels/test.tsv", judgments),
-    ):
-        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    files = {"corpus.jsonl": corpus, "queries.jsonl": queries, "qrels/test.tsv": judgments}
+    write_lines(folder, files)
     return len(corpus)
+
+
+def write_lines(folder: Path, files: Mapping[str, Sequence[str]]) -> None:
+    """Writes the lines of each file of a folder."""
+    for name, lines in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

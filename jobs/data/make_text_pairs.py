@@ -1,9 +1,10 @@
 """Generates training pairs from the titles of `jobs/data/cranfield`, without the judged queries.
 
     python -m jobs.data.make_text_pairs --out out/agc/cranfield
+    python -m jobs.data.make_text_pairs --out out/agc/cranfield_short --words 80 --queries 50
 
 The title of an abstract is a query whose document is the rest of the abstract. The judged queries
-are written separately, for validation.
+are written separately, for validation. `--words` and `--queries` reduce the computation.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Writes documents.jsonl, train.jsonl and judged.jsonl."""
     parser = jobs.parser(__doc__)
     parser.add_argument("--out", default="out/agc/cranfield", help="output folder")
-    folder = Path(absolute(parser.parse_args(arguments).out))
+    parser.add_argument("--words", type=jobs.positive, help="words per document (default: all)")
+    parser.add_argument("--queries", type=jobs.positive, help="judged queries (default: all)")
+    args = parser.parse_args(arguments)
+    folder = Path(absolute(args.out))
     documents, pairs, queries = [], [], {}
     for document_id, title, text in titles():
+        if args.words is not None:
+            text = " ".join(text.split()[: args.words])
         documents.append({"document_id": document_id, "text": text})
         pairs.append({"query": title, "document_id": document_id})
-    for line in (CRANFIELD / "queries.jsonl").read_text("utf-8").splitlines():
+    for line in (CRANFIELD / "queries.jsonl").read_text("utf-8").splitlines()[: args.queries]:
         query = json.loads(line)
         queries[query["_id"]] = query["text"]
     stored = {document["document_id"] for document in documents}
@@ -35,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         judged = [
             {"query": queries[row["query-id"]], "document_id": row["corpus-id"]}
             for row in csv.DictReader(file, delimiter="\t")
-            if int(row["score"]) > 0 and row["corpus-id"] in stored
+            if int(row["score"]) > 0 and row["corpus-id"] in stored and row["query-id"] in queries
         ]
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("documents", documents), ("train", pairs), ("judged", judged)):

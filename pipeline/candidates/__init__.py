@@ -10,9 +10,11 @@ Each module of this package implements one generator.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Generic, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from pipeline.codecs import Codec, Parts
@@ -98,5 +100,53 @@ class Generator(ABC, Generic[ComponentSpecT]):
         return []
 
     @abstractmethod
-    def queries(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Transforms queries, token vectors (M_i, D) float32, for comparison with the codes."""
+    def queries(
+        self, queries: list[torch.Tensor], weights: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Transforms queries for comparison with the codes.
+
+        Args:
+            queries: Token vectors (M_i, D) float32 per query.
+            weights: Weights (M_i,) float32 of the tokens in the MaxSim score, at least 0, or None
+                if all are 1.
+        """
+
+
+class TextGenerator(ABC, Generic[ComponentSpecT]):
+    """Base class of candidate generators that score the texts of items.
+
+    Subclasses define a nested `Spec` whose first field is `name: Literal["..."]`. The code of an
+    item depends only on its text, so that items without a code can be encoded when they are
+    searched.
+
+    Args:
+        spec: Options of the generator.
+        artefact: Result of `fit`.
+    """
+
+    Spec: ClassVar[type[ComponentSpec]]
+    spec: ComponentSpecT
+    #: Arrow type of the column of codes.
+    column_type: ClassVar[pa.DataType]
+
+    def __init__(self, spec: ComponentSpecT, artefact: dict[str, np.ndarray]):
+        self.spec, self.artefact = spec, artefact
+
+    @classmethod
+    @abstractmethod
+    def fit(
+        cls, spec: ComponentSpecT, texts: Iterable[Sequence[str | None]]
+    ) -> dict[str, np.ndarray]:
+        """Computes the statistics of all texts, which are given in batches."""
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str | None]) -> pa.Array:
+        """Returns the codes of texts as an array of `column_type`."""
+
+    @abstractmethod
+    def postings(self, columns: Iterable[pa.Array]) -> Any:
+        """Builds what is searched from the chunks of a column of codes.
+
+        Its method `scores` returns the scores (B,) float32 of all items for the text of a query.
+        They are 0 for items that do not match.
+        """

@@ -116,9 +116,13 @@ class Centroids(Generator["Centroids.Spec"]):
             )
         return [sentence]
 
-    def queries(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the queries unchanged."""
-        return queries
+    def queries(
+        self, queries: list[torch.Tensor], weights: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Multiplies the tokens by their weights, if any."""
+        if weights is None:
+            return queries
+        return [q_MD * w_M.unsqueeze(1) for q_MD, w_M in zip(queries, weights, strict=True)]
 
 
 def distinct(codes: torch.Tensor, lengths_B: torch.Tensor) -> float:

@@ -13,7 +13,9 @@ from pipeline.config import SpecError, TrainedSpec
 from pipeline.tokens import TokenBatch, masked_vectors, normalise
 
 #: Type of the sizes of the layers.
-Size = Annotated[int, Field(ge=1, le=1 << 20)]
+Size = Annotated[int, Field(ge=1, le=1 << 16)]
+#: Maximum number of weights, 1 GiB in float32.
+MAX_WEIGHTS = 1 << 28
 
 
 class SequenceMLP(torch.nn.Module):
@@ -70,6 +72,12 @@ class SeqResize(Compressor["SeqResize.Spec"]):
             if self.sequence_length < self.num_vectors:
                 rule = f"at least num_vectors={self.num_vectors}"
                 raise SpecError("sequence_length", self.sequence_length, rule)
+            inputs = self.sequence_length + self.num_vectors
+            if self.hidden_size * inputs > MAX_WEIGHTS:
+                rule = (
+                    f"at most {MAX_WEIGHTS // inputs} with sequence_length={self.sequence_length}"
+                )
+                raise SpecError("hidden_size", self.hidden_size, f"{rule}, for 2^28 weights")
             return self
 
     assignment_form = None

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,10 @@ from pipeline.tokens import TokenBatch
 
 #: Kinds of queries, with their names in messages.
 QUERY_KINDS = {"text": "a text", "image": "an image", "composed": "a text with an image"}
+#: Slot of a query template that is replaced by the instruction of a task.
+INSTRUCTION_SLOT = "{instruction}"
+#: Instruction of queries without a task.
+DEFAULT_INSTRUCTION = "Retrieve images or text relevant to the user's query."
 
 
 class AttentionInfo(NamedTuple):
@@ -199,6 +203,14 @@ class Encoder(ABC, Generic[ComponentSpecT]):
             SpecError: A text is empty or too long, or the encoder does not support text queries.
         """
 
+    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
+        """Returns the `token_texts` of `encode_queries` without running the model.
+
+        Raises:
+            SpecError: A text is invalid, or the encoder does not support text queries.
+        """
+        raise self._not_read("text")
+
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
         """Encodes image queries. The `query_kinds` of the encoder must contain "image".
 
@@ -225,8 +237,28 @@ class Encoder(ABC, Generic[ComponentSpecT]):
         """
         raise self._not_read("composed")
 
+    def with_instruction(self, instruction: str) -> Self:
+        """Returns the encoder with the instruction of a task in its query template.
+
+        The model is shared. The fingerprint does not change, because it contains the template.
+        Encoders whose template has no slot for an instruction return themselves.
+
+        Args:
+            instruction: Description of what the queries search for.
+        """
+        return self
+
     def _not_read(self, kind: str) -> SpecError:
         return unsupported_query(kind, self.query_kinds(self.spec), type(self).__name__)
+
+
+def fill_template(template: str, instruction: str = DEFAULT_INSTRUCTION) -> str:
+    """Replaces the slot of a query template by an instruction.
+
+    >>> fill_template("Instruct: {instruction} Query: ", "Find a page.")
+    'Instruct: Find a page. Query: '
+    """
+    return template.replace(INSTRUCTION_SLOT, instruction)
 
 
 class Trainable(Encoder[ComponentSpecT]):
@@ -240,6 +272,7 @@ class Trainable(Encoder[ComponentSpecT]):
         appended: Learned tokens that are appended to items. If None, no tokens are appended.
         has_projection: Whether the model has a `projection`, which the field `projection` of the
             spec can replace.
+        head: Trainable layers behind `model` that are not part of it, if any.
         checkpoint_prefix: Prefix of the names of the model's weights in its checkpoint, for models
             that are a submodule of the checkpoint's model.
         lora_target_modules: Pattern of the linear layers that LoRA adapts by default: those of the
@@ -250,6 +283,7 @@ class Trainable(Encoder[ComponentSpecT]):
     device: Any
     appended: AppendedTokens | None = None
     has_projection: ClassVar[bool] = False
+    head: torch.nn.Module | None = None
     checkpoint_prefix: ClassVar[str] = ""
     lora_target_modules: ClassVar[str] = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
 

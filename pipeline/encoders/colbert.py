@@ -144,6 +144,7 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
         super().__init__(spec, device_map)
         layers = load_projection(spec)
         self._projection = torch.nn.Sequential(*layers).to(self.device, self.model.dtype)
+        self.head = self._projection if layers else None
         self.dim = layers[-1].out_features if layers else self.model.config.hidden_size
         usage = Usage.resolve(spec)
         # Resolved values are hashed instead of null. Settings of documents do not affect queries.

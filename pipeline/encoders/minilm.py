@@ -10,6 +10,7 @@ Only the column `text` is encoded. `title` is for display. A null text is treate
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,15 @@ from transformers import MODEL_MAPPING, AutoConfig, AutoTokenizer, PretrainedCon
 from pipeline import config
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
-from pipeline.encoders import AttentionInfo, EncodedQueries, Trainable, batches_by_size
+from pipeline.encoders import (
+    DEFAULT_INSTRUCTION,
+    INSTRUCTION_SLOT,
+    AttentionInfo,
+    EncodedQueries,
+    Trainable,
+    batches_by_size,
+    fill_template,
+)
 from pipeline.encoders.appended import APPENDED, AppendedTokens, AppendedTokensSpec
 from pipeline.encoders.attention import (
     can_record,
@@ -118,7 +127,8 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         attention: Literal["sdpa", "eager"] = "sdpa"
         """Attention implementation."""
         query_prefix: str = ""
-        """Prefix of each query. Its tokens are kept, with kind `PROMPT`."""
+        """Prefix of each query. Its tokens are kept, with kind `PROMPT`. `{instruction}` is
+        replaced with the instruction of the benchmark's task."""
         document_prefix: str = ""
         """Prefix of each item. Its tokens are kept, with kind `PROMPT`."""
 
@@ -147,7 +157,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
     lora_target_modules = r".*layer.*\.(query|key|value|dense|Wqkv|Wi|Wo)"  # of BERT and ModernBERT
 
     def __init__(self, spec: Spec):
-        self.spec = spec
+        self.spec, self._instruction = spec, DEFAULT_INSTRUCTION
         folder = _find_folder(spec, WEIGHTS + SETTINGS)
         _check_folder(spec, folder, with_weights=True)
         self.tokenizer = _load_tokenizer(spec, folder)
@@ -210,12 +220,21 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         Raises:
             SpecError: `texts` is empty, or a query is empty or has no tokens.
         """
+        queries_windows, token_texts = self._read_queries(texts)
+        return EncodedQueries(self._embed(queries_windows), token_texts)
+
+    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
+        """Returns the `token_texts` of `encode_queries` without running the model."""
+        return self._read_queries(texts)[1]
+
+    def _read_queries(self, texts: Sequence[str]) -> tuple[list[list[_Window]], list[list[str]]]:
+        """Returns the windows and the token texts of queries."""
         if not texts:
             raise SpecError("query", [], "at least one text")
         for text in texts:
             if not text.strip():
                 raise SpecError("query", text, "a text with at least one word")
-        queries_windows = self._tokenise(texts, self.spec.query_prefix)
+        queries_windows = self.read_queries(texts)
         token_texts = [
             self._token_texts(text, windows)
             for text, windows in zip(texts, queries_windows, strict=True)
@@ -223,7 +242,15 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         if not all(token_texts):
             text = texts[token_texts.index([])]
             raise SpecError("query", text, "a text with at least one token")
-        return EncodedQueries(self._embed(queries_windows), token_texts)
+        return queries_windows, token_texts
+
+    def with_instruction(self, instruction: str) -> Self:
+        """Returns the encoder with an instruction in the prefix of queries."""
+        if INSTRUCTION_SLOT not in self.spec.query_prefix:
+            return self
+        instructed = copy.copy(self)
+        instructed._instruction = instruction
+        return instructed
 
     def _tokenise_items(self, texts: Sequence[str]) -> list[list[_Window]]:
         """Returns the windows of each item, each followed by the appended tokens, if any."""
@@ -335,7 +362,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
 
     def read_queries(self, texts: Sequence[str]) -> list[list[_Window]]:
         """Returns the windows of each query."""
-        return self._tokenise(texts, self.spec.query_prefix)
+        return self._tokenise(texts, fill_template(self.spec.query_prefix, self._instruction))
 
     def read_items(self, items: Sequence[Mapping[str, Any]]) -> list[list[_Window]]:
         """Returns the windows of each item's text."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 from pydantic import AfterValidator, Field
 
 from pipeline.config import SpecError
+from pipeline.encoders import fill_template
 from pipeline.encoders.appended import AppendedTokensSpec
 from pipeline.encoders.layers import Layers
 from pipeline.encoders.loading import CheckpointSpec
@@ -20,11 +21,9 @@ CHAT = (
     "<|im_start|>assistant\n"
 )
 
-DOCUMENT_PROMPT = CHAT.replace("{instruction}", "Represent the user's input.")
+DOCUMENT_PROMPT = fill_template(CHAT, "Represent the user's input.")
 
-QUERY_PROMPT = CHAT.replace(
-    "{instruction}", "Retrieve images or text relevant to the user's query."
-)
+QUERY_PROMPT = fill_template(CHAT)
 
 #: Placeholder tokens of images and audio in Qwen-VL and Qwen2.5-Omni.
 PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>", "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>")
@@ -82,7 +81,8 @@ class StatesSpec(QwenSpec):
     document_prompt: Prompt = DOCUMENT_PROMPT
     """Prompt of items. `{content}` is replaced with the item."""
     query_prompt: Prompt = QUERY_PROMPT
-    """Prompt of queries. `{content}` is replaced with the query."""
+    """Prompt of queries. `{content}` is replaced with the query, and `{instruction}` or the
+    instruction of the default prompt with that of the benchmark's task."""
     mask_composed: bool = True
     """Drop the image tokens of composed queries (SMART, appendix B). The text tokens have attended
     to them.

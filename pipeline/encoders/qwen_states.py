@@ -18,7 +18,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.encoders import AttentionInfo, EncodedQueries
+from pipeline.encoders import (
+    DEFAULT_INSTRUCTION,
+    AttentionInfo,
+    EncodedQueries,
+    fill_template,
+)
 from pipeline.encoders.images import open_query_image
 from pipeline.encoders.layers import attention_info, check_layers, layer_states, make_bidirectional
 from pipeline.encoders.loading import NOT_IN_FINGERPRINTS, checkpoint_fingerprint
@@ -246,10 +251,16 @@ class StatesReader(QwenReader[StatesSpecT]):
         kind = torch.where(is_pooled, SPECIAL, kind)
         return writer.build(media, keep | is_pooled, kind, is_pooled=is_pooled)
 
+    @property
+    def query_prompt(self) -> str:
+        """Prompt of queries with the instruction, which replaces that of the default prompt."""
+        prompt = fill_template(self.spec.query_prompt, self.instruction)
+        return prompt.replace(DEFAULT_INSTRUCTION, self.instruction)
+
     def read_image_query(self, image: Image.Image) -> tuple[ModelInput, list[str]]:
         """Returns the sequence of an image query."""
         images = [(image, np.nan, np.nan)]
-        return self.with_token_names(self._build(self.spec.query_prompt, "", images))
+        return self.with_token_names(self._build(self.query_prompt, "", images))
 
     def read_text_query(self, text: str) -> tuple[ModelInput, list[str]]:
         """Returns the sequence of a text query."""
@@ -268,7 +279,7 @@ class StatesReader(QwenReader[StatesSpecT]):
 
     def _read_query(self, *read: Any, **options: Any) -> ModelInput:
         try:
-            return self._build(self.spec.query_prompt, *read, **options)
+            return self._build(self.query_prompt, *read, **options)
         except Unreadable as error:
             raise SpecError(
                 "query", read[0], "a readable input", note=f" ({error.detail})"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, Self
 
 import pyarrow as pa
 import torch
 from PIL import Image
 
 from pipeline.config import SpecError
+from pipeline.encoders import DEFAULT_INSTRUCTION
 from pipeline.encoders.loading import CheckpointSpecT
 from pipeline.encoders.model_inputs import ModelInput, pack
 from pipeline.schema import PAYLOAD
@@ -26,9 +28,16 @@ class Reader(ABC, Generic[CheckpointSpecT]):
     """Base class of the preprocessing of a model family."""
 
     processor: Any  # processor of transformers, saved with a trained model
+    instruction = DEFAULT_INSTRUCTION
 
     def __init__(self, spec: CheckpointSpecT):
         self.spec = spec
+
+    def with_instruction(self, instruction: str) -> Self:
+        """Returns the reader with another instruction in the template of queries."""
+        instructed = copy.copy(self)
+        instructed.instruction = instruction
+        return instructed
 
     def save(self, folder: Path) -> None:
         """Saves the preprocessing files with a trained model."""

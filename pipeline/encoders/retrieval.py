@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.encoders import AttentionInfo
+from pipeline.encoders import AttentionInfo, fill_template
 from pipeline.encoders.appended import AppendedTokensSpec
 from pipeline.encoders.images import item_images
 from pipeline.encoders.layers import attention_info
@@ -50,7 +50,8 @@ class RetrievalSpec(AppendedTokensSpec, CheckpointSpec):
     """Settings of query formatting and of the projection."""
 
     query_prefix: str | None = None
-    """Prefix of each query. If null, the checkpoint's prefix is used."""
+    """Prefix of each query. If null, the checkpoint's prefix is used. `{instruction}` is replaced
+    with the instruction of the benchmark's task."""
     num_augmentation: int = Field(10, ge=0)
     """Number of augmentation tokens appended to each query, whose vectors contribute to MaxSim."""
     projection: str | None = None
@@ -223,7 +224,8 @@ class RetrievalReader(Reader[RetrievalSpecT]):
         processor, (start, end) = self.processor, self.query_affixes
         augmentation = processor.query_augmentation_token * self.spec.num_augmentation
         tokenizer = processor.tokenizer
-        ids = ids_between(tokenizer, start + processor.query_prefix, text, augmentation + end)
+        prefix = fill_template(processor.query_prefix, self.instruction)
+        ids = ids_between(tokenizer, start + prefix, text, augmentation + end)
         if len(ids) > self.max_positions:
             rule = f"a text of at most {self.max_positions} tokens with the prompt"
             raise SpecError("query", text, rule, f"has {len(ids)} tokens")

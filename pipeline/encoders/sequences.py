@@ -7,12 +7,13 @@ of the GPU. A `SequenceEncoder` runs the model over batches of those inputs.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -161,18 +162,31 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
 
     # -- queries -----------------------------------------------------------------------------------
 
+    def with_instruction(self, instruction: str) -> Self:
+        """Returns the encoder with an instruction in its query template, if it has a slot."""
+        instructed = copy.copy(self)
+        instructed.__dict__["_reader"] = self._reader.with_instruction(instruction)
+        return instructed
+
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
         """Encodes query texts, in order.
 
         Raises:
             SpecError: `texts` is empty, or a query is empty or too long.
         """
+        return self._encode_inputs(self._read_texts(texts))
+
+    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
+        """Returns the `token_texts` of `encode_queries` without running the model."""
+        return [names for _, names in self._read_texts(texts)]
+
+    def _read_texts(self, texts: Sequence[str]) -> list[tuple[ModelInput, list[str]]]:
         if not texts:
             raise SpecError("query", [], "at least one text")
         for text in texts:
             if not text.strip():
                 raise SpecError("query", text, "a text with at least one word")
-        return self._encode_inputs([self._reader.read_text_query(text) for text in texts])
+        return [self._reader.read_text_query(text) for text in texts]
 
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
         """Encodes image queries, in order.

@@ -14,10 +14,11 @@ The frozen encoder can be any encoder. Training with `trains: adapter` writes th
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -238,9 +239,19 @@ class Smart(Encoder["Smart.Spec"]):
     def _adapt_queries(self, encoded: EncodedQueries) -> EncodedQueries:
         return dataclasses.replace(encoded, tokens=self._adapt(encoded.tokens))
 
+    def with_instruction(self, instruction: str) -> Self:
+        """Returns the encoder with an instruction in the query template of the inner encoder."""
+        instructed = copy.copy(self)
+        instructed._inner = self._inner.with_instruction(instruction)
+        return instructed
+
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
         """Encodes query texts, in order."""
         return self._adapt_queries(self._inner.encode_queries(texts))
+
+    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
+        """Returns the token texts of the frozen encoder."""
+        return self._inner.query_token_texts(texts)
 
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
         """Encodes image queries, in order."""

@@ -6,9 +6,10 @@ the default recognisers. A photo without text cannot be indexed.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -157,6 +158,12 @@ class Transcript(Encoder["Transcript.Spec"]):
             has_words = is_word.any(dim=1)
             yield rows, dataclasses.replace(batch, mask=batch.mask & has_words.unsqueeze(1))
 
+    def with_instruction(self, instruction: str) -> Self:
+        """Returns the encoder with an instruction in the query template of the inner encoder."""
+        instructed = copy.copy(self)
+        instructed._minilm = self._minilm.with_instruction(instruction)
+        return instructed
+
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
         """Encodes query texts with MiniLM, in order.
 
@@ -164,6 +171,10 @@ class Transcript(Encoder["Transcript.Spec"]):
             SpecError: `texts` is empty, or a query is empty or has no tokens.
         """
         return self._minilm.encode_queries(texts)
+
+    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
+        """Returns the token texts of MiniLM."""
+        return self._minilm.query_token_texts(texts)
 
 
 def _recognisers(spec: Transcript.Spec) -> list[tuple[str, config.ComponentSpec]]:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import numpy as np
 
-from pipeline.config import ComponentSpec, ComponentSpecT
+from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
+from pipeline.schema import Composed
+
+Box = Sequence[float]
+
+
+class Phrase(NamedTuple):
+    """Phrase in an item, and its boxes x0 y0 x1 y1 in [0, 1]."""
+
+    item_id: str
+    text: str
+    boxes: list[Box]
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,14 @@ class JudgedQueries:
         num_without_text: Number of judged query ids left out because they have no text or vectors.
         categories: Query ids of each category, by field of the queries, such as `language`.
         vectors: Token vectors (M_i, D) by query id, or None to encode the texts.
+        images: Image files by query id, or None. A query with a text and an image is composed.
+            See `query_images.ImageFiles` for files that are read when they are needed.
+        pools: Candidate pools: ids of the documents that are ranked, by query id, or None to rank
+            all documents. See `pools`.
+        instruction: Instruction of the task, for encoders whose query template contains one.
+        measure: Main metric, by its ir-measures name, or None for the default.
+        ignore_query_id: Whether the document with the id of the query is removed from its ranking.
+        skip_first: Whether the first document of each ranking is removed. It is the query itself.
     """
 
     queries: dict[str, str]
@@ -32,11 +53,68 @@ class JudgedQueries:
     num_without_text: int
     categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     vectors: dict[str, np.ndarray] | None = None
+    images: Mapping[str, bytes] | None = None
+    pools: Mapping[str, Sequence[str]] | None = None
+    instruction: str | None = None
+    measure: str | None = None
+    ignore_query_id: bool = False
+    skip_first: bool = False
 
     @property
     def has_texts(self) -> bool:
         """True if the queries have texts."""
         return any(self.queries.values())
+
+    def inputs(self, query_ids: Iterable[str]) -> Iterator[str | bytes | Composed]:
+        """Yields the inputs of the query encoder for some of the queries. Images are read."""
+        for query_id in query_ids:
+            text = self.queries[query_id]
+            image = None if self.images is None else self.images.get(query_id)
+            yield text if image is None else Composed(text, image) if text else image
+
+    def remove_queries(self, query_id: str, scores: dict[str, float]) -> dict[str, float]:
+        """Removes documents that are the query itself from a ranking, see the attributes.
+
+        They are not replaced, as in mteb: the number of hits includes them.
+
+        Args:
+            query_id: Id of the query.
+            scores: Scores by document id, best first.
+        """
+        documents = list(scores)[self.skip_first :]
+        return {d: scores[d] for d in documents if not (self.ignore_query_id and d == query_id)}
+
+    def options(self) -> dict[str, Any]:
+        """Returns everything besides texts and judgments that affects rankings, for cache keys."""
+        options: dict[str, Any] = {
+            "pools": self.pools,
+            "instruction": self.instruction,
+            "ignore_query_id": self.ignore_query_id,
+            "skip_first": self.skip_first,
+        }
+        if self.images is not None:
+            hashes = {q: hashlib.blake2b(data).hexdigest() for q, data in self.images.items()}
+            options["images"] = hashes
+        return {name: value for name, value in options.items() if value}
+
+
+@dataclass(frozen=True)
+class BenchmarkRow:
+    """Rankings of one row of an evaluation.
+
+    Attributes:
+        name: Name of the row.
+        fingerprint: Fingerprint of the encoder, or empty without one.
+        rankings: Scores by document id, best first, by query id.
+        k: Maximum number of documents per query.
+        seconds: Time for ranking all queries.
+    """
+
+    name: str
+    fingerprint: str
+    rankings: Mapping[str, Mapping[str, float]]
+    k: int
+    seconds: float
 
 
 class Benchmark(ABC, Generic[ComponentSpecT]):
@@ -54,3 +132,25 @@ class Benchmark(ABC, Generic[ComponentSpecT]):
         Raises:
             SpecError: A file is missing or malformed.
         """
+
+    def phrases(self) -> list[Phrase]:
+        """Loads phrases with bounding boxes, which measure grounding.
+
+        Raises:
+            SpecError: A file is missing or malformed, or the benchmark has no boxes.
+        """
+        rule = "a file of phrases or a mapping to generate them"
+        problem = f"needs boxes, which the benchmark {self.spec.name} does not contain"
+        raise SpecError("grounding", "benchmark", rule, problem)
+
+    def write_result(self, folder: str, row: BenchmarkRow) -> str | None:
+        """Writes the result of a row in the official format of the benchmark, if there is one.
+
+        Args:
+            folder: Output folder of the evaluation.
+            row: Rankings of the row.
+
+        Returns:
+            The path of the file, or None.
+        """
+        return None

@@ -40,6 +40,7 @@ class CachedResult(CacheEntry):
     queries_per_second: float
     median_ms: float
     p95_ms: float
+    maxsim_ops: float = 0.0  # unknown in the entries of earlier versions
 
 
 class CachedDiagnosis(CacheEntry):

@@ -17,22 +17,23 @@ import numpy as np
 from pipeline import extras
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, dump
-from pipeline.eval import JudgedQueries, bm25
+from pipeline.eval import BenchmarkRow, JudgedQueries, Phrase, bm25
 from pipeline.eval.cache import Cache, CachedDiagnosis, CachedGrounding, CachedResult, cache_key
 from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.document_categories import queries_by_document_category
 from pipeline.eval.example_selection import DrawHit, build_examples, compared_rows, select_queries
 from pipeline.eval.examples import Examples
 from pipeline.eval.grounding import (
+    BENCHMARK_PHRASES,
     GeneratedPhrases,
     Grounder,
-    Phrase,
     check_phrases,
     generate_phrases,
+    indexed_phrases,
     read_phrases,
 )
 from pipeline.eval.level import judged_level
-from pipeline.eval.metrics import write_run
+from pipeline.eval.metrics import MDR, parse_measure, write_run
 from pipeline.eval.plan import Candidates, Row, planned_rows
 from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
@@ -52,6 +53,7 @@ from pipeline.index.fitting import load_fit_sample
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
 from pipeline.registry import BENCHMARKS, COMPRESSORS
+from pipeline.search.fusion import FUSED
 from pipeline.search.searcher import Searcher, open_index
 from pipeline.version import __version__
 
@@ -77,8 +79,10 @@ def run(
     check_writable(spec.output, "output")
     if spec.bm25:
         extras.require("bm25s", "Stemmer")
-    judged = BENCHMARKS.build(spec.benchmark).load()
-    if spec.rerank and not judged.has_texts:
+    benchmark = BENCHMARKS.build(spec.benchmark)
+    judged = benchmark.load()
+    spec = _with_main_measure(spec, judged)
+    if spec.rerank and judged.vectors is not None and not judged.has_texts:
         problem = f"needs texts, which the benchmark {spec.benchmark.name} does not contain"
         raise SpecError("rerank", spec.rerank[0].row, "absent", problem)
     searcher = open_index(spec.index)
@@ -105,14 +109,17 @@ def run(
         document_categories = queries_by_document_category(
             searcher.index, judged, spec.document_categories, spec.judged, spec.filter
         )
-    phrases = _phrases(spec, searcher, plan)
+    phrases = _phrases(spec, searcher, plan, notes)
     if isinstance(spec.grounding, GeneratedPhrases) and len(phrases) < spec.grounding.num_phrases:
         notes.append(f"grounding: {len(phrases)} phrases found in the texts of the items")
         report(notes[-1])
     grounder = Grounder(searcher, phrases)
 
     samples = _Samples(searcher.index, spec.filter)
-    headline = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
+    headline = judged.measure
+    if headline is None:
+        headline = next(name for name in spec.measures if name != MDR)
+        headline = "nDCG@10" if "nDCG@10" in spec.measures else headline
     cache = Cache(spec.output)
     results, keys = [], {}
     for number, row in enumerate(plan, start=1):
@@ -124,6 +131,10 @@ def run(
             cache.write(key, entry)
             speed = f"{entry.queries_per_second:,.0f} queries/s"
         result = replace(_result(searcher, row, entry), weights=ranker.weights(row.score))
+        if row.score == FUSED:
+            maxsim = row._replace(score="maxsim")
+            first_stage = f"{row.representation}.maxsim" if maxsim in plan else ""
+            result = replace(result, fusion=dump(spec.fusion), first_stage=first_stage)
         if row.rerank is not None:
             result = _reranked(result, row.rerank)
         if row.candidates is not None:
@@ -135,12 +146,21 @@ def run(
         if phrases and result.score == "maxsim":
             metrics = _grounding(searcher.index, grounder, phrases, row.representation, cache)
             result = replace(result, grounding=metrics)
-        if result.score in ("maxsim", "hybrid"):
+        if result.score in ("maxsim", "hybrid", FUSED):
             result = replace(result, fit_sample=samples.fit_sample(row.representation))
         results.append(result)
         keys[result.name] = key
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
         write_run(run_file, entry.rankings, result.name)
+        num_queries = len(entry.rankings)
+        official = BenchmarkRow(
+            result.name,
+            result.encoder,
+            entry.rankings,
+            spec.k,
+            num_queries / entry.queries_per_second,
+        )
+        benchmark.write_result(spec.output, official)
         quality = f"{headline} {result.means[headline]:.4f}"
         report(f"[{number}/{len(plan)}] {result.name}  {quality}  {speed}")
 
@@ -162,6 +182,21 @@ def run(
     )
     examples = _examples(evaluation, judged, searcher, ranker, cache, keys, draw_hit)
     return replace(evaluation, examples=examples.examples)
+
+
+def _with_main_measure(spec: EvaluateSpec, judged: JudgedQueries) -> EvaluateSpec:
+    """Adds the main metric of the benchmark to the metrics of an evaluation.
+
+    Raises:
+        SpecError: The metric needs more hits per query.
+    """
+    if judged.measure is None:
+        return spec
+    cutoff = parse_measure(judged.measure).params.get("cutoff", 0)
+    if cutoff > spec.k:
+        raise SpecError("k", spec.k, f"at least {cutoff} for {judged.measure}, the main metric")
+    measures = list(dict.fromkeys([judged.measure, *spec.measures]))
+    return spec.model_copy(update={"measures": measures})
 
 
 class _Samples:
@@ -202,8 +237,12 @@ def _diagnosis(ranker: Ranker, representation: str, cache: Cache) -> Diagnosis:
     return entry.diagnosis
 
 
-def _phrases(spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row]) -> list[Phrase]:
-    """Returns the phrases for grounding, or None if the spec does not request grounding.
+def _phrases(
+    spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row], notes: list[str]
+) -> list[Phrase]:
+    """Returns the phrases for grounding, or none if the spec does not request grounding.
+
+    Phrases of the benchmark are restricted to the items of the index, which a note reports.
 
     Raises:
         SpecError: The phrases are invalid, or their items are missing or have no regions.
@@ -213,7 +252,15 @@ def _phrases(spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row]) -> lis
     names = [row.representation for row in plan if row.score == "maxsim"]
     if isinstance(spec.grounding, GeneratedPhrases):
         return generate_phrases(spec.grounding, searcher.index, names, spec.filter)
-    phrases = read_phrases(spec.grounding)
+    if spec.grounding == BENCHMARK_PHRASES:
+        phrases = BENCHMARKS.build(spec.benchmark).phrases()
+        indexed = indexed_phrases(phrases, searcher.index, spec.filter)
+        if len(indexed) < len(phrases):
+            number = f"{len(phrases) - len(indexed)} of {len(phrases)} phrases"
+            notes.append(f"grounding: the items of {number} are not in the index")
+        phrases = indexed
+    else:
+        phrases = read_phrases(spec.grounding)
     check_phrases(phrases, searcher.index, names)
     return phrases
 
@@ -430,12 +477,28 @@ def _benchmark_notes(spec: EvaluateSpec, judged: JudgedQueries, index: Index) ->
     if not relevant:
         rule = "a benchmark with a grade above 0 for at least one query"
         raise SpecError("benchmark", spec.benchmark.name, rule, "has no relevant document")
+    if judged.pools is not None:
+        sizes = [len(pool) for pool in judged.pools.values()]
+        yield f"each query ranks a candidate pool of {_range(sizes)} documents"
     num_without = sum(max(grades.values(), default=0) <= 0 for grades in judged.qrels.values())
     if num_without:
         yield f"{num_without} queries have no relevant document and score 0 in every row"
+    pooled = {document for pool in (judged.pools or {}).values() for document in pool}
     indexed = set()
     column = f"{spec.judged}_id"
     for batch in index.batches([column], filter=spec.filter):
-        indexed |= relevant & set(batch[column].to_pylist())
-    if missing := len(relevant) - len(indexed):
+        indexed |= (relevant | pooled) & set(batch[column].to_pylist())
+    if missing := len(relevant) - len(relevant & indexed):
         yield f"{missing} of {len(relevant)} relevant documents are not in the index"
+    if missing := len(pooled) - len(pooled & indexed):
+        yield f"{missing} of {len(pooled)} documents of the pools are not in the index"
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """Formats the range of numbers.
+
+    >>> _range([10, 10]), _range([2, 1000])
+    ('10', '2 to 1,000')
+    """
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"

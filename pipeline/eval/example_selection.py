@@ -95,7 +95,8 @@ def build_examples(
         chosen: Ids of the selected queries, with the reason of each.
         hits: Best hits of each selected query, by the name of a compared row.
         rankings: Scores by document id, best first, by row name and query id.
-        draw_hit: Function that draws the best hit of each compared row. If None, nothing is drawn.
+        draw_hit: Function that draws the best hit of each compared row for a text query. If None,
+            nothing is drawn.
     """
     id_column = f"{evaluation.spec['judged']}_id"
     best_grades = {
@@ -107,13 +108,14 @@ def build_examples(
     examples = []
     for i, (query_id, reason) in enumerate(chosen.items()):
         query, grades = judged.queries[query_id], judged.qrels[query_id]
+        has_image = judged.images is not None and query_id in judged.images
         ranks = {name: _ranks(rankings[name][query_id]) for name in hits}
         found: dict[str, list[Document]] = {}
         for name, row_hits in hits.items():
             found[name] = []
             for hit in row_hits[i]:
                 images = []
-                if draw_hit is not None and hit.rank == 1:
+                if draw_hit is not None and hit.rank == 1 and not has_image:
                     images = draw_hit(searcher, query, hit, evaluation.row(name).representation)
                 text = getattr(hit, id_column), hit.title or "", _best_passage(hit)
                 found[name].append(_document(*text, grades, ranks, images))

@@ -19,6 +19,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from pipeline.config import Spec, SpecError
 from pipeline.encoders import EncodedQueries
+from pipeline.eval import Box, Phrase
 from pipeline.eval.topics import read_lines
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index, combine_filters
@@ -34,7 +35,8 @@ EPSILON = 1e-6
 #: Number of positions in the text that are tried per phrase.
 ATTEMPTS_PER_PHRASE = 20
 
-Box = Sequence[float]
+#: Value of the spec field `grounding` that selects the phrases of the benchmark.
+BENCHMARK_PHRASES = "benchmark"
 
 
 class GeneratedPhrases(Spec):
@@ -46,14 +48,6 @@ class GeneratedPhrases(Spec):
     """Number of words per phrase."""
     seed: NonNegativeInt = 0
     """Seed of the random selection."""
-
-
-class Phrase(NamedTuple):
-    """Phrase in an item, and its boxes x0 y0 x1 y1 in [0, 1]."""
-
-    item_id: str
-    text: str
-    boxes: list[Box]
 
 
 class GroundingMetrics(NamedTuple):
@@ -179,6 +173,28 @@ def read_phrases(path: str) -> list[Phrase]:
     if not phrases:
         raise SpecError("grounding", path, "a file with at least one phrase", "is empty")
     return phrases
+
+
+def indexed_phrases(phrases: Sequence[Phrase], index: Index, filter: str | None) -> list[Phrase]:
+    """Returns the phrases whose items are in the index.
+
+    Args:
+        phrases: Phrases of a benchmark.
+        index: Index of the items.
+        filter: SQL condition on the items, or None for all of them.
+
+    Raises:
+        SpecError: None of the items is in the index.
+    """
+    wanted = {phrase.item_id for phrase in phrases}
+    found: set[str] = set()
+    for batch in index.batches(["item_id"], filter=filter):
+        found |= wanted & set(batch["item_id"].to_pylist())
+    selected = [phrase for phrase in phrases if phrase.item_id in found]
+    if not selected:
+        problem = f"has none of its {len(wanted):,} items with boxes in the index"
+        raise SpecError("grounding", BENCHMARK_PHRASES, "a benchmark of the indexed items", problem)
+    return selected
 
 
 def check_phrases(phrases: Sequence[Phrase], index: Index, names: Sequence[str]) -> None:

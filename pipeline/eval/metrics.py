@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
@@ -32,13 +33,26 @@ PROVIDERS = FallbackProvider(
 )
 
 
+#: Median rank of the first relevant document (MdR), which ir-measures does not have. It is not a
+#: mean, and lower is better.
+MDR = "MdR"
+
+
+class _MedianRank(ir_measures.measures.Measure):
+    """Median over the queries of the rank of the first relevant document."""
+
+    NAME = __name__ = MDR
+
+
 def parse_measure(name: str) -> ir_measures.Measure:
     """Returns the metric of a name.
 
     Raises:
         SpecError: The metric does not exist, or cannot be computed with these parameters.
     """
-    rule = f"an ir-measures name such as {', '.join(DEFAULT_MEASURES)}"
+    if name == MDR:
+        return _MedianRank()
+    rule = f"{MDR} or an ir-measures name such as {', '.join(DEFAULT_MEASURES)}"
     try:
         measure = ir_measures.parse_measure(name)
         measure.validate_params()
@@ -56,8 +70,9 @@ def per_query(
 ) -> dict[str, dict[str, float]]:
     """Computes the metrics of each judged query as `{query id: {metric: value}}`.
 
-    The metrics of a judged query are 0 if the run does not contain it. Queries without judgments
-    are ignored. Negative grades are treated as 0.
+    The metrics of a judged query are 0 if the run does not contain it. In MdR, a relevant document
+    that was not found has the rank after the last rank of the longest ranking. Queries without
+    judgments are ignored. Negative grades are treated as 0.
 
     >>> per_query({"q": {"a": 2.0, "b": 1.0}}, {"q": {"b": 1}, "r": {"c": 1}}, ["RR@10"])
     {'q': {'RR@10': 0.5}, 'r': {'RR@10': 0.0}}
@@ -70,7 +85,9 @@ def per_query(
     values = {query_id: dict.fromkeys(measures, 0.0) for query_id in qrels}
     for name in measures:
         measure = parse_measure(name)
-        if compute := BUILT_IN.get(measure.NAME or ""):
+        if name == MDR:
+            found = _first_ranks(rankings, graded)
+        elif compute := BUILT_IN.get(measure.NAME or ""):
             found = {q: compute(order, graded[q], measure) for q, order in rankings.items()}
         else:
             found = _provided(rankings, graded, measure)
@@ -153,6 +170,19 @@ def _reciprocal_rank(order: Sequence[str], grades: Grades, measure: ir_measures.
     return 0.0
 
 
+def _first_ranks(
+    rankings: Mapping[str, Sequence[str]], graded: Mapping[str, Grades]
+) -> dict[str, float]:
+    """Returns the rank of the first relevant document of each query."""
+    last = max(map(len, rankings.values()), default=0)
+    found = {}
+    for query_id, grades in graded.items():
+        order = rankings.get(query_id, ())
+        ranks = (rank for rank, d in enumerate(order, start=1) if grades.get(d, 0) > 0)
+        found[query_id] = float(next(ranks, last + 1))
+    return found
+
+
 def _truncated(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) -> Sequence[str]:
     """Returns the part of a ranking that a metric takes into account."""
     if measure["judged_only"]:
@@ -170,13 +200,18 @@ BUILT_IN: dict[str, Any] = {"nDCG": _ndcg, "RR": _reciprocal_rank}
 
 
 def means(values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean of each metric over the queries.
+    """Returns the mean of each metric over the queries, and the median of MdR.
 
-    >>> means({"q": {"RR@10": 0.5}, "r": {"RR@10": 0.0}})
-    {'RR@10': 0.25}
+    >>> means({"q": {"RR@10": 0.5, "MdR": 2.0}, "r": {"RR@10": 0.0, "MdR": 5.0}})
+    {'RR@10': 0.25, 'MdR': 3.5}
     """
     rows = list(values.values())
-    return {name: sum(row[name] for row in rows) / len(rows) for name in (rows[0] if rows else ())}
+    return {
+        name: statistics.median(row[name] for row in rows)
+        if name == MDR
+        else sum(row[name] for row in rows) / len(rows)
+        for name in (rows[0] if rows else ())
+    }
 
 
 def write_run(uri: str, run: Run | Iterable[tuple[str, Mapping[str, float]]], tag: str) -> None:

@@ -9,8 +9,10 @@ from pipeline.config import SpecError, within
 from pipeline.eval.results import SINGLE_VECTOR
 from pipeline.eval.spec import CandidatesSpec, EvaluateSpec, RerankSpec
 from pipeline.index.reader import Index, combine_filters
-from pipeline.scores import SCORES, Score
-from pipeline.search.candidates import generator_column
+from pipeline.scores import VECTOR_SCORES, Score
+from pipeline.search.candidates import generator_columns
+from pipeline.search.fusion import FUSED
+from pipeline.search.options import SearchOptions
 from pipeline.search.searcher import Searcher
 
 
@@ -47,17 +49,22 @@ def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
         )
     infos = [searcher.representation(name) for name in names]
     for info in infos:
-        single_scores = [score for score in spec.scores if score != "maxsim"]
+        single_scores = [score for score in spec.scores if score not in ("maxsim", FUSED)]
         if single_scores and info.pooled_column is None:
             problem = f"needs the single vectors that {info.name} lacks"
             raise SpecError("scores", single_scores[0], "maxsim", problem)
-    scores = spec.scores or SCORES
+        if FUSED in spec.scores:
+            try:
+                SearchOptions(info.name, score=FUSED).resolve(searcher.index)
+            except SpecError as error:
+                raise error.at("scores") from None
+    scores = spec.scores or VECTOR_SCORES
     if SINGLE_VECTOR in scores:
         by_column = {info.pooled_column: info.name for info in infos if info.pooled_column}
         yield from (Row(name, SINGLE_VECTOR) for name in by_column.values())
     for info in infos:
         for score in scores:
-            if score != SINGLE_VECTOR and (score == "maxsim" or info.pooled_column):
+            if score != SINGLE_VECTOR and (score in ("maxsim", FUSED) or info.pooled_column):
                 yield Row(info.name, score)
     for number, candidates in enumerate(spec.candidates):
         yield from _candidates_rows(candidates, number, searcher, names, spec.scores)
@@ -86,7 +93,7 @@ def _candidates_rows(
             problem = "needs the score maxsim, which is not evaluated"
             raise SpecError("generator", spec.generator, "used with the score maxsim", problem)
         try:
-            generator_column(searcher.index, searcher.representation(name), spec.generator)
+            generator_columns(searcher.index, searcher.representation(name), spec.generator)
         except SpecError as error:
             raise error.at("generator") from None
     for num_candidates in spec.num_candidates:

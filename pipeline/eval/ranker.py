@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from pipeline.config import SpecError, digest
+from pipeline.config import SpecError, digest, dump
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import JudgedQueries, bm25
 from pipeline.eval.cache import CachedResult, cache_key
@@ -19,6 +20,8 @@ from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.example_selection import NUM_HITS
 from pipeline.eval.metrics import per_query
 from pipeline.eval.plan import Row
+from pipeline.eval.pools import Pool, map_by_pool
+from pipeline.eval.query_images import encode_all
 from pipeline.eval.results import BM25, SINGLE_VECTOR, SIZES, Result
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.eval.topics import judged_query_vectors
@@ -28,13 +31,18 @@ from pipeline.index.reader import Index
 from pipeline.index.status import representation_stats, rerank_token_stats
 from pipeline.schema import ITEM, Hit
 from pipeline.scores import RENAMED
-from pipeline.search.candidates import EXACT, generator_column
+from pipeline.search.candidates import BM25 as BM25_GENERATOR
+from pipeline.search.candidates import EXACT, generator_columns
+from pipeline.search.fusion import FUSED
 from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
+from pipeline.search.query import Queries
 from pipeline.search.searcher import Searcher
+from pipeline.search.token_weights import check_token_frequencies
 
 if TYPE_CHECKING:
     from pipeline.search.rerank import Reranker
 
+T = TypeVar("T")
 AnyQueries = EncodedQueries | list[np.ndarray]
 #: Number of queries that are scored one at a time to measure latency.
 NUM_TIMED_QUERIES = 50
@@ -54,7 +62,9 @@ class Ranker:
         self._diagnoser: Diagnoser | None = None
         self._rerankers: dict[str, Reranker] = {}
         self._loaded: dict[tuple[str, str | None], Reranker] = {}  # by model and precision
-        self.judgments = digest([judged.queries, judged.qrels, spec.judged])
+        options = judged.options()
+        judgments = [judged.queries, judged.qrels, spec.judged, *([options] if options else [])]
+        self.judgments = digest(judgments)
 
     def key(self, row: Row) -> str:
         """Computes the cache key of `measure`, which is a hash of everything that it depends on."""
@@ -75,8 +85,11 @@ class Ranker:
                 "vectors": self._vectors_hash,
             }
             if row.candidates is not None:
-                codes = index.content_key([self._codes_column(row)])
+                codes = index.content_key(self._codes_columns(row))
                 dependencies["candidates"] = [codes, *row.candidates]
+            if row.score == FUSED:
+                codes = index.content_key(self._bm25_columns(row))
+                dependencies["fusion"] = [codes, dump(self._spec.fusion)]
             if info.max_vectors is not None and row.score != SINGLE_VECTOR:
                 dependencies["max_vectors"] = info.max_vectors
         return cache_key(
@@ -88,6 +101,7 @@ class Ranker:
             **({"where": self._spec.filter} if self._spec.filter else {}),
             **({"weights": weights} if (weights := self.weights(row.score)) else {}),
             **({"rerank": self._rerank_key(row.rerank)} if row.rerank else {}),
+            **({"idf": self._idf_key(row)} if self._idf_power(row.score) else {}),
         )
 
     def reranker(self, spec: RerankSpec) -> Reranker:
@@ -112,7 +126,10 @@ class Ranker:
 
             try:
                 reranker = Reranker(spec.model, precision=spec.precision)
-                reranker.check(self._searcher.index, list(self._judged.queries.values()))
+                first = [next(self._judged.inputs(self._judged.queries))]
+                texts = list(self._judged.queries.values())
+                queries = texts if self._judged.images is None else first
+                reranker.check(self._searcher.index, queries)
             except SpecError as error:
                 field = f"rerank[{self._spec.rerank.index(spec)}].model"
                 raise error.at(field) from None
@@ -131,6 +148,17 @@ class Ranker:
         """Returns the weights of the hybrid score, or None if they are equal."""
         weighted = score == "hybrid" and self._spec.weights != EQUAL_WEIGHTS
         return list(self._spec.weights) if weighted else None
+
+    def _idf_power(self, score: str) -> float | None:
+        """Returns the power of the weights of query tokens, or None without weights."""
+        return None if score in (BM25, SINGLE_VECTOR) else self._spec.idf_power
+
+    def _idf_key(self, row: Row) -> list[Any]:
+        """Returns everything on which the weights of query tokens depend."""
+        index, power = self._searcher.index, self._spec.idf_power
+        info = index.representation(row.representation)
+        assert power is not None
+        return [check_token_frequencies(index, info, power), power]
 
     def diagnosis_key(self, representation: str) -> str:
         """Returns the cache key of `diagnosis`."""
@@ -180,7 +208,10 @@ class Ranker:
             query_start = time.perf_counter()
             rank([number])
             latencies_ms.append(1000 * (time.perf_counter() - query_start))
-        rankings = dict(zip(self._judged.queries, ranked, strict=True))
+        rankings = {
+            query_id: self._judged.remove_queries(query_id, scores)
+            for query_id, scores in zip(self._judged.queries, ranked, strict=True)
+        }
         return CachedResult(
             rankings=rankings,
             values=per_query(rankings, self._judged.qrels, self._spec.measures),
@@ -188,23 +219,51 @@ class Ranker:
             queries_per_second=len(all_queries) / seconds,
             median_ms=float(np.median(latencies_ms)),
             p95_ms=float(np.percentile(latencies_ms, 95)),
+            maxsim_ops=self._maxsim_ops(row),
         )
 
-    def _codes_column(self, row: Row) -> str:
-        """Returns the column of the generator of a row."""
+    def _maxsim_ops(self, row: Row) -> float:
+        """Counts the similarities of query tokens and vectors. See `Result.maxsim_ops`."""
+        is_exact = row.rerank is None and row.candidates is None
+        if row.score not in ("maxsim", "hybrid") or not is_exact:
+            return 0.0
+        name = row.representation
+        lengths = self._searcher.packed(name).lengths.cpu().numpy()
+
+        def count(numbers: Sequence[int], pool: Pool) -> list[int]:
+            options = SearchOptions.from_keywords(
+                name, filter=self._spec.filter, **self._restriction(pool)
+            )
+            rows = self._searcher.items.select(options)
+            num_vectors = int((lengths if rows is None else lengths[rows]).sum())
+            tokens = self._searcher.queries(self._queries(name, numbers), name).tokens
+            return [len(query) * num_vectors for query in tokens]
+
+        return float(sum(self._by_pool(count, range(len(self._judged.queries)))))
+
+    def _codes_columns(self, row: Row) -> list[str]:
+        """Returns the columns of the generators of a row."""
         assert row.candidates is not None
         info = self._searcher.representation(row.representation)
-        return generator_column(self._searcher.index, info, row.candidates.generator)
+        columns = generator_columns(self._searcher.index, info, row.candidates.generator)
+        return list(columns.values())
+
+    def _bm25_columns(self, row: Row) -> list[str]:
+        """Returns the column of the codes of BM25."""
+        info = self._searcher.representation(row.representation)
+        columns = generator_columns(self._searcher.index, info, BM25_GENERATOR)
+        return list(columns.values())
 
     def _row_sizes(self, row: Row) -> dict[str, float]:
         """Computes the bytes per item that a row reads, including the tokens of a reranker."""
         index, filter = self._searcher.index, self._spec.filter
         sizes = _sizes(index, row, filter)
-        if row.candidates is not None:
-            codes = self._searcher.scorer.packed(self._codes_column(row))
-            num_codes = codes.num_vectors / max(len(codes), 1)
+        columns = [] if row.candidates is None else self._codes_columns(row)
+        columns += self._bm25_columns(row) if row.score == FUSED else []
+        for column in columns:
+            code_bytes = self._searcher.scorer.code_bytes(column)
             for name in ("vector_bytes", "all_bytes"):
-                sizes[name] += num_codes * codes.codec.token_bytes(codes.dim)
+                sizes[name] += code_bytes
         if row.rerank is not None:
             tokens = rerank_token_stats(index, filter)
             assert tokens is not None, "the reranker was checked against the index"
@@ -218,32 +277,53 @@ class Ranker:
         if not query_ids:
             return []
         numbers = {query_id: number for number, query_id in enumerate(self._judged.queries)}
-        queries = self._queries(result.representation, [numbers[q] for q in query_ids])
-        keywords = {"k": NUM_HITS, **self._search_options(result.score)}
-        options = SearchOptions.from_keywords(result.representation, explain=True, **keywords)
-        return self._searcher.search_with(queries, options)
+        name, keywords = result.representation, self._search_options(result.score)
+
+        def search(numbers: Sequence[int], pool: Pool) -> list[list[Hit]]:
+            restricted = {"k": NUM_HITS, **keywords, **self._restriction(pool)}
+            options = SearchOptions.from_keywords(name, explain=True, **restricted)
+            return self._searcher.search_with(self.queries_with_texts(name, numbers), options)
+
+        return self._by_pool(search, [numbers[query_id] for query_id in query_ids])
 
     def _bm25_ranker(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         spec = self._spec
         ranker = bm25.Bm25(self._searcher.index, spec.judged, spec.text, spec.filter)
         texts = list(self._judged.queries.values())
-        return lambda numbers: ranker.rank([texts[number] for number in numbers], self._spec.k)
+
+        def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
+            return ranker.rank([texts[number] for number in numbers], self._spec.k, pool)
+
+        return functools.partial(self._by_pool, rank)
+
+    def _by_pool(
+        self, rank: Callable[[list[int], Pool], Sequence[T]], numbers: Sequence[int]
+    ) -> list[T]:
+        """Ranks queries by their numbers, those with the same candidate pool in one call."""
+        return map_by_pool(rank, numbers, list(self._judged.queries), self._judged.pools)
+
+    def _restriction(self, pool: Pool) -> dict[str, Any]:
+        """Returns the search options that restrict a search to a candidate pool."""
+        return {} if pool is None else {"parents" if self._group_by else "ids": pool}
 
     def _vector_ranker(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         name = row.representation
         assert row.score != BM25
         candidates = EXACT if row.candidates is None else row.candidates.generator
         self._searcher.load(name, row.score, candidates)
-        reranker, texts = row.rerank, list(self._judged.queries.values())
+        reranker, query_ids = row.rerank, list(self._judged.queries)
         depth = self._spec.k if reranker is None else max(self._spec.k, reranker.rerank_depth)
         options = {"k": depth, **self._search_options(row.score)}
         if row.candidates is not None:
             options |= {"candidates": candidates, "num_candidates": row.candidates.number}
 
-        def rank(numbers: Sequence[int]) -> list[dict[str, float]]:
-            rankings = self._searcher.rank(self._queries(name, numbers), name, **options)
+        def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
+            restricted = {**options, **self._restriction(pool)}
+            rankings = self._searcher.rank(
+                self.queries_with_texts(name, numbers), name, **restricted
+            )
             if reranker is not None:
-                selected = [texts[number] for number in numbers]
+                selected: Any = list(self._judged.inputs(query_ids[n] for n in numbers))
                 rankings = self.reranker(reranker).rerank(
                     self._searcher, selected, rankings, self._spec.k
                 )
@@ -251,11 +331,23 @@ class Ranker:
                 return [ranking.scores_by_parent() for ranking in rankings]
             return [ranking.scores_by_item() for ranking in rankings]
 
-        return rank
+        return functools.partial(self._by_pool, rank)
 
     def _search_options(self, score: str) -> dict[str, Any]:
-        options = {"score": score, "group_by": self._group_by, "filter": self._spec.filter}
-        return {**options, "weights": self.weights(score) or EQUAL_WEIGHTS}
+        options: dict[str, Any] = {"score": score, "group_by": self._group_by}
+        options["filter"] = self._spec.filter
+        if score == FUSED:
+            options["fusion"] = self._spec.fusion
+        weights = self.weights(score) or EQUAL_WEIGHTS
+        return {**options, "weights": weights, "idf_power": self._idf_power(score)}
+
+    def queries_with_texts(self, representation: str, numbers: Sequence[int]) -> Queries:
+        """Returns some of the judged queries as vectors, with their texts if they have any."""
+        queries = self._searcher.queries(self._queries(representation, numbers), representation)
+        if not self._judged.has_texts:
+            return queries
+        texts = list(self._judged.queries.values())
+        return queries.with_texts([texts[number] for number in numbers])
 
     def _queries(self, representation: str, numbers: Sequence[int]) -> AnyQueries:
         """Returns some of the judged queries as vectors, which are read from a file or encoded."""
@@ -263,8 +355,11 @@ class Ranker:
             return [self._vectors[number] for number in numbers]
         encoder = self._searcher.index.representation(representation).encoder.fingerprint
         if encoder not in self._encoded:
-            texts = list(self._judged.queries.values())
-            self._encoded[encoder] = self._searcher.encoder(representation).encode_queries(texts)
+            query_encoder = self._searcher.encoder(representation)
+            if self._judged.instruction is not None:
+                query_encoder = query_encoder.with_instruction(self._judged.instruction)
+            inputs = self._judged.inputs(self._judged.queries)
+            self._encoded[encoder] = encode_all(query_encoder, inputs)
         encoded = self._encoded[encoder]
         tokens = encoded.tokens.take(torch.tensor(numbers))
         return EncodedQueries(tokens, [encoded.token_texts[number] for number in numbers])
@@ -298,7 +393,7 @@ def _columns(row: Row, info: RepresentationInfo) -> list[str]:
 def _sizes(index: Index, row: Row, filter: str | None) -> dict[str, float]:
     """Returns the number of vectors and bytes per item that are read to compute a row's score."""
     sizes = dict.fromkeys(SIZES, 0.0)
-    if row.score in ("maxsim", "hybrid"):
+    if row.score in ("maxsim", "hybrid", FUSED):
         stored_sizes = representation_stats(index, row.representation, filter)
         parts = ("vectors", "bytes_vectors", "bytes_assignment", "bytes_positions", "bytes_all")
         sizes = {name: float(stored_sizes[part]) for name, part in zip(SIZES, parts, strict=True)}

@@ -46,7 +46,7 @@ OSR = "OSR"
 DEFAULT_CODEC = {"name": "float16"}
 #: Attributes of a row that are sizes per item, and all that are costs.
 SIZES = ("vectors_per_item", "vector_bytes", "assignment_bytes", "position_bytes", "all_bytes")
-COSTS = (*SIZES, "queries_per_second", "median_ms", "p95_ms")
+COSTS = (*SIZES, "queries_per_second", "median_ms", "p95_ms", "maxsim_ops")
 #: Settings of a compressor that method names leave out, because they are axes of tables and plots.
 AXES = ("num_vectors", "ratio", "seed")
 
@@ -77,7 +77,7 @@ class Result:
         method: Compressor with its settings except the budget; or full, single_vector, bm25 or
             edje.
         num_vectors: Budget K; None for uncompressed rows, BM25, and budgets that are a ratio.
-        score: maxsim, single_vector, hybrid, bm25 or edje.
+        score: maxsim, single_vector, hybrid, fused, bm25 or edje.
         encoder: Fingerprint of the query encoder; empty for BM25.
         values: Metrics by name, by query id.
         vectors_per_item: Mean number of stored vectors per item, or 0 for BM25, as all sizes are.
@@ -90,19 +90,23 @@ class Result:
             memory; for BM25, of ranking query texts.
         median_ms: Median latency of a single query, in milliseconds.
         p95_ms: 95th percentile of the latency of a single query, in milliseconds.
+        maxsim_ops: Number of similarities between a query token and a stored vector that ranking
+            all queries computes (SaMer, table 9), or 0 for rows other than exact MaxSim and hybrid
+            rows.
         compressor: Resolved spec of the compressor, or empty for BM25 and single vectors.
         codec: Resolved spec of the codec.
         diagnosis: Diagnostics of a MaxSim row, or None for other rows or if they are disabled.
         grounding: Grounding metrics by name, or empty if they were not measured.
         weights: Weights of the single-vector and the MaxSim score in the hybrid score, or None if
             equal.
-        first_stage: Row of a reranker's first stage, or of the exact search for a candidate
-            generator, which it is compared with.
+        first_stage: Row with which a row is compared: the first stage of a reranker, the exact
+            search of a candidate generator, or the MaxSim score of a fused score.
         rerank: Settings of a reranker: `model`, `rerank_depth`, `precision` and
             `add_first_stage`.
         candidates: Settings and recall of a candidate generator: `generator`, `num_candidates`,
             `recall@10` and `recall@100`, the shares of the exact results that it finds (of at most
             `k` results).
+        fusion: Settings of the fused score, or empty for other scores.
         fit_sample: Sample that the compressor or codec was fitted on: `num_items`, `num_evaluated`
             (the number of them that are evaluated), and the `origin` of a separate sample; the
             numbers are None if an older version did not record them. Empty if nothing was fitted.
@@ -134,6 +138,8 @@ class Result:
     position_bytes: float = 0.0
     fit_sample: dict[str, Any] = field(default_factory=dict)
     candidates: dict[str, Any] = field(default_factory=dict)
+    fusion: dict[str, Any] = field(default_factory=dict)
+    maxsim_ops: float = 0.0
 
     @property
     def label(self) -> str:

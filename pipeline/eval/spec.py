@@ -9,12 +9,19 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from pipeline.config import Spec, SpecError, Uri
 from pipeline.eval.grounding import GeneratedPhrases
-from pipeline.eval.metrics import DEFAULT_MEASURES, parse_measure
+from pipeline.eval.metrics import DEFAULT_MEASURES, MDR, parse_measure
 from pipeline.eval.results import EDJE
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from pipeline.scores import Score
-from pipeline.search.options import EQUAL_WEIGHTS, WEIGHTS_RULE, Weights, are_weights
+from pipeline.search.fusion import DEFAULT_FUSION, FUSED, FusionSpec
+from pipeline.search.options import (
+    EQUAL_WEIGHTS,
+    WEIGHTS_RULE,
+    Weights,
+    are_weights,
+    check_idf_power,
+)
 
 
 class RerankSpec(Spec):
@@ -56,14 +63,15 @@ class CandidatesSpec(Spec):
     """Candidate generator. Each number of candidates adds a row to the table."""
 
     generator: str
-    """Name of the generator, which `jobs.candidates` built, or `single` for the single vectors."""
+    """Name of the generator, which `jobs.candidates` built, `single` for the single vectors, or
+    several joined by `+`."""
     representation: str | None = None
     """Representation that is searched, or null for `full` if it is evaluated, else the first
     one."""
     num_candidates: list[PositiveInt] = Field(
         default_factory=lambda: [100, 400, 1600], min_length=1
     )
-    """Numbers of candidates. They are at least `k` of the evaluation."""
+    """Numbers of candidates of each generator. They are at least `k` of the evaluation."""
 
 
 class EvaluateSpec(Spec):
@@ -84,12 +92,20 @@ class EvaluateSpec(Spec):
     """Representations to evaluate, or empty for all that are stored. `NAME@K` evaluates the first K
     vectors of each item of a representation with nested vectors."""
     scores: list[Score] = Field(default_factory=list)
-    """Scores to evaluate: maxsim, hybrid, single_vector; empty for all that the index has vectors
-    for."""
+    """Scores to evaluate: maxsim, hybrid, single_vector, fused; empty for all that the index has
+    vectors for, without fused."""
     weights: Weights = EQUAL_WEIGHTS
     """Weights of the single-vector and the MaxSim score in the hybrid score, such as [1, 0.25]."""
+    fusion: FusionSpec = DEFAULT_FUSION
+    """Settings of the fused score: a mapping, or the path of a file that `jobs.evaluate
+    --fit-fusion` wrote. The row is compared with the MaxSim row of the same representation."""
+    idf_power: float | None = None
+    """Weights the query tokens in MaxSim and hybrid scores by their inverse document frequency to
+    this power, from `jobs.token_frequencies`; null for no weights."""
     measures: list[str] = Field(default_factory=lambda: list(DEFAULT_MEASURES))
-    """Metrics, by their ir-measures names."""
+    """Metrics, by their ir-measures names, such as `R@10` or `nDCG(dcg='exp-log2')@5`, and `MdR`,
+    the median rank of the first relevant document. A document that is not among the `k` hits has
+    the rank after the last hit."""
     k: PositiveInt = 100
     """Number of hits per query. No metric can have a larger cutoff."""
     judged: Literal["auto", "parent", "item"] = "auto"
@@ -106,8 +122,9 @@ class EvaluateSpec(Spec):
     """Whether to diagnose MaxSim rows: score retention, use of the vectors, evenness and
     similarity. This takes about as long as ranking."""
     grounding: GeneratedPhrases | str | None = None
-    """Phrases with boxes to measure the grounding of MaxSim rows: a JSONL file, or a mapping to
-    generate phrases from the texts of the items; null for none."""
+    """Phrases with boxes to measure the grounding of MaxSim rows: a JSONL file, `benchmark` for the
+    boxes of the benchmark, or a mapping to generate phrases from the texts of the items; null for
+    none."""
     document_categories: str | None = None
     """Item column such as modality, or metadata.KEY: adds a table by category of the relevant
     documents, or null for none."""
@@ -131,6 +148,9 @@ class EvaluateSpec(Spec):
     def _check_measures(cls, names: list[str]) -> list[str]:
         if not names:
             raise SpecError("", names, "a list of at least one ir-measures name")
+        if set(names) == {MDR}:
+            rule = f"a list with another metric than {MDR}, by which rows are compared"
+            raise SpecError("", names, rule)
         return names
 
     @field_validator("weights", mode="before")
@@ -140,11 +160,24 @@ class EvaluateSpec(Spec):
             raise SpecError("", weights, WEIGHTS_RULE)
         return weights
 
+    @field_validator("idf_power")
+    @classmethod
+    def _check_idf_power(cls, power: float | None) -> float | None:
+        if power is not None:
+            check_idf_power(power)
+        return power
+
     @model_validator(mode="after")
     def _check_weights_used(self) -> EvaluateSpec:
         if self.weights != EQUAL_WEIGHTS and self.scores and "hybrid" not in self.scores:
             rule = f"{list(EQUAL_WEIGHTS)} unless hybrid is among the scores"
             raise SpecError("weights", list(self.weights), rule)
+        return self
+
+    @model_validator(mode="after")
+    def _check_fusion_used(self) -> EvaluateSpec:
+        if self.fusion != DEFAULT_FUSION and FUSED not in self.scores:
+            raise SpecError("scores", self.scores, f"a list with {FUSED} if fusion is set")
         return self
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import fsspec
@@ -74,17 +74,14 @@ def read_categories(path: str, query_ids: Iterable[str]) -> dict[str, dict[str, 
     """Groups query ids by category, using the fields of JSON lines that contain categories.
 
     Candidates are all fields except `_id`, `text` and `title`, and the fields of an object
-    `metadata`. A field is assumed to contain categories if it satisfies three conditions: its
-    values are short strings or lists of short strings, there are between 2 and `MAX_CATEGORIES`
-    distinct values, and each value has two or more queries on average. A query with several values
-    belongs to several categories.
+    `metadata`. See `group_categories`.
 
     Args:
         path: File that `read_queries` reads.
         query_ids: Ids of the queries to group.
     """
     wanted = set(query_ids)
-    fields: dict[str, dict[str, list[str]]] = {}
+    fields: dict[str, dict[str, Any]] = {}
     for _, line in read_lines(path, "queries"):
         row = json.loads(line) if line.lstrip().startswith("{") else {}
         query_id = str(row.get("_id")).strip()
@@ -92,12 +89,29 @@ def read_categories(path: str, query_ids: Iterable[str]) -> dict[str, dict[str, 
         row |= metadata if isinstance(metadata, dict) else {}
         if query_id in wanted:
             for field in row.keys() - {"_id", "text", "title", "metadata"}:
-                fields.setdefault(field, {})[query_id] = list(categories(row[field]))
-    found = {}
+                fields.setdefault(field, {})[query_id] = row[field]
+    return group_categories(fields, wanted)
+
+
+def group_categories(
+    fields: Mapping[str, Mapping[str, Any]], wanted: Collection[str]
+) -> dict[str, dict[str, list[str]]]:
+    """Groups query ids by the values of the fields that contain categories.
+
+    A field is assumed to contain categories if it satisfies three conditions: its values are short
+    strings or lists of short strings, there are between 2 and `MAX_CATEGORIES` distinct values, and
+    each value has two or more queries on average. A query with several values belongs to several
+    categories.
+
+    Args:
+        fields: Value by query id, by field.
+        wanted: Ids of the queries to group.
+    """
+    wanted, found = set(wanted), {}
     for field, values in sorted(fields.items()):
         groups: dict[str, list[str]] = {}
         for query_id in wanted & values.keys():
-            for category in values[query_id]:
+            for category in categories(values[query_id]):
                 groups.setdefault(category, []).append(query_id)
         if without := wanted - {query_id for group in groups.values() for query_id in group}:
             groups.setdefault(NO_CATEGORY, []).extend(without)

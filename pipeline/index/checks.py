@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from pipeline.config import SpecError, within
+from pipeline.config import ComponentSpec, SpecError, within
 from pipeline.encoders import AttentionInfo
 from pipeline.index.columns import all_representations, represented_fields, taps_by_representation
 from pipeline.index.info import EncoderInfo, pooled_infos, representation_infos
@@ -48,7 +48,7 @@ def check(spec: IndexSpec) -> None:
     _check_taps(spec, encoder.attention(spec.encoder))
     for source_spec in filter(None, (spec.source, spec.fit.source)):
         for leaf in SOURCES.load(source_spec.name).leaf_specs(source_spec):
-            _check_source(spec, leaf.name)
+            _check_source(spec, leaf)
 
 
 def check_resources(spec: IndexSpec, resources: IndexResources) -> None:
@@ -100,9 +100,9 @@ def _check_taps(spec: IndexSpec, attention: AttentionInfo | None) -> None:
                 tap.layer_indices(attention.num_layers)
 
 
-def _check_source(spec: IndexSpec, source: str) -> None:
+def _check_source(spec: IndexSpec, leaf: ComponentSpec) -> None:
     """Raises `SpecError` if a source provides no input that the encoder can read."""
-    provided = SOURCES.load(source).provides
+    source, provided = leaf.name, SOURCES.load(leaf.name).provided_inputs(leaf)
     item_fields = represented_fields(all_representations(spec))
     encoder = ENCODERS.load(spec.encoder.name)
     reads = encoder.supported_inputs(spec.encoder)

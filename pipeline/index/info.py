@@ -9,7 +9,7 @@ import pyarrow as pa
 from pydantic import ValidationError, field_validator
 from pydantic.dataclasses import dataclass
 
-from pipeline.config import WEIGHTS_HASH, SpecError, describe, dump_stored
+from pipeline.config import WEIGHTS_HASH, SpecError, describe, digest, dump_stored
 from pipeline.index.positions import EXTENTS
 from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
 from pipeline.taps import Tap
@@ -358,8 +358,9 @@ class CandidatesInfo:
     Attributes:
         name: Name of the column.
         generator: Settings of the generator in the form of `dump_stored`.
-        representation: Column of the vectors that the codes approximate.
-        fitted: Identity of these vectors, see `vectors_identity`.
+        representation: Column of the vectors that the codes approximate, or of the texts that they
+            describe.
+        fitted: Identity of these vectors, see `vectors_identity`, or the column of the texts.
         artefact: Hash of the fitted state of the generator.
         revision: Number of the fit. A refit has the next number.
     """
@@ -377,9 +378,18 @@ class CandidatesInfo:
         return self.generator["name"]
 
     @property
+    def is_lexical(self) -> bool:
+        """True if the codes describe texts instead of vectors."""
+        return "text" in self.fitted
+
+    @property
     def fit(self) -> dict[str, Any]:
         """Settings for which the artefact was fitted."""
         return {"vectors": self.fitted, "generator": self.generator}
+
+    def is_fitted_to(self, info: RepresentationInfo) -> bool:
+        """Checks whether the generator was fitted to the vectors of a representation."""
+        return digest(self.fitted) == digest(vectors_identity(info))
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> CandidatesInfo:

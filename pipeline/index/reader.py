@@ -42,7 +42,7 @@ from pipeline.registry import CANDIDATES, CODECS
 from pipeline.schema import FORMAT_VERSION, REJECT
 
 if TYPE_CHECKING:  # these import torch, which most readers do not need
-    from pipeline.candidates import Generator
+    from pipeline.candidates import Generator, TextGenerator
     from pipeline.codecs import Codec
 
 #: URI schemes of an index: those that both Lance and fsspec can write.
@@ -219,7 +219,7 @@ class Index:
         self.uri = uri
         self.dataset = open_dataset(uri, version)
         self._codecs: dict[str, Codec] = {}
-        self._generators: dict[str, Generator] = {}
+        self._generators: dict[str, Any] = {}
 
     @property
     def version(self) -> int:
@@ -291,6 +291,17 @@ class Index:
         Raises:
             SpecError: Its artefact is missing or corrupted, or was fitted for other vectors.
         """
+        return self._generator(name)
+
+    def text_generator(self, name: str) -> TextGenerator:
+        """Returns the candidate generator of a column that is fitted to texts.
+
+        Raises:
+            SpecError: Its artefact is missing or corrupted.
+        """
+        return self._generator(name)
+
+    def _generator(self, name: str) -> Any:
         if name not in self._generators:
             info = self.candidates_columns[name]
             state = load_artefact(self.uri, info.artefact, info.fit)

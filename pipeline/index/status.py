@@ -45,6 +45,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
         "representations": {
             name: representation_stats(index, name) for name in index.representations()
         },
+        "candidates": candidates_stats(index),
         "taps": tap_names(index.schema),
         "rerank_tokens": rerank_token_stats(index),
         "rejects": dict(reasons.most_common()),
@@ -100,6 +101,23 @@ def representation_stats(
         "artefact": info.artefact,
         "codec_artefact": info.codec_artefact,
     }
+
+
+def candidates_stats(index: Index) -> list[dict[str, Any]]:
+    """Returns the candidate generators of an index and how many of its items have codes.
+
+    `items` is the number of items with the representation, and `coded` of those with a code.
+    """
+    return [
+        {
+            "representation": info.representation,
+            "generator": info.generator_name,
+            "revision": info.revision,
+            "coded": index.dataset.count_rows(f"`{info.name}` IS NOT NULL"),
+            "items": index.dataset.count_rows(f"`{info.representation}` IS NOT NULL"),
+        }
+        for info in index.candidates_columns.values()
+    ]
 
 
 def rerank_token_stats(index: Index, filter: str | None = None) -> dict[str, Any] | None:

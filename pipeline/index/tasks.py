@@ -89,7 +89,8 @@ def remarks(spec: IndexSpec) -> list[str]:
 def truncated_files(spec: IndexSpec) -> list[str]:
     """Returns the truncated files in the source of a spec and their readable duration."""
     parts = SOURCES.load(spec.source.name).leaf_specs(spec.source)
-    if not any({"frames", "audio"} & set(SOURCES.load(part.name).provides) for part in parts):
+    provided = {name for p in parts for name in SOURCES.load(p.name).provided_inputs(p)}
+    if not provided & {"frames", "audio"}:
         return []
     names = ", ".join(map(quote, spec.build_source().collections))
     rows = Index(spec.index).batches(

@@ -6,14 +6,13 @@ Figures without data are skipped.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pipeline.eval.results import OSR, Evaluation, Result
@@ -45,10 +44,8 @@ from pipeline.report.plot import (
 )
 from pipeline.report.tables import method
 from pipeline.report.text import p_equals
+from pipeline.report.utilisation import Profile, lowest_similarity, utilisation_figure
 from pipeline.taps import MIDDLE, Tap
-
-#: Maximum number of columns of the figure of index utilisation.
-MAX_COLUMNS = 5
 
 
 class ReportFigure(NamedTuple):
@@ -79,7 +76,8 @@ class ReportFigure(NamedTuple):
 
 def figures(evaluation: Evaluation) -> Iterator[ReportFigure]:
     """Yields every figure for which the evaluation has data."""
-    if rows := comparable_rows(evaluation):
+    if profiles := [_profile(row) for row in comparable_rows(evaluation)]:
+        lowest = lowest_similarity(profiles)
         budget = common_budget(evaluation)
         yield ReportFigure(
             "index_utilisation",
@@ -87,8 +85,8 @@ def figures(evaluation: Evaluation) -> Iterator[ReportFigure]:
             "Top: matching strength between each position of an item and the tokens of its "
             "relevant queries. Bottom: mean cosine between positions."
             + (f" Shown are the uncompressed index and each method at {budget}." if budget else ""),
-            [partial(_utilisation, row, _min_similarity(rows)) for row in rows],
-            lambda: _utilisation_grid(rows),
+            [partial(utilisation_figure, [profile], lowest) for profile in profiles],
+            lambda: utilisation_figure(profiles, lowest),
         )
     if retention_lines(evaluation):
         yield _single(
@@ -148,52 +146,11 @@ def _single(name: str, title: str, caption: str, draw: Callable[[], Figure]) -> 
     return ReportFigure(name, title, caption, [draw], draw)
 
 
-def _min_similarity(rows: Sequence[Result]) -> float:
-    """Returns the lower limit of the colour scale, which is 0 unless a similarity is negative."""
-    diagnoses = [row.diagnosis for row in rows if row.diagnosis]
-    return min(0.0, *(float(np.min(diagnosis.similarity)) for diagnosis in diagnoses))
-
-
-def _utilisation(row: Result, lowest: float) -> Figure:
-    figure = Figure(figsize=(3.2, 4.4), layout="constrained")
-    _draw_utilisation(figure, row, lowest)
-    return figure
-
-
-def _utilisation_grid(rows: Sequence[Result]) -> Figure:
-    columns = min(len(rows), MAX_COLUMNS)
-    lines = math.ceil(len(rows) / columns)
-    figure = Figure(figsize=(3.2 * columns, 4.4 * lines), layout="constrained")
-    parts = figure.subfigures(lines, columns, squeeze=False).flat
-    for part, row in zip(parts, rows, strict=False):  # the last row may be incomplete
-        _draw_utilisation(part, row, _min_similarity(rows))
-    return figure
-
-
-def _draw_utilisation(figure: FigureBase, row: Result, lowest: float) -> None:
-    """Draws the matching strength by position above the similarity between positions."""
-    bars, heat = figure.subplots(2, 1, height_ratios=(1, 1.5))
+def _profile(row: Result) -> Profile:
     diagnosis = row.diagnosis
     assert diagnosis is not None
-    strengths = np.array(diagnosis.strengths)
-    width = diagnosis.num_positions / max(1, len(strengths))
-    bars.bar(np.arange(len(strengths)) * width, strengths, width, align="edge", color="#0072B2")
-    bars.set_xlim(0, max(1, diagnosis.num_positions))
-    bars.set_title(row.representation, fontsize=10)
-    bars.set_ylabel("strength", fontsize=8)
-    end = diagnosis.num_positions
-    image = heat.imshow(
-        np.array(diagnosis.similarity), vmin=lowest, vmax=1, cmap="viridis", extent=(0, end, end, 0)
-    )
-    heat.set_xlabel("position", fontsize=8)
-    bar = figure.colorbar(image, ax=heat, shrink=0.8)
-    bar.outline.set_edgecolor(REFERENCE)
-    for panel in (bars, heat, bar.ax):
-        apply_style(panel)
-        panel.grid(False)
-        panel.tick_params(labelsize=7)
-    for axis in (bars.xaxis, heat.xaxis, heat.yaxis):
-        axis.set_major_locator(MaxNLocator(4, integer=True))
+    similarity = np.array(diagnosis.similarity)
+    return Profile(row.representation, diagnosis.num_positions, diagnosis.strengths, similarity)
 
 
 def _retention_figure(evaluation: Evaluation) -> Figure:

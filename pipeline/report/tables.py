@@ -19,7 +19,7 @@ def table(evaluation: Evaluation) -> list[list[str]]:
     header = ["representation", "method", "K", "score", *evaluation.measures]
     header += ["retention", "p", "against", "p BM25", "p random"]
     header += [OSR, "used", "Gini", "pareto", "pareto all"]
-    header += ["vectors/item", "B/item", "B/item all", "queries/s", "ms", "ms p95"]
+    header += ["vectors/item", "B/item", "B/item all", "MaxSim ops", "queries/s", "ms", "ms p95"]
     rows = [
         [
             result.representation,
@@ -36,6 +36,7 @@ def table(evaluation: Evaluation) -> list[list[str]]:
             "*" if comparison.pareto else "",
             "*" if comparison.pareto_all else "",
             *sizes(result),
+            f"{result.maxsim_ops:.3g}" if result.maxsim_ops else "-",
             f"{result.queries_per_second:,.1f}",
             f"{result.median_ms:.2f}",
             f"{result.p95_ms:.2f}",

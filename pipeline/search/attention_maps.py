@@ -13,19 +13,25 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image, ImageDraw, ImageFont
 
-from pipeline import config
+from pipeline import config, extras
 from pipeline.compression.agc import AGC, SALIENCY
 from pipeline.config import ComponentSpec, SpecError
+from pipeline.decoding import Unreadable
 from pipeline.encoders import Encoder
 from pipeline.encoders.images import open_query_image
 from pipeline.encoders.trained import TrainedCompressor, trained_encoder
 from pipeline.registry import COMPRESSORS, ENCODERS
+from pipeline.schema import WORD_BOXES, WORD_SPANS
 from pipeline.search.map_images import BLACK, COLOUR, Colour, fill_boxes, strengths
 from pipeline.search.map_sheets import map_sheet
 from pipeline.taps import APPENDED_MATRIX, Tap, average_layers, single_layer_taps
 
-#: Suffixes of files that are read as images. All other files are read as text.
+#: Suffixes of files that are read as images. Other files than PDF are read as text.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+#: Page of a PDF file.
+PAGE = re.compile(r"(?P<file>.*\.pdf)(#page=(?P<number>\d+))?", re.IGNORECASE)
+#: Resolution and maximum size of the image of a page.
+PAGE_DPI, MAX_PIXELS = 100, 4_000_000
 #: Width and font size of a text that is drawn as an image, in pixels.
 TEXT_WIDTH, TEXT_SIZE = 600, 20
 
@@ -135,22 +141,34 @@ def encoder_spec(model: str) -> Any:
 
 
 def read_item(path: str, spec: ComponentSpec) -> Item:
-    """Reads an image or a text file for an encoder. The encoder is not loaded.
+    """Reads an image, a text file or a page of a PDF file for an encoder, which is not loaded.
+
+    A page is read as an image if the encoder supports images, and otherwise by its text layer.
+
+    Args:
+        path: Path of the file. `FILE.pdf#page=N` is a page of a PDF file, by default the first one.
+        spec: Spec of the encoder.
 
     Raises:
         SpecError: The file is unreadable, or the encoder does not support its kind.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        problem = f"cannot be read ({config.first_line(error)})"
-        raise SpecError("items", path, "image or text files", problem) from None
-    kind = "image" if path.lower().endswith(IMAGE_SUFFIXES) else "text"
     supported = ENCODERS.load(spec.name).supported_inputs(spec)
+    page = PAGE.fullmatch(path)
+    if page is not None:
+        kind = "image" if "image" in supported else "text"
+    else:
+        kind = "image" if path.lower().endswith(IMAGE_SUFFIXES) else "text"
     if kind not in supported:
         kinds = [name for name in ("image", "text") if name in supported]
         rule = f"files of the inputs of {spec.name} ({', '.join(kinds) or 'none'})"
         raise SpecError("items", path, rule, f"is read as {kind}")
+    if page is not None:
+        return _read_page(path, page["file"], int(page["number"] or 1), kind)
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        problem = f"cannot be read ({config.first_line(error)})"
+        raise SpecError("items", path, "image, text or PDF files", problem) from None
     if kind == "image":
         try:
             png = _png(open_query_image(data))
@@ -165,6 +183,29 @@ def read_item(path: str, spec: ComponentSpec) -> Item:
     return Item(image, pa.table({"item_id": [path], "text": [text]}), boxes_C4)
 
 
+def _read_page(path: str, file: str, number: int, kind: str) -> Item:
+    """Reads a page of a PDF file as an image, or its words with their boxes on the image."""
+    extras.require("pypdfium2")
+    from pipeline.decoding.pdf import describe, read_pages
+
+    rule = "a page of a readable PDF file"
+    try:
+        num_pages = describe(file)["num_pages"]
+        if not 1 <= number <= num_pages:
+            raise SpecError("items", path, rule, f"has {num_pages} pages")
+        settings = {"text": True, "image": True, "dpi": PAGE_DPI, "max_pixels": MAX_PIXELS}
+        (page,) = read_pages(file, [number], settings)
+    except Unreadable as error:
+        raise SpecError("items", path, rule, f"is unreadable ({error})") from None
+    if isinstance(page, Unreadable):
+        raise SpecError("items", path, rule, f"is unreadable ({page})")
+    columns: dict[str, Any] = {"item_id": [path], kind: [page[kind]]}
+    if kind == "text":
+        columns["word_spans"] = pa.array([page["word_spans"].tolist()], WORD_SPANS)
+        columns["word_boxes"] = pa.array([page["word_boxes"].tolist()], WORD_BOXES)
+    return Item(page["image"], pa.table(columns), None)
+
+
 def attention_sheet(models: Sequence[str], paths: Sequence[str], num_tokens: int) -> bytes:
     """Draws a row per item and model.
 
@@ -173,7 +214,7 @@ def attention_sheet(models: Sequence[str], paths: Sequence[str], num_tokens: int
 
     Args:
         models: Folders of trained models, or YAML files with the fields of an encoder.
-        paths: Image and text files.
+        paths: Image and text files, and pages of PDF files.
         num_tokens: Maximum number of appended tokens to draw individually.
 
     Returns:

@@ -338,8 +338,8 @@ def _live(column: Column, fragment: lance.LanceFragment, rows: np.ndarray) -> np
 def _verify(
     file: PackedFile,
     on_corruption: Callable[[], None],
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
+    starts: np.ndarray,
+    lengths: np.ndarray,
 ) -> None:
     try:
         file.verify(starts, lengths)

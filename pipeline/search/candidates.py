@@ -12,36 +12,57 @@ from pipeline.index.reader import Index
 EXACT = "exact"
 #: Generator that scores the single vectors of the items. It needs no column of codes.
 SINGLE = "single"
+#: Generator of the BM25 scores of fused search.
+BM25 = "bm25"
+#: Separator of the generators of a union.
+UNION = "+"
 #: Default minimum number of candidates, and their number per hit.
 MIN_CANDIDATES, CANDIDATES_PER_HIT = 500, 10
+#: Number of scores from which a lower bound of the best scores is estimated.
+SELECTION_SAMPLE = 16384
 
 
 def generators(index: Index, info: RepresentationInfo) -> dict[str, str]:
     """Returns the columns of the generators that can be used for a representation, by name.
 
-    While a generator is refitted, its former column is used.
+    While a generator is refitted, its former column is used. Generators that were fitted to other
+    vectors, which the representation had before it was replaced, are omitted.
     """
     columns = {} if info.pooled_column is None else {SINGLE: info.pooled_column}
     infos = index.candidates_columns.values()
     for codes in sorted(infos, key=lambda codes: codes.revision):
-        if codes.representation == info.column:
+        source = info.text_column if codes.is_lexical else info.column
+        if codes.representation == source and (codes.is_lexical or codes.is_fitted_to(info)):
             columns.setdefault(codes.generator_name, codes.name)
     return columns
 
 
-def generator_column(index: Index, info: RepresentationInfo, generator: str) -> str:
-    """Returns the column of a generator.
+def generator_columns(index: Index, info: RepresentationInfo, candidates: str) -> dict[str, str]:
+    """Returns the columns of a generator or of a union such as `lemur+bm25`, by generator.
 
     Raises:
-        SpecError: The generator was not built for the representation.
+        SpecError: A generator was not built for the representation or for other vectors, or occurs
+            twice.
     """
     columns = generators(index, info)
-    if generator not in columns:
-        problem = f"was not built for {info.column}"
-        note = f"; build it with `python -m jobs.candidates INDEX GENERATOR` for {info.column}"
-        names = (EXACT, *columns)
-        raise SpecError("candidates", generator, f"one of {', '.join(names)}", problem, note)
-    return columns[generator]
+    names = candidates.split(UNION)
+    for name in names:
+        if name not in columns:
+            problem = f"was not built for {info.column}"
+            note = f"; build it with `python -m jobs.candidates INDEX GENERATOR` for {info.column}"
+            infos = index.candidates_columns.values()
+            if any((c.generator_name, c.representation) == (name, info.column) for c in infos):
+                problem = f"was fitted to other vectors than those of {info.column}"
+                note = "; fit it again with `python -m jobs.candidates INDEX GENERATOR --refit`"
+            if len(names) > 1:
+                problem = f"contains {name!r}, which {problem}"
+                rule = f"generators of {', '.join(columns)}, joined by {UNION}"
+            else:
+                rule = f"one of {', '.join((EXACT, *columns))}"
+            raise SpecError("candidates", candidates, rule, problem, note)
+    if len(set(names)) < len(names):
+        raise SpecError("candidates", candidates, "different generators", "repeats a generator")
+    return {name: columns[name] for name in names}
 
 
 def best_rows(
@@ -76,5 +97,18 @@ def best_rows(
 
 
 def _limit(scores: np.ndarray, num: int) -> float:
-    """Returns the `num`-th best score, or -inf if there are fewer."""
-    return float(np.partition(scores, -num)[-num]) if num < len(scores) else -np.inf
+    """Returns the `num`-th best score, or -inf if there are fewer.
+
+    Selecting among a million scores takes longer than computing them, so scores below a bound that
+    is estimated on a sample are left out.
+    """
+    if num >= len(scores):
+        return -np.inf
+    sample = scores[:: max(len(scores) // SELECTION_SAMPLE, 1)]
+    # Twice the expected number of sampled scores, plus four standard deviations.
+    expected = num * len(sample) / len(scores)
+    rank = int(2 * expected + 4 * expected**0.5) + 4
+    if rank < len(sample) // 4:
+        above = scores[scores >= np.partition(sample, -rank)[-rank]]
+        scores = above if len(above) >= num else scores
+    return float(np.partition(scores, -num)[-num])

@@ -1,5 +1,7 @@
 """Job that builds, completes, refits or drops a candidate generator of an index.
 
+The codes describe the vectors of a representation, or the texts of a column.
+
 The codes of the items are a column of the index, which is filled fragment by fragment. The job is
 therefore resumable, rows that were added since are coded without fitting again, and removed rows
 disappear. A refit fills a column with the next revision, which replaces the former column in a
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import lance
@@ -20,6 +22,7 @@ import ray
 import torch
 from pydantic import Field, PositiveInt
 
+from pipeline.candidates import Generator, TextGenerator
 from pipeline.config import Spec, SpecError, Uri, dump_stored, within
 from pipeline.index.artefacts import save_artefact
 from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
@@ -51,7 +54,8 @@ class CandidatesJobSpec(Spec):
     """Candidate generator."""
     representation: str | None = None
     """Representation whose exact scores the generator approximates. Defaults to that of searches:
-    `full` if it exists, otherwise the first."""
+    `full` if it exists, otherwise the first. `bm25` serves all representations of the same texts.
+    """
     queries: Uri | None = None
     """File with past queries to which the generator is fitted: texts as for `--queries` of
     `jobs.search`, or vectors (.npy or .parquet) as for `--query-vectors`. By default, passages of
@@ -139,10 +143,10 @@ def drop(spec: CandidatesJobSpec, *, job: str, report: Callable[[str], None] = l
         LeaseHeld: Another job is writing to the index.
     """
     index = Index(spec.index)
-    representation = representation_info(index, spec.representation).column
-    columns = _columns(index, representation, spec.generator.name)
+    source = _source(index, spec)
+    columns = _columns(index, source, spec.generator.name)
     if not columns:
-        problem = f"was not built for {representation}"
+        problem = f"was not built for {source}"
         raise SpecError("generator", spec.generator.name, "a generator of the index", problem)
     with Session(spec.index, spec, "candidates", job, dict, 60.0) as session:
         session.writer.drop_columns(list(columns))
@@ -160,17 +164,40 @@ def check(spec: CandidatesJobSpec, *, refit: bool = False) -> None:
     if info.max_vectors is not None:
         rule = "the name of a column; its codes also serve its prefixes"
         raise SpecError("representation", info.name, rule)
-    columns = _columns(index, info.column, spec.generator.name)
-    if columns and not refit:
-        stored = CANDIDATES.resolve(columns[max(columns)].generator, stored=True)
-        if stored != spec.generator:
-            problem = "differs from the stored generator"
-            rule = f"{dump_stored(stored)}, or --refit"
-            raise SpecError("generator", dump_stored(spec.generator), rule, problem)
+    if _is_lexical(spec) and spec.queries is not None:
+        raise SpecError("queries", spec.queries, f"omitted for {spec.generator.name}")
+    columns = list(_columns(index, _source(index, spec), spec.generator.name).values())
+    is_resumed = len(columns) > 1  # an interrupted refit, which has its settings already
+    if not columns or (refit and not is_resumed):
+        return
+    newest = columns[-1]
+    if not newest.is_lexical and not newest.is_fitted_to(info):
+        problem = f"was fitted to other vectors than those of {info.column}"
+        advice = "drop it with --drop" if is_resumed else "fit it again with --refit"
+        rule = "a generator of the present vectors"
+        raise SpecError("generator", spec.generator.name, rule, problem, f"; {advice}")
+    stored = CANDIDATES.resolve(newest.generator, stored=True)
+    if stored != spec.generator:
+        problem = "differs from the stored generator"
+        rule = f"{dump_stored(stored)}, or --refit"
+        if is_resumed:
+            problem = "differs from that of the interrupted refit"
+            rule = f"{dump_stored(stored)}, or --drop before"
+        raise SpecError("generator", dump_stored(spec.generator), rule, problem)
+
+
+def _is_lexical(spec: CandidatesJobSpec) -> bool:
+    return issubclass(CANDIDATES.load(spec.generator.name), TextGenerator)
+
+
+def _source(index: Index, spec: CandidatesJobSpec) -> str:
+    """Returns the column of the vectors or texts to which the generator is fitted."""
+    info = representation_info(index, spec.representation)
+    return info.text_column if _is_lexical(spec) else info.column
 
 
 def missing_fragments(dataset: lance.LanceDataset, info: CandidatesInfo) -> list[int]:
-    """Returns the fragments that have vectors of the representation but no codes."""
+    """Returns the fragments that have vectors of the representation, or texts, but no codes."""
     without: dict[str, set[int]] = {info.name: set(), info.representation: set()}
     for names, fragments in incomplete_fragments(dataset, list(without)).items():
         for name in names:
@@ -200,7 +227,8 @@ def _prepare(
     """Returns the column to fill, which is added if necessary, and the columns it replaces."""
     index = Index(spec.index)
     representation = representation_info(index, spec.representation)
-    columns = _columns(index, representation.column, spec.generator.name)
+    source = _source(index, spec)
+    columns = _columns(index, source, spec.generator.name)
     # An interrupted refit left its column beside the former one. It is resumed.
     is_resumed = len(columns) > 1
     if columns and (is_resumed or not refit):
@@ -208,21 +236,30 @@ def _prepare(
         return column, former
     revision = max((info.revision for info in columns.values()), default=0) + 1
     generator = spec.generator.name
-    report(f"fitting {generator} to {min(spec.fit_items, len(index)):,} items")
+    is_lexical = _is_lexical(spec)
+    num_items = len(index) if is_lexical else min(spec.fit_items, len(index))
+    report(f"fitting {generator} to {num_items:,} items")
     start = time.perf_counter()
-    task = _fit.options(**resources.fit.task_options)
-    artefact = ray.get(task.remote(spec, representation.name, list(queries)))
+    if is_lexical:
+        call = _fit_texts.options(**resources.fit.task_options).remote(spec, source)
+    else:
+        task = _fit.options(**resources.fit.task_options)
+        call = task.remote(spec, representation.name, list(queries))
+    artefact = ray.get(call)
     info = CandidatesInfo(
-        name=f"{representation.column}_{generator}_{revision}_candidates",
+        name=f"{source}_{generator}_{revision}_candidates",
         generator=dump_stored(spec.generator),
-        representation=representation.column,
-        fitted=vectors_identity(representation),
+        representation=source,
+        fitted={"text": source} if is_lexical else vectors_identity(representation),
         artefact="",
         revision=revision,
     )
     fitted = CANDIDATES.build(spec.generator, artefact)
     info = replace(info, artefact=save_artefact(spec.index, artefact, info.fit))
-    type = fitted.codec.column_type(fitted.dim)
+    if isinstance(fitted, TextGenerator):
+        type = fitted.column_type
+    else:
+        type = fitted.codec.column_type(fitted.dim)
     session.writer.add_columns([with_metadata(pa.field(info.name, type), info.to_metadata())])
     report(f"fitted {generator} ({time.perf_counter() - start:.1f} s)")
     return info.name, list(columns)
@@ -230,6 +267,8 @@ def _prepare(
 
 def _remarks(index: Index, column: str) -> list[str]:
     """Returns remarks about the first codes of the index."""
+    if index.candidates_columns[column].is_lexical:
+        return []
     generator = index.generator(column)
     with index.corruption_errors():
         table = index.dataset.to_table(
@@ -254,7 +293,35 @@ def _fit(
         seed=spec.fit_seed,
     )
     with within("generator"):
-        return CANDIDATES.load(spec.generator.name).fit(spec.generator, sample)
+        kind = CANDIDATES.load(spec.generator.name)
+        assert issubclass(kind, Generator)
+        return kind.fit(spec.generator, sample)
+
+
+@ray.remote
+def _fit_texts(spec: CandidatesJobSpec, column: str) -> dict[str, np.ndarray]:
+    """Fits a generator of texts to all items of the index.
+
+    Raises:
+        SpecError: No item has a text.
+    """
+    index = Index(spec.index)
+    num_texts = 0
+
+    def texts() -> Iterator[list[str | None]]:
+        nonlocal num_texts
+        for batch in index.batches([column]):
+            values = batch[column].to_pylist()
+            num_texts += sum(map(bool, values))
+            yield values
+
+    kind = CANDIDATES.load(spec.generator.name)
+    assert issubclass(kind, TextGenerator)
+    artefact = kind.fit(spec.generator, texts())
+    if not num_texts:
+        rule = f"used with an index whose items have a {column}"
+        raise SpecError("generator", spec.generator.name, rule)
+    return artefact
 
 
 class FillCodes:
@@ -264,6 +331,9 @@ class FillCodes:
         torch.set_num_threads(num_threads)
         self.index = Index(index, version)
         self.info = self.index.candidates_columns[column]
+        if self.info.is_lexical:
+            self.text_generator = self.index.text_generator(column)
+            return
         self.generator = self.index.generator(column)
         self.representation = self.index.representation(self.info.representation)
         self.codec = self.index.codec(self.info.representation)
@@ -273,7 +343,7 @@ class FillCodes:
         return {"filled": [self.fill(int(number)).to_json() for number in batch["fragment"]]}
 
     def fill(self, number: int) -> FilledFragment:
-        """Fills one fragment. Rows without the representation remain null.
+        """Fills one fragment. Rows without the representation or a text remain null.
 
         The codes depend on the order of the rows only, so that a resumed job writes the same bits.
         """
@@ -305,7 +375,9 @@ class FillCodes:
         return FilledFragment(metadata.to_json(), modified, table.num_rows, 0, seconds)
 
     def _codes(self, column: pa.ChunkedArray) -> pa.Array:
-        """Returns the codes of the items with the given vectors."""
+        """Returns the codes of the items with the given vectors or texts."""
+        if self.info.is_lexical:
+            return self.text_generator.encode(column.to_pylist())
         vectors_TD, lengths_B = self.codec.decode(column, self.representation.dim)
         with torch.no_grad():
             codes_VF, counts_B = self.generator.encode(

@@ -55,7 +55,9 @@ def describe_in_slices(
     rows = _stored_rows(rankings, index, info, explain=item_vectors is not None)
     hits: list[list[Hit]] = []
     num_described = 0
+    weights, total_weights = queries.token_weights, queries.total_weights
     for query, ranking in enumerate(rankings):
+        weights_M = weights[query].numpy()
         vectors = item_vectors(info.column, ranking.rows) if item_vectors else None
         hits.append([])
         for i, item_id in enumerate(ranking.item_ids):
@@ -69,8 +71,9 @@ def describe_in_slices(
             if vectors and len(vectors[i]):  # otherwise only the pooled vectors were compared
                 tokens = _InputTokens.from_row(row, info, vectors[i].numpy())
                 sim_MN = (queries.tokens[query] @ vectors[i][: info.max_vectors].T).numpy()
-                matches = tokens.matches(queries.token_texts[query], sim_MN)
-                passages = tokens.passages(queries.token_texts[query], sim_MN, text)
+                texts = queries.token_texts[query]
+                matches = tokens.matches(texts, sim_MN, weights_M)
+                passages = tokens.passages(texts, sim_MN * weights_M[:, None], text)
             hit = Hit(
                 rank=i + 1,
                 score=ranking.scores[i],
@@ -81,7 +84,7 @@ def describe_in_slices(
                 span=row.get("span"),
                 matches=matches,
                 passages=passages,
-                parts=_parts(ranking, i, len(queries.tokens[query])),
+                parts=_parts(ranking, i, total_weights[query]),
                 reranked=ranking.reranked[i] if ranking.reranked else None,
             )
             hits[-1].append(hit)
@@ -101,13 +104,13 @@ def _stored_rows(
     return {row["item_id"]: row for row in table.to_pylist()}
 
 
-def _parts(ranking: Ranking, i: int, num_tokens: int) -> ScoreParts:
+def _parts(ranking: Ranking, i: int, total_weight: float) -> ScoreParts:
     """Returns the components of the score of item `i` in a ranking."""
     maxsim = None if ranking.maxsim is None else float(ranking.maxsim[i])
     single_vector = None if ranking.single_vector is None else float(ranking.single_vector[i])
-    return ScoreParts(
-        maxsim, None if maxsim is None else maxsim / max(num_tokens, 1), single_vector
-    )
+    bm25 = None if ranking.bm25 is None else float(ranking.bm25[i])
+    mean = None if maxsim is None else maxsim / total_weight
+    return ScoreParts(maxsim, mean, single_vector, bm25)
 
 
 @dataclass(frozen=True)
@@ -142,17 +145,22 @@ class _InputTokens:
             assignment = prefix_assignment(assignment, form, vectors_ND, info.max_vectors)
         return cls(spans, extents, confidence, assignment, form)
 
-    def matches(self, query_tokens: Sequence[str], sim_MN: np.ndarray) -> tuple[Match, ...]:
+    def matches(
+        self, query_tokens: Sequence[str], sim_MN: np.ndarray, weights_M: np.ndarray
+    ) -> tuple[Match, ...]:
         """Finds the vector of the item that matches each query token best."""
-        best_M, contribution_M = sim_MN.argmax(axis=1).tolist(), contributions(sim_MN).tolist()
+        best_M = sim_MN.argmax(axis=1).tolist()
+        contribution_M = (weights_M * contributions(sim_MN)).tolist()
         matches = []
-        for text, sim_N, best, contribution in zip(
-            query_tokens, sim_MN, best_M, contribution_M, strict=True
+        for text, sim_N, best, weight, contribution in zip(
+            query_tokens, sim_MN, best_M, weights_M.tolist(), contribution_M, strict=True
         ):
             inputs = self._inputs(best)
             spans = merge(self.spans[i] for i in inputs) if self.spans else ()
             locations = self._locations(inputs)
-            matches.append(Match(text, float(sim_N[best]), best, spans, locations, contribution))
+            similarity = float(sim_N[best])
+            match = Match(text, similarity, best, spans, locations, contribution, weight)
+            matches.append(match)
         return tuple(matches)
 
     def passages(

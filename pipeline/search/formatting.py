@@ -34,17 +34,20 @@ def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
 
 
 def format_parts(parts: ScoreParts) -> str:
-    """Formats the components of a hybrid score. Other scores yield an empty string.
+    """Formats the components of a hybrid or fused score. Other scores yield an empty string.
 
     >>> format_parts(ScoreParts(maxsim=4.5, maxsim_mean=0.75, single_vector=0.5))
     'single-vector 0.5000, MaxSim 4.5000 (mean 0.7500)'
+    >>> format_parts(ScoreParts(maxsim=4.5, maxsim_mean=0.75, bm25=3.25))
+    'BM25 3.2500, MaxSim 4.5000 (mean 0.7500)'
     >>> format_parts(ScoreParts(maxsim=4.5, maxsim_mean=0.75))
     ''
     """
-    if parts.maxsim is None or parts.single_vector is None:
+    others = {"BM25": parts.bm25, "single-vector": parts.single_vector}
+    texts = [f"{name} {score:.4f}" for name, score in others.items() if score is not None]
+    if parts.maxsim is None or not texts:
         return ""
-    maxsim = f"MaxSim {parts.maxsim:.4f} (mean {parts.maxsim_mean:.4f})"
-    return f"single-vector {parts.single_vector:.4f}, {maxsim}"
+    return ", ".join([*texts, f"MaxSim {parts.maxsim:.4f} (mean {parts.maxsim_mean:.4f})"])
 
 
 def format_first_rank(reranked: Reranked | None) -> str:

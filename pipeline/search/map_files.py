@@ -29,6 +29,7 @@ def write_hit_maps(
     hits: Sequence[Hit],
     representation: str,
     documents: Mapping[str, str],
+    idf_power: float | None = None,
 ) -> Iterator[str]:
     """Writes the similarity maps of hits. Yields a line with the file or the error for each hit.
 
@@ -39,6 +40,7 @@ def write_hit_maps(
         hits: Hits, best first.
         representation: Name of the representation.
         documents: See `Previews`.
+        idf_power: See `SearchOptions`.
 
     Raises:
         SpecError: No hit has a map. The error of the first hit is raised.
@@ -49,7 +51,7 @@ def write_hit_maps(
     errors = []
     for hit in hits:
         try:
-            map = similarity_map(searcher, query, hit.item_id, representation)
+            map = similarity_map(searcher, query, hit.item_id, representation, idf_power)
             _write_maps(folder, hit.rank, previews, map, title)
         except SpecError as error:
             errors.append(error)

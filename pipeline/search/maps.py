@@ -163,6 +163,7 @@ def similarity_map(
     query: AnyQuery | Queries,
     item_id: str,
     representation: str | None = None,
+    idf_power: float | None = None,
 ) -> SimilarityMap:
     """Computes the similarity map of an item for a query.
 
@@ -173,6 +174,7 @@ def similarity_map(
         item_id: Id of the item.
         representation: Name of the representation, or `NAME@K` for a prefix. Defaults to `full` if
             it exists, otherwise the first.
+        idf_power: See `SearchOptions`.
 
     Raises:
         SpecError: The item does not exist, or the index lacks its token positions, its vectors or
@@ -180,27 +182,30 @@ def similarity_map(
     """
     info = searcher.representation(representation)
     name = info.name
-    queries = searcher.queries(query if isinstance(query, Queries) else [query], name)
+    given = query if isinstance(query, Queries) else [query]
+    queries = searcher.queries(given, name, idf_power)
     item = _stored_item(searcher, item_id, info)
     stored_ND = searcher.index.codec(name).decode(item.row[info.column], info.dim)[0]
     stored_ND = stored_ND.astype(np.float32)
     output_T = _assigned_vectors(item, info, stored_ND)
     vectors_ND = torch.from_numpy(stored_ND[: info.max_vectors])
     sim_MN = (queries.tokens[0] @ vectors_ND.T).numpy()
+    weighted_MN = sim_MN * queries.token_weights[0].numpy()[:, None]
 
     sim_MT = np.where(output_T < 0, np.nan, sim_MN[:, output_T])
     best_M = sim_MN.argmax(axis=1)
-    contribution_M = contributions(sim_MN)
+    contribution_M = contributions(weighted_MN)
     credit_T, contribution_T = (
         np.where(output_T < 0, 0.0, np.bincount(best_M, parts_M, len(vectors_ND))[output_T])
-        for parts_M in (sim_MN.max(axis=1), contribution_M)
+        for parts_M in (weighted_MN.max(axis=1), contribution_M)
     )
     text = item.value(info.text_column)
     spans_T2, extents_T6, confidence_T = _positions(item, info.positions)
     words = _words(text or "", spans_T2, extents_T6, sim_MT, credit_T, contribution_T)
     tokens = queries.token_texts[0]
-    passages = find_passages(tokens, sim_MN, output_T, spans_T2, extents_T6, text, confidence_T)
-    score = float(sim_MN.max(axis=1).sum())
+    positions = spans_T2, extents_T6, text, confidence_T
+    passages = find_passages(tokens, weighted_MN, output_T, *positions)
+    score = float(weighted_MN.max(axis=1).sum())
     return SimilarityMap(item_id, name, tokens, contribution_M.tolist(), words, score, passages)
 
 

@@ -114,16 +114,15 @@ def maxsim(
         return scores_QB
     query_MD = _concatenate(queries, packed)
     query_lengths = torch.tensor([len(query) for query in queries], device=device)
-    selection = list(packed.select(rows))
     if kernels is None:
         first = 0
-        for segment, documents in selection:
+        for segment, documents in packed.select(rows):
             last = first + (len(segment.lengths) if documents is None else len(documents))
             out_QB = scores_QB[:, first:last]
             _score(query_MD, query_lengths, segment, documents, block_bytes, out_QB)
             first = last
     else:
-        kernels.score(query_MD, query_lengths, selection, scores_QB, level)
+        kernels.score(query_MD, query_lengths, packed, rows, scores_QB, level)
     if reduce == "mean":
         scores_QB /= query_lengths.clamp_min(1).unsqueeze(1)
     return scores_QB
@@ -161,21 +160,18 @@ def best_tokens(
         return
     kernels, level = _backend(backend, packed)
     query_MD = _concatenate([query_MD], packed)
+    if kernels is not None:
+        rows = torch.arange(len(packed)) if rows is None else rows
+        size = max(block_bytes // (8 * len(query_MD)), 1)
+        for first in range(0, len(rows), size):
+            best_bM, token_bM = kernels.best(query_MD, packed, rows[first : first + size], level)
+            yield first, best_bM, token_bM.long()
+        return
     num_done = 0
     for segment, selected in packed.select(rows):
-        num_docs = len(segment.lengths) if selected is None else len(selected)
-        if kernels is None:
-            for block in _similarities(query_MD, segment, selected, block_bytes):
-                yield num_done + block.first, block.best_bM, _first_best(block)
-        else:
-            if selected is None:
-                selected = torch.arange(num_docs, device=packed.device)
-            size = max(block_bytes // (8 * len(query_MD)), 1)
-            for first in range(0, num_docs, size):
-                documents = selected[first : first + size]
-                best_bM, token_bM = kernels.best(query_MD, segment, documents, level)
-                yield num_done + first, best_bM, token_bM.long()
-        num_done += num_docs
+        for block in _similarities(query_MD, segment, selected, block_bytes):
+            yield num_done + block.first, block.best_bM, _first_best(block)
+        num_done += len(segment.lengths) if selected is None else len(selected)
 
 
 def backends(packed: PackedVectors) -> tuple[str, ...]:
@@ -340,7 +336,7 @@ def _rows(
 
     Views if they are contiguous, else copies.
     """
-    segment.verify(starts_b, lengths_b)
+    segment.verify(starts_b.numpy(force=True), lengths_b.numpy(force=True))
     start, end = int(starts_b[0]), int(starts_b[-1] + lengths_b[-1])
     if end - start == num_tokens:
         return {name: part[start:end] for name, part in segment.parts.items()}

@@ -7,20 +7,29 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, Unpack
 
 from pipeline.config import SpecError
+from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.scores import SCORES, Score, reject_former_name
 from pipeline.search.candidates import (
+    BM25,
     CANDIDATES_PER_HIT,
     EXACT,
     MIN_CANDIDATES,
-    generator_column,
+    SINGLE,
+    UNION,
+    generator_columns,
+    generators,
 )
+from pipeline.search.fusion import DEFAULT_FUSION, FUSED, Fusion
 from pipeline.search.query import Queries
 from pipeline.search.representations import representation_info
+from pipeline.search.token_weights import check_token_frequencies
 
 #: Weights of the single-vector and the MaxSim score in the hybrid score.
 Weights = tuple[float, float]
 EQUAL_WEIGHTS: Weights = (1.0, 1.0)
+#: Maximum value of `idf_power`.
+MAX_IDF_POWER = 4
 WEIGHTS_RULE = "two numbers (single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0"
 
 
@@ -30,9 +39,11 @@ class _CommonKeywords(TypedDict, total=False):
     k: int
     score: Score
     weights: Weights
+    fusion: Fusion
     group_by: Literal["parent"] | None
     candidates: str
     num_candidates: int | None
+    idf_power: float | None
 
 
 class Selection(TypedDict, total=False):
@@ -61,19 +72,23 @@ class SearchOptions:
         representation: Name of the representation to search, or `NAME@K` for a prefix. If None,
             `full` is used if it exists, otherwise the first representation.
         k: Maximum number of hits.
-        score: "maxsim", "single_vector" or "hybrid". See `pipeline.search.score`.
+        score: "maxsim", "single_vector", "hybrid" or "fused". See `pipeline.search.score`.
         weights: Weights of the single-vector and the MaxSim score in the hybrid score. Items that
             lack either score have no hybrid score, even if its weight is 0.
+        fusion: Settings of the fused score. See `pipeline.search.fusion`.
         group_by: "parent" returns the best item of each of the k best parents.
         filter: Lance SQL expression over the item columns, such as "modality = 'text'".
         ids: Ids of the items to search. Unknown ids are ignored. Items must satisfy `filter`, `ids`
             and `parents`.
         parents: Ids of the parents whose items are searched.
         candidates: "exact" scores all items. Otherwise, the name of a candidate generator of the
-            representation, which finds the items that are scored. Items without a code of the
-            generator are always scored.
-        num_candidates: Number of items that the generator finds per query and shard, at least `k`.
+            representation, or several joined by "+", which find the items that are scored. Items
+            without a code of a generator are always scored. If fewer than k items are found, all
+            items are scored.
+        num_candidates: Number of items that each generator finds per query and shard, at least `k`.
             Defaults to 500, or 10 k if that is more.
+        idf_power: Weights of the query tokens in the MaxSim score are their inverse document
+            frequency to this power, see `TokenFrequencies.weights`. None does not weight them.
         rerank: Second stage: "vectors" scores with another representation, "edje" with EDJE's joint
             encoder.
         rerank_representation: Representation used by "vectors", or None for the default.
@@ -90,12 +105,14 @@ class SearchOptions:
     k: int = 10
     score: Score = "maxsim"
     weights: Weights = EQUAL_WEIGHTS
+    fusion: Fusion = DEFAULT_FUSION
     group_by: Literal["parent"] | None = None
     filter: str | None = None
     ids: tuple[str, ...] | None = None
     parents: tuple[str, ...] | None = None
     candidates: str = EXACT
     num_candidates: int | None = None
+    idf_power: float | None = None
     rerank: Literal["vectors", "edje"] | None = None
     rerank_representation: str | None = None
     rerank_depth: int = 0
@@ -115,6 +132,8 @@ class SearchOptions:
         if self.score != "hybrid" and tuple(self.weights) != EQUAL_WEIGHTS:
             rule = f"{EQUAL_WEIGHTS} for the score {self.score}"
             raise SpecError("weights", self.weights, rule)
+        if self.score != FUSED and self.fusion != DEFAULT_FUSION:
+            raise SpecError("score", self.score, f"{FUSED} if fusion is set")
         if self.num_candidates is not None:
             check_count("num_candidates", self.num_candidates)
             if self.num_candidates < self.k:
@@ -122,6 +141,10 @@ class SearchOptions:
         if self.score == "single_vector" and self.candidates != EXACT:
             rule = f"{EXACT} for the score single_vector"
             raise SpecError("candidates", self.candidates, rule)
+        if self.idf_power is not None:
+            check_idf_power(self.idf_power)
+            if self.score == "single_vector":
+                raise SpecError("idf_power", self.idf_power, "null for the score single_vector")
 
     @classmethod
     def from_keywords(
@@ -148,12 +171,19 @@ class SearchOptions:
         """Returns the options after filling in the default representation of an index.
 
         Raises:
-            SpecError: The representation does not exist or is only for reranking, or the candidate
-                generator was not built for it.
+            SpecError: The representation does not exist or is only for reranking, the candidate
+                generator was not built for it, or its token frequencies were not counted.
         """
         info = representation_info(index, self.representation)
         if self.candidates != EXACT:
-            generator_column(index, info, self.candidates)
+            generator_columns(index, info, self.candidates)
+        if self.score == FUSED:
+            _check_bm25(index, info)
+        if self.idf_power is not None:
+            check_token_frequencies(index, info, self.idf_power)
+            if self.rerank_representation is not None:
+                second = representation_info(index, self.rerank_representation)
+                check_token_frequencies(index, second, self.idf_power)
         return replace(self, representation=info.name)
 
     @property
@@ -198,7 +228,11 @@ class SearchOptions:
         if self.score != "single_vector" and not all(map(len, queries.tokens)):
             problem = "needs token vectors (the query has none)"
             raise SpecError("score", self.score, "single_vector", problem)
-        if self.score == "maxsim":
+        if self.score == FUSED and self.fusion.weights.bm25 and queries.texts is None:
+            raise SpecError("score", self.score, "maxsim", "needs the text of the query")
+        if self.score == "maxsim" or (
+            self.score == FUSED and not self.fusion.weights.single_vector
+        ):
             return
         if pooled_column is None:
             problem = "needs single vectors (the index has none)"
@@ -207,17 +241,35 @@ class SearchOptions:
             problem = "needs a pooled query vector (pass the query as text)"
             raise SpecError("score", self.score, "maxsim", problem)
 
-    def check_single(self, queries: Queries) -> None:
-        """Raises `SpecError` if the queries lack the single vectors that candidates need."""
-        if queries.pooled is None:
+    def check_candidates(self, queries: Queries) -> None:
+        """Raises `SpecError` if the queries lack single vectors or texts that candidates need."""
+        names = self.candidates.split(UNION)
+        if BM25 in names and queries.texts is None:
+            raise SpecError("candidates", self.candidates, EXACT, "needs the text of the query")
+        if SINGLE in names and queries.pooled is None:
             problem = "needs a pooled query vector (pass the query as text)"
             raise SpecError("candidates", self.candidates, EXACT, problem)
+
+
+def _check_bm25(index: Index, info: RepresentationInfo) -> None:
+    """Raises `SpecError` if the index has no BM25 scores for the texts of a representation."""
+    if BM25 not in generators(index, info):
+        problem = f"needs {BM25}, which was not built for the texts of {info.name}"
+        note = f"; build it with `python -m jobs.candidates INDEX {BM25}`"
+        raise SpecError("score", FUSED, "maxsim", problem, note)
 
 
 def check_count(field: str, value: int) -> None:
     """Raises `SpecError` unless a value is a positive integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SpecError(field, value, "an integer >= 1")
+
+
+def check_idf_power(value: Any) -> None:
+    """Raises `SpecError` unless a value is a valid power of inverse document frequencies."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= MAX_IDF_POWER:
+        raise SpecError("idf_power", value, f"a number > 0 and <= {MAX_IDF_POWER}")
 
 
 def are_weights(weights: Any) -> bool:

@@ -32,7 +32,8 @@ class Segment:
         offsets: (S,) int64, index of the first vector of each document, or None if the documents
             are contiguous.
         verify: Called with the starts and lengths (n,) int64 of runs of vectors before they are
-            read. Raises `SpecError` if they are corrupted.
+            read. Raises `SpecError` if they are corrupted. Vectors on other devices were verified
+            when they were copied.
     """
 
     codec: Codec
@@ -41,7 +42,7 @@ class Segment:
     lengths: torch.Tensor
     live: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
-    verify: Callable[[torch.Tensor, torch.Tensor], None] = field(
+    verify: Callable[[np.ndarray, np.ndarray], None] = field(
         default=lambda starts, lengths: None, repr=False
     )
 
@@ -82,7 +83,7 @@ class Segment:
             size = max(COPY_BYTES // max(part.shape[1] * part.element_size(), 1), 1)
             for first in range(0, len(part), size):
                 end = min(first + size, len(part))
-                self.verify(torch.tensor([first]), torch.tensor([end - first]))
+                self.verify(np.array([first]), np.array([end - first]))
                 parts[name][first:end] = part[first:end]
         live = None if self.live is None else self.live.to(device)
         offsets = None if self.offsets is None else self.offsets.to(device)
@@ -92,7 +93,7 @@ class Segment:
         """Returns the decoded vectors (N, D) float32 of one of the S documents."""
         start = int(self.starts[document])
         end = start + int(self.lengths[document])
-        self.verify(self.starts[document : document + 1], self.lengths[document : document + 1])
+        self.verify(np.array([start]), np.array([end - start]))
         parts = {name: part[start:end] for name, part in self.parts.items()}
         return self.codec.dequantise(parts, self.dim)
 
@@ -143,7 +144,7 @@ class PackedVectors:
         """Device of the vectors."""
         return self.lengths.device
 
-    @property
+    @functools.cached_property
     def num_vectors(self) -> int:
         """Total number of vectors."""
         return int(self.lengths.sum())

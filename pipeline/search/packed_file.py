@@ -283,7 +283,7 @@ class PackedFile:
         rows = np.arange(num_docs) if rows is None else rows
         return cls(path, parts, _tensor(lengths), rows, block, sums, np.zeros(num_blocks, bool))
 
-    def verify(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
+    def verify(self, starts: np.ndarray, lengths: np.ndarray) -> None:
         """Verifies the checksums of the blocks that contain some documents, once per block.
 
         This method is thread-safe: at worst, two threads verify the same block.
@@ -297,8 +297,7 @@ class PackedFile:
         """
         if self._verified.all():
             return
-        first, size = starts.numpy(), lengths.numpy()
-        first, size = first[size > 0], size[size > 0]
+        first, size = starts[lengths > 0], lengths[lengths > 0]
         # A block is read if more documents have started than ended up to it.
         num_blocks = len(self._verified) + 1
         num_starts = np.bincount(first // self._block, minlength=num_blocks)

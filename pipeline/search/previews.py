@@ -77,7 +77,8 @@ class Previews:
             problem = f"has no readable {item['parent_id']} ({first_line(error)})"
             note = f"; pass their folder as --documents {item['source']}=FOLDER"
             rule = "the folder that contains the indexed files"
-            raise SpecError("documents", source.spec.path, rule, problem, note) from None
+            location = getattr(source.spec, source.location_field)
+            raise SpecError("documents", location, rule, problem, note) from None
 
     def _source(self, collection: str) -> Source:
         if collection not in self._sources:
@@ -90,7 +91,8 @@ class Previews:
             if folder:
                 with within("documents"):
                     existing_root(absolute(folder))
-                spec = spec.model_copy(update={"path": absolute(folder)})
+                field = SOURCES.load(spec.name).location_field
+                spec = spec.model_copy(update={field: absolute(folder)})
             self._sources[collection] = SOURCES.build(spec)
         return self._sources[collection]
 

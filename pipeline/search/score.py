@@ -1,9 +1,12 @@
 """Scoring and ranking of the items of an index.
 
-    maxsim         sum over the query tokens of the best similarity with an item token
+    maxsim         sum over the query tokens of the best similarity with an item token, each
+                   multiplied by the weight of the token
     single_vector  similarity of the pooled vectors of query and item
-    hybrid         weights[0] * single_vector + weights[1] * maxsim / number of query tokens
+    hybrid         weights[0] * single_vector + weights[1] * maxsim / sum of the weights
                    (SMART, eq. 5 and 4)
+    fused          combination of the rankings by MaxSim, BM25 and single vectors
+                   (`pipeline.search.fusion`)
 
 SMART adds both terms of the hybrid score with equal weights "to keep SMART hyperparameter-free",
 which is the default here.
@@ -17,8 +20,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -29,12 +32,17 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Reranked
 from pipeline.scores import Score
 from pipeline.search.cache import packed_column
-from pipeline.search.candidates import EXACT, SINGLE, best_rows, generator_column
+from pipeline.search.candidates import BM25, EXACT, SINGLE, best_rows, generator_columns
+from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, pool_rows
+from pipeline.search.lexical import open_postings
 from pipeline.search.maxsim import maxsim
 from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import Queries
 from pipeline.search.selection import Items
+
+if TYPE_CHECKING:
+    from pipeline.candidates.bm25 import Postings
 
 T = TypeVar("T")
 
@@ -43,6 +51,9 @@ QUERY_BATCH = 64
 #: Number of (query token, vector) pairs per slice of work: 0.15 s for 128 dimensions in float32 on
 #: two cores.
 SLICE_PAIRS = 1 << 27
+#: Maximum number of selected items that are all scored although a candidate generator is requested.
+#: On two cores, 4,096 items of 32 int8 vectors take as long as 500 candidates of `lemur`.
+EXACT_ITEMS = 4096
 #: Number of prefixes whose views are cached. A view holds two offsets per item, and clients may
 #: request any prefix.
 MAX_PREFIXES = 16
@@ -59,6 +70,7 @@ class Ranking:
         rows: (k,) int64, indices of the items in the index.
         maxsim: (k,) float32, MaxSim scores if they are part of the score.
         single_vector: (k,) float32, single-vector scores if they are part of the score.
+        bm25: (k,) float32, BM25 scores if they are part of the score. 0 without a common term.
         reranked: Result of reranking per item, or None without reranking.
     """
 
@@ -68,6 +80,7 @@ class Ranking:
     rows: np.ndarray
     maxsim: np.ndarray | None = None
     single_vector: np.ndarray | None = None
+    bm25: np.ndarray | None = None
     reranked: tuple[Reranked, ...] | None = None
 
     def scores_by_item(self) -> dict[str, float]:
@@ -77,6 +90,11 @@ class Ranking:
     def scores_by_parent(self) -> dict[str, float]:
         """Returns scores by parent id, best first. The ranking must be grouped by parent."""
         return dict(zip(self.parent_ids, self._descending_scores(), strict=True))
+
+    def components(self) -> dict[str, np.ndarray]:
+        """Returns the computed components of the scores by name."""
+        parts = {name: getattr(self, name) for name in COMPONENTS}
+        return {name: scores for name, scores in parts.items() if scores is not None}
 
     def _descending_scores(self) -> Sequence[float]:
         """Returns scores, or descending ranks after reranking.
@@ -97,6 +115,7 @@ class Ranking:
             self.rows[index],
             None if self.maxsim is None else self.maxsim[index],
             None if self.single_vector is None else self.single_vector[index],
+            None if self.bm25 is None else self.bm25[index],
             None if self.reranked is None else tuple(self.reranked[i] for i in indices),
         )
 
@@ -122,19 +141,24 @@ class Scorer:
             raise SpecError("device", device, f"one of {', '.join(devices)}", "is not available")
         self._items, self._cache, self._device = items, cache, device
         self._packed: dict[str, PackedVectors] = {}
+        self._postings: dict[str, Postings] = {}
+        self._uncoded_rows: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
         self._prefix = functools.lru_cache(MAX_PREFIXES)(PackedVectors.prefix)
 
     def load(self, representation: str, score: Score = "maxsim", candidates: str = EXACT) -> None:
         """Opens the vectors that a score and a candidate generator need."""
         for column in self._columns(representation, score, candidates):
-            self.packed(column)
+            if self._is_lexical(column):
+                self.postings(column)
+            else:
+                self.packed(column)
 
     def is_loaded(
         self, representation: str, score: Score = "maxsim", candidates: str = EXACT
     ) -> bool:
         """Checks whether the vectors that a score and a generator need have been opened."""
         columns = self._columns(representation, score, candidates)
-        return all(column in self._packed for column in columns)
+        return all(column in self._packed or column in self._postings for column in columns)
 
     def num_scored_vectors(self, options: SearchOptions) -> int:
         """Returns the number of vectors with which each query token is compared, as an estimate."""
@@ -144,18 +168,29 @@ class Scorer:
         if options.candidates == EXACT:
             return packed.num_vectors
         info = self._info(options.column)
-        codes = self.packed(generator_column(self._items.index, info, options.candidates))
-        share = min(options.candidates_per_query / max(len(packed), 1), 1.0)
-        return codes.num_vectors + int(share * packed.num_vectors)
+        columns = generator_columns(self._items.index, info, options.candidates).values()
+        vectors = [self.packed(column) for column in columns if not self._is_lexical(column)]
+        share = min(len(columns) * options.candidates_per_query / max(len(packed), 1), 1.0)
+        return sum(codes.num_vectors for codes in vectors) + int(share * packed.num_vectors)
 
     def _columns(self, representation: str, score: Score, candidates: str) -> list[str]:
         info = self._info(representation)
         columns = [] if score == "single_vector" else [info.column]
         if score != "maxsim" and info.pooled_column:
             columns.append(info.pooled_column)
+        if score == FUSED:
+            columns.append(self._bm25_column(info))
         if candidates != EXACT:
-            columns.append(generator_column(self._items.index, info, candidates))
+            columns += generator_columns(self._items.index, info, candidates).values()
         return columns
+
+    def _bm25_column(self, info: RepresentationInfo) -> str:
+        return generator_columns(self._items.index, info, BM25)[BM25]
+
+    def _is_lexical(self, column: str) -> bool:
+        """True if the column has the codes of a generator of texts."""
+        info = self._items.index.candidates_columns.get(column)
+        return info is not None and info.is_lexical
 
     def _info(self, representation: str) -> RepresentationInfo:
         return self._items.index.representation(representation)
@@ -179,6 +214,20 @@ class Scorer:
             self._packed[column] = packed if self._device == "cpu" else packed.to(self._device)
         return self._packed[column]
 
+    def postings(self, column: str) -> Postings:
+        """Returns the postings of the texts of the items."""
+        if column not in self._postings:
+            self._postings[column] = open_postings(self._items, column)
+        return self._postings[column]
+
+    def code_bytes(self, column: str) -> float:
+        """Returns the mean number of bytes of the codes of an item."""
+        if self._is_lexical(column):
+            postings = self.postings(column)
+            return 8 * postings.num_entries / max(len(postings), 1)
+        codes = self.packed(column)
+        return codes.num_vectors / max(len(codes), 1) * codes.codec.token_bytes(codes.dim)
+
     def _close(self, column: str) -> None:
         self._packed.pop(column, None)
         self._prefix.cache_clear()
@@ -187,6 +236,19 @@ class Scorer:
         """Returns the decoded vectors (N, D) float32 of the given items."""
         packed = self.vectors(representation)
         return [packed.item(row).cpu() for row in rows.tolist()]
+
+    def scores_all(self, options: SearchOptions, rows: np.ndarray | None) -> bool:
+        """Checks whether all selected items are scored, instead of the candidates of a generator.
+
+        Args:
+            options: Resolved options of the first stage.
+            rows: Indices of the selected items, or None for all.
+        """
+        if options.candidates == EXACT:
+            return True
+        if rows is None:
+            return len(self._items) <= options.candidates_per_query
+        return len(rows) <= max(options.candidates_per_query, EXACT_ITEMS)
 
     def rank(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
@@ -201,12 +263,21 @@ class Scorer:
         Raises:
             SpecError: The queries or the representation lack vectors that the score needs.
         """
+        return [fuse(ranking, options) for ranking in self.rank_part(queries, options, rows)]
+
+    def rank_part(
+        self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
+    ) -> list[Ranking]:
+        """Finds the items that `merge_rankings` needs, which computes fused scores.
+
+        For other scores, these are the k best items.
+        """
         return finish(self._rank(queries, options, rows, None))
 
     def rank_in_slices(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> Generator[None, None, list[Ranking]]:
-        """Does the same as `rank`, but yields control after each slice of work."""
+        """Does the same as `rank_part`, but yields control after each slice of work."""
         return self._rank(queries, options, rows, SLICE_PAIRS)
 
     def _rank(
@@ -217,14 +288,14 @@ class Scorer:
         slice_pairs: int | None,
     ) -> Generator[None, None, list[Ranking]]:
         options.check_vectors(queries, self._info(options.column).pooled_column)
-        num_items = len(self._items) if rows is None else len(rows)
-        is_exact = options.candidates == EXACT or num_items <= options.candidates_per_query
+        options.check_candidates(queries)
+        scores_all = self.scores_all(options, rows)
         rankings = []
         for first in range(0, len(queries), QUERY_BATCH):
             if first:
                 yield
             batch = queries.part(first, first + QUERY_BATCH)
-            if is_exact:
+            if scores_all:
                 rankings += yield from self._rank_batch(batch, options, rows, slice_pairs)
                 continue
             candidates = yield from self._candidates(batch, options, rows, slice_pairs)
@@ -240,6 +311,8 @@ class Scorer:
         slice_pairs: int | None,
     ) -> Generator[None, None, list[Ranking]]:
         """Ranks the given items for a batch of queries."""
+        if options.score == FUSED:
+            return (yield from self._pools(queries, options, rows, slice_pairs))
         order = self._items.id_order
         groups = self._items.parent_codes if options.group_by else None
         scores = yield from self._scores(queries, options, rows, slice_pairs)
@@ -248,6 +321,42 @@ class Scorer:
             best = top_rows(total, rows, order, options.k, groups)
             rankings.append(self._ranking(best, scores.query(query), rows))
         return rankings
+
+    def _pools(
+        self,
+        queries: Queries,
+        options: SearchOptions,
+        rows: np.ndarray | None,
+        slice_pairs: int | None,
+    ) -> Generator[None, None, list[Ranking]]:
+        """Returns the best items of a batch of queries by each component of the fused score.
+
+        They are not fused yet, since ranks depend on the items of all shards. Their scores are
+        MaxSim scores. Items without vectors are omitted.
+        """
+        weights = options.fusion.weights
+        groups = self._items.parent_codes if options.group_by else None
+        others: dict[str, Any] = {"fusion": DEFAULT_FUSION, "candidates": EXACT}
+        maxsim_options = replace(options, score="maxsim", **others)
+        scores = yield from self._scores(queries, maxsim_options, rows, slice_pairs)
+        assert scores.maxsim is not None
+        single_QR = bm25_QR = None
+        if weights.single_vector:
+            single_options = replace(options, score="single_vector", **others)
+            singles = yield from self._scores(queries, single_options, rows, slice_pairs)
+            single_QR = singles.single_vector
+        if weights.bm25:
+            assert queries.texts is not None
+            postings = self.postings(self._bm25_column(self._info(options.column)))
+            bm25_QR = np.stack([postings.scores(text) for text in queries.texts])
+            bm25_QR = bm25_QR if rows is None else bm25_QR[:, rows]
+        pools = []
+        for query in range(len(queries)):
+            parts = _Scores(scores.maxsim, scores.maxsim, single_QR, bm25_QR).query(query)
+            components = {n: s for n in COMPONENTS if (s := getattr(parts, n)) is not None}
+            found = pool_rows(components, options.fusion, options.k, rows, groups)
+            pools.append(self._ranking(found, parts, rows))
+        return pools
 
     def _candidates(
         self,
@@ -258,31 +367,99 @@ class Scorer:
     ) -> Generator[None, None, list[np.ndarray]]:
         """Finds the ascending indices of the candidates of each query in a batch.
 
-        Items that have vectors but no code are candidates of all queries.
+        Items that have vectors but no code are candidates of all queries. Items without the vectors
+        that the score needs are no candidates, because they would replace items with a score. If
+        fewer than k items are found, all items are candidates.
         """
         info = self._info(options.column)
-        column = generator_column(self._items.index, info, options.candidates)
+        columns = generator_columns(self._items.index, info, options.candidates)
+        found = [np.empty(0, np.int64)] * len(queries)
+        for generator, column in columns.items():
+            find = self._lexical_candidates if self._is_lexical(column) else self._vector_candidates
+            more = yield from find(generator, column, queries, options, rows, slice_pairs)
+            found = [np.union1d(*pair) for pair in zip(found, more, strict=True)]
+        if any(len(candidates) < options.k for candidates in found):
+            all_rows = np.arange(len(self._items)) if rows is None else rows
+            found = [all_rows if len(items) < options.k else items for items in found]
+        return found
+
+    def _lexical_candidates(
+        self,
+        generator: str,
+        column: str,
+        queries: Queries,
+        options: SearchOptions,
+        rows: np.ndarray | None,
+        slice_pairs: int | None,
+    ) -> Generator[None, None, list[np.ndarray]]:
+        """Finds the items whose texts match each query best."""
+        assert queries.texts is not None
+        postings = self.postings(column)
+        groups = self._items.parent_codes if options.group_by else None
+        found = []
+        for number, text in enumerate(queries.texts):
+            if number:
+                yield
+            scores = postings.scores(text)
+            scores = scores if rows is None else scores[rows]
+            scores[scores <= 0] = -np.inf
+            found.append(best_rows(scores, rows, options.candidates_per_query, groups))
+        return found
+
+    def _vector_candidates(
+        self,
+        generator: str,
+        column: str,
+        queries: Queries,
+        options: SearchOptions,
+        rows: np.ndarray | None,
+        slice_pairs: int | None,
+    ) -> Generator[None, None, list[np.ndarray]]:
+        """Finds the items whose codes match each query best, and those without a code."""
         codes = self.packed(column)
-        if options.candidates == SINGLE:
-            options.check_single(queries)
+        if generator == SINGLE:
             assert queries.pooled is not None
             tokens = list(queries.pooled[:, None])
         else:
-            generator = self._items.index.generator(column)
-            transform = generator.codec.transform_queries
-            tokens = [transform(tokens) for tokens in generator.queries(queries.tokens)]
+            fitted = self._items.index.generator(column)
+            transform = fitted.codec.transform_queries
+            codes_queries = fitted.queries(queries.tokens, queries.weights)
+            tokens = [transform(tokens) for tokens in codes_queries]
         items = None if rows is None else torch.from_numpy(rows)
         approximate_QR = (yield from _maxsim(tokens, codes, items, slice_pairs)).numpy()
-        has_no_code = (codes.lengths == 0) & (self.vectors(options.column).lengths > 0)
-        uncoded = np.flatnonzero(has_no_code.cpu().numpy())
+        uncoded, unscored = self._uncoded(column, options)
         if rows is not None:
-            uncoded = np.intersect1d(uncoded, rows, assume_unique=True)
+            uncoded = np.intersect1d(uncoded, rows, assume_unique=True) if len(uncoded) else uncoded
+            unscored = np.flatnonzero(np.isin(rows, unscored)) if len(unscored) else unscored
+        approximate_QR[:, unscored] = -np.inf
         groups = self._items.parent_codes if options.group_by else None
         num = options.candidates_per_query
         return [
             np.union1d(best_rows(scores_R, rows, num, groups), uncoded)
             for scores_R in approximate_QR
         ]
+
+    def _uncoded(self, column: str, options: SearchOptions) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ascending indices of two kinds of items, which are cached.
+
+        The first have the vectors that the score needs but no code, and the second vice versa.
+
+        Args:
+            column: Column of codes.
+            options: Resolved options of the first stage.
+        """
+        columns = self._columns(options.column, options.score, EXACT)
+        if (key := (column, *columns)) not in self._uncoded_rows:
+            has_vectors = np.logical_and.reduce([self._has_vectors(name) for name in columns])
+            has_code = self._has_vectors(column)
+            self._uncoded_rows[key] = (
+                np.flatnonzero(has_vectors & ~has_code),
+                np.flatnonzero(has_code & ~has_vectors),
+            )
+        return self._uncoded_rows[key]
+
+    def _has_vectors(self, column: str) -> np.ndarray:
+        return (self.packed(column).lengths > 0).numpy(force=True)
 
     def _scores(
         self,
@@ -296,9 +473,9 @@ class Scorer:
         maxsim_scores = None
         if options.score != "single_vector":
             packed = self.vectors(options.column)
-            maxsim_scores = yield from _maxsim(queries.tokens, packed, items, slice_pairs)
+            maxsim_scores = yield from _maxsim(queries.weighted_tokens, packed, items, slice_pairs)
             if options.score == "maxsim":
-                return _Scores(maxsim_scores.numpy(), maxsim_scores.numpy(), None)
+                return _Scores(maxsim_scores.numpy(), maxsim_scores.numpy())
         # The single-vector score is the MaxSim score of one-token queries and one-token items.
         pooled_column = self._info(options.column).pooled_column
         assert queries.pooled is not None and pooled_column is not None
@@ -308,7 +485,7 @@ class Scorer:
         )
         if maxsim_scores is None:
             return _Scores(pooled_scores.numpy(), None, pooled_scores.numpy())
-        mean = maxsim_scores / torch.tensor([[max(len(query), 1)] for query in queries.tokens])
+        mean = maxsim_scores / torch.tensor(queries.total_weights).unsqueeze(1)
         total = options.weights[0] * pooled_scores + options.weights[1] * mean
         if 0 in options.weights:
             total.masked_fill_(
@@ -327,6 +504,7 @@ class Scorer:
             best_rows,
             None if scores.maxsim is None else scores.maxsim[best],
             None if scores.single_vector is None else scores.single_vector[best],
+            None if scores.bm25 is None else scores.bm25[best],
         )
 
 
@@ -334,13 +512,30 @@ class _Scores(NamedTuple):
     """Scores and their components. (Q, R) float32 for a batch, or (R,) for a single query."""
 
     total: np.ndarray
-    maxsim: np.ndarray | None
-    single_vector: np.ndarray | None
+    maxsim: np.ndarray | None = None
+    single_vector: np.ndarray | None = None
+    bm25: np.ndarray | None = None
 
     def query(self, query: int) -> _Scores:
         """Returns the scores of one query."""
-        maxsim_scores, single_vector = (None if part is None else part[query] for part in self[1:])
-        return _Scores(self.total[query], maxsim_scores, single_vector)
+        parts = [None if part is None else part[query] for part in self[1:]]
+        return _Scores(self.total[query], *parts)
+
+
+def fuse(ranking: Ranking, options: SearchOptions) -> Ranking:
+    """Computes the fused scores of the items found by all shards, and returns the k best.
+
+    For other scores, the ranking is returned unchanged.
+    """
+    if options.score != FUSED:
+        return ranking
+    groups = None
+    if options.group_by:
+        groups = np.unique(np.array(ranking.parent_ids, object), return_inverse=True)[1]
+    scores = options.fusion.scores(ranking.components(), options.k, groups)
+    order = np.argsort(np.argsort(np.array(ranking.item_ids, object)))
+    best = top_rows(scores, None, order, options.k, groups)
+    return replace(ranking, scores=scores.tolist()).take(best.tolist())
 
 
 def finish(slices: Generator[None, None, T]) -> T:

@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from pipeline.config import JobError, SpecError, absolute
 from pipeline.index.reader import Index
 from pipeline.scores import Score
-from pipeline.search.candidates import EXACT, SINGLE
+from pipeline.search.candidates import EXACT
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries
 from pipeline.search.score import Ranking, Scorer
@@ -118,7 +118,7 @@ class _Shard:
     def rank(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> list[Ranking]:
-        return self._scorer.rank(queries, options, rows)
+        return self._scorer.rank_part(queries, options, rows)
 
     def item_vectors(self, representation: str, rows: np.ndarray) -> list[np.ndarray]:
         return [vectors.numpy() for vectors in self._scorer.item_vectors(representation, rows)]
@@ -149,8 +149,7 @@ class ShardedScorer(Scorer):
         """Finds the k best items for each query. All actors work in parallel."""
         # Also checked here, because Ray prints errors of actors whose results are not awaited.
         options.check_vectors(queries, self._info(options.column).pooled_column)
-        if options.candidates == SINGLE:
-            options.check_single(queries)
+        options.check_candidates(queries)
         queries_ref = ray.put(queries)
         scoring = options.without_selection()  # replaced by `rows`
         calls = [
@@ -162,8 +161,7 @@ class ShardedScorer(Scorer):
             for rankings, first in zip(self._results(calls), self._firsts, strict=True)
         ]
         return [
-            merge_rankings(rankings, options.k, options.group_by)
-            for rankings in zip(*rankings_by_shard, strict=True)
+            merge_rankings(rankings, options) for rankings in zip(*rankings_by_shard, strict=True)
         ]
 
     def _split(self, rows: np.ndarray | None) -> list[np.ndarray | None]:

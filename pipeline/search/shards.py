@@ -5,42 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from pipeline.search.score import Ranking
+from pipeline.search.fusion import FUSED
+from pipeline.search.options import SearchOptions
+from pipeline.search.score import Ranking, fuse
 
 
-def merge_rankings(
-    rankings: Sequence[Ranking], k: int, group_by: Literal["parent"] | None = None
-) -> Ranking:
+def merge_rankings(rankings: Sequence[Ranking], options: SearchOptions) -> Ranking:
     """Merges the rankings of one query. Ties are sorted by item id.
 
     Args:
-        rankings: The k best items of each shard, with `rows` counted over all shards.
-        k: Maximum number of items.
-        group_by: "parent" keeps only the best item of each parent. The rankings must be grouped in
-            the same way.
+        rankings: Output of `Scorer.rank_part` of each shard, with `rows` counted over all shards.
+        options: Options of the search; `k`, `group_by`, `score` and `fusion` are used.
 
     >>> first = Ranking(["b", "d"], ["p", "q"], [3.0, 1.0], np.array([0, 1]))
     >>> second = Ranking(["a", "c"], ["q", "p"], [3.0, 2.0], np.array([2, 3]))
-    >>> merge_rankings([first, second], 3).item_ids
+    >>> merge_rankings([first, second], SearchOptions(k=3)).item_ids
     ['a', 'b', 'c']
-    >>> merge_rankings([first, second], 3, "parent").item_ids
+    >>> merge_rankings([first, second], SearchOptions(k=3, group_by="parent")).item_ids
     ['a', 'b']
     """
+    values = {f.name: [getattr(r, f.name) for r in rankings] for f in fields(Ranking)}
+    joined = Ranking(**{name: _concatenate(parts) for name, parts in values.items()})
+    if options.score == FUSED:
+        return fuse(joined, options)
     scores = list(chain.from_iterable(ranking.scores for ranking in rankings))
     ids = list(chain.from_iterable(ranking.item_ids for ranking in rankings))
     order = sorted(range(len(ids)), key=lambda i: (-scores[i], ids[i]))
-    if group_by:
+    if options.group_by:
         parents = list(chain.from_iterable(ranking.parent_ids for ranking in rankings))
         best: dict[str, int] = {}
         for i in order:
             best.setdefault(parents[i], i)
         order = list(best.values())
-    values = {f.name: [getattr(r, f.name) for r in rankings] for f in fields(Ranking)}
-    return Ranking(**{name: _concatenate(parts) for name, parts in values.items()}).take(order[:k])
+    return joined.take(order[: options.k])
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:

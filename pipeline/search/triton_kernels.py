@@ -42,7 +42,7 @@ import triton
 import triton.language as tl
 
 from pipeline.codecs.residual import Residual
-from pipeline.search.packed import Segment
+from pipeline.search.packed import PackedVectors, Segment
 
 #: Target number of document tokens per program, which amortises loading its queries.
 PROGRAM_TOKENS = 2048
@@ -464,7 +464,8 @@ def can_score(segment: Segment) -> bool:
 def score(
     query_MD: torch.Tensor,
     query_lengths: torch.Tensor,
-    selection: Sequence[tuple[Segment, torch.Tensor | None]],
+    packed: PackedVectors,
+    rows: torch.Tensor | None,
     out_QB: torch.Tensor,
     level: str,
 ) -> None:
@@ -473,21 +474,22 @@ def score(
     Args:
         query_MD: float32, concatenated tokens of all queries.
         query_lengths: (Q,) int64, number of tokens per query.
-        selection: Segments with the ascending indices of the documents to score, or None for all.
-        out_QB: float32 output, contiguous along B, which ranges over the documents of all segments.
+        packed: Documents that `can_score` supports.
+        rows: Ascending indices of the documents to score, or None for all.
+        out_QB: float32 output, contiguous along B, which ranges over the selected documents.
         level: "triton".
     """
     assert level == "triton"
     counts = query_lengths.tolist()
     aligned = sum(-(-count // ALIGN) * ALIGN for count in counts)
-    packed: dict[_Layout, list[_Panels]] = {}  # usually one layout for all segments
+    launches: dict[_Layout, list[_Panels]] = {}  # usually one layout for all segments
     first = 0
-    for segment, documents in selection:
+    for segment, documents in packed.select(rows):
         last = first + (len(segment.lengths) if documents is None else len(documents))
         layout = _Layout.choose(segment, aligned)
-        if layout not in packed:
-            packed[layout] = _pack(query_MD, counts, layout)
-        for i, panels in enumerate(packed[layout]):
+        if layout not in launches:
+            launches[layout] = _pack(query_MD, counts, layout)
+        for i, panels in enumerate(launches[layout]):
             _launch(panels, layout, segment, documents, out_QB[:, first:last], add=i > 0)
         first = last
 
@@ -512,24 +514,37 @@ def _pack(query_MD: torch.Tensor, counts: list[int], layout: _Layout) -> list[_P
 
 
 def best(
-    query_MD: torch.Tensor, segment: Segment, documents: torch.Tensor | None, level: str
+    query_MD: torch.Tensor, packed: PackedVectors, rows: torch.Tensor, level: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Finds the document token that matches each query token best, for every document.
 
+    Args:
+        query_MD: float32, query tokens.
+        packed: Documents that `can_score` supports.
+        rows: (R,) int64, ascending indices of the documents.
+        level: "triton".
+
     Returns:
-        Similarities (B, M) float32 and indices (B, M) int32 of the best tokens in their document.
+        Similarities (R, M) float32 and indices (R, M) int32 of the best tokens in their document.
         Ties resolve to the first token. Documents without tokens have -inf and -1.
     """
     assert level == "triton"
     num_tokens = len(query_MD)
-    num_docs = len(segment.lengths) if documents is None else len(documents)
-    layout = _Layout.choose(segment, num_tokens)
-    firsts = range(0, num_tokens, layout.panel)
-    pieces = [(0, first, min(layout.panel, num_tokens - first)) for first in firsts]
-    best_BM = torch.empty(num_docs, num_tokens, device=query_MD.device)
-    index_BM = torch.empty(best_BM.shape, dtype=torch.int32, device=query_MD.device)
-    _launch(_Panels.pack(query_MD, pieces, layout), layout, segment, documents, best_BM, index_BM)
-    return best_BM, index_BM
+    best_RM = torch.empty(len(rows), num_tokens, device=query_MD.device)
+    index_RM = torch.empty(best_RM.shape, dtype=torch.int32, device=query_MD.device)
+    last = 0
+    for segment, documents in packed.select(rows):
+        assert documents is not None  # because rows are given
+        first, last = last, last + len(documents)
+        if first == last:
+            continue
+        layout = _Layout.choose(segment, num_tokens)
+        firsts = range(0, num_tokens, layout.panel)
+        pieces = [(0, piece, min(layout.panel, num_tokens - piece)) for piece in firsts]
+        panels = _Panels.pack(query_MD, pieces, layout)
+        outputs = best_RM[first:last], index_RM[first:last]
+        _launch(panels, layout, segment, documents, *outputs)
+    return best_RM, index_RM
 
 
 def _launch(

@@ -21,7 +21,7 @@ from pipeline.search.shards import merge_rankings
 from pipeline.serve import wire
 from pipeline.serve.calls import Handle, StageClient, Stages
 from pipeline.serve.errors import ApiError, from_spec_error
-from pipeline.serve.inputs import check_edje, read_query, read_unencoded
+from pipeline.serve.inputs import check_edje, check_text_queries, read_query, read_unencoded
 from pipeline.serve.responses import hit_response, truncation_warnings
 from pipeline.serve.scheduler import Caller, gather_or_cancel
 from pipeline.serve.served import Served, ServedIndexes
@@ -109,6 +109,7 @@ class Engine:
         """
         if options.rerank == "edje":
             check_edje(served, queries, "rerank.method")
+        check_text_queries(queries, options)
         with timer.stage("encode"):
             encoded = await self.encode(served, queries, options.column, key)
         if options.rerank is None and len(self._stages.searchers[served.name]) == 1:
@@ -166,7 +167,8 @@ class Engine:
                     [read[i] for i in positions],
                 )
                 encoded |= zip(positions, results, strict=True)
-        return [encoded[i] for i in range(len(queries))]
+        texts = map(wire.query_text, queries)
+        return [encoded[i].with_texts([text]) for i, text in enumerate(texts)]
 
     async def _search_shard(
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
@@ -194,14 +196,12 @@ class Engine:
             self.calls.call("search", caller, shard.rank, served.edition, encoded, options)
             for shard in self._stages.searchers[served.name]
         )
-        if len(by_shard) == 1:
-            return by_shard[0]
         offset = [
             [replace(ranking, rows=ranking.rows + i * SHARD_ROWS) for ranking in rankings]
             for i, rankings in enumerate(by_shard)
         ]
         by_query = zip(*offset, strict=True)
-        return [merge_rankings(rankings, options.k, options.group_by) for rankings in by_query]
+        return [merge_rankings(rankings, options) for rankings in by_query]
 
     async def _rerank(
         self,
@@ -222,7 +222,7 @@ class Engine:
         if (first.spec, first.fingerprint) != (second.spec, second.fingerprint):
             encoded = await self.encode(served, queries, name, key)
         item_ids = [ranking.item_ids for ranking in rankings]
-        scores = await self._score(served, encoded, name, item_ids, key)
+        scores = await self._score(served, encoded, name, item_ids, key, options.idf_power)
         return [_reorder(*pair, options.k) for pair in zip(rankings, scores, strict=True)]
 
     async def _rerank_by_edje(
@@ -270,10 +270,14 @@ class Engine:
         representation: str,
         item_ids: Sequence[Sequence[str]],
         key: str,
+        idf_power: float | None = None,
     ) -> list[dict[str, float]]:
         """Computes exact MaxSim scores of the given items for each query."""
         unique = [tuple(dict.fromkeys(ids)) for ids in item_ids]
-        options = [SearchOptions(representation, k=max(len(ids), 1), ids=ids) for ids in unique]
+        options = [
+            SearchOptions(representation, k=max(len(ids), 1), ids=ids, idf_power=idf_power)
+            for ids in unique
+        ]
         rankings = await self.calls.call(
             "rerank",
             Caller(key, self.settings.timeouts.rerank_s),

@@ -34,6 +34,7 @@ import yaml
 
 from pipeline.config import SpecError, absolute, digest, dump, parse
 from pipeline.eval.results import read_results
+from pipeline.search.fusion import FUSED
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
 from pipeline.serve.keys import ANONYMOUS, FORMER_ANONYMOUS
@@ -180,6 +181,8 @@ class EvaluationStore:
             "diagnostics": request.diagnostics,
             "bm25": request.bm25,
         }
+        if FUSED in request.scores:
+            spec["fusion"] = dump(request.fusion or self._settings.indexes[index].fusion)
         if request.measures:
             spec["measures"] = request.measures
         parse(EvaluateSpec, spec)  # reports invalid fields now

@@ -14,6 +14,8 @@ from pipeline.config import SpecError
 from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Composed
+from pipeline.search.candidates import EXACT
+from pipeline.search.fusion import DEFAULT_FUSION, FUSED, Fusion
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries, Unencoded, check_texts, query_error
 from pipeline.serve import wire
@@ -44,18 +46,22 @@ def search_options(
         check_num_pairs(depth, num_queries, limits, "rerank.rerank_depth")
     elif rerank:
         rerank_representation = _rerank_representation(served, rerank)
+    info = served.representation(request.representation)
+    candidates, num_candidates = _candidates(request, served, info)
     try:
         return SearchOptions(
-            representation=served.representation(request.representation).name,
+            representation=info.name,
             k=request.k,
             score=request.score,
             weights=request.weights,
+            fusion=_fusion(request, served),
             group_by=request.group_by,
             filter=request.filter,
             ids=None if request.ids is None else tuple(request.ids),
             parents=None if request.parents is None else tuple(request.parents),
-            candidates=request.candidates,
-            num_candidates=request.num_candidates,
+            candidates=candidates,
+            num_candidates=num_candidates,
+            idf_power=request.idf_power,
             rerank=rerank.method if rerank else None,
             rerank_representation=rerank_representation,
             rerank_depth=depth,
@@ -65,6 +71,32 @@ def search_options(
         ).resolve(served.index)
     except SpecError as error:
         raise from_spec_error(error) from None
+
+
+def _fusion(request: wire.SearchOptions, served: Served) -> Fusion:
+    """Returns the settings of the request, or else those of the index for a fused score."""
+    if request.fusion is not None:
+        return request.fusion
+    return served.spec.fusion if request.score == FUSED else DEFAULT_FUSION
+
+
+def _candidates(
+    request: wire.SearchOptions, served: Served, info: RepresentationInfo
+) -> tuple[str, int | None]:
+    """Returns the candidate generator and the number of candidates of a request."""
+    default = served.default_candidates(info, request.score)
+    name = request.candidates or (default.generator if default else EXACT)
+    number = request.num_candidates
+    if number is None and default and default.generator == name and default.num_candidates:
+        number = max(default.num_candidates, request.k)
+    return name, number
+
+
+def check_text_queries(queries: Sequence[wire.Query], options: SearchOptions) -> None:
+    """Raises `ApiError` if a query is not a text and its tokens are to be weighted."""
+    if options.idf_power is not None and not all(isinstance(query, str) for query in queries):
+        error = SpecError("idf_power", options.idf_power, "null for queries other than texts")
+        raise from_spec_error(error)
 
 
 def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) -> None:
@@ -138,7 +170,8 @@ def _read_vectors(query: wire.Vectors) -> Queries:
     except (ValueError, OverflowError):
         rule = "a list of vectors of equal length"
         raise SpecError("query", "vectors", rule, "differ in length") from None
-    return Queries.from_vectors([array])
+    weights = None if query.weights is None else [query.weights]
+    return Queries.from_vectors([array], weights)
 
 
 def read_unencoded(query: wire.Query, limits: Limits) -> Unencoded:

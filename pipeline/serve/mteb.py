@@ -60,11 +60,10 @@ class Endpoint:
     def mteb_model_meta(self) -> ModelMeta:
         """Metadata that mteb stores with the results."""
         extras.require("mteb")
-        from mteb.models.model_meta import ModelMeta
+        from pipeline.eval.mteb import model_meta
 
         index = self._options.get("index", "index")
-        name = f"maxray/{index}-{self._options.get('representation', 'full')}"
-        return ModelMeta.create_empty(overwrites={"name": name, "revision": "served"})
+        return model_meta(f"{index}-{self._options.get('representation', 'full')}", "served")
 
     def index(self, corpus: Iterable[Mapping[str, Any]], **metadata: Any) -> None:
         """Checks that the index contains the first documents of the corpus.

@@ -7,9 +7,12 @@ from dataclasses import asdict
 
 from pipeline.index.info import RepresentationInfo, RerankInfo
 from pipeline.schema import ITEM, Hit
-from pipeline.scores import SCORES
+from pipeline.scores import VECTOR_SCORES
+from pipeline.search.candidates import BM25, EXACT, generators
+from pipeline.search.fusion import FUSED
 from pipeline.search.maps import SimilarityMap
 from pipeline.search.options import SearchOptions
+from pipeline.search.token_weights import artefact_name
 from pipeline.serve import wire
 from pipeline.serve.served import Served
 
@@ -78,7 +81,7 @@ def index_info(served: Served) -> wire.IndexInfo:
     """Returns the description of a served index."""
     index = served.index
     infos = index.representations()
-    representations = [_representation(info) for info in infos.values()]
+    representations = [_representation(served, info) for info in infos.values()]
     representations += map(_rerank_representation, index.rerank_columns.values())
     return wire.IndexInfo(
         name=served.name,
@@ -91,7 +94,10 @@ def index_info(served: Served) -> wire.IndexInfo:
     )
 
 
-def _representation(info: RepresentationInfo) -> wire.Representation:
+def _representation(served: Served, info: RepresentationInfo) -> wire.Representation:
+    default = served.default_candidates(info, "maxsim")
+    candidates = list(generators(served.index, info))
+    scores = list(VECTOR_SCORES) if info.pooled_column else ["maxsim"]
     return wire.Representation(
         name=info.name,
         role="search",
@@ -99,8 +105,11 @@ def _representation(info: RepresentationInfo) -> wire.Representation:
         compressor=info.compressor["name"],
         codec=info.codec["name"],
         dim=info.dim,
-        scores=list(SCORES) if info.pooled_column else ["maxsim"],
+        scores=[*scores, FUSED] if BM25 in candidates else scores,
         queries=[*info.encoder.query_kinds, "vectors"],
+        candidates=[EXACT, *candidates],
+        default_candidates=default.generator if default else EXACT,
+        has_token_frequencies=artefact_name(served.index, info) is not None,
     )
 
 

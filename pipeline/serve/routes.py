@@ -128,6 +128,7 @@ async def _search(
         "index": served.name,
         "version": served.version,
         "representation": options.column,
+        "candidates": options.candidates,
         "reranked": is_reranked,
         "warnings": warnings,
         "durations_ms": timer.all(),

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Edition, Index
+from pipeline.scores import Score
+from pipeline.search.candidates import EXACT, generators
+from pipeline.search.options import SearchOptions
 from pipeline.search.representations import representation_info
 from pipeline.serve.calls import Handle, Stages
 from pipeline.serve.errors import ApiError, from_spec_error
 from pipeline.serve.outcomes import unwrap
-from pipeline.serve.settings import ServedIndex, ServeSpec
+from pipeline.serve.settings import ServedCandidates, ServedIndex, ServeSpec
 
 log = logging.getLogger("ray.serve")
 
@@ -49,6 +52,20 @@ class Served:
             return representation_info(self.index, name)
         except SpecError as error:
             raise from_spec_error(error) from None
+
+    def default_candidates(self, info: RepresentationInfo, score: Score) -> ServedCandidates | None:
+        """Returns the default candidate generator of a search, or None if all items are scored."""
+        candidates = self.spec.candidates.get(info.name) or self.spec.candidates.get(info.column)
+        if candidates is None or score == "single_vector":
+            return None
+        is_built = candidates.generator in generators(self.index, info)
+        return candidates if is_built else None
+
+    def default_options(self, representation: str) -> SearchOptions:
+        """Returns the options of a search of a representation without other options."""
+        candidates = self.default_candidates(self.representation(representation), "maxsim")
+        name = EXACT if candidates is None else candidates.generator
+        return SearchOptions(representation, candidates=name)
 
 
 class ServedIndexes:
@@ -105,12 +122,13 @@ class ServedIndexes:
         if served is None:
             return
         representations = served.index.representations()
-        preload = []
+        names = []
         for requested in spec.preload:
             with contextlib.suppress(ApiError):  # the job may not have stored it yet
-                preload.append(served.representation(requested).name)
+                names.append(served.representation(requested).name)
         if representations and not spec.preload:
-            preload = [served.representation(None).name]
+            names = [served.representation(None).name]
+        preload = [served.default_options(name) for name in names]
         shards = self._stages.searchers[name]
         calls: list[Awaitable] = [s.prepare.remote(served.edition, preload) for s in shards]
         for outcome in await asyncio.gather(*calls):

@@ -18,6 +18,7 @@ from pydantic import (
 from pipeline.config import Spec, SpecError, Uri
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import Precision
+from pipeline.search.fusion import DEFAULT_FUSION, FusionSpec
 
 #: Environment variables for Ray Serve. Running user code and routers in the main event loop halves
 #: the overhead of a call to a stage. All stages compute in worker threads of their own.
@@ -74,6 +75,16 @@ class Scale(Spec):
         return maximum
 
 
+class ServedCandidates(Spec):
+    """Default candidate generator of a representation."""
+
+    generator: str
+    """Name of the generator, which `jobs.candidates` built, or `single` for the single vectors."""
+    num_candidates: PositiveInt | None = None
+    """Number of candidates per query and shard, or `k` of the request if that is more. Null: 500,
+    or 10 `k` if that is more."""
+
+
 class ServedIndex(Spec):
     """Served index."""
 
@@ -90,8 +101,15 @@ class ServedIndex(Spec):
     preload: list[str] = Field(default_factory=list)
     """Representations that are loaded before the first request. If empty, the default one is
     loaded. Other representations are loaded at the first request that uses them."""
+    candidates: dict[str, ServedCandidates] = Field(default_factory=dict)
+    """Candidate generators of requests that do not set `candidates`, by representation. They also
+    apply to prefixes of the representation. All items are scored for other representations, and
+    while the served version of the index lacks the generator."""
     documents: dict[str, str] = Field(default_factory=dict)
     """Current location of the files of each collection that has been moved, by collection name."""
+    fusion: FusionSpec = DEFAULT_FUSION
+    """Settings of the fused score for requests that set none: a mapping, or the path of a file that
+    `jobs.evaluate --fit-fusion` wrote."""
     edje: Uri | None = None
     """Folder of an EDJE model for reranking. The index must contain the tokens of its adapter, see
     docs/tutorials/reranking.md."""

@@ -33,7 +33,7 @@ from pipeline.search.describe import describe_in_slices
 from pipeline.search.maps import SimilarityMap, similarity_map
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries, Unencoded, check_fingerprint, encode, query_encoder
-from pipeline.search.score import SLICE_PAIRS, Ranking
+from pipeline.search.score import SLICE_PAIRS, Ranking, fuse
 from pipeline.search.searcher import Searcher
 from pipeline.serve.filters import Filters
 from pipeline.serve.metrics import batch_sizes
@@ -185,10 +185,10 @@ class Ranker:
         return Searcher(index, shard=self._shard, cache=cache, device=device)
 
     @returns_errors
-    async def prepare(self, edition: Edition, representations: Sequence[str]) -> None:
-        """Opens a version of the index and loads the vectors of the given representations."""
-        for name in representations:
-            await self._load(edition, SearchOptions(name))
+    async def prepare(self, edition: Edition, searches: Sequence[SearchOptions]) -> None:
+        """Opens a version of the index and loads the vectors that the given searches need."""
+        for options in searches:
+            await self._load(edition, options)
         await asyncio.to_thread(self._versions.get, edition)
 
     async def _load(self, edition: Edition, options: SearchOptions) -> Searcher:
@@ -212,6 +212,8 @@ class Ranker:
         self, edition: Edition, queries: Sequence[Queries], options: SearchOptions, caller: Caller
     ) -> list[Ranking]:
         """Ranks the items of the shard for each query. The `rows` of the result are relative to it.
+
+        The result must be merged by `merge_rankings`, also if there is only one shard.
 
         Raises:
             SpecError: An option is invalid.
@@ -246,8 +248,10 @@ class Ranker:
             rows = await self._filtered_rows(edition, searcher, options, caller)
             num_vectors = searcher.scorer.num_scored_vectors(options)
             pending = [_PendingSearch(q, rows, q.tokens[0].shape[0] * num_vectors) for q in queries]
-            # Queries with and without a single vector cannot be joined.
-            group = edition, options, all(query.pooled is not None for query in queries)
+            # Queries with and without a single vector or a text cannot be joined.
+            has_pooled = all(query.pooled is not None for query in queries)
+            has_texts = all(query.texts is not None for query in queries)
+            group = edition, options, has_pooled, has_texts
             return await self._rank_scheduler.run(caller, group, pending)
 
     async def _filtered_rows(
@@ -262,12 +266,12 @@ class Ranker:
         return await asyncio.to_thread(searcher.items.cache_rows, options.filter, item_ids)
 
     def _rank(
-        self, group: tuple[Edition, SearchOptions, bool], pending: list[_PendingSearch]
+        self, group: tuple[Edition, SearchOptions, bool, bool], pending: list[_PendingSearch]
     ) -> Generator[None, None, list[Ranking]]:
-        edition, options, _ = group
+        edition, options, *_ = group
         searcher = self._versions.get(edition)
         joined = Queries.join([p.query for p in pending])
-        queries = searcher.encoders.transform(joined, options.column)
+        queries = searcher.encoders.transform(joined, options.column, options.idf_power)
         rows = searcher.items.restrict(pending[0].rows, options)
         return (yield from searcher.scorer.rank_in_slices(queries, options, rows))
 
@@ -279,7 +283,8 @@ class Ranker:
         details = {"representation": options.column, "version": edition.version}
         with logged("search", queries=len(queries), **details):
             async with asyncio.timeout(caller.timeout_s):
-                rankings = await self._run_rank(edition, queries, options, caller)
+                parts = await self._run_rank(edition, queries, options, caller)
+                rankings = [fuse(part, options) for part in parts]
                 return await self._run_describe(edition, queries, options, rankings, caller)
 
     @returns_errors
@@ -303,17 +308,19 @@ class Ranker:
         rankings: Sequence[Ranking],
         caller: Caller,
     ) -> list[list[DescribedHit]]:
-        group = edition, options.column, options.explain
+        group = edition, options.column, options.explain, options.idf_power
         pairs = list(zip(queries, rankings, strict=True))
         return await self._describe_scheduler.run(caller, group, pairs)
 
     def _describe(
-        self, group: tuple[Edition, str, str | None], pairs: list[tuple[Queries, Ranking]]
+        self,
+        group: tuple[Edition, str, str | None, float | None],
+        pairs: list[tuple[Queries, Ranking]],
     ) -> Generator[None, None, list[list[DescribedHit]]]:
-        edition, name, explain = group
+        edition, name, explain, idf_power = group
         searcher = self._versions.get(edition)
         joined = Queries.join([query for query, _ in pairs])
-        queries = searcher.encoders.transform(joined, name)
+        queries = searcher.encoders.transform(joined, name, idf_power)
         vectors = searcher.scorer.item_vectors if explain else None
         rankings = [ranking for _, ranking in pairs]
         hits = yield from describe_in_slices(rankings, queries, searcher.index, name, vectors)

@@ -23,6 +23,7 @@ from pydantic import (
 
 from pipeline.config import RenamedField
 from pipeline.scores import Score
+from pipeline.search.fusion import Fusion
 
 #: Id of an item, a parent or a query.
 Id = Annotated[str, StringConstraints(min_length=1, max_length=2048)]
@@ -107,6 +108,8 @@ class Vectors(Request):
 
     vectors: Annotated[list[list[Finite]], Field(min_length=1, max_length=4096)]
     """Token vectors, all of the dimension of the representation."""
+    weights: Annotated[list[Finite], Field(max_length=4096)] | None = None
+    """Weights of the token vectors in the MaxSim score, at least 0. Default: 1 for each."""
 
 
 class Image(Request):
@@ -207,9 +210,12 @@ class SearchOptions(Request):
     """Maximum number of hits per query."""
     score: Score = "maxsim"
     """Score of the first stage: `maxsim` is the MaxSim score of the token vectors, `single_vector`
-    the similarity of the single vectors, and `hybrid` their weighted sum."""
+    the similarity of the single vectors, and `hybrid` their weighted sum. `fused` combines the
+    rankings by MaxSim, BM25 and single vectors, see `fusion`."""
     weights: tuple[Finite, Finite] = (1.0, 1.0)
     """Weights of the `single_vector` and the `maxsim` score in the `hybrid` score."""
+    fusion: Fusion | None = None
+    """Settings of the `fused` score. Default: those of the server for the index."""
     group_by: Literal["parent"] | None = None
     """`parent` returns only the best item of each parent, such as the best page of a document."""
     filter: Annotated[str, StringConstraints(max_length=10_000)] | None = None
@@ -219,12 +225,17 @@ class SearchOptions(Request):
     """Ids of the items to search. If null, all items are searched."""
     parents: Annotated[list[Id], Field(max_length=100_000)] | None = None
     """Ids of the parents whose items are searched. If null, all items are searched."""
-    candidates: Name = "exact"
-    """`exact` scores all items. The name of a candidate generator of the representation scores only
-    the items that it finds, which is faster and may miss hits."""
+    candidates: Name | None = None
+    """`exact` scores all items. The name of a candidate generator of the representation, or several
+    joined by `+`, score only the items that they find, which is faster and may miss hits. Default:
+    the generator that the settings of the server name for the representation, else `exact`."""
     num_candidates: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Number of candidates per query and shard, at least `k`. Default: 500, or 10 `k` if that is
-    more."""
+    """Number of candidates per query, shard and generator, at least `k`. Default: that of the
+    settings of the server if they name the generator, else 500, or 10 `k` if that is more."""
+    idf_power: Annotated[float, Field(gt=0, le=4)] | None = None
+    """Weights the tokens of text queries in the MaxSim score by their inverse document frequency to
+    this power. The token frequencies of the index must have been counted. If null, all weights are
+    1."""
     rerank: Rerank | None = None
     """Second stage. If null, hits are not reranked."""
     explain: Literal["matches", "map"] | None = None
@@ -265,16 +276,19 @@ class Match(Response):
     query_token: str
     """Text of the query token."""
     similarity: float
-    """Similarity of the vector and the query token, which is a term of the MaxSim score."""
+    """Similarity of the vector and the query token, whose product with `weight` is a term of the
+    MaxSim score."""
     contribution: float
-    """`similarity` minus the mean similarity of the query token to all vectors of the hit. It is
-    small for stop words."""
+    """`weight` times the difference between `similarity` and the mean similarity of the query token
+    to all vectors of the hit. It is small for stop words."""
     document_token: int
     """Position of the vector among the vectors of the hit."""
     spans: list[tuple[int, int]]
     """Character ranges of the words that the vector represents, in the text of the hit."""
     locations: list[Location]
     """Locations of these words."""
+    weight: float = 1.0
+    """Weight of the query token in the MaxSim score."""
 
 
 class Highlight(Response):
@@ -333,9 +347,12 @@ class ScoreParts(Response):
     maxsim: float | None
     """MaxSim score."""
     maxsim_mean: float | None
-    """MaxSim score divided by the number of query tokens, as used in the hybrid score."""
+    """MaxSim score divided by the sum of the weights of the query tokens, as used in the hybrid
+    score."""
     single_vector: float | None
     """Similarity of the single vectors."""
+    bm25: float | None = None
+    """BM25 score, which is 0 if no term of the query occurs in the text."""
 
 
 class FirstStage(Response):
@@ -401,6 +418,8 @@ class _SearchResult(Response):
     """Version of the index that was searched."""
     representation: str
     """Name of the representation that was searched."""
+    candidates: str = "exact"
+    """Candidate generator that was used, or `exact` if all items were scored."""
     reranked: bool
     """Whether the hits were reranked."""
     warnings: list[str]
@@ -561,6 +580,13 @@ class Representation(Response):
     """Scores that the representation supports."""
     queries: list[Literal["text", "image", "composed", "vectors"]]
     """Kinds of queries that the representation supports."""
+    candidates: list[str] = []
+    """Values of `candidates` that the representation supports: `exact` and the names of its
+    candidate generators."""
+    default_candidates: str | None = None
+    """Value of `candidates` that is used by default."""
+    has_token_frequencies: bool = False
+    """Whether query tokens can be weighted by `idf_power`."""
 
 
 class IndexInfo(Response):
@@ -607,7 +633,9 @@ class EvaluationRequest(Request):
     """Names of the representations to evaluate, which may be prefixes `NAME@K`. Empty means all
     stored representations."""
     scores: list[Score] = []
-    """Scores to evaluate. If empty, all that the representations support."""
+    """Scores to evaluate. If empty, all that the representations support, without `fused`."""
+    fusion: Fusion | None = None
+    """Settings of the `fused` score. Default: those of the server for the index."""
     measures: Annotated[list[Name], Field(max_length=64)] = []
     """Names of ir-measures, such as `nDCG@10`. If empty, the default measures are used."""
     k: Annotated[int, Field(ge=1, le=10_000)] = 100

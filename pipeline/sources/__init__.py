@@ -41,6 +41,8 @@ class Source(ABC, Generic[ComponentSpecT]):
     """The inputs that the source can provide, keys of `schema.PAYLOAD`."""
     payload: pa.Schema = pa.schema([])
     """The columns that `decode` adds to those of `ITEM`."""
+    location_field: ClassVar[str] = "path"
+    """The field of the spec with the location of the files."""
     max_unit_items: int = 1_000_000
     """Maximum number of decoded items in memory at the same time."""
 
@@ -51,6 +53,11 @@ class Source(ABC, Generic[ComponentSpecT]):
     def leaf_specs(cls, spec: ComponentSpecT) -> list[ComponentSpec]:
         """Returns the specs of the nested sources, or the spec itself if there are none."""
         return [spec]
+
+    @classmethod
+    def provided_inputs(cls, spec: ComponentSpecT) -> tuple[str, ...]:
+        """Returns the inputs that the source of a spec can provide."""
+        return cls.provides
 
     def unit_limit(self, shard: dict[str, Any]) -> int:
         """Returns the maximum number of decoded items of a shard in memory at the same time."""

@@ -9,19 +9,28 @@ import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
+from pipeline.decoding.untrusted import open_file
 from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import manifests
 from pipeline.sources.files import escape, existing_root, open_root
 from pipeline.sources.manifests import MalformedEntry, ManifestEntry, Table, to_json_value
-from pipeline.sources.media import ARCHIVE, ByteStream, MediaFile, MediaSource, MediaSpec
+from pipeline.sources.media import (
+    ARCHIVE,
+    ZIP,
+    ByteStream,
+    MediaFile,
+    MediaSource,
+    MediaSpec,
+)
 from pipeline.sources.text import parse_line
+from pipeline.sources.zip_members import zip_members
 
 IMAGE_FIELDS = ("image", "file_name", "path")
 CAPTION_FIELDS = ("captions", "caption", "text")
@@ -32,14 +41,15 @@ MAX_UNIT_SCANS = 8
 #: Maximum number of images per unit. An image takes a few megabytes.
 MAX_UNIT_IMAGES = 64
 #: Metadata fields that locate the file of an item. Manifest fields with these names are renamed.
-RESERVED = ("file", "bytes", "row")
+RESERVED = ("file", "bytes", "row", "deflated")
 
 
 class Images(MediaSource["Images.Spec"]):
     """Images, one item each, with optional captions.
 
-    `path` is a folder that contains images, tar archives of images (WebDataset) and Parquet files
-    whose rows contain images, at any depth; or a single such file; or a manifest.
+    `path` is a folder that contains images, tar archives (WebDataset) and ZIP archives of images,
+    and Parquet files whose rows contain images, at any depth; or a single such file; or a
+    manifest.
 
     **Manifests.** JSON lines and Parquet files with one image per row. `image`, `file_name` or
     `path` is the name of the file, relative to the folder of the manifest or to `images`; in
@@ -70,7 +80,8 @@ class Images(MediaSource["Images.Spec"]):
 
         name: Literal["images"] = "images"
         images: config.Uri | None = None
-        """Folder of the files named by a manifest. Defaults to the folder of the manifest."""
+        """Folder or ZIP archive of the files named by a manifest. Defaults to the folder of the
+        manifest."""
         id_field: str | None = None
         """Manifest field with the id. Defaults to `_id` if present, else `id`."""
         max_pixels: int = Field(4_000_000, ge=10_000, le=100_000_000)
@@ -82,9 +93,9 @@ class Images(MediaSource["Images.Spec"]):
         max_file_bytes: int = Field(1 << 30, ge=1024)
         """Maximum size of an image file, in bytes. Files are read into memory."""
 
-    provides = ("item_id", "image", "scan", "caption")
+    provides: ClassVar[tuple[str, ...]] = ("item_id", "image", "scan", "caption")
     suffixes = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-    containers = (ARCHIVE, manifests.TABLE_SUFFIX)
+    containers: ClassVar[tuple[str, ...]] = (ARCHIVE, ZIP, manifests.TABLE_SUFFIX)
     lists = (*manifests.LINES_SUFFIXES, manifests.JSON_SUFFIX)
     module = "image"
     files_per_shard = 256
@@ -94,17 +105,22 @@ class Images(MediaSource["Images.Spec"]):
         super().__init__(spec, wants)
         self._table: Table | None = None  # open during listing and decoding of a shard
 
+    @property
+    def _columns(self) -> list[str]:
+        """Payload columns with the image."""
+        return [name for name in self.payload.names if name in ("image", "scan")]
+
     def unit_limit(self, shard: dict[str, Any]) -> int:
         """Returns how many items of a shard may be in memory at the same time."""
         if "scan" in self.wants:
             return MAX_UNIT_SCANS
-        return MAX_UNIT_IMAGES if self.payload.names else self.max_unit_items
+        return MAX_UNIT_IMAGES if self._columns else self.max_unit_items
 
     def settings(self) -> dict[str, Any]:
         """Returns the options that affect the stored content. The locations of files do not."""
         settings = super().settings()
         excluded = {"images", "id_field"}
-        if not self.payload.names:
+        if not self._columns:
             excluded |= {"max_pixels", "max_input_pixels"}
         return {name: value for name, value in settings.items() if name not in excluded}
 
@@ -125,14 +141,15 @@ class Images(MediaSource["Images.Spec"]):
         if self.spec.images:
             try:
                 fs, folder = existing_root(self.spec.images)
-                if not fs.isdir(folder):
-                    raise SpecError("path", self.spec.images, "a folder", "is a file")
+                if not fs.isdir(folder) and not folder.lower().endswith(ZIP):
+                    rule = "a folder or a ZIP archive"
+                    raise SpecError("path", self.spec.images, rule, "is another file")
             except SpecError as error:
                 raise error.at("images") from None
 
     def container_shards(self, container: str, num_bytes: int | None) -> Iterator[dict[str, Any]]:
         """Yields the shards of an archive or a manifest."""
-        if container.lower().endswith(ARCHIVE):
+        if container.lower().endswith((ARCHIVE, ZIP)):
             yield from super().container_shards(container, num_bytes)
         else:
             yield from manifests.shards(*self._folder, container, num_bytes)
@@ -162,8 +179,9 @@ class Images(MediaSource["Images.Spec"]):
                 if row.number is not None and data is not None:
                     path, size, number = shard["manifest"], len(data), row.number
                 elif name:
-                    path, size = self._find(name, shard["manifest"])
-                    number = None
+                    found = self._find(name, shard["manifest"])
+                    yield replace(found, id=item_id, annotation=annotation)
+                    continue
                 else:
                     raise Unreadable("no image", f"none of {', '.join(IMAGE_FIELDS)} names one")
             except (Unreadable, OSError) as error:
@@ -198,8 +216,8 @@ class Images(MediaSource["Images.Spec"]):
         is_number = isinstance(value, int) and not isinstance(value, bool)
         return str(value) if is_number else value
 
-    def _find(self, name: str, manifest: str) -> tuple[str, int]:
-        """Resolves the name of a file in a manifest to its path and size.
+    def _find(self, name: str, manifest: str) -> MediaFile:
+        """Resolves the name of a file in a manifest.
 
         Args:
             name: Name of the file in the manifest.
@@ -213,6 +231,10 @@ class Images(MediaSource["Images.Spec"]):
         if path.startswith(("/", "..")) or "://" in name:
             location = "`images`" if self.spec.images else "the manifest's folder"
             raise Unreadable("bad path", f"{name!r}: expected a path below {location}")
+        if self._zip is not None:
+            if (found := self._zip.get(path)) is None:
+                raise Unreadable("missing file", f"{path} is not in {self.spec.images}")
+            return found
         fs, path_in_fs = self.resolve_path(MediaFile(name, path, None))
         try:
             info = fs.info(path_in_fs)
@@ -222,7 +244,7 @@ class Images(MediaSource["Images.Spec"]):
             raise Unreadable("not a regular file", f"{path} in {manifest} is a pipe or a device")
         if info["type"] != "file":
             raise Unreadable("missing file", f"{path} in {manifest} is a {info['type']}")
-        return path, info["size"]
+        return MediaFile(path, path, info["size"], suffix=PurePosixPath(path).suffix.lower())
 
     def list_items(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
         """Yields the item of an image."""
@@ -252,7 +274,7 @@ class Images(MediaSource["Images.Spec"]):
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
         """Decodes images if the encoder reads them."""
-        if not self.payload.names:
+        if not self._columns:
             yield from (item for _, item in items)
             return
         with contextlib.ExitStack() as stack:
@@ -270,7 +292,7 @@ class Images(MediaSource["Images.Spec"]):
         info = {"width": result["width"], "height": result["height"]}
         if result["frames"] > 1:
             info["frames"] = result["frames"]
-        payload = dict.fromkeys(self.payload.names, result["image"])
+        payload = dict.fromkeys(self._columns, result["image"])
         for item in items:
             yield replace(item, metadata={**(item.metadata or {}), **info}, payload=payload)
 
@@ -295,10 +317,33 @@ class Images(MediaSource["Images.Spec"]):
         """File system and folder of the images, or None if they are next to the manifest."""
         return None if self.spec.images is None else open_root(self.spec.images)
 
+    @functools.cached_property
+    def _zip(self) -> dict[str, MediaFile] | None:
+        """Members of the ZIP archive of the images by name, or None if they are in a folder."""
+        if self._images is None or not self._images[1].lower().endswith(ZIP):
+            return None
+        fs, archive = self._images
+        name = PurePosixPath(archive).name
+        with open_file(fs, archive) as stream:
+            return {
+                member.name: MediaFile(
+                    member.name,
+                    name,
+                    member.size,
+                    member.offset,
+                    PurePosixPath(member.name).suffix.lower(),
+                    deflated=member.deflated,
+                )
+                for member in zip_members(stream)
+                if not member.problem
+            }
+
     def resolve_path(self, file: MediaFile) -> tuple[Any, str]:
         """Returns the file system and the path of an image or of the table that contains it."""
         if file.row is not None or self._images is None:
             return super().resolve_path(file)
+        if self._images[1].lower().endswith(ZIP):
+            return self._images
         fs, folder = self._images
         return fs, f"{folder}/{file.path}"
 

@@ -32,8 +32,9 @@ from pipeline.sources.files import (
     find_files,
     resolve_folder,
 )
+from pipeline.sources.zip_members import InflatedStream, zip_members
 
-ARCHIVE = ".tar"
+ARCHIVE, ZIP = ".tar", ".zip"
 #: One task processes one shard. Small shards balance the load of the tasks.
 BYTES_PER_SHARD = 64 << 20
 #: Maximum size of a caption or metadata file in an archive.
@@ -54,6 +55,7 @@ class MediaFile:
         sidecars: Contents of the other members of the same sample, by suffix.
         annotation: Captions, title and metadata from a manifest.
         row: Row of the table at `path` that contains the bytes, or None for other files.
+        deflated: Number of compressed bytes of a compressed archive member, or None.
     """
 
     id: str
@@ -64,6 +66,7 @@ class MediaFile:
     sidecars: dict[str, str] = field(default_factory=dict)
     annotation: dict[str, Any] = field(default_factory=dict)
     row: int | None = None
+    deflated: int | None = None
 
 
 class MediaSpec(config.ComponentSpec):
@@ -91,15 +94,15 @@ MediaSpecT = TypeVar("MediaSpecT", bound=MediaSpec)
 class MediaSource(Source[MediaSpecT]):
     """Base class of sources whose files are read by a decoding process.
 
-    `path` is a folder that contains files with the supported suffixes and tar archives of them, at
-    any depth, or a single such file. The id of a file is its path relative to the folder. The id of
-    an archive member is its WebDataset key. A corrupted range of an archive is one reject. Reading
-    resumes at the next member.
+    `path` is a folder that contains files with the supported suffixes and tar or ZIP archives of
+    them, at any depth, or a single such file. The id of a file is its path relative to the folder.
+    The id of an archive member is its WebDataset key. A corrupted range of an archive is one
+    reject. Reading resumes at the next member.
     """
 
     suffixes: ClassVar[tuple[str, ...]]
     """Suffixes of media files."""
-    containers: ClassVar[tuple[str, ...]] = (ARCHIVE,)
+    containers: ClassVar[tuple[str, ...]] = (ARCHIVE, ZIP)
     """Suffixes of files that contain media files."""
     lists: ClassVar[tuple[str, ...]] = ()
     """Suffixes of manifests, which are read only if `path` is one."""
@@ -244,6 +247,8 @@ class MediaSource(Source[MediaSpecT]):
             location["bytes"] = [file.offset, file.size]
         if file.row is not None:
             location["row"] = file.row
+        if file.deflated is not None:
+            location["deflated"] = file.deflated
         return replace(item, handle=asdict(file), metadata={**(item.metadata or {}), **location})
 
     def find_file(self, parent_id: str, metadata: dict[str, Any]) -> MediaFile:
@@ -251,7 +256,8 @@ class MediaSource(Source[MediaSpecT]):
         path = metadata.get("file", parent_id)
         offset, size = metadata.get("bytes", (None, None))
         suffix = PurePosixPath(path).suffix.lower()
-        return MediaFile(parent_id, path, size, offset, suffix, row=metadata.get("row"))
+        row, deflated = metadata.get("row"), metadata.get("deflated")
+        return MediaFile(parent_id, path, size, offset, suffix, row=row, deflated=deflated)
 
     def resolve_path(self, file: MediaFile) -> tuple[Any, str]:
         """Returns the file system and the path of a file or of the archive that contains it."""
@@ -296,7 +302,11 @@ class MediaSource(Source[MediaSpecT]):
         fs, folder = self._folder
         try:
             with open_file(fs, f"{folder}/{archive}") as stream:
-                entries = read_members(stream, fs.size(f"{folder}/{archive}"))
+                entries: Iterator[Member | UnreadableMember]
+                if archive.lower().endswith(ZIP):
+                    entries = read_zip_members(stream)
+                else:
+                    entries = read_members(stream, fs.size(f"{folder}/{archive}"))
                 samples = itertools.groupby(
                     entries, lambda e: self._key(e) if isinstance(e, Member) else None
                 )
@@ -336,7 +346,15 @@ class MediaSource(Source[MediaSpecT]):
         for member in media:
             sample_id = key if len(media) == 1 else member.name
             file_id = sample_id if self.spec.ids == "key" else f"{archive}/{member.name}"
-            yield MediaFile(file_id, archive, member.size, member.offset, member.suffix, sidecars)
+            yield MediaFile(
+                file_id,
+                archive,
+                member.size,
+                member.offset,
+                member.suffix,
+                sidecars,
+                deflated=member.deflated,
+            )
 
     # -- decoding ----------------------------------------------------------------------------
 
@@ -396,7 +414,7 @@ class MediaSource(Source[MediaSpecT]):
             if file.offset is None or file.size is None:
                 yield stream
             else:
-                yield FileRange(stream, file.offset, file.size)
+                yield member_stream(stream, file.offset, file.size, file.deflated)
 
 
 @dataclass(frozen=True)
@@ -408,12 +426,14 @@ class Member:
         offset: Offset of the content in the archive, in bytes.
         size: Size in bytes.
         text: Content of caption and metadata files, or None for other files.
+        deflated: Number of compressed bytes, or None if the content is not compressed.
     """
 
     name: str
     offset: int
     size: int
     text: str | None = None
+    deflated: int | None = None
 
     @property
     def suffix(self) -> str:
@@ -464,6 +484,43 @@ class FileRange:
         data = self._stream.read(size)
         self._num_remaining -= len(data)
         return data
+
+
+def member_stream(
+    stream: BinaryIO, offset: int, size: int, deflated: int | None = None
+) -> ByteStream:
+    """Returns a stream of the content of an archive member.
+
+    Args:
+        stream: The archive.
+        offset: Offset of the (compressed) content, in bytes.
+        size: Size of the content, in bytes.
+        deflated: Number of compressed bytes, or None if the content is not compressed.
+    """
+    if deflated is None:
+        return FileRange(stream, offset, size)
+    return InflatedStream(FileRange(stream, offset, deflated), size)
+
+
+def read_zip_members(stream: BinaryIO) -> Iterator[Member | UnreadableMember]:
+    """Yields the files of a ZIP archive in the order of its directory, and unreadable members.
+
+    Raises:
+        Unreadable: The archive has no valid directory.
+    """
+    for entry in zip_members(stream):
+        if entry.problem:
+            yield UnreadableMember(entry.offset, entry.problem, escape(entry.name))
+            continue
+        text = None
+        if entry.name.lower().endswith(SIDECARS) and entry.size <= SIDECAR_BYTES:
+            try:
+                content = member_stream(stream, entry.offset, entry.size, entry.deflated)
+                text = content.read().decode("utf-8", "replace")
+            except Unreadable as error:
+                yield UnreadableMember(entry.offset, error.detail, escape(entry.name))
+                continue
+        yield Member(escape(entry.name), entry.offset, entry.size, text, entry.deflated)
 
 
 def read_members(stream: BinaryIO, size: int) -> Iterator[Member | UnreadableMember]:

@@ -74,7 +74,7 @@ class Video(WindowSource["Video.Spec"]):
 
         name: Literal["video"] = "video"
 
-    provides = ("item_id", "frames", "audio")
+    provides: ClassVar[tuple[str, ...]] = ("item_id", "frames", "audio")
     suffixes = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
     module = "video"
     files_per_shard = 4  # decoding a minute of video takes seconds

@@ -64,6 +64,9 @@ log = logging.getLogger("maxray.train")
 #: cached.
 FREEZE = ("projection", "adapter")
 
+#: Maximum number of appended tokens.
+MAX_APPENDED = 1 << 16
+
 #: Preprocessed sequences; texts or items themselves for an adapter; or cached hidden states.
 Inputs = Sequence[Any] | Sequence[str] | Sequence[Mapping[str, Any]] | TokenBatch
 
@@ -122,11 +125,11 @@ class Contrastive(Learner["Contrastive.Spec"]):
 
         name: Literal["contrastive"] = "contrastive"
         trainable: Literal["all", "projection", "lora", "tokens", "adapter"] = "all"
-        """Trainable parameters: `all` of the model; only the `projection`, which maps hidden states
-        to vectors, for queries and documents alike; `lora`, low-rank matrices beside its layers;
-        the appended `tokens` and the projection, if the encoder has one; or an `adapter` behind any
-        frozen encoder (SMART, eq. 6). Appended tokens are trained with `all` and `lora` too, and
-        the compressor's parameters always."""
+        """Trainable parameters: `all` of the model and its projection; only the `projection`, which
+        maps hidden states to vectors, for queries and documents alike; `lora`, low-rank matrices
+        beside its layers; the appended `tokens` and the projection, if the encoder has one; or an
+        `adapter` behind any frozen encoder (SMART, eq. 6). Appended tokens are trained with `all`
+        and `lora` too, and the compressor's parameters always."""
         lora: Lora | None = None
         """LoRA settings."""
         adapter_dim: int = Field(128, ge=1)
@@ -143,7 +146,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         their metrics end with the compressor in parentheses."""
         compressor: CompressorSpec = Field(default="none", validate_default=True)
         """Compressor of the documents' vectors."""
-        num_appended_tokens: int | None = Field(None, ge=1)
+        num_appended_tokens: int | None = Field(None, ge=1, le=MAX_APPENDED)
         """Number of new learned tokens that are appended to each document, for AGC and MemTok. Null
         trains those of `encoder.appended_tokens`, if any."""
         score: ScoreName = "maxsim"
@@ -216,6 +219,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
             for other in spec.validation_compressors
         }
         self.appended: AppendedTokens | None = None
+        self.head: torch.nn.Module | None = None
         self._tuned = None
         if spec.trainable == "adapter":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -227,6 +231,9 @@ class Contrastive(Learner["Contrastive.Spec"]):
                 self.appended = self._appended_tokens(encoder)
                 with config.within("learner.encoder"):
                     encoder.append_tokens(self.appended)
+            self.head = encoder.head  # its gradients are synchronised like those of the loss
+            if self.head is not None:
+                self.head.requires_grad_(spec.trainable == "all")
             if spec.trainable in ("projection", "tokens"):
                 self.model.requires_grad_(False)
                 if encoder.has_projection:
@@ -397,19 +404,23 @@ class Contrastive(Learner["Contrastive.Spec"]):
         return mini_batches
 
     def forward(
-        self, mini_batch: ModelInputs, compressor: Compressor[Any] | None = None
+        self, mini_batch: ModelInputs, compressors: Mapping[str, Compressor[Any]] | None = None
     ) -> Embedded:
         """Returns vectors, masks and single vectors of queries and compressed documents.
 
         Args:
             mini_batch: Model inputs.
-            compressor: Compressor of the documents; None for that of the spec.
+            compressors: Compressors of the documents by a suffix of the names of their tensors;
+                None for that of the spec, without a suffix.
         """
         queries = self.tokens(mini_batch.queries)
         documents = self.tokens(mini_batch.documents, self._taps)
-        documents = self.compressed(documents, mini_batch.boxes, compressor)
+        named = {"query": queries}
+        for suffix, compressor in (compressors or {"": self.compressor}).items():
+            compressed = self.compressed(documents, mini_batch.boxes, compressor)
+            named[f"document{suffix}"] = compressed
         embedded: Embedded = {}
-        for name, tokens in (("query", queries), ("document", documents)):
+        for name, tokens in named.items():
             embedded[f"{name}_vectors"] = tokens.vectors.float()
             embedded[f"{name}_mask"] = tokens.mask
             if self.spec.score != "maxsim":
@@ -545,14 +556,15 @@ class Contrastive(Learner["Contrastive.Spec"]):
         """
         # Inference has no boxes.
         inputs = dataclasses.replace(self.read(validation), boxes=None)
-        embedded = self.embedded(inputs)
-        quality = self._quality(embedded, validation, data)
+        by_label = self.embedded(inputs)
+        quality = self._quality(by_label[""], validation, data)
         # Grounding needs the assignment of tokens to vectors.
         if validation.phrases is not None and self.compressor.assignment_form is not None:
             quality |= self._grounding(validation, validation.phrases, inputs)
-        for label, compressor in self._validation_compressors.items():
-            found = self._quality(self.embedded(inputs, compressor), validation, data)
-            quality |= {f"{name} ({label})": values for name, values in found.items()}
+        for label, embedded in by_label.items():
+            if label:
+                found = self._quality(embedded, validation, data)
+                quality |= {f"{name} ({label})": values for name, values in found.items()}
         return quality
 
     def _quality(self, embedded: Embedded, validation: Batch, data: TrainingData) -> Quality:
@@ -567,15 +579,29 @@ class Contrastive(Learner["Contrastive.Spec"]):
         labels = validation.query_labels, validation.document_labels
         return quality | utilisation(queries, documents, data.relevant(*labels))
 
-    def embedded(
-        self, inputs: ModelInputs, compressor: Compressor[Any] | None = None, size: int = 64
-    ) -> Embedded:
-        """Embeds queries and documents in chunks of `size` documents."""
+    def embedded(self, inputs: ModelInputs, size: int = 64) -> dict[str, Embedded]:
+        """Embeds queries and documents in chunks of `size` documents, for an evaluation.
+
+        Returns:
+            The embeddings by label of the compressor, with an empty label for the one of the spec.
+            The model runs once for all compressors.
+        """
+        compressors = {"": self.compressor, **self._validation_compressors}
         tensors: dict[str, list[torch.Tensor]] = {}
         for mini_batch in self.mini_batches(inputs, size):
-            for name, tensor in self(mini_batch, compressor).items():
+            for name, tensor in self(mini_batch, compressors).items():
                 tensors.setdefault(name, []).append(tensor)
-        return {name: concatenate(rows) for name, rows in tensors.items()}
+        whole = {name: concatenate(rows) for name, rows in tensors.items()}
+        queries = {name: tensor for name, tensor in whole.items() if name.startswith("query_")}
+        return {
+            label: queries
+            | {
+                f"document_{kind}": whole[f"document{label}_{kind}"]
+                for kind in ("vectors", "mask", "pooled")
+                if f"document{label}_{kind}" in whole
+            }
+            for label in compressors
+        }
 
     def _grounding(
         self, validation: Batch, phrases: Phrases, model_inputs: ModelInputs, size: int = 64

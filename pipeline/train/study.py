@@ -20,6 +20,7 @@ from pipeline.report.text import aligned, as_csv, p_value
 from pipeline.train.spec import VALIDATION, TrainSpec
 
 if TYPE_CHECKING:
+    from pipeline.report.curves import Curve
     from pipeline.report.evenness import Point
 
 #: Metrics with a panel in the plot, if they were computed.
@@ -128,7 +129,8 @@ def described(spec: TrainSpec) -> str:
 def report(spec: StudySpec, runs: Sequence[Run]) -> str:
     """Writes `study.csv` and `study.png` to the output folder and returns the table as text.
 
-    If the evenness of matching was measured, `evenness.png` shows quality against it.
+    If the evenness of matching was measured, `evenness.png` shows quality against it. If there are
+    evaluations between the first and the last one, `curves.png` shows the metrics by step.
 
     The p values compare each row with the first one by a paired randomisation test over the
     validation queries. The test uses the first metric after training, averaged over seeds. Holm's
@@ -158,6 +160,10 @@ def report(spec: StudySpec, runs: Sequence[Run]) -> str:
     plotted = [name for name in PLOTTED if name in measures]
     changes = {row.name: {m: row.change(m) for m in plotted} for row in rows}
     write_atomic(posixpath.join(spec.output, "study.png"), changes_png(changes, plotted))
+    if curves := curves_of(runs, plotted):
+        from pipeline.report.curves import curves_png
+
+        write_atomic(posixpath.join(spec.output, "curves.png"), curves_png(curves, plotted))
     if points := evenness_points(rows, runs):
         from pipeline.report.evenness import evenness_png
 
@@ -182,13 +188,40 @@ def evenness_points(rows: Sequence[Row], runs: Sequence[Run]) -> list[Point]:
     return points
 
 
+def curves_of(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, dict[str, Curve]]:
+    """Returns the learning curves of the rows with more than two evaluations.
+
+    A row has the steps at which all of its runs were evaluated, and the metrics of the compressor
+    with which it was trained.
+    """
+    grouped: dict[str, list[dict[int, dict[str, np.ndarray]]]] = {}
+    for run in runs:
+        if measured := _evaluations(run):
+            values = {int(path.stem.removeprefix("step-")): _load(path) for path in measured}
+            grouped.setdefault(run.row, []).append(values)
+    curves: dict[str, dict[str, Curve]] = {}
+    for name, found in grouped.items():
+        steps = sorted(set.intersection(*map(set, found)))
+        if len(steps) > 2:
+            curves[name] = {
+                metric: (
+                    np.array(steps),
+                    np.array(
+                        [[by_step[step][metric].mean() for step in steps] for by_step in found]
+                    ),
+                )
+                for metric in metrics
+                if all(metric in by_step[step] for by_step in found for step in steps)
+            }
+    return curves
+
+
 def rows_of(runs: Sequence[Run]) -> list[Row]:
     """Returns the rows of a study, with the first and the last evaluation of each run."""
     grouped: dict[str, list[tuple[dict[str, np.ndarray], ...]]] = {}
     for run in runs:
-        measured = sorted((Path(run.spec.output) / VALIDATION).glob("step-*.npz"))
-        if measured:
-            both = tuple(dict(np.load(path)) for path in (measured[0], measured[-1]))
+        if measured := _evaluations(run):
+            both = _load(measured[0]), _load(measured[-1])
             for row, *values in _by_compressor(run.row, *both):
                 grouped.setdefault(row, []).append(tuple(values))
     return [
@@ -201,6 +234,16 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
         )
         for name, found in grouped.items()
     ]
+
+
+def _evaluations(run: Run) -> list[Path]:
+    """Returns the files of the evaluations of a run by step."""
+    return sorted((Path(run.spec.output) / VALIDATION).glob("step-*.npz"))
+
+
+def _load(path: Path) -> dict[str, np.ndarray]:
+    """Loads the values of an evaluation by metric."""
+    return dict(np.load(path))
 
 
 def _by_compressor(row: str, *when: dict[str, np.ndarray]) -> Iterator[tuple[Any, ...]]:

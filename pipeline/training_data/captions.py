@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import posixpath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from pydantic import Field
 
 from pipeline.config import MissingField, SpecError, Uri
 from pipeline.decoding import Unreadable
-from pipeline.sources.files import existing_root
+from pipeline.eval.boxes import NO_BOXES, Entities, Phrase, caption_phrases, read_coco_boxes
+from pipeline.sources.annotations import read_file, read_json
 from pipeline.sources.manifests import parse_rows
-from pipeline.sources.text import parse_line
-from pipeline.training_data.boxes import Entities, Phrase, read_coco_boxes
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
-from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row
+from pipeline.training_data.rows import Document, Listing, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class Captions(RowData["Captions.Spec"]):
             image_boxes = boxes.get(image.id, NO_BOXES)
             number = listing.add(Document(image.id, None, file, image.location, image_boxes))
             phrases_per_caption = (
-                caption_phrases(image, entities) if entities else [[]] * len(image.captions)
+                image_phrases(image, entities) if entities else [[]] * len(image.captions)
             )
             for caption, phrases in zip(image.captions, phrases_per_caption, strict=True):
                 largest = [boxes for _, boxes in phrases[: spec.phrases]]
@@ -146,59 +144,6 @@ def _read_ids(uri: str, entities: Entities | None) -> Iterator[CaptionedImage]:
             yield CaptionedImage(image_id, f"{image_id}.jpg", captions, f"line {number} of {uri}")
 
 
-def caption_phrases(image: CaptionedImage, entities: Entities) -> list[list[Phrase]]:
-    """Returns the phrases of each caption, matched by the letters of the tokenised captions."""
-    captions = entities.read(PurePosixPath(image.file).stem)
-    phrases_by_text = {_letters(text): phrases for text, phrases in captions}
-    return [phrases_by_text.get(_letters(caption), []) for caption in image.captions]
-
-
-def _letters(text: str) -> str:
-    """Returns the lower-case letters and digits of a text, which tokenisation does not change.
-
-    >>> _letters("Two men's shirts.") == _letters("Two men 's shirts .")
-    True
-    """
-    return "".join(character for character in text.lower() if character.isalnum())
-
-
-def read_json(uri: str, field: str) -> Any:
-    """Parses a JSON file.
-
-    Args:
-        uri: Path or URI of the file.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The file is missing or malformed. The error names the line.
-    """
-    data = read_file(uri, field)
-    try:
-        return parse_line(data)
-    except json.JSONDecodeError as error:
-        problem = f"is malformed in line {error.lineno}, column {error.colno} ({error.msg})"
-        is_open = error.msg.startswith("Unterminated string")
-        if is_open or not error.doc[error.pos :].strip():
-            problem = f"ends in the middle of line {error.lineno}"
-        raise SpecError(field, uri, "a complete JSON file", problem) from None
-    except (ValueError, RecursionError) as error:
-        raise SpecError(field, uri, "a JSON file", f"cannot be parsed ({error})") from None
-
-
-def read_file(uri: str, field: str) -> bytes:
-    """Returns the content of a file.
-
-    Args:
-        uri: Path or URI of the file.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The file is missing or cannot be read.
-    """
-    try:
-        fs, path = existing_root(uri)
-        return fs.cat_file(path)
-    except SpecError as error:
-        raise error.at(field) from None
-    except OSError as error:
-        raise SpecError(field, uri, "a readable file", f"cannot be read ({error})") from None
+def image_phrases(image: CaptionedImage, entities: Entities) -> list[list[Phrase]]:
+    """Returns the phrases of each caption of an image."""
+    return caption_phrases(PurePosixPath(image.file).stem, image.captions, entities)

@@ -11,9 +11,9 @@ import numpy as np
 
 from pipeline import config
 from pipeline.config import SpecError, Uri
-from pipeline.training_data.boxes import check_boxes
+from pipeline.eval.boxes import NO_BOXES, check_boxes
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
-from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row, logger, stable_hash
+from pipeline.training_data.rows import Document, Listing, Row, logger, stable_hash
 from pipeline.training_data.tables import (
     LINES,
     TABLE,

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from pipeline.tokens import TokenBatch
+
+if TYPE_CHECKING:
+    from pipeline.eval.diagnostics import Matches
+    from pipeline.search.packed import PackedVectors
 
 #: Cutoff of nDCG.
 CUTOFF = 10
@@ -70,39 +75,44 @@ def utilisation(
         `Gini`, their Gini coefficient; and `Used`, the fraction of the vectors of relevant
         documents that are the best match of a token of a relevant query.
     """
-    from pipeline.eval.diagnostics import (
-        Matches,
-        coefficient_of_variation,
-        gini,
-        matching_strength,
-    )
+    from pipeline.eval.diagnostics import coefficient_of_variation, gini, matching_strength
 
-    num_positions = documents.mask.shape[1]
-    rows: list[tuple[np.ndarray, ...]] = []
-    for query, document in positive_QB.nonzero().tolist():
-        tokens_MD = queries.vectors[query, queries.mask[query]].float()
-        vectors_ND = documents.vectors[document, documents.mask[document]].float()
-        if not len(vectors_ND):
-            continue
-        similarity_M, position_M = (tokens_MD @ vectors_ND.T).max(dim=1)
-        position = position_M.cpu().numpy()
-        query_position = np.arange(len(position))
-        vector = document * num_positions + position
-        rows.append((position, query_position, similarity_M.double().cpu().numpy(), vector))
-    if not rows:
+    matches, _ = relevant_matches(queries, documents, positive_QB)
+    if not len(matches.document):
         return {}
-    position_R, query_R, similarity_R, vector_R = map(np.concatenate, zip(*rows, strict=True))
-    scores = np.array([similarity.sum() for _, _, similarity, _ in rows])
-    matches = Matches(scores, position_R, query_R, similarity_R, vector_R)
-    strength = matching_strength(matches, num_positions)
+    strength = matching_strength(matches, documents.mask.shape[1])
     relevant_B = positive_QB.any(dim=0).to(documents.mask.device)
     num_vectors = int(documents.mask[relevant_B].sum())
     values = {
         "CV": coefficient_of_variation(strength),
         "Gini": gini(strength),
-        "Used": len(np.unique(vector_R)) / max(1, num_vectors),
+        "Used": len(np.unique(matches.vectors)) / max(1, num_vectors),
     }
     return {name: np.array([value]) for name, value in values.items() if value is not None}
+
+
+def relevant_matches(
+    queries: TokenBatch, documents: TokenBatch, positive_QB: torch.Tensor
+) -> tuple[Matches, PackedVectors]:
+    """Returns the match records of queries and their relevant documents, and the packed documents.
+
+    Args:
+        queries: Token vectors of Q queries.
+        documents: Vectors of B documents. Those without vectors have no records.
+        positive_QB: bool, relevance of each document to each query.
+    """
+    from pipeline.eval.diagnostics import match_pairs
+    from pipeline.search.packed import PackedVectors
+
+    mask_BN = documents.mask.cpu()
+    packed = PackedVectors.from_values(documents.vectors.cpu().float()[mask_BN], mask_BN.sum(dim=1))
+    query_vectors = [
+        tokens_MD[mask_M]
+        for tokens_MD, mask_M in zip(queries.vectors.cpu().float(), queries.mask.cpu(), strict=True)
+    ]
+    positive_QB = positive_QB.cpu() & mask_BN.any(dim=1)
+    rows = [positive_B.nonzero().flatten().numpy() for positive_B in positive_QB]
+    return match_pairs(query_vectors, packed, rows), packed
 
 
 def grounding(

@@ -22,10 +22,10 @@ from pipeline.config import JobError, SpecError, Uri
 from pipeline.decoding import Unreadable
 from pipeline.decoding.image import decode
 from pipeline.encoders.batching import prefetch
+from pipeline.eval.boxes import NO_BOXES
 from pipeline.training_data.base import NO_LABEL, Batch, Phrases, TrainingData, worker_slice
 from pipeline.training_data.media import Decoding, decode_media, decoding_settings
 from pipeline.training_data.rows import (
-    NO_BOXES,
     Document,
     Listing,
     Row,

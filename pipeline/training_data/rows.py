@@ -12,13 +12,12 @@ import numpy as np
 
 from pipeline import distributed
 from pipeline.config import SpecError
+from pipeline.eval.boxes import NO_BOXES
 from pipeline.sources.files import open_root
 from pipeline.training_data.base import NO_LABEL
 from pipeline.training_data.tables import LINES, ImageCell, list_files, read_rows
 
 logger = logging.getLogger(__name__)
-
-NO_BOXES = np.zeros((0, 4), dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)

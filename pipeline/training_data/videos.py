@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import posixpath
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
 from pipeline import distributed
 from pipeline.config import SpecError, Uri
+from pipeline.eval.boxes import NO_BOXES
+from pipeline.sources.annotations import read_csv
 from pipeline.sources.files import existing_root, find_files
-from pipeline.training_data.captions import read_file, read_json
+from pipeline.sources.msrvtt import read_msrvtt
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
-from pipeline.training_data.rows import NO_BOXES, Document, Listing, Row, logger
+from pipeline.training_data.rows import Document, Listing, Row, logger
 from pipeline.training_data.tables import LINES, list_files, read_rows
 
 VIDEO, AUDIO = ".mp4", ".m4a"
@@ -53,7 +53,7 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
     def listing(self) -> Listing:
         """Returns the sentences of `path` about the videos of `ids` or `splits`."""
         uri = self.spec.path
-        splits, sentences = _msrvtt(uri)
+        splits, sentences = read_msrvtt(uri)
         if self.spec.ids is None:
             names = sorted(set(splits.values()))
             selected = self.spec.splits or []
@@ -90,37 +90,6 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
         if not listing.rows:
             raise SpecError("path", uri, "a file with at least one sentence", "has no sentences")
         return listing
-
-
-def _msrvtt(uri: str) -> tuple[dict[str, str], list[tuple[str, str, Any]]]:
-    """Reads MSR-VTT's JSON file.
-
-    Returns:
-        Split of each video; and location, video id and unchecked text of each sentence.
-    """
-    value = read_json(uri, "path")
-    rule = "MSR-VTT's {videos: [{video_id, split}], sentences: [{video_id, caption}]}"
-    fields = value if isinstance(value, dict) else {}
-    videos, captions = fields.get("videos"), fields.get("sentences")
-    if not isinstance(videos, list) or not isinstance(captions, list):
-        raise SpecError("path", uri, rule, "has another format")
-    splits: dict[str, str] = {}
-    for number, video in enumerate(videos):
-        location = f"video {number} of {uri}"
-        video_id = video.get("video_id") if isinstance(video, dict) else video
-        if not isinstance(video_id, str) or not video_id or not isinstance(video, dict):
-            raise SpecError("path", video_id, rule, note=f" ({location})")
-        splits[video_id] = str(video.get("split", ""))
-    sentences = []
-    for number, sentence in enumerate(captions):
-        location = f"sentence {number} of {uri}"
-        if not isinstance(sentence, dict):
-            raise SpecError("path", sentence, rule, note=f" ({location})")
-        video_id = sentence.get("video_id")
-        if not isinstance(video_id, str) or video_id not in splits:
-            raise SpecError("path", video_id, "the video_id of a video", note=f" ({location})")
-        sentences.append((location, video_id, sentence.get("caption")))
-    return splits, sentences
 
 
 class MultiventValidationFiles(ValidationFiles):
@@ -249,41 +218,3 @@ class VideoFiles:
         video = self._found.get(name) or posixpath.join(self._folder, name)
         audio = self._found.get(f"{document_id}{AUDIO}")
         return Document(document_id, None, None, location, NO_BOXES, video, audio)
-
-
-def read_csv(
-    uri: str, columns: Collection[str], field: str
-) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields the location of each row of a CSV file with a header, and its values in some columns.
-
-    Args:
-        uri: Path or URI of the file.
-        columns: Columns to read.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The file is missing or malformed, or lacks a column.
-    """
-    data = read_file(uri, field)
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise SpecError(field, uri, "a UTF-8 file", f"is malformed in line {line}") from None
-    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
-    try:
-        header = next(rows, [])
-        for column in columns:
-            if column not in header:
-                problem = f"is not a column of {uri}"
-                raise SpecError.unknown_name(field, column, header, problem)
-        for row in filter(None, rows):
-            location = f"line {rows.line_num} of {uri}"
-            if len(row) != len(header):
-                shown = ", ".join(header)
-                raise SpecError(field, row, f"a row of {shown}", note=f" ({location})")
-            values = dict(zip(header, row, strict=True))
-            yield location, {column: values[column] for column in columns}
-    except csv.Error as error:
-        problem = f"is malformed in line {rows.line_num} ({error})"
-        raise SpecError(field, uri, "a valid CSV file", problem) from None

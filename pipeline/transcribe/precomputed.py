@@ -94,6 +94,7 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
 
     Args:
         spec: The spec of the recogniser.
+        skip_unreadable: Whether to skip unreadable files. See `unreadable_files`.
     """
 
     kind: ClassVar[int]
@@ -113,9 +114,10 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
         """Minimum confidence of a word. Other words are omitted, except words without confidence.
         """
 
-    def __init__(self, spec: Spec):
+    def __init__(self, spec: Spec, *, skip_unreadable: bool = False):
         self.spec = spec
-        self._table = _connect(prepare_table(spec, self.kind))
+        table = prepare_table(spec, self.kind, skip_unreadable=skip_unreadable)
+        self._table = _connect(table)
         self._matches_names = bool(self._table.execute("PRAGMA user_version").fetchone()[0])
 
     @classmethod
@@ -201,7 +203,7 @@ class PrecomputedSpeech(Precomputed):
     kind = AUDIO
 
 
-def prepare_table(spec: Precomputed.Spec, kind: int) -> Path:
+def prepare_table(spec: Precomputed.Spec, kind: int, *, skip_unreadable: bool = False) -> Path:
     """Returns the SQLite database with the lines at `spec.path`, created by the first process.
 
     Its name in the temporary folder depends on the names, sizes and dates of the files. The folder
@@ -210,12 +212,15 @@ def prepare_table(spec: Precomputed.Spec, kind: int) -> Path:
     Args:
         spec: The spec.
         kind: The kind of the words, `tokens.TEXT` or `tokens.AUDIO`.
+        skip_unreadable: Whether to record unreadable files and archive members in the table
+            `problems` and to read the others. See `unreadable_files`.
 
     Raises:
         SpecError: No file exists, one cannot be read, or a line is invalid.
     """
     fs, files = _files(spec)
-    key = config.digest([spec.path, spec.form, kind, TABLE_VERSION, files])
+    tolerance = ["skip_unreadable"] if skip_unreadable else []
+    key = config.digest([spec.path, spec.form, kind, TABLE_VERSION, files, *tolerance])
     folder = Path(tempfile.gettempdir()) / f"maxray-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():  # another user may have created it
@@ -230,11 +235,26 @@ def prepare_table(spec: Precomputed.Spec, kind: int) -> Path:
         unfinished = table.with_suffix(f".{os.getpid()}.tmp")
         try:
             if not table.exists():
-                _fill(unfinished, spec, kind, fs, [path for path, *_ in files])
+                paths = [path for path, *_ in files]
+                _fill(unfinished, spec, kind, fs, paths, skip_unreadable)
                 os.replace(unfinished, table)
         finally:
             unfinished.unlink(missing_ok=True)
     return table
+
+
+def unreadable_files(spec: Precomputed.Spec, kind: int) -> list[tuple[str, str]]:
+    """Returns the name and the problem of all files and archive members that cannot be read.
+
+    Args:
+        spec: The spec.
+        kind: The kind of the words, `tokens.TEXT` or `tokens.AUDIO`.
+
+    Raises:
+        SpecError: No file exists.
+    """
+    table = _connect(prepare_table(spec, kind, skip_unreadable=True))
+    return table.execute("SELECT name, detail FROM problems ORDER BY name").fetchall()
 
 
 def _connect(table: Path) -> sqlite3.Connection:
@@ -303,6 +323,7 @@ def _fill(
     kind: int,
     fs: fsspec.AbstractFileSystem,
     paths: list[str],
+    skip_unreadable: bool,
 ) -> None:
     """Writes the lines of all files into a new database."""
     table.unlink(missing_ok=True)  # left by a killed process with the same id
@@ -313,6 +334,19 @@ def _fill(
         database.execute("PRAGMA synchronous = OFF")
         database.execute(f"CREATE TABLE lines ({', '.join(COLUMNS)})")
         insert = f"INSERT INTO lines VALUES ({', '.join('?' * len(COLUMNS))})"
+        database.execute("CREATE TABLE problems (name, detail)")
+
+        def skip(name: str, error: Exception) -> None:
+            problem = f"cannot be read ({type(error).__name__}: {error})"
+            if isinstance(error, SpecError):
+                problem = str(error)
+            if not skip_unreadable and isinstance(error, SpecError):
+                raise error
+            if not skip_unreadable:
+                raise SpecError("path", name, "a readable file", problem) from None
+            row = (_clean(name), _clean(problem))
+            database.execute("INSERT INTO problems VALUES (?, ?)", row)
+
         for path in paths:
             name = path
             try:
@@ -321,14 +355,15 @@ def _fill(
                         suffix = PurePosixPath(name).suffix.lower()
                         only = next(iter(parsers.values())) if name == paths[0] else None
                         parser = parsers.get(suffix, only)
-                        if parser is not None:
-                            num_read += 1
+                        if parser is None:
+                            continue
+                        num_read += 1
+                        try:
                             database.executemany(insert, parser(name, document, kind))
-            except SpecError:
-                raise
-            except (*TAR_ERRORS, *READ_ERRORS) as error:
-                problem = f"cannot be read ({type(error).__name__}: {error})"
-                raise SpecError("path", name, "a readable file", problem) from None
+                        except (SpecError, *TAR_ERRORS, *READ_ERRORS) as error:
+                            skip(name, error)  # reading continues with the next member
+            except (SpecError, *TAR_ERRORS, *READ_ERRORS) as error:
+                skip(name, error)
         if not num_read:
             raise SpecError(
                 "path",

@@ -145,6 +145,13 @@ def test_module_is_initialised_by_the_seed_of_torch_or_loaded():
 def test_spec():
     with pytest.raises(SpecError, match="sequence_length must be at least num_vectors=8, got 6"):
         COMPRESSORS.resolve({"name": "seqresize", **SIZES, "num_vectors": 8})
+    with pytest.raises(SpecError, match="sequence_length must be less than or equal to 65536"):
+        COMPRESSORS.resolve({"name": "seqresize", **SIZES, "sequence_length": 1 << 20})
+    large = {"num_vectors": 64, "sequence_length": 1 << 16, "hidden_size": 4096}
+    rule = "hidden_size must be at most 4092 with sequence_length=65536, for 2.28 weights, got 4096"
+    with pytest.raises(SpecError, match=rule):
+        COMPRESSORS.resolve({"name": "seqresize", **large})
+    COMPRESSORS.resolve({"name": "seqresize", **large, "hidden_size": 4092})
     relative = COMPRESSORS.resolve({"name": "seqresize", **SIZES, "weights": "run/best"})
     assert relative.weights.startswith("/") and relative.weights.endswith("/run/best")
     stored = COMPRESSORS.resolve({"name": "seqresize", **SIZES, "weights": "sha256:ab"})

@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, T5Conf
 
 from pipeline import config
 from pipeline.config import SpecError
+from pipeline.encoders import DEFAULT_INSTRUCTION
 from pipeline.encoders.minilm import BUNDLED, CPU_PASS_TOKENS, MiniLM, _find_folder
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT
@@ -272,6 +273,21 @@ def test_prefix_tokens_are_prompt_without_spans(encoder):
     whole = encode(encoder, ["passage: wing lift"])[0]
     assert torch.equal(item["vectors"], whole["vectors"])
     assert prefixed.encode_queries(["wing"]).token_texts == [["query", ":", "wing"]]
+
+
+def test_instruction_fills_the_slot_of_the_query_prefix(encoder):
+    slotted = build(query_prefix="{instruction} Query: ")
+    instructed = slotted.with_instruction("Find a page.")
+    for found, prefix in (
+        (instructed, "Find a page. Query: "),
+        (slotted, f"{DEFAULT_INSTRUCTION} Query: "),
+    ):
+        expected = build(query_prefix=prefix).encode_queries(["wing"])
+        queries = found.encode_queries(["wing"])
+        assert queries.token_texts == expected.token_texts
+        assert torch.equal(queries.tokens.vectors, expected.tokens.vectors)
+    assert instructed.fingerprint == slotted.fingerprint
+    assert encoder.with_instruction("Find a page.") is encoder
 
 
 def test_token_texts_of_queries(encoder):

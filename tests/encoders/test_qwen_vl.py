@@ -22,7 +22,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.encoders.qwen_spec import DOCUMENT_PROMPT, QUERY_PROMPT
+from pipeline.encoders import fill_template
+from pipeline.encoders.qwen_spec import CHAT, DOCUMENT_PROMPT, QUERY_PROMPT
 from pipeline.encoders.qwen_vl import QwenVL
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
@@ -427,6 +428,22 @@ def test_custom_prompts(build, reference):
     for wrong in ("no place", "{content}{content}"):
         with pytest.raises(SpecError, match="query_prompt"):
             build(query_prompt=wrong)
+
+
+def test_instruction_replaces_that_of_the_prompt(build, reference):
+    instructed = build(reference.family).with_instruction("Find a page.")
+    _, expected = reference(fill_template(CHAT, "Find a page.").replace("{content}", "lift"))
+    found = instructed.encode_queries(["lift"]).tokens
+    assert_close(found.pooled[0], unit(expected.hidden_states[-1][0, -1]))
+    image, text = noise(20, 30), "but in red"
+    prompt = "Do this: {instruction}\n{content}\n"
+    slotted = build(reference.family, query_prompt=prompt).with_instruction("Find a page.")
+    custom = build(reference.family, query_prompt="Do this: Find a page.\n{content}\n")
+    for encode in ("encode_images", "encode_composed"):
+        arguments = [[png(image)]] if encode == "encode_images" else [[text], [png(image)]]
+        both = [getattr(encoder, encode)(*arguments).tokens.pooled for encoder in (slotted, custom)]
+        assert torch.equal(*both)
+    assert build(reference.family).fingerprint == instructed.fingerprint
 
 
 def test_tokens_appended_by_the_tokenizer(build, checkpoint, tmp_path):

@@ -223,6 +223,17 @@ def test_query_prefix_and_augmentation(build, encoder):
     assert len(longer) == len(names) + 3
 
 
+def test_instruction_fills_the_slot_of_the_query_prefix(build, encoder):
+    name = encoder.spec.name
+    instructed = build(name, query_prefix="{instruction}: ").with_instruction("Find a page")
+    expected = build(name, query_prefix="Find a page: ").encode_queries(["lift"])
+    found = instructed.encode_queries(["lift"])
+    assert found.token_texts == expected.token_texts
+    assert torch.equal(found.tokens.vectors, expected.tokens.vectors)
+    without = encoder.with_instruction("Find a page").encode_queries(["lift"])
+    assert without.token_texts == encoder.encode_queries(["lift"]).token_texts
+
+
 def test_image_query_matches_page(encoder):
     images, items = make_images((40, 40))
     ((_, batch),) = encoder.encode(items)

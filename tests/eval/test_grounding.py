@@ -7,12 +7,12 @@ import pytest
 
 from pipeline import config, open_index
 from pipeline.config import SpecError
+from pipeline.eval import Phrase
 from pipeline.eval.evaluation import run
 from pipeline.eval.grounding import (
     GRID_SIZE,
     GeneratedPhrases,
     Grounder,
-    Phrase,
     check_phrases,
     generate_phrases,
     grounding_metrics,

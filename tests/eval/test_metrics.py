@@ -150,3 +150,24 @@ def test_unusual_grades(grade):
     for name in names[:2]:
         expected = (1 / math.log2(3)) / ideal if grade > 0 else 0.0
         assert values["q"][name] == pytest.approx(expected)
+
+
+def test_median_rank():
+    rng = np.random.default_rng(0)
+    documents = [f"d{i}" for i in range(8)]
+    run, qrels = {}, {}
+    for number in range(9):
+        order = rng.permutation(documents).tolist()
+        run[f"q{number}"] = {document: -float(rank) for rank, document in enumerate(order)}
+        qrels[f"q{number}"] = {str(rng.choice([*documents, "absent"])): 1, order[0]: 0}
+    found = per_query(run, qrels, ["MdR", "RR"])
+    ranks = []
+    for query_id, scores in run.items():
+        relevant = {document for document, grade in qrels[query_id].items() if grade > 0}
+        order = sorted(scores, key=lambda document: -scores[document])
+        hits = [i + 1 for i, document in enumerate(order) if document in relevant]
+        ranks.append(hits[0] if hits else len(order) + 1)
+        assert found[query_id]["MdR"] == ranks[-1]
+    assert means(found)["MdR"] == float(np.median(ranks))
+    assert per_query({}, {"q": {"a": 1}}, ["MdR"]) == {"q": {"MdR": 1.0}}
+    assert parse_measure("MdR").params == {}

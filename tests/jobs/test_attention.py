@@ -7,6 +7,7 @@ import json
 import shutil
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import yaml
@@ -30,9 +31,12 @@ from pipeline.search.attention_maps import (
 from pipeline.search.map_images import COLOUR, MAX_OPACITY
 from pipeline.search.map_sheets import SHEET_STEP
 from pipeline.taps import Tap
+from tests.conftest import ROOT
 from tests.images import noise, png
 
 NUM_TOKENS, BUDGET = 5, 3
+#: A document of several pages.
+PDF = ROOT / "jobs/data/pages/pdf/us-001.pdf"
 TEXT = "The flow of air around a thin wing at high speed.\n\nA second paragraph."
 
 
@@ -103,6 +107,30 @@ def test_long_texts_are_read_in_windows(models, tmp_path):
     found = appended.map(read_item(str(path), appended.spec))
     assert len(found.saliency) > 512
     np.testing.assert_allclose(found.attention.mean(axis=1), found.saliency, rtol=1e-5)
+
+
+def test_page_of_a_pdf_file(models, tmp_path):
+    """A text encoder reads the text layer, whose tokens have the location of their word."""
+    appended = AppendedAttention(encoder_spec(models["textual"]))
+    item = read_item(f"{PDF}#page=2", appended.spec)
+    (text,), (spans,), (boxes,) = (
+        item.inputs[name].to_pylist() for name in ("text", "word_spans", "word_boxes")
+    )
+    found = appended.map(item)
+    encoder = appended.encoder
+    ((_, batch),) = encoder.encode(pa.table({"item_id": ["page"], "text": [text]}))
+    for (start, _), box in zip(batch.spans[0].tolist(), found.boxes, strict=True):
+        (word,) = [i for i, (first, end) in enumerate(spans) if first <= start < end]
+        np.testing.assert_allclose(box, boxes[word], atol=1e-6)
+    assert found.groups.max() + 1 == BUDGET
+    first = read_item(str(PDF), appended.spec)
+    assert first.inputs["text"][0].as_py() != text
+    visual = encoder_spec(models["visual"])
+    image = read_item(f"{PDF}#page=2", visual)
+    assert image.inputs["image"][0].as_py() == image.image == item.image
+    attention.main([str(tmp_path / "out.png"), f"{PDF}#page=2", "--model", models["textual"]])
+    with Image.open(tmp_path / "out.png") as sheet:
+        assert sheet.width > sheet.height / 2
 
 
 def test_values_and_groups_are_drawn():
@@ -195,6 +223,8 @@ def test_folder_of_a_trained_model(checkpoint, models, tmp_path, image):
         ("textual", "image.png", "error: items must be files of the inputs of minilm (text), "),
         ("textual", "latin1.txt", "error: items must be an image or a text in UTF-8, "),
         ("textual", "empty.txt", "error: items must be files with tokens that have a location, "),
+        ("textual", "one.pdf#page=9", "error: items must be a page of a readable PDF file, got "),
+        ("textual", "broken.pdf", "error: items must be a page of a readable PDF file, got "),
         ("textual", "none.txt", "error: items must be the path of an existing file, "),
     ],
 )
@@ -202,6 +232,8 @@ def test_invalid_input(model, file, message, models, image, text, tmp_path, caps
     (tmp_path / "broken.png").write_bytes(b"no image")
     (tmp_path / "latin1.txt").write_bytes(b"\xe9")
     (tmp_path / "empty.txt").write_text(" ")
+    (tmp_path / "broken.pdf").write_bytes(b"no document")
+    shutil.copy(PDF, tmp_path / "one.pdf")
     (tmp_path / "plain.yaml").write_text("name: minilm")
     (tmp_path / "folder").mkdir()
     others = {"plain": str(tmp_path / "plain.yaml"), "folder": str(tmp_path / "folder")}

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from jobs import candidates
+from jobs import candidates, status
 from pipeline import open_index
 from pipeline.config import SpecError
 from pipeline.index.reader import Index
@@ -31,12 +31,27 @@ def test_builds_lists_and_drops_a_generator(uri, cluster, capsys, tmp_path):
     header, row = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["representation", "generator", "revision"]
     assert row.split() == ["hpool_2", "lemur", "1", "7", "7"]
+    status.main([uri])
+    line = "candidates: lemur for hpool_2, revision 1, 7 of 7 items have codes"
+    assert line in capsys.readouterr().out.splitlines()
     keywords = {"k": 3, "candidates": "lemur", "num_candidates": 5}
     (found,) = open_index(uri).rank(["the lift of a wing"], "hpool_2", **keywords)
     (exact,) = open_index(uri).rank(["the lift of a wing"], "hpool_2", k=9)
     assert set(found.scores_by_item().items()) <= set(exact.scores_by_item().items())
 
     candidates.main([uri, "lemur", "representation=hpool_2", "--drop"])
+    assert not Index(uri).candidates_columns
+
+
+def test_builds_lists_and_drops_bm25(uri, cluster, capsys):
+    candidates.main([uri, "bm25", "generator.k1=0.9"])
+    assert "fitting bm25 to 8 items" in capsys.readouterr().out
+    candidates.main([uri])
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.split() == ["text", "bm25", "1", "8", "8"]
+    with pytest.raises(SpecError, match=r"generator must be .*differs from the stored generator"):
+        candidates.main([uri, "bm25"])
+    candidates.main([uri, "bm25", "--drop"])
     assert not Index(uri).candidates_columns
 
 

@@ -28,6 +28,7 @@ from pipeline.index.reader import ITEMS, Index
 from pipeline.registry import ENCODERS
 from pipeline.report.files import write
 from pipeline.schema import with_metadata
+from pipeline.search.fusion import Fusion, FusionWeights
 from pipeline.search.searcher import Searcher, open_index
 
 QRELS = {"1": {"wing": 1, "flow": 0}, "b": {"bread": 2, "gone": 1}}
@@ -367,6 +368,72 @@ def test_weights_of_the_hybrid_score(spec_file, index_uri, tmp_path, capsys):
     assert str(caught.value) == (
         "weights must be [1.0, 1.0] unless hybrid is among the scores, got [1.0, 2.0]"
     )
+
+
+@pytest.fixture
+def lexical_options(spec_file, lexical_uri) -> list[str]:
+    """Arguments of an evaluation of an index with BM25."""
+    return [spec_file, f"index={lexical_uri}", "k=3", "measures=[nDCG@3]", "judged=item"]
+
+
+def test_fused_rows_are_compared_with_maxsim(lexical_options, lexical_uri, tmp_path):
+    options = ["representations=[hpool_2, full]", "scores=[maxsim, fused]", "diagnostics=false"]
+    options.append("fusion={method: sum, weights: {bm25: 0.5}}")
+    options.append("candidates=[{generator: single+bm25, num_candidates: [3]}]")
+    evaluate.main([*lexical_options, *options])
+    stored = read_results(str(tmp_path / "out"), "output")
+    searcher = open_index(lexical_uri)
+    for name in ("hpool_2", "full"):
+        row = stored.row(f"{name}.fused")
+        assert (row.score, row.fusion["weights"]["bm25"]) == ("fused", 0.5)
+        assert row.first_stage == f"{name}.maxsim" == stored.comparison(row).reference
+        fusion = Fusion(method="sum", weights=FusionWeights(bm25=0.5))
+        keywords = {"k": 3, "score": "fused", "fusion": fusion}
+        (ranking,) = searcher.rank(["the lift of a wing"], name, **keywords)
+        run_of_row = read_run(str(tmp_path / f"out/runs/{name}.fused.trec"))
+        assert run_of_row["1"] == pytest.approx(ranking.scores_by_item())
+        # 8 bytes for each of the terms
+        assert row.vector_bytes > stored.row(f"{name}.maxsim").vector_bytes
+    assert stored.row("full.single+bm25-3").candidates["generator"] == "single+bm25"
+    assert (tmp_path / "out/report.html").stat().st_size > 1000
+
+    # Settings are part of the cache keys.
+    entries = len(list((tmp_path / "out/entries").iterdir()))
+    evaluate.main([*lexical_options, *options[:-2], "fusion={method: rrf}"])
+    assert len(list((tmp_path / "out/entries").iterdir())) == entries + 3
+
+
+def test_fit_fusion_writes_settings_that_searches_read(lexical_options, tmp_path, capsys):
+    out = str(tmp_path / "fusion.yaml")
+    evaluate.main([*lexical_options, "representations=[hpool_2]", "--fit-fusion", out])
+    printed = capsys.readouterr().out
+    assert "nDCG@3 on held-out queries:" in printed
+    # Two queries do not suffice to prefer a fusion.
+    fusion = config.load(Fusion, out)
+    assert fusion.weights == FusionWeights(bm25=0)
+    options = ["scores=[maxsim, fused]", f"fusion={out}", "representations=[hpool_2]"]
+    evaluate.main([*lexical_options, *options, "diagnostics=false"])
+    stored = read_results(str(tmp_path / "out"), "output")
+    assert stored.row("hpool_2.fused").values == stored.row("hpool_2.maxsim").values
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["scores=[fused]"], "scores must be maxsim, got 'fused', which needs bm25, which was not"),
+        (["fusion={method: rrf}"], "scores must be a list with fused if fusion is set, got []"),
+        (["--fit-fusion", "out.yaml"], "score must be maxsim, got 'fused', which needs bm25"),
+        (
+            ["--fit-fusion", "out.yaml", "representations=[full, hpool_2]"],
+            "representations must be a list of one representation for --fit-fusion",
+        ),
+    ],
+)
+def test_invalid_fusion(spec_file, options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError) as caught:
+        evaluate.main([spec_file, *options])
+    assert str(caught.value).startswith(message)
 
 
 def test_recall_of_candidate_generators(spec_file, index_uri, tmp_path, capsys):

@@ -19,7 +19,10 @@ from pipeline import open_index
 from pipeline.config import SpecError
 from pipeline.eval.metrics import read_run
 from pipeline.index.writer import IndexWriter
+from pipeline.search.fusion import Fusion, FusionWeights
 
+HALF = Fusion(method="sum", weights=FusionWeights(bm25=0.5))
+HALF_RRF = Fusion(method="rrf", weights=FusionWeights(bm25=0.5))
 TEXTS = {"1": "the lift of a wing", "b": "how to bake bread"}
 
 
@@ -88,6 +91,28 @@ def test_run_with_candidates(index_uri, query_file, tmp_path):
     rankings = open_index(index_uri).rank(list(TEXTS.values()), **keywords)
     run = read_run(out)
     assert [list(run[query_id]) for query_id in TEXTS] == [r.item_ids for r in rankings]
+
+
+def test_fused_search(lexical_uri, query_file, tmp_path, capsys):
+    """The settings come from assignments, or from a file and assignments."""
+    (tmp_path / "fusion.yaml").write_text("method: sum\nweights: {bm25: 0.5}\n")
+    for arguments, fusion in (
+        ([], Fusion()),
+        (["--fusion", "method=sum", "weights.bm25=0.5"], HALF),
+        (["--fusion", str(tmp_path / "fusion.yaml")], HALF),
+        (["--fusion", str(tmp_path / "fusion.yaml"), "method=rrf"], HALF_RRF),
+    ):
+        out = str(tmp_path / "run.trec")
+        options = ["--score", "fused", "--k", "3", "--candidates", "single+bm25", *arguments]
+        search.main([lexical_uri, "--queries", query_file, "--run", out, *options])
+        keywords = {"score": "fused", "fusion": fusion, "k": 3, "candidates": "single+bm25"}
+        rankings = open_index(lexical_uri).rank(list(TEXTS.values()), **keywords)
+        run = read_run(out)
+        found = [run[query_id] for query_id in TEXTS]
+        assert found == [pytest.approx(ranking.scores_by_item()) for ranking in rankings]
+    capsys.readouterr()
+    search.main([lexical_uri, "a wing", "--score", "fused", "--k", "1"])
+    assert re.search(r"BM25 \d\.\d{4}, MaxSim \d\.\d{4} \(mean", capsys.readouterr().out)
 
 
 def test_actors_equal_one_process(index_uri, query_file, tmp_path, cluster):
@@ -341,11 +366,21 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
         (["--candidates", "lemur"], "candidates must be one of exact, single, got 'lemur', which "
          "was not built for full; build it with `python -m jobs.candidates INDEX GENERATOR` for "
          "full"),
+        (["--candidates", "single+lemur"], "candidates must be generators of single, joined by +, "
+         "got 'single+lemur', which contains 'lemur', which was not built for full; build it with "
+         "`python -m jobs.candidates INDEX GENERATOR` for full"),
+        (["--score", "fused"], "score must be maxsim, got 'fused', which needs bm25, which was not "
+         "built for the texts of full; build it with `python -m jobs.candidates INDEX bm25`"),
+        (["--fusion", "method=rrf"], "score must be fused if fusion is set, got 'maxsim'"),
+        (["--score", "fused", "--fusion", "weights.bm=1"], "unknown field 'bm' in fusion.weights; "
+         "did you mean 'bm25'? valid fields: maxsim, bm25, single_vector"),
+        (["--score", "fused", "--fusion", "gone.yaml"], "fusion must be the path of an existing "
+         "YAML file, got 'gone.yaml', which does not exist"),
         (["--num-candidates", "9"], "num_candidates must be at least k = 10, got 9"),
         (["-k", "0"], "argument -k/--k: must be an integer >= 1, got '0'; see --help"),
         (["-k", "true"], "argument -k/--k: must be an integer >= 1, got 'true'; see --help"),
         (["--score", "best"], "argument --score: invalid choice: 'best' (choose from 'maxsim', "
-         "'single_vector', 'hybrid'); see --help"),
+         "'single_vector', 'hybrid', 'fused'); see --help"),
         (["--ids", "gone"], "ids must be the path of an existing file, got 'gone', which does"
                             " not exist"),
         (["--ids", "none"], "ids must be a file with at least one id, got 'none', which is empty"),

@@ -37,6 +37,7 @@ def test_table(evaluation):
         "queries/s": "1,234.5",
         "ms": "1.50",
         "ms p95": "2.25",
+        "MaxSim ops": "-",
     }
     assert [row[2] for row in rows[:3]] == ["-", "1", "all"]
     assert dict(zip(header, rows[0], strict=True))["B/item"] == "-"

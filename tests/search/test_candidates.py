@@ -60,7 +60,10 @@ def test_candidates_are_the_best_by_the_generator(make_index, group_by):
     found = searcher.rank(queries, k=3, candidates="single", num_candidates=12, group_by=group_by)
     for number, ranking in enumerate(found):
         pooled = queries.pooled[number].numpy()
-        singles = [-np.inf if row.pooled is None else float(pooled @ row.pooled) for row in rows]
+        singles = [
+            -np.inf if row.pooled is None or row.tokens is None else float(pooled @ row.pooled)
+            for row in rows
+        ]
         limit = sorted(singles, reverse=True)[11]
         chosen = {row.item_id for row, s in zip(rows, singles, strict=True) if s >= limit}
         if group_by:
@@ -80,16 +83,44 @@ def test_candidates_are_the_best_by_the_generator(make_index, group_by):
         assert ranking.item_ids == [row.item_id for row, _ in expected[:3]]
 
 
-def test_selection_restricts_candidates(make_index):
+def test_selection_restricts_candidates(make_index, monkeypatch):
     """The generator selects among the items of the filter, so that k items are always found."""
     rng = np.random.default_rng(3)
     rows = random_rows(rng, 60)
     searcher, queries = make_index(rows), random_queries(rng, 3)
+    monkeypatch.setattr("pipeline.search.score.EXACT_ITEMS", 0)
     ids = [row.item_id for row in rows if row.tokens is not None][:15]
     options = {"candidates": "single", "num_candidates": 5, "ids": ids}
     for ranking in searcher.rank(queries, k=5, **options):
         assert len(ranking.item_ids) == 5
         assert set(ranking.item_ids) <= set(ids)
+
+
+def test_items_without_vectors_do_not_replace_others(make_index):
+    """Items that the generator ranks first but that have no score are no candidates."""
+    rng = np.random.default_rng(6)
+    rows, queries = random_rows(rng, 60), random_queries(rng, 3)
+    pooled = queries.pooled.sum(dim=0).numpy()
+    rows = [
+        row._replace(tokens=None, pooled=pooled) if i < 20 else row for i, row in enumerate(rows)
+    ]
+    searcher = make_index(rows)
+    options = {"k": 5, "candidates": "single", "num_candidates": 5}
+    for group_by in (None, "parent"):
+        for ranking in searcher.rank(queries, group_by=group_by, **options):
+            assert len(ranking.item_ids) == 5
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_selections_below_the_threshold_are_searched_exactly(make_index, is_small, monkeypatch):
+    rng = np.random.default_rng(7)
+    rows = random_rows(rng, 60)
+    searcher, queries = make_index(rows), random_queries(rng, 6)
+    ids = [row.item_id for row in rows][:40]
+    monkeypatch.setattr("pipeline.search.score.EXACT_ITEMS", len(ids) - (not is_small))
+    exact = searcher.rank(queries, k=3, ids=ids)
+    found = searcher.rank(queries, k=3, ids=ids, candidates="single", num_candidates=4)
+    assert ([r.item_ids for r in found] == [r.item_ids for r in exact]) == is_small
 
 
 def test_few_items_are_searched_exactly(make_index):

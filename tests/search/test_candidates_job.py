@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,11 @@ import lance
 import numpy as np
 import pytest
 
+from jobs import export
 from pipeline import config, open_index
 from pipeline.config import SpecError, Stopped
 from pipeline.index import job as index_job
+from pipeline.index import recompress
 from pipeline.index.fill import Progress
 from pipeline.index.reader import ITEMS, Index
 from pipeline.index.session import Session
@@ -20,6 +26,8 @@ from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.search import candidates_job
 from pipeline.search.candidates_job import CandidatesJobSpec, CandidatesResources
 from pipeline.search.sharded import ShardedSearcher
+from pipeline.search.shards import merge_rankings
+from tests.conftest import start_job
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -41,8 +49,10 @@ def clustered(num: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return vectors.astype(np.float32), lengths
 
 
-def add_items(uri: Path, folder: Path, num: int, seed: int, prefix: str) -> None:
-    """Indexes a folder of vectors in fragments of 40 items."""
+def add_items(
+    uri: Path, folder: Path, num: int, seed: int, prefix: str, fragment_items: int = 40
+) -> None:
+    """Indexes a folder of vectors."""
     folder.mkdir(exist_ok=True)
     vectors, lengths = clustered(num, seed)
     np.save(folder / "vectors.npy", vectors)
@@ -54,7 +64,7 @@ def add_items(uri: Path, folder: Path, num: int, seed: int, prefix: str) -> None
         "encoder": {"name": "precomputed", "dim": DIM, "label": "test"},
         "representations": [{"compressor": "none"}],
         "unit_items": 40,
-        "fragment_items": 40,
+        "fragment_items": fragment_items,
     }
     spec = config.parse(IndexSpec, given)
     index_job.run(spec, IndexResources(), job="index", report=lambda line: None)
@@ -207,6 +217,138 @@ def test_interrupted_build_resumes_with_the_same_bits(uri, original, tmp_path, m
     assert artefacts == [info.artefact for info in whole]
 
 
+def test_build_resumes_after_sigkill_with_the_same_bits(cluster, tmp_path):
+    """Kills a build with SIGKILL after its first commits. The next build takes over the lease."""
+    uri, whole = tmp_path / "index", tmp_path / "whole"
+    add_items(uri, tmp_path / "vectors", NUM_ITEMS, 0, "i", fragment_items=4)
+    shutil.copytree(uri, whole)
+    build(whole, LEMUR)
+    name = "full_lemur_1_candidates"
+    arguments = [str(uri), "lemur", "generator.num_features=64", "commit_fragments=1"]
+    process = start_job("jobs.candidates", *arguments, address=cluster)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        stored = lance.dataset(f"{uri}/{ITEMS}")
+        if name in stored.schema.names and stored.count_rows(f"`{name}` IS NOT NULL"):
+            process.kill()
+            break
+        time.sleep(0.01)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, error
+    assert 0 < sum(code is not None for code in codes(uri, name).values()) < NUM_ITEMS
+    options = {"k": 5, "candidates": "lemur", "num_candidates": 60}
+    assert all(len(r.item_ids) == 5 for r in open_index(str(uri)).rank(queries(), **options))
+
+    progress = build(uri, LEMUR)
+    assert progress.done_before > 0 and progress.done > 0
+    assert codes(uri, name) == codes(whole, name)
+    (resumed,), (expected,) = (
+        Index(str(path)).candidates_columns.values() for path in (uri, whole)
+    )
+    assert resumed == expected
+
+
+def test_readers_search_while_a_generator_is_refitted(uri):
+    """A reader uses the former fit or the new one, never a part of either."""
+    build(uri, LEMUR)
+    options = {"k": 10, "candidates": "lemur", "num_candidates": 30}
+    exact = open_index(str(uri)).rank(queries(), k=NUM_ITEMS)
+    scores = [ranking.scores_by_item() for ranking in exact]
+    former = open_index(str(uri))  # opens the vectors after they were dropped
+    before = [r.scores_by_item() for r in open_index(str(uri)).rank(queries(), **options)]
+    found, is_done = [], threading.Event()
+
+    def search() -> None:
+        while not is_done.is_set():
+            rankings = open_index(str(uri)).rank(queries(), **options)
+            found.append([ranking.scores_by_item() for ranking in rankings])
+
+    with ThreadPoolExecutor(1) as executor:
+        searching = executor.submit(search)
+        build(uri, {**LEMUR, "num_features": 16}, refit=True)
+        is_done.set()
+        searching.result()
+    after = [r.scores_by_item() for r in open_index(str(uri)).rank(queries(), **options)]
+    assert before != after
+    assert found and all(result in (before, after) for result in found)
+    assert [r.scores_by_item() for r in former.rank(queries(), **options)] == before
+    for result, expected in zip(after, scores, strict=True):
+        assert result.items() <= expected.items()
+
+
+def test_interrupted_refit_keeps_its_settings(uri, monkeypatch):
+    build(uri, LEMUR)
+
+    def stop(session: Session) -> None:
+        raise Stopped("stopped by the test")
+
+    changed = {**LEMUR, "num_features": 32}
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(Session, "check", stop)
+        build(uri, changed, refit=True)
+    assert len(Index(str(uri)).candidates_columns) == 2
+    with pytest.raises(SpecError, match=r"differs from that of the interrupted refit"):
+        build(uri, {**LEMUR, "num_features": 16}, refit=True)
+    build(uri, changed, refit=True)
+    (info,) = Index(str(uri)).candidates_columns.values()
+    assert info.generator["num_features"] == 32
+
+
+def test_other_jobs_keep_the_codes(uri, tmp_path):
+    build(uri, LEMUR)
+    name = "full_lemur_1_candidates"
+    stored, options = codes(uri, name), {"candidates": "lemur", "num_candidates": 20}
+    before = [r.scores_by_item() for r in open_index(str(uri)).rank(queries(), "full", **options)]
+    compressor = {"name": "hpool", "num_vectors": 2}
+    given = {"index": str(uri), "representations": [{"compressor": compressor}]}
+    recompress.run(
+        config.parse(recompress.RecompressSpec, given),
+        recompress.RecompressResources(),
+        job="3",
+        report=lambda line: None,
+    )
+    export.main([str(uri), str(tmp_path / "out.parquet"), "--representation", "full"])
+    assert codes(uri, name) == stored
+    after = open_index(str(uri)).rank(queries(), "full", **options)
+    assert [r.scores_by_item() for r in after] == before
+    with pytest.raises(SpecError, match=r"which was not built for hpool_2"):
+        open_index(str(uri)).rank(queries(1), "hpool_2", candidates="lemur")
+    build(uri, CENTROIDS, representation="hpool_2")
+    assert codes(uri, name) == stored
+
+
+def test_refuses_a_generator_of_replaced_vectors(uri, tmp_path):
+    """A representation that was dropped and added with other settings needs another fit."""
+
+    def add(num_vectors: int) -> None:
+        compressor = {"name": "hpool", "num_vectors": num_vectors}
+        given = {"index": str(uri), "representations": [{"compressor": compressor, "id": "few"}]}
+        recompress.run(
+            config.parse(recompress.RecompressSpec, given),
+            recompress.RecompressResources(),
+            job="3",
+            report=lambda line: None,
+        )
+
+    add(2)
+    build(uri, LEMUR, representation="few")
+    dataset = lance.dataset(f"{uri}/{ITEMS}")
+    info = Index(str(uri)).representation("few")
+    dataset.drop_columns([c for c in ("few", info.assignment_column) if c in dataset.schema.names])
+    add(4)
+    with pytest.raises(
+        SpecError, match=r"^candidates must be one of exact, got 'lemur', which was fitted to other"
+    ):
+        open_index(str(uri)).rank(queries(1), "few", candidates="lemur")
+    with pytest.raises(SpecError, match=r"^generator must be .* fit it again with --refit"):
+        build(uri, LEMUR, representation="few")
+    build(uri, LEMUR, refit=True, representation="few")
+    exact = open_index(str(uri)).rank(queries(), "few", k=5)
+    options = {"k": 5, "candidates": "lemur", "num_candidates": 120}
+    found = open_index(str(uri)).rank(queries(), "few", **options)
+    assert np.mean([a.scores == b.scores for a, b in zip(found, exact, strict=True)]) > 0.7
+
+
 def test_refit_replaces_the_former_fit_when_it_is_complete(uri, monkeypatch):
     build(uri, LEMUR)
     check = Session.check
@@ -247,17 +389,48 @@ def test_drop(uri):
         candidates_job.drop(spec(uri, LEMUR), job="3", report=lambda line: None)
 
 
-@pytest.mark.parametrize("share", [0.02, 0.1])
-def test_filtered_search_returns_k_items(uri, share):
-    build(uri, LEMUR)
+@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("group_by", [None, "parent"])
+@GENERATORS
+def test_filtered_search_returns_k_items(uri, generator, group_by, is_small, monkeypatch):
+    """Small selections are searched exactly. In others, the generator selects among the items."""
+    build(uri, generator)
+    if not is_small:
+        monkeypatch.setattr("pipeline.search.score.EXACT_ITEMS", 0)
     searcher = open_index(str(uri))
-    ids = [f"i{i:03}" for i in range(0, NUM_ITEMS, int(1 / share))]
-    options = {"k": min(5, len(ids)), "ids": ids}
-    exact = searcher.rank(queries(), **options)
-    found = searcher.rank(queries(), candidates="lemur", num_candidates=5, **options)
-    for ranking, reference in zip(found, exact, strict=True):
-        assert len(ranking.item_ids) == len(reference.item_ids)
-        assert set(ranking.item_ids) <= set(ids)
+    options = {"k": 5, "group_by": group_by}
+    generated = {"candidates": generator["name"], "num_candidates": 5, **options}
+    ids = [f"i{i:03}" for i in range(0, NUM_ITEMS, 5)]
+    for selection in (
+        {"ids": ids},
+        {"parents": ids[::2]},
+        {"filter": "item_id < 'i020'"},
+        {"filter": "item_id >= 'i100'", "ids": ids},
+        {"filter": "item_id < 'i003'"},  # fewer than k items
+        {"filter": "item_id = 'nothing'"},
+    ):
+        exact = searcher.rank(queries(), **selection, **options)
+        everything = searcher.rank(queries(), **selection, **{**options, "k": NUM_ITEMS})
+        found = searcher.rank(queries(), **selection, **generated)
+        for ranking, reference, scores in zip(found, exact, everything, strict=True):
+            assert len(ranking.item_ids) == len(reference.item_ids)
+            assert ranking.scores_by_item().items() <= scores.scores_by_item().items()
+            if is_small:
+                assert ranking.item_ids == reference.item_ids
+
+
+@GENERATORS
+def test_sharded_search_equals_the_merged_search_of_its_shards(uri, generator):
+    build(uri, generator)
+    options = {"k": 10, "candidates": generator["name"], "num_candidates": 20}
+    shards = [open_index(str(uri), shard=(i, 2)).rank(queries(), **options) for i in range(2)]
+    merged = [merge_rankings(parts, 10) for parts in zip(*shards, strict=True)]
+    exact = open_index(str(uri)).rank(queries(), k=10)
+    with ShardedSearcher(str(uri), num_shards=2, num_cpus=0.5) as searcher:
+        sharded = searcher.rank(queries(), **options)
+        all_items = searcher.rank(queries(), **{**options, "num_candidates": NUM_ITEMS})
+    assert [r.scores_by_item() for r in sharded] == [r.scores_by_item() for r in merged]
+    assert [r.scores_by_item() for r in all_items] == [r.scores_by_item() for r in exact]
 
 
 @GENERATORS

@@ -12,6 +12,7 @@ import pytest
 from pipeline import open_index
 from pipeline.config import JobError, SpecError
 from pipeline.index.reader import Index
+from pipeline.search.options import SearchOptions
 from pipeline.search.shards import merge_rankings
 from tests.search.vectors import DIM, rows, unit, write
 
@@ -36,7 +37,10 @@ def uri(tmp_path_factory) -> str:
 def merged(uri: str, number: int, k: int, group_by: str | None = None, **options):
     shards = [open_index(uri, shard=(i, number)) for i in range(number)]
     rankings = [shard.rank(QUERIES, k=k, group_by=group_by, **options) for shard in shards]
-    return [merge_rankings(parts, k, group_by) for parts in zip(*rankings, strict=True)]
+    return [
+        merge_rankings(parts, SearchOptions(k=k, group_by=group_by))
+        for parts in zip(*rankings, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 10, 40])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.config import SpecError
 from pipeline.index.reader import Index
+from pipeline.search.options import SearchOptions
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
-from pipeline.serve.inputs import search_options
+from pipeline.serve.inputs import check_text_queries, read_query, search_options
+from pipeline.serve.responses import index_info
 from pipeline.serve.served import Served
-from pipeline.serve.settings import Limits, ServedIndex
+from pipeline.serve.settings import Limits, ServedCandidates, ServedIndex
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +46,58 @@ def test_invalid_prefixes(served, field, name, message):
     with pytest.raises(ApiError, match=message) as caught:
         search_options(request, served, 1, Limits())
     assert (caught.value.field, caught.value.status) == (field, 422)
+
+
+@pytest.fixture(scope="module")
+def with_defaults(index_uri) -> Served:
+    index = Index(index_uri)
+    candidates = {
+        "hpool_2": ServedCandidates(generator="single", num_candidates=50),
+        "hpool_4": ServedCandidates(generator="lemur"),
+    }
+    spec = ServedIndex(uri=index_uri, candidates=candidates)
+    return Served("texts", spec, index, index.edition)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"representation": "hpool_2"}, ("single", 50)),
+        ({"representation": "hpool_2", "k": 80}, ("single", 80)),
+        ({"representation": "hpool_2", "num_candidates": 20}, ("single", 20)),
+        ({"representation": "hpool_2", "candidates": "exact"}, ("exact", None)),
+        ({"representation": "hpool_2", "candidates": "single"}, ("single", 50)),
+        ({"representation": "hpool_2", "score": "single_vector"}, ("exact", None)),
+        ({"representation": "hpool_4"}, ("exact", None)),  # the generator was not built
+        ({"representation": "full", "candidates": "single"}, ("single", None)),
+        ({}, ("exact", None)),
+    ],
+)
+def test_default_candidates(with_defaults, fields, expected):
+    request = wire.SearchRequest(query="a wing", **fields)
+    options = search_options(request, with_defaults, 1, Limits())
+    assert (options.candidates, options.num_candidates) == expected
+
+
+def test_info_lists_candidates(with_defaults):
+    infos = {info.name: info for info in index_info(with_defaults).representations}
+    assert infos["hpool_2"].candidates == ["exact", "single"]
+    assert infos["hpool_2"].default_candidates == "single"
+    assert infos["hpool_4"].default_candidates == "exact"
+    assert not infos["hpool_2"].has_token_frequencies
+
+
+def test_token_weights(with_defaults):
+    info = with_defaults.representation("full")
+    vectors = [[1.0, 0.0], [0.0, 1.0]]
+    queries = read_query(wire.Vectors(vectors=vectors, weights=[0, 2]), info, Limits())
+    assert [weights.tolist() for weights in queries.weights] == [[0, 2]]
+    with pytest.raises(SpecError, match=r"^weights must be 2 finite numbers >= 0 with at least"):
+        read_query(wire.Vectors(vectors=vectors, weights=[1]), info, Limits())
+    request = wire.SearchRequest(query="a wing", idf_power=1)
+    with pytest.raises(ApiError, match="idf_power must be null, got 1.0, which needs token freq"):
+        search_options(request, with_defaults, 1, Limits())
+    options = SearchOptions("full", idf_power=1.0)
+    check_text_queries(["a wing"], options)
+    with pytest.raises(ApiError, match="idf_power must be null for queries other than texts"):
+        check_text_queries(["a wing", wire.Vectors(vectors=vectors)], options)

@@ -2,50 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-mteb = pytest.importorskip("mteb", reason="needs the extra mteb")
+from pipeline.search.searcher import open_index
+from pipeline.serve.mteb import Endpoint
+from tests.sources.mteb_data import NEEDS_MTEB
 
-from datasets import Dataset  # noqa: E402
-from mteb.abstasks.retrieval import AbsTaskRetrieval  # noqa: E402
-from mteb.abstasks.task_metadata import TaskMetadata  # noqa: E402
-
-from pipeline.search.searcher import open_index  # noqa: E402
-from pipeline.serve.mteb import Endpoint  # noqa: E402
+pytestmark = NEEDS_MTEB
 
 QUERIES = {"q1": "the lift of a wing", "q2": "heat", "q3": "bread with a crust"}
 QRELS = {"q1": {"wing/1": 1}, "q2": {"heat/1": 1, "heat/2": 1}, "q3": {"bread/1": 1}}
 
 
-class Task(AbsTaskRetrieval):
-    """Retrieval task with the eight texts of the test index."""
+def create_task(texts: dict[str, str]) -> Any:
+    """Returns a retrieval task with the texts of the test index."""
+    from datasets import Dataset
+    from mteb.abstasks.retrieval import AbsTaskRetrieval
+    from mteb.abstasks.task_metadata import TaskMetadata
 
-    metadata = TaskMetadata(
-        name="MaxrayTexts",
-        description="eight texts",
-        dataset={"path": "local/texts", "revision": "1"},
-        type="Retrieval",
-        category="t2t",
-        eval_langs=["eng-Latn"],
-        main_score="ndcg_at_10",
-    )
-    texts: dict[str, str]
+    class Task(AbsTaskRetrieval):
+        metadata = TaskMetadata(
+            name="MaxrayTexts",
+            description="eight texts",
+            dataset={"path": "local/texts", "revision": "1"},
+            type="Retrieval",
+            category="t2t",
+            eval_langs=["eng-Latn"],
+            main_score="ndcg_at_10",
+        )
 
-    def load_data(self, *arguments, **options) -> None:
-        documents = [{"id": i, "title": "", "text": text} for i, text in self.texts.items()]
-        split = {
-            "corpus": Dataset.from_list(documents),
-            "queries": Dataset.from_list([{"id": i, "text": t} for i, t in QUERIES.items()]),
-            "relevant_docs": QRELS,
-            "top_ranked": None,
-        }
-        self.dataset = {"default": {"test": split}}
-        self.data_loaded = True
+        def load_data(self, *arguments, **options) -> None:
+            documents = [{"id": i, "title": "", "text": text} for i, text in texts.items()]
+            split = {
+                "corpus": Dataset.from_list(documents),
+                "queries": Dataset.from_list([{"id": i, "text": t} for i, t in QUERIES.items()]),
+                "relevant_docs": QRELS,
+                "top_ranked": None,
+            }
+            self.dataset = {"default": {"test": split}}
+            self.data_loaded = True
+
+    return Task()
 
 
 def test_task_score_equals_in_process_search(client, index_uri, texts):
-    task = Task()
-    task.texts = texts
+    import mteb
+
+    task = create_task(texts)
     model = Endpoint(client, index="texts", representation="hpool_4", max_k=100)
     result = mteb.evaluate(model, task, cache=None)
     score = result.task_results[0].get_score()

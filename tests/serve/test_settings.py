@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jobs.serve import _check_indexes
 from pipeline.config import SpecError, parse
 from pipeline.serve.settings import ServeSpec
 
@@ -28,6 +29,33 @@ def test_error_for_renamed_field_names_new_field(settings: dict[str, Any], field
     with pytest.raises(SpecError, match=name) as error:
         parse(ServeSpec, {"indexes": INDEXES, **settings})
     assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("representation", "candidates", "message"),
+    [
+        (
+            "hpool_2",
+            {"generator": "lemur"},
+            r"hpool_2\.generator must be one of exact, single, got",
+        ),
+        (
+            "hpool_9",
+            {"generator": "single"},
+            r"hpool_9\.representation must be one of full, hpool_4",
+        ),
+        (
+            "hpool_2",
+            {"generator": "single", "num_candidates": 0},
+            r"num_candidates must be .*got 0",
+        ),
+        ("hpool_2", {"name": "single"}, r"unknown field 'name'"),
+    ],
+)
+def test_default_candidates_must_exist(index_uri, representation, candidates, message):
+    served = {"uri": index_uri, "candidates": {representation: candidates}}
+    with pytest.raises(SpecError, match=message):
+        _check_indexes(parse(ServeSpec, {"indexes": {"texts": served}}))
 
 
 def test_rejects_max_replicas_below_num_replicas():

@@ -10,7 +10,16 @@ import pytest
 from jobs import train
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.train.study import Row, Run, StudySpec, evenness_points, report, rows_of, runs_of
+from pipeline.train.study import (
+    Row,
+    Run,
+    StudySpec,
+    curves_of,
+    evenness_points,
+    report,
+    rows_of,
+    runs_of,
+)
 from tests.train.runs import spec_of
 
 
@@ -127,6 +136,31 @@ def test_plot_of_evenness_has_the_rows_with_its_metrics(model, tmp_path):
     assert (tmp_path / "evenness.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_curves_have_the_steps_of_all_seeds(model, tmp_path):
+    runs = []
+    for name, seed, steps in (
+        ("long", 0, (0, 5, 10, 15)),
+        ("long", 1, (0, 5, 10)),
+        ("end", 0, (0, 5)),
+    ):
+        output = tmp_path / f"{name}-{seed}"
+        (output / "validation").mkdir(parents=True)
+        for step in steps:
+            values = {"R@1": np.array([step, step + seed]) / 20, "R@1 (eos)": np.zeros(2)}
+            np.savez(output / f"validation/step-{step:08d}.npz", **values)
+        runs.append(Run(f"{name}, seed {seed}", name, spec_of(output, model)))
+    curves = curves_of(runs, ["R@1", "BoxMass"])
+    assert list(curves) == ["long"] and list(curves["long"]) == ["R@1"]
+    steps_T, values_ST = curves["long"]["R@1"]
+    assert steps_T.tolist() == [0, 5, 10]
+    np.testing.assert_allclose(values_ST, [[0, 0.25, 0.5], [0.025, 0.275, 0.525]])
+    spec = study_of(tmp_path, model, {"seed": [0, 1]})
+    report(spec, runs[2:])
+    assert not (tmp_path / "curves.png").exists()
+    report(spec, runs)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_job_trains_a_study(model, tmp_path, capsys):
     spec = study_of(tmp_path / "study", model, {"seed": [0, 1]}, epochs=1, eval_every=100)
     (tmp_path / "spec.yaml").write_text(config.dump_yaml(spec), "utf-8")
@@ -137,5 +171,9 @@ def test_job_trains_a_study(model, tmp_path, capsys):
     train.main([path])
     output = capsys.readouterr().out
     assert "run 2 of 2: seed 1" in output and "± " in output
+    train.main([path, "--report"])
+    assert capsys.readouterr().out.strip() in output
+    with pytest.raises(SpecError, match="sweep must be given with --report"):
+        train.main([path, "sweep={}", "--report"])
     with pytest.raises(SpecError, match="batch_size must be greater than or equal to 2, got 1"):
         train.main([path, "batch_size=1"])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
+from tests.eval.test_boxes import SENTENCE, write_entities
 from tests.training_data.files import CAPTIONS, IMAGES, NAMES, PHOTOS, build_data, epoch_batches
-from tests.training_data.test_boxes import SENTENCE, write_entities
 
 SIZES = {str(image["id"]): (image["width"], image["height"]) for image in CAPTIONS["images"]}
 

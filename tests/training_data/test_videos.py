@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from pipeline.config import JobError, SpecError
 from pipeline.registry import SOURCES
 from pipeline.schema import ITEM
+from pipeline.sources.annotations import read_csv
 from pipeline.training_data.media import Decoding, decode_media
 from pipeline.training_data.row_data import NO_DOCUMENT
-from pipeline.training_data.videos import read_csv
 from tests.conftest import ROOT
 from tests.media import corrupt_frames, frequency, tone_at
 from tests.train.runs import spec_of, trained

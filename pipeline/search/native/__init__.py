@@ -14,6 +14,8 @@ thread. This module packs the queries and distributes the documents over threads
   loses 2^-18 of its magnitude, a hundredth of the error of rounding documents to float16.
 - Without AMX they are decoded to float32, 32 rows at a time. float32 documents are multiplied in
   float32 on all machines to preserve their precision.
+- Queries of one token, such as the single vector of a hybrid search, are not packed into panels, of
+  which they would use a 32nd. int8 vectors are multiplied by int16 values of the query.
 - Centroid codes index a table of the similarities of all centroids and query tokens. The table has
   one row per centroid, so that the maxima of an item are taken over whole rows without gathering.
   Its values are int16 with a scale per query token, which loses 2^-16 of the largest similarity.
@@ -26,7 +28,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.machinery
-import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +39,16 @@ import torch
 
 from pipeline.codecs import Codec
 from pipeline.codecs.centroid_codes import CentroidCodes
-from pipeline.codecs.residual import Residual
-from pipeline.search.packed import Segment
+from pipeline.search.native.documents import (
+    BINARY,
+    CODES,
+    DENSE_KINDS,
+    FLOAT_KINDS,
+    INT8,
+    Documents,
+    kind_of,
+)
+from pipeline.search.packed import PackedVectors, Segment
 
 #: Instruction sets that the library supports, widest last.
 LEVELS = ("generic", "avx2", "avx512", "amx")
@@ -50,18 +59,8 @@ QUERY_BYTES = 1 << 19
 MAX_PACKED_BYTES = 1 << 26
 #: Minimum number of (document token, query token) pairs per task.
 TASK_PAIRS = 1 << 18
-#: Tasks per thread and segment: with several, a preempted thread delays the others only briefly.
+#: Tasks per thread: with several, a preempted thread delays the others only briefly.
 TASKS = 8
-
-_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_INT8, _BINARY, _RESIDUAL, _CODES, _UNSUPPORTED = 3, 4, 5, 6, -1
-_FLOATS = ("float16", "float32")
-_CODEC_KINDS = {
-    "int8": _INT8,
-    "binary": _BINARY,
-    "residual": _RESIDUAL,
-    "centroid_codes": _CODES,
-}
 
 #: Largest value of a table of similarities, and the smallest scale that is divided by.
 MAX_INT16, TINY = torch.iinfo(torch.int16).max, torch.finfo(torch.float32).tiny
@@ -69,21 +68,10 @@ MAX_INT16, TINY = torch.iinfo(torch.int16).max, torch.finfo(torch.float32).tiny
 _pointer = ctypes.c_void_p
 
 
-class _DocumentsArgument(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("kind", "dim")),
-        *((name, ctypes.c_int64) for name in ("row_bytes", "total")),
-        *((name, _pointer) for name in ("values", "scales", "codes", "centroids", "weights")),
-        *((name, ctypes.c_int32) for name in ("bits", "normalised")),
-        *((name, _pointer) for name in ("starts", "lengths")),
-        ("count", ctypes.c_int64),
-    ]
-
-
 class _QueriesArgument(ctypes.Structure):
     _fields_ = [
         *((name, _pointer) for name in ("packed", "scales", "bounds")),
-        *((name, ctypes.c_int64) for name in ("count", "tokens", "padded")),
+        *((name, ctypes.c_int64) for name in ("count", "tokens", "padded", "one_token")),
     ]
 
 
@@ -116,7 +104,8 @@ def _library() -> ctypes.CDLL | None:
             except OSError:  # built for another machine
                 return None
             library.maxray_score.argtypes = [
-                ctypes.POINTER(_DocumentsArgument),
+                _pointer,
+                ctypes.c_int64,
                 ctypes.POINTER(_QueriesArgument),
                 ctypes.POINTER(_Output),
                 ctypes.c_int,
@@ -154,24 +143,16 @@ def _threads(num_threads: int, pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="maxsim")
 
 
-def _kind(segment: Segment) -> int:
-    """Returns the number that the library uses for the codec of a segment, or `_UNSUPPORTED`."""
-    name = segment.codec.spec.name
-    if name in _FLOATS:
-        return _KINDS.get(segment.parts["values"].dtype, _UNSUPPORTED)
-    return _CODEC_KINDS.get(name, _UNSUPPORTED)
-
-
 def _level(kind: int, level: str) -> int:
     """Returns the widest level up to `level` that supports a kind of vectors, as a number."""
     number = LEVELS.index(level)
-    return min(number, LEVELS.index("avx512")) if kind == _KINDS[torch.float32] else number
+    return min(number, LEVELS.index("avx512")) if kind == FLOAT_KINDS[torch.float32] else number
 
 
 def can_score(segment: Segment) -> bool:
     """Checks whether the library supports the codec, device and memory layout of a segment."""
     return (
-        _kind(segment) != _UNSUPPORTED
+        kind_of(segment) is not None
         and segment.lengths.is_cpu
         and all(part.is_contiguous() for part in segment.parts.values())
     )
@@ -180,34 +161,66 @@ def can_score(segment: Segment) -> bool:
 def score(
     query_MD: torch.Tensor,
     query_lengths: torch.Tensor,
-    selection: Sequence[tuple[Segment, torch.Tensor | None]],
-    out_QB: torch.Tensor,
+    packed: PackedVectors,
+    rows: torch.Tensor | None,
+    out_QR: torch.Tensor,
     level: str,
 ) -> None:
     """Writes the MaxSim scores of Q queries. Documents without tokens have the score -inf.
 
+    Queries of one token are scored by a function of their own, also in a batch with others, so that
+    scores do not depend on the batch.
+
     Args:
         query_MD: float32, concatenated tokens of all queries.
         query_lengths: (Q,) int64, number of tokens per query.
-        selection: Segments of one codec with the ascending indices of the documents to score, or
-            None for all documents.
-        out_QB: float32 output, contiguous along B, which ranges over the documents of all segments.
+        packed: Documents that `can_score` supports.
+        rows: (R,) int64, ascending indices of the documents to score, or None for all.
+        out_QR: float32 output, contiguous along R.
         level: One of `available()`.
     """
-    codec, kind = selection[0][0].codec, _kind(selection[0][0])
-    number = _level(kind, level)
-    batches = [_Documents.select(segment, kind, documents) for segment, documents in selection]
+    documents = Documents.select(packed, rows)
+    has_one_token = query_lengths == 1
+    if documents.kind not in DENSE_KINDS or not has_one_token.any():
+        _score(query_MD, query_lengths, documents, out_QR, level, one_token=False)
+        return
+    if has_one_token.all():
+        _score(query_MD, query_lengths, documents, out_QR, level, one_token=True)
+        return
+    query_of_M = torch.repeat_interleave(query_lengths)
+    for subset, one_token in ((has_one_token, True), (~has_one_token, False)):
+        part_qR = torch.empty(int(subset.sum()), out_QR.shape[1])
+        tokens_mD = query_MD[subset[query_of_M]]
+        _score(tokens_mD, query_lengths[subset], documents, part_qR, level, one_token=one_token)
+        out_QR[subset] = part_qR
+
+
+def _score(
+    query_MD: torch.Tensor,
+    query_lengths: torch.Tensor,
+    documents: Documents,
+    out_QR: torch.Tensor,
+    level: str,
+    *,
+    one_token: bool,
+) -> None:
+    """Writes the scores of queries that all have one token, or that are packed into panels."""
+    number = _level(documents.kind, level)
     tasks: list[Callable[[], None]] = []
     num_packed_bytes = 0
-    for queries, bounds in _groups(query_lengths, _max_tokens(kind, number, query_MD.shape[1])):
+    max_tokens = _max_tokens(documents.kind, number, query_MD.shape[1])
+    for first, bounds in _groups(query_lengths, max_tokens):
         tokens_MD = query_MD[bounds[0] : bounds[-1]]
-        packed = _Queries.pack(tokens_MD, codec, kind, number, bounds - bounds[0])
-        address = out_QB.data_ptr() + 4 * queries * out_QB.stride(0)
-        for documents in batches:
-            output = _Output(address, out_QB.stride(0), None, None)
-            tasks += _tasks(documents, packed, output, number)
-            address += 4 * len(documents)
-        num_packed_bytes += packed.panels.nbytes
+        if one_token:
+            queries = _Queries.rows(tokens_MD, documents.kind)
+        else:
+            queries = _Queries.pack(
+                tokens_MD, documents.codec, documents.kind, number, bounds - bounds[0]
+            )
+        address = out_QR.data_ptr() + 4 * first * out_QR.stride(0)
+        output = _Output(address, out_QR.stride(0), None, None)
+        tasks += _tasks(documents, queries, output, number)
+        num_packed_bytes += queries.packed.nbytes
         if num_packed_bytes >= MAX_PACKED_BYTES:
             _run(tasks)
             tasks, num_packed_bytes = [], 0
@@ -215,24 +228,29 @@ def score(
 
 
 def best(
-    query_MD: torch.Tensor, segment: Segment, documents: torch.Tensor | None, level: str
+    query_MD: torch.Tensor, packed: PackedVectors, rows: torch.Tensor, level: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Finds the document token that matches each query token best, for every document.
 
+    Args:
+        query_MD: float32, query tokens.
+        packed: Documents that `can_score` supports.
+        rows: (R,) int64, ascending indices of the documents.
+        level: One of `available()`.
+
     Returns:
-        Similarities (B, M) float32 and indices (B, M) int32 of the best tokens in their document.
+        Similarities (R, M) float32 and indices (R, M) int32 of the best tokens in their document.
         Ties resolve to the first token. Documents without tokens have -inf and -1.
     """
-    kind = _kind(segment)
-    number = _level(kind, level)
-    selected = _Documents.select(segment, kind, documents)
+    documents = Documents.select(packed, rows)
+    number = _level(documents.kind, level)
     bounds = np.array([0, len(query_MD)])
-    packed = _Queries.pack(query_MD, segment.codec, kind, number, bounds)
-    best_BM = torch.empty(len(selected), len(query_MD))
-    index_BM = torch.empty(best_BM.shape, dtype=torch.int32)
-    output = _Output(None, 0, best_BM.data_ptr(), index_BM.data_ptr())
-    _run(list(_tasks(selected, packed, output, number)))
-    return best_BM, index_BM
+    queries = _Queries.pack(query_MD, documents.codec, documents.kind, number, bounds)
+    best_RM = torch.empty(len(documents), len(query_MD))
+    index_RM = torch.empty(best_RM.shape, dtype=torch.int32)
+    output = _Output(None, 0, best_RM.data_ptr(), index_RM.data_ptr())
+    _run(list(_tasks(documents, queries, output, number)))
+    return best_RM, index_RM
 
 
 def _groups(query_lengths: torch.Tensor, max_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -247,83 +265,48 @@ def _groups(query_lengths: torch.Tensor, max_tokens: int) -> Iterator[tuple[int,
 
 
 @dataclass(frozen=True)
-class _Documents:
-    """Documents to score, described by their segment, first vectors and lengths."""
-
-    segment: Segment
-    kind: int
-    starts: torch.Tensor
-    lengths: torch.Tensor
-
-    @classmethod
-    def select(cls, segment: Segment, kind: int, documents: torch.Tensor | None) -> _Documents:
-        """Selects documents of a segment by their indices. None selects all documents."""
-        starts, lengths = segment.starts, segment.lengths
-        if documents is not None:
-            starts, lengths = starts[documents], lengths[documents]
-        return cls(segment, kind, starts, lengths)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def runs(self, max_runs: int, min_tokens: int) -> Iterator[tuple[int, int]]:
-        """Yields runs (first, last + 1) of documents with similar numbers of tokens."""
-        ends = self.lengths.cumsum(0)
-        total = int(ends[-1]) if len(ends) else 0
-        num_runs = max(min(max_runs, total // min_tokens), 1)
-        targets = torch.arange(1, num_runs) * (total // num_runs)
-        bounds = [0, *torch.searchsorted(ends, targets).tolist(), len(ends)]
-        yield from ((a, b) for a, b in itertools.pairwise(bounds) if a < b)
-
-    def argument(self, begin: int, end: int) -> _DocumentsArgument:
-        """Returns the C struct of a run of documents."""
-        parts, dim = self.segment.parts, self.segment.dim
-        names = {_BINARY: "bits", _RESIDUAL: "residuals", _CODES: "codes"}
-        values = parts[names.get(self.kind, "values")]
-        argument = _DocumentsArgument(
-            kind=self.kind,
-            dim=dim,
-            row_bytes=values.shape[1] * values.element_size(),
-            total=len(values),
-            values=values.data_ptr(),
-            starts=self.starts[begin:].data_ptr(),
-            lengths=self.lengths[begin:].data_ptr(),
-            count=end - begin,
-        )
-        if self.kind == _INT8:
-            argument.scales = parts["scales"].data_ptr()
-        codec = self.segment.codec
-        if isinstance(codec, Residual):
-            codebook = codec.codebook(values.device)  # the codec owns its memory
-            argument.codes = parts["centroids"].data_ptr()
-            argument.centroids = codebook.centroids_CD.data_ptr()
-            argument.weights = codebook.weights.data_ptr()
-            argument.bits, argument.normalised = codec.spec.bits, codebook.normalised
-        return argument
-
-
-@dataclass(frozen=True)
 class _Queries:
-    """Query tokens that are packed into panels of 32 for a level of the library.
+    """Query tokens in the layout that a level of the library reads.
 
-    For centroid codes, `panels` is the table of similarities (C, tokens with padding) int16.
+    Attributes:
+        packed: Panels of 32 tokens; the table of similarities (C, tokens with padding) int16 for
+            centroid codes; or rows (Q, D) for queries of one token.
+        scales: Scale per token, or None if all are 1.
+        bounds: (Q + 1,) int64, first token of each query.
+        num_tokens: Number of tokens.
+        one_token: Whether each query has one token, and `packed` contains rows.
     """
 
-    panels: torch.Tensor
+    packed: torch.Tensor
     scales: torch.Tensor | None
     bounds: np.ndarray
     num_tokens: int
+    one_token: bool = False
 
     def argument(self) -> _QueriesArgument:
         """Returns the C struct of the queries."""
         return _QueriesArgument(
-            packed=self.panels.data_ptr(),
+            packed=self.packed.data_ptr(),
             scales=None if self.scales is None else self.scales.data_ptr(),
             bounds=self.bounds.ctypes.data,
             count=len(self.bounds) - 1,
             tokens=self.num_tokens,
             padded=-(-self.num_tokens // 32) * 32,
+            one_token=self.one_token,
         )
+
+    @classmethod
+    def rows(cls, query_QD: torch.Tensor, kind: int) -> _Queries:
+        """Packs queries of one token."""
+        num_queries, dim = query_QD.shape
+        bounds = np.arange(num_queries + 1)
+        if kind != INT8:
+            return cls(query_QD.contiguous(), None, bounds, num_queries, one_token=True)
+        # The sum of the products with int8 values must not exceed 31 bits.
+        largest = min(MAX_INT16, torch.iinfo(torch.int32).max // (128 * dim))
+        scales = (query_QD.abs().amax(dim=1) / largest).clamp_min(TINY)
+        values = (query_QD / scales.unsqueeze(1)).round_().to(torch.int16)
+        return cls(values, scales, bounds, num_queries, one_token=True)
 
     @classmethod
     def pack(
@@ -337,7 +320,7 @@ class _Queries:
         padded = torch.zeros(num_panels * 32, width)
         padded[:num_tokens, :dim] = query_MD
         halves = padded.view(num_panels, 2, 16, width)
-        if kind == _INT8 and level >= LEVELS.index("avx512"):
+        if kind == INT8 and level >= LEVELS.index("avx512"):
             scales = padded.abs().amax(dim=1).div_(127)
             scales[scales == 0] = 1
             values = (padded / scales[:, None]).round_().to(torch.int8)
@@ -346,7 +329,7 @@ class _Queries:
             return cls(panels, scales, bounds, num_tokens)
         if level == LEVELS.index("amx"):
             # Decoded rows interleave two registers of 16 values, see `split` in body.h.
-            if kind not in (_BINARY, _KINDS[torch.bfloat16]):
+            if kind not in (BINARY, FLOAT_KINDS[torch.bfloat16]):
                 halves = halves.view(num_panels, 2, 16, width // 32, 2, 16).transpose(4, 5)
             high = halves.bfloat16()
             low = (halves - high.float()).bfloat16()
@@ -369,14 +352,14 @@ class _Queries:
 
 def _max_tokens(kind: int, level: int, dim: int) -> int:
     """Returns the maximum number of query tokens per call, unless a single query has more."""
-    if kind == _CODES:
+    if kind == CODES:
         return 1  # One query per call: the rows of its table are short and fit in the cache best.
-    packed_bytes = dim if kind == _INT8 and level >= LEVELS.index("avx512") else 4 * dim
+    packed_bytes = dim if kind == INT8 and level >= LEVELS.index("avx512") else 4 * dim
     return max(QUERY_BYTES // packed_bytes, 1)
 
 
 def _tasks(
-    documents: _Documents, queries: _Queries, output: _Output, level: int
+    documents: Documents, queries: _Queries, output: _Output, level: int
 ) -> Iterator[Callable[[], None]]:
     """Yields calls of the library, one per run of documents."""
     library, num_threads = _built_library(), torch.get_num_threads()
@@ -384,10 +367,11 @@ def _tasks(
     for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, min_tokens):
 
         def task(begin: int = begin, end: int = end) -> None:
-            documents.segment.verify(documents.starts[begin:end], documents.lengths[begin:end])
+            groups = documents.groups(begin, end)
             run_output = output.after(begin, queries.num_tokens)
-            argument = documents.argument(begin, end)
-            if library.maxray_score(argument, queries.argument(), run_output, level):
+            address = groups.ctypes.data
+            argument = queries.argument()
+            if library.maxray_score(address, len(groups), argument, run_output, level):
                 raise MemoryError("failed to allocate working memory for MaxSim")
 
         yield task

@@ -113,6 +113,24 @@ static inline float decode_residual(const Documents& docs, int64_t row, int dim,
     return docs.normalised && sum > 0 ? 1.0f / std::sqrt(sum) : 1.0f;
 }
 
+struct Half {
+    uint16_t bits;
+};
+struct Bfloat {
+    uint16_t bits;
+};
+
+// Returns up to `count` values of a row as float32, in `buffer` if they are converted.
+static inline const float* widen(const float* row, int, float*) { return row; }
+static inline const float* widen(const Half* row, int count, float* buffer) {
+    decode_half((const uint16_t*)row, count, buffer);
+    return buffer;
+}
+static inline const float* widen(const Bfloat* row, int count, float* buffer) {
+    decode_bfloat((const uint16_t*)row, count, buffer);
+    return buffer;
+}
+
 // -- blocks of decoded rows ------------------------------------------------------------------------
 
 struct Span {  // range of rows of a block that belong to one document
@@ -644,9 +662,112 @@ static void score_codes(
     }
 }
 
+// -- queries of one token --------------------------------------------------------------------------
+
+// Not inlined, because the compiler would unroll it and spill the registers of the loops around it.
+__attribute__((noinline)) static int dot_rest(const int8_t* row, const int16_t* query, int dim) {
+    int sum = 0;
+    for (int d = 0; d < dim; ++d) sum += row[d] * query[d];
+    return sum;
+}
+
+// Dot products of a row and a query. The sum of int8 products does not overflow, see `_Queries.pack`.
+static inline float dot(const int8_t* row, const int16_t* query, int dim) {
+    int d = 0, sum = 0;
+#if LEVEL >= AVX512
+    __m512i sums = _mm512_setzero_si512();
+    for (; d + 32 <= dim; d += 32) {
+        const __m512i x = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(row + d)));
+        sums = _mm512_add_epi32(sums, _mm512_madd_epi16(x, _mm512_loadu_si512(query + d)));
+    }
+    sum = _mm512_reduce_add_epi32(sums);
+#elif LEVEL >= AVX2
+    __m256i sums[2] = {};
+    for (; d + 32 <= dim; d += 32)
+        for (int i = 0; i < 2; ++i) {
+            const __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(row + d + 16 * i)));
+            const __m256i q = _mm256_loadu_si256((const __m256i*)(query + d + 16 * i));
+            sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(x, q));
+        }
+    const __m256i both = _mm256_add_epi32(sums[0], sums[1]);
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    sum = _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+#endif
+    if (d < dim) sum += dot_rest(row + d, query + d, dim - d);
+    return float(sum);
+}
+
+static inline floats load(const float* values) {
+    floats x;
+    memcpy(&x, values, sizeof(x));
+    return x;
+}
+
+// Rows of float32, float16 or bfloat16.
+template <class Row>
+static inline float dot(const Row* row, const float* query, int dim) {
+    constexpr int STEP = 2 * LANES;
+    floats sums[2] = {};
+    float buffer[STEP];
+    int d = 0;
+    for (; d + STEP <= dim; d += STEP) {
+        const float* values = widen(row + d, STEP, buffer);
+        for (int i = 0; i < 2; ++i)
+            sums[i] += load(values + i * LANES) * load(query + d + i * LANES);
+    }
+    sums[0] += sums[1];
+    float sum = 0;
+    for (int lane = 0; lane < LANES; ++lane) sum += sums[0][lane];
+    const float* values = widen(row + d, dim - d, buffer);
+    for (int i = 0; d + i < dim; ++i) sum += values[i] * query[d + i];
+    return sum;
+}
+
+// Writes the scores of documents `from` to `to`. `scales` are those of the rows, or null.
+template <class Row, class Query>
+static void score_one_query(const Documents& docs, const float* scales, int64_t from, int64_t to,
+                            const Query* query, float query_scale, float* scores) {
+    const int dim = docs.dim;
+    const Row* values = (const Row*)docs.values;
+    const int64_t *starts = docs.starts, *lengths = docs.lengths;
+    for (int64_t document = from; document < to; ++document) {
+        const int64_t first = starts[document], last = first + lengths[document];
+        float best = LOWEST;
+        for (int64_t row = first; row < last; ++row) {
+            const float x = dot(values + row * dim, query, dim);
+            best = std::max(best, scales ? x * scales[row] : x);
+        }
+        scores[document] = best * query_scale;
+    }
+}
+
+// Panels would multiply 32 tokens. A block of documents stays in the cache for all queries.
+template <class Row, class Query>
+static void score_one_token(const Documents& docs, const Queries& queries, const Output& output) {
+    constexpr int64_t BLOCK = 128;
+    const float* scales = docs.kind == INT8 ? docs.scales : nullptr;
+    for (int64_t from = 0; from < docs.count; from += BLOCK)
+        for (int64_t q = 0; q < queries.count; ++q)
+            score_one_query<Row, Query>(
+                docs, scales, from, std::min(from + BLOCK, docs.count),
+                (const Query*)queries.packed + q * docs.dim, queries.scales ? queries.scales[q] : 1,
+                output.scores + q * output.stride);
+}
+
+static void score_one_token(const Documents& docs, const Queries& queries, const Output& output) {
+    switch (docs.kind) {
+        case FLOAT32: return score_one_token<float, float>(docs, queries, output);
+        case FLOAT16: return score_one_token<Half, float>(docs, queries, output);
+        case BFLOAT16: return score_one_token<Bfloat, float>(docs, queries, output);
+        default: return score_one_token<int8_t, int16_t>(docs, queries, output);
+    }
+}
+
 template <bool ARGMAX>
 static void score(const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
     if (docs.kind == CODES) return score_codes<ARGMAX>(docs, queries, output, s);
+    if (queries.one_token) return score_one_token(docs, queries, output);
 #if LEVEL >= AMX
     start_tiles();
 #endif

@@ -46,10 +46,12 @@ struct Documents {
 };
 struct Queries {
     const void* packed;     // panels of 32 tokens, in the layout for the level and the kind;
-                            // codes: int16 similarities (centroids, padded)
+                            // codes: int16 similarities (centroids, padded);
+                            // one token per query: rows of int16 for int8 vectors, else of float32
     const float* scales;    // int8 and codes: scale per token
     const int64_t* bounds;  // first token of each query, then the number of tokens
     int64_t count, tokens, padded;  // number of queries, of tokens, and of tokens with padding
+    int64_t one_token;              // whether each query has one token, and rows are not panels
 };
 struct Output {
     float* scores;   // (queries, stride), or null
@@ -159,6 +161,19 @@ int find_level() {
 int find_level() { return GENERIC; }
 #endif
 
+void score(const Documents& docs, const Queries& queries, const Output& output, Scratch& scratch,
+           bool argmax, int level) {
+#if X86
+    if (level == AMX)
+        return (argmax ? amx::score<true> : amx::score<false>)(docs, queries, output, scratch);
+    if (level == AVX512)
+        return (argmax ? avx512::score<true> : avx512::score<false>)(docs, queries, output, scratch);
+    if (level == AVX2)
+        return (argmax ? avx2::score<true> : avx2::score<false>)(docs, queries, output, scratch);
+#endif
+    (argmax ? generic::score<true> : generic::score<false>)(docs, queries, output, scratch);
+}
+
 }  // namespace
 
 #if defined(_WIN32)
@@ -173,22 +188,20 @@ EXPORT int maxray_level() {
     return level;
 }
 
-// Scores documents with a level that the machine supports. Returns 0, or 1 if allocation fails.
-EXPORT int maxray_score(const Documents* docs, const Queries* queries, const Output* output, int level) {
+// Scores groups of documents, whose results follow one another, with a level that the machine
+// supports. Returns 0, or 1 if allocation fails.
+EXPORT int maxray_score(const Documents* groups, int64_t num_groups, const Queries* queries,
+                        const Output* output, int level) {
+    if (num_groups == 0) return 0;
     try {
-        Scratch scratch(docs->dim, queries->padded, output->best != nullptr);
         const bool argmax = output->best != nullptr;
-#if X86
-        if (level == AMX)
-            (argmax ? amx::score<true> : amx::score<false>)(*docs, *queries, *output, scratch);
-        else if (level == AVX512)
-            (argmax ? avx512::score<true> : avx512::score<false>)(*docs, *queries, *output, scratch);
-        else if (level == AVX2)
-            (argmax ? avx2::score<true> : avx2::score<false>)(*docs, *queries, *output, scratch);
-        else
-#endif
-            (argmax ? generic::score<true> : generic::score<false>)(
-                *docs, *queries, *output, scratch);
+        Scratch scratch(groups->dim, queries->padded, argmax);
+        Output rest = *output;
+        for (const Documents* docs = groups; docs < groups + num_groups; ++docs) {
+            score(*docs, *queries, rest, scratch, argmax, level);
+            if (rest.scores) rest.scores += docs->count;
+            if (argmax) rest.best += docs->count * queries->tokens, rest.index += docs->count * queries->tokens;
+        }
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;

@@ -64,15 +64,16 @@ def pages(folder: Path) -> None:
 def videos(folder: Path) -> None:
     """Writes videos of MSR-VTT for training and for the test."""
     write_msrvtt(folder / "msrvtt", trained=8)
-    write_clip(folder / "msrvtt/test_videos/video7010.mp4")
-    beir(folder / "msrvtt/benchmark", "video7010.mp4")
 
 
 def events(folder: Path) -> None:
     """Writes videos of MultiVENT 2.0 for training and for the test."""
     write_multivent(folder / "multivent", 8)
     write_clip(folder / "multivent/test/event.mp4")
-    beir(folder / "multivent/benchmark", "event.mp4")
+    queries = folder / "multivent/multivent_2_test_queries.csv"
+    queries.write_text("Query_id,query\r\nq,a text\r\n")
+    judgment = {"query_id": "q", "doc_id": "event", "relevance": 1}
+    write_lines(folder / "multivent/multivent_2_test_judgments.jsonl", [judgment])
 
 
 #: By training spec: its data, the tiny checkpoint in the place of the real one, the index spec, and
@@ -85,7 +86,7 @@ CASES = {
 }
 METHODS = ["full", "seqresize", "memtok", "agc"]
 #: Number of runs of each spec on generated data.
-SMALL = {"shapes": 30, "shapes_ablation": 15, "shapes_tokens": 12}
+SMALL = {"shapes": 30, "shapes_ablation": 15, "shapes_tokens": 12, "shapes_curves": 4}
 
 
 @pytest.fixture
@@ -129,6 +130,11 @@ def test_a_dry_run_on_titles_of_abstracts(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_text_pairs.main([])
     assert capsys.readouterr().out.startswith("1398 pairs and 857 judgments of 113 queries")
+    make_text_pairs.main(["--words", "56", "--queries", "40"])
+    assert capsys.readouterr().out.startswith("1398 pairs and 329 judgments of 40 queries")
+    with (tmp_path / "out/agc/cranfield/documents.jsonl").open(encoding="utf-8") as file:
+        lengths = [len(json.loads(line)["text"].split()) for line in file]
+    assert max(lengths) == 56 > min(lengths)
     train.main([str(SPECS / "cranfield.yaml"), "--dry-run"])
     assert len(capsys.readouterr().out.splitlines()) == 21
 

@@ -18,6 +18,7 @@ from pipeline.encoders.trained import MODULE, SUBFOLDER, TOKENS
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.taps import average_layers, single_layer_taps
 from pipeline.train.loop import Loop, check
+from pipeline.train.spec import TrainSpec
 from tests.train.runs import assert_same, logged, run_workers, spec_of
 from tests.training_data.files import write_lines
 
@@ -318,6 +319,30 @@ def test_distillation_compares_exactly_the_listed_documents(checkpoint, tmp_path
         p, q = teacher.softmax(dim=0), student.softmax(dim=0)
         total += (p * (p / q).log()).sum().item()
     assert loss.item() == pytest.approx(total / len(queries), abs=1e-4)
+
+
+@pytest.mark.parametrize("trainable", [{"trainable": "all"}, TOKEN_RUN], ids=str)
+def test_projection_of_colbert_is_trained_with_the_model(checkpoint, tmp_path, trainable):
+    """It is not a part of the transformers model."""
+    dumped = config.dump(distillation_spec(tmp_path, checkpoint, **AGC, **trainable))
+    dumped["learner"]["encoder"]["projection"] = None
+    spec = config.parse(TrainSpec, dumped)
+    loop = Loop(spec, say=lambda line: None)
+    before = loop.learner.head[0].weight.detach().clone()
+    loop.run()
+    is_trained = not torch.equal(loop.learner.head[0].weight, before)
+    assert is_trained == (trainable["trainable"] == "all")
+    batch = next(loop.data.batches(0, 0, 0, 1))
+    loop.learner.eval()
+    with torch.no_grad():
+        expected = loop.learner.tokens(loop.learner.read(batch).documents).vectors
+    fields = {"appended_tokens": spec.output + "/model"}
+    if is_trained:
+        fields["model"] = spec.output + "/model"
+    encoder = ENCODERS.build(ENCODERS.resolve({**config.dump(spec.learner.encoder), **fields}))
+    with torch.no_grad():
+        found = encoder.tokens(encoder.read_items(batch.documents)).vectors
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def test_distillation_is_independent_of_the_number_of_workers(checkpoint, tmp_path):

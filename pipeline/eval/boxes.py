@@ -12,8 +12,9 @@ import fsspec
 import numpy as np
 
 from pipeline.config import SpecError
-from pipeline.training_data.rows import NO_BOXES
 
+#: The value of images without boxes.
+NO_BOXES = np.zeros((0, 4), np.float32)
 #: Minimum area of a box relative to the image. Smaller ones are ignored, as in SaMer's code.
 MIN_AREA = 0.005
 #: Number of pixels by which a box may exceed its image, because annotations are rounded.
@@ -199,6 +200,32 @@ class Entities:
             rule = "an annotation file with size, and objects with name and bndbox"
             raise SpecError("entities", file, rule, f"cannot be read ({error})") from None
         return {chain: drop_small_boxes(np.stack(found)) for chain, found in boxes.items()}
+
+
+def caption_phrases(
+    image_id: str, captions: Sequence[str], entities: Entities
+) -> list[list[Phrase]]:
+    """Returns the phrases of each caption, matched by the letters of the tokenised captions.
+
+    Args:
+        image_id: Id of the image in Flickr30K Entities, its file name without suffix.
+        captions: Captions of the image.
+        entities: Phrases and their boxes.
+
+    Raises:
+        SpecError: For `entities`: a file of the image is missing or malformed.
+    """
+    by_text = {_letters(text): phrases for text, phrases in entities.read(image_id)}
+    return [by_text.get(_letters(caption), []) for caption in captions]
+
+
+def _letters(text: str) -> str:
+    """Returns the lower-case letters and digits of a text, which tokenisation does not change.
+
+    >>> _letters("Two men's shirts.") == _letters("Two men 's shirts .")
+    True
+    """
+    return "".join(character for character in text.lower() if character.isalnum())
 
 
 def _number(element: ElementTree.Element, path: str) -> float:

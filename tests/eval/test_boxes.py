@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.training_data.boxes import Entities, check_boxes, read_coco_boxes
+from pipeline.eval.boxes import Entities, check_boxes, read_coco_boxes
 
 SENTENCE = "[/EN#1/people Two men] with [/EN#2/clothing/other red shirts] in [/EN#0/notvisual it] ."
 OBJECTS = """<object><name>1</name><bndbox><xmin>{}</xmin><ymin>51</ymin><xmax>100</xmax>

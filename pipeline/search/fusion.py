@@ -1,0 +1,172 @@
+"""Fusion of the rankings by MaxSim, BM25 and single vectors into one ranking.
+
+Each component with a positive weight ranks the items and contributes its best ones (`depth`). The
+fused score of an item combines what it receives from each of these lists, which is 0 for an item
+that is not in the list:
+
+    rrf  sum of weight / (rank_constant + rank)                  (Cormack et al. 2009)
+    sum  sum of weight * (score - lowest) / (highest - lowest)   with the bounds of the list
+
+The lowest BM25 score is 0. Items with equal scores have the same rank. The lists contain the best
+items of all shards, so that the result does not depend on the number of shards.
+
+BM25 and single vectors can be far worse than MaxSim, for example if a query paraphrases the texts.
+They therefore only contribute to a query if their best item is one of the few best by MaxSim
+(`agreement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, Field, model_validator
+
+from pipeline.config import Spec, SpecError, read
+from pipeline.search.candidates import best_rows
+
+#: Value of the option `score` that fuses rankings.
+FUSED = "fused"
+#: Components of the fused score, by their names in `FusionWeights` and `Ranking`.
+COMPONENTS = ("maxsim", "bm25", "single_vector")
+
+
+class FusionWeights(Spec):
+    """Weights of the components of a fused score. Components of weight 0 are not computed."""
+
+    maxsim: float = Field(1.0, ge=0, le=1e6, allow_inf_nan=False)
+    """Weight of the MaxSim score."""
+    bm25: float = Field(0.2, ge=0, le=1e6, allow_inf_nan=False)
+    """Weight of the BM25 score."""
+    single_vector: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False)
+    """Weight of the single-vector score."""
+
+    @model_validator(mode="after")
+    def _check_any(self) -> FusionWeights:
+        if not any(getattr(self, name) for name in COMPONENTS):
+            raise SpecError("maxsim", self.maxsim, "above 0 if the other weights are 0")
+        return self
+
+
+class Fusion(Spec):
+    """Settings of the fused score."""
+
+    method: Literal["rrf", "sum"] = "sum"
+    """Fusion method.
+
+    - "rrf": Reciprocal rank fusion.
+    - "sum": Weighted sum of the scores, normalised to [0, 1].
+    """
+    weights: FusionWeights = FusionWeights()
+    """Weights of the components."""
+    rank_constant: float = Field(60.0, ge=0, le=1e6, allow_inf_nan=False)
+    """Constant that is added to ranks. The larger it is, the less the best ranks count. Used by
+    "rrf"."""
+    agreement: int = Field(3, ge=0, le=10_000)
+    """Number of best items by MaxSim to which the best item of another component must belong for
+    this component to contribute to the query. If 0, it always contributes."""
+    depth: int = Field(100, ge=1, le=10_000)
+    """Number of best items of each component that are fused. It is `k` if that is more."""
+
+    @model_validator(mode="after")
+    def _check_agreement(self) -> Fusion:
+        if self.agreement > self.depth:
+            raise SpecError("agreement", self.agreement, f"at most depth = {self.depth}")
+        if self.agreement and not self.weights.maxsim:
+            raise SpecError("agreement", self.agreement, "0 if the weight of maxsim is 0")
+        return self
+
+    def lists(
+        self,
+        components: Mapping[str, np.ndarray],
+        k: int,
+        groups: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Returns the ascending indices of the best items of each component.
+
+        Args:
+            components: Scores (R,) of the items by component.
+            k: Number of hits.
+            groups: Group (R,) of each item, or None. If given, the best item of each of the best
+                groups is included as well.
+        """
+        lists = {}
+        for name in COMPONENTS:
+            if name in components and getattr(self.weights, name):
+                scores = np.where(components["maxsim"] > -np.inf, components[name], -np.inf)
+                if name == "bm25":  # items without a common term do not match
+                    scores[scores <= 0] = -np.inf
+                lists[name] = best_rows(scores, None, max(self.depth, k), groups)
+        return lists
+
+    def scores(
+        self,
+        components: Mapping[str, np.ndarray],
+        k: int,
+        groups: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Returns the fused scores (R,) float64 of items that contain those of all `lists`.
+
+        Items to which no list contributes have the score -inf.
+        """
+        fused = np.full(len(components["maxsim"]), -np.inf)
+        for name, items in self.lists(components, k, groups).items():
+            if self._agrees(components["maxsim"], components[name], items):
+                contributions = self._contributions(name, components[name][items])
+                fused[items] = np.maximum(fused[items], 0)
+                fused[items] += getattr(self.weights, name) * contributions
+        return fused
+
+    def _agrees(self, maxsim: np.ndarray, scores: np.ndarray, items: np.ndarray) -> bool:
+        """Checks whether the best item of a list is among the `agreement` best by MaxSim."""
+        if not self.agreement or not len(items):
+            return True
+        best = items[scores[items] == scores[items].max()]
+        return int((maxsim > maxsim[best].max()).sum()) < self.agreement
+
+    def _contributions(self, name: str, scores: np.ndarray) -> np.ndarray:
+        """Returns the contribution of each item of a list before weighting."""
+        scores = scores.astype(np.float64)
+        if self.method == "rrf":
+            ranks = 1 + len(scores) - np.searchsorted(np.sort(scores), scores, side="right")
+            return 1 / (self.rank_constant + ranks)
+        if not len(scores):
+            return scores
+        lowest = 0.0 if name == "bm25" else scores.min()
+        width = scores.max() - lowest
+        return (scores - lowest) / width if width else np.ones_like(scores)
+
+
+DEFAULT_FUSION = Fusion()
+
+
+def _read(value: Any) -> Any:
+    """Returns the content of a file if the value is its path."""
+    return read(value, "") if isinstance(value, str) else value
+
+
+#: Settings of the fused score as a field of specs: a mapping, or the path of a YAML file.
+FusionSpec = Annotated[Fusion, BeforeValidator(_read)]
+
+
+def pool_rows(
+    components: Mapping[str, np.ndarray],
+    fusion: Fusion,
+    k: int,
+    rows: np.ndarray | None,
+    groups: np.ndarray | None,
+) -> np.ndarray:
+    """Returns the ascending indices of the items in the lists of any component.
+
+    Args:
+        components: Scores (R,) of the scored items by component.
+        fusion: Settings of the fusion.
+        k: Number of hits.
+        rows: (R,) ascending indices of the scored items, or None for all items.
+        groups: (B,) group of each item, or None.
+    """
+    if groups is not None and rows is not None:
+        groups = groups[rows]
+    lists = fusion.lists(components, k, groups)
+    return np.unique(np.concatenate(list(lists.values())))

@@ -1,0 +1,176 @@
+"""Documents to score, in the form that the library reads: one group per segment.
+
+Packed vectors can have thousands of segments. The arguments of all of them are gathered with array
+operations, because a Python loop over the segments would take longer than scoring a few candidates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeline.codecs import Codec
+from pipeline.codecs.residual import Residual
+from pipeline.search.packed import PackedVectors, Segment
+
+#: Numbers of the kinds of vectors in the library.
+FLOAT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+INT8, BINARY, RESIDUAL, CODES = 3, 4, 5, 6
+#: Kinds for which the library has a function for queries of one token.
+DENSE_KINDS = frozenset([*FLOAT_KINDS.values(), INT8])
+
+_CODEC_KINDS = {"int8": INT8, "binary": BINARY, "residual": RESIDUAL, "centroid_codes": CODES}
+#: Part that contains the values of a vector, for kinds with another part than `values`.
+_VALUES = {BINARY: "bits", RESIDUAL: "residuals", CODES: "codes"}
+
+#: Structure `Documents` of the library.
+_GROUP = np.dtype(
+    [
+        *((name, np.int32) for name in ("kind", "dim")),
+        *((name, np.int64) for name in ("row_bytes", "total")),
+        *((name, np.intp) for name in ("values", "scales", "codes", "centroids", "weights")),
+        *((name, np.int32) for name in ("bits", "normalised")),
+        *((name, np.intp) for name in ("starts", "lengths")),
+        ("count", np.int64),
+    ],
+    align=True,
+)
+
+
+def kind_of(segment: Segment) -> int | None:
+    """Returns the number of the kind of the vectors of a segment, or None if it is unsupported."""
+    name = segment.codec.spec.name
+    if name in ("float16", "float32"):
+        return FLOAT_KINDS.get(segment.parts["values"].dtype)
+    return _CODEC_KINDS.get(name)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Addresses of the vectors of all B items.
+
+    Attributes:
+        kind: Number of the kind of the vectors.
+        groups: (G,) arguments of the library, one per segment, without documents.
+        firsts: (G + 1,) int64, first item of each segment, then the number of items.
+        starts: (B,) int64, index of the first vector of each item in its segment.
+        lengths: (B,) int64, number of vectors per item.
+    """
+
+    kind: int
+    groups: np.ndarray
+    firsts: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, packed: PackedVectors) -> _Layout:
+        """Returns the layout of packed vectors. It is computed once."""
+        if packed not in _layouts:
+            segments = packed.segments
+            kind = kind_of(segments[0])
+            assert kind is not None, "the library does not support this codec"
+            groups = np.zeros(len(segments), _GROUP)
+            for group, segment in zip(groups, segments, strict=True):
+                _describe(group, segment, kind)
+            sizes = [len(segment.live_lengths) for segment in segments]
+            starts = [
+                segment.starts if segment.live is None else segment.starts[segment.live]
+                for segment in segments
+            ]
+            _layouts[packed] = cls(
+                kind,
+                groups,
+                np.cumsum([0, *sizes]),
+                torch.cat(starts).numpy(),
+                packed.lengths.numpy(),
+            )
+        return _layouts[packed]
+
+
+_layouts: weakref.WeakKeyDictionary[PackedVectors, _Layout] = weakref.WeakKeyDictionary()
+
+
+def _describe(group: np.void, segment: Segment, kind: int) -> None:
+    """Writes the argument of a segment without documents."""
+    parts, codec = segment.parts, segment.codec
+    values = parts[_VALUES.get(kind, "values")]
+    group["kind"], group["dim"] = kind, segment.dim
+    group["row_bytes"] = values.shape[1] * values.element_size()
+    group["total"], group["values"] = len(values), values.data_ptr()
+    if kind == INT8:
+        group["scales"] = parts["scales"].data_ptr()
+    if isinstance(codec, Residual):
+        codebook = codec.codebook(values.device)  # the codec owns its memory
+        group["codes"] = parts["centroids"].data_ptr()
+        group["centroids"] = codebook.centroids_CD.data_ptr()
+        group["weights"] = codebook.weights.data_ptr()
+        group["bits"], group["normalised"] = codec.spec.bits, codebook.normalised
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Selected documents of packed vectors.
+
+    Attributes:
+        kind: Number of the kind of the vectors.
+        segments: Segments that contain selected documents.
+        starts: (R,) int64, index of the first vector of each document in its segment.
+        lengths: (R,) int64, number of vectors per document.
+    """
+
+    kind: int
+    segments: list[Segment]
+    starts: np.ndarray
+    lengths: np.ndarray
+    _groups: np.ndarray  # (S,) arguments of the segments
+    _bounds: np.ndarray  # (S + 1,) first document of each segment, then the number of documents
+
+    @classmethod
+    def select(cls, packed: PackedVectors, rows: torch.Tensor | None) -> Documents:
+        """Selects documents by their ascending indices (R,) int64. None selects all documents."""
+        layout = _Layout.of(packed)
+        starts, lengths, bounds = layout.starts, layout.lengths, layout.firsts
+        if rows is not None:
+            index = rows.numpy()
+            starts, lengths = starts[index], lengths[index]
+            bounds = np.searchsorted(index, bounds)
+        is_used = np.diff(bounds) > 0
+        segments = [packed.segments[i] for i in np.flatnonzero(is_used)]
+        bounds = np.append(bounds[:-1][is_used], len(starts))
+        return cls(layout.kind, segments, starts, lengths, layout.groups[is_used], bounds)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def codec(self) -> Codec:
+        """Codec of the vectors."""
+        return self.segments[0].codec
+
+    def runs(self, max_runs: int, min_tokens: int) -> Iterator[tuple[int, int]]:
+        """Yields runs (first, last + 1) of documents with similar numbers of tokens."""
+        ends = self.lengths.cumsum()
+        total = int(ends[-1]) if len(ends) else 0
+        num_runs = max(min(max_runs, total // min_tokens), 1)
+        targets = np.arange(1, num_runs) * (total // num_runs)
+        bounds = np.concatenate([[0], np.searchsorted(ends, targets), [len(ends)]])
+        yield from ((a, b) for a, b in itertools.pairwise(bounds.tolist()) if a < b)
+
+    def groups(self, begin: int, end: int) -> np.ndarray:
+        """Verifies a run of documents and returns the arguments of the library, one per segment."""
+        first = int(np.searchsorted(self._bounds, begin, side="right")) - 1
+        last = int(np.searchsorted(self._bounds, end))
+        cuts = self._bounds[first : last + 1].clip(begin, end)
+        for segment, a, b in zip(self.segments[first:last], cuts[:-1], cuts[1:], strict=True):
+            segment.verify(self.starts[a:b], self.lengths[a:b])
+        groups = self._groups[first:last].copy()
+        groups["starts"] = self.starts.ctypes.data + 8 * cuts[:-1]
+        groups["lengths"] = self.lengths.ctypes.data + 8 * cuts[:-1]
+        groups["count"] = np.diff(cuts)
+        return groups

@@ -88,7 +88,7 @@ def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
     names += ["--index", f"{folder}/trained", "samer_16"]
     phase("map phrases", maps.main, phrases, f"{folder}/maps/phrases.png", *names)
     found = []
-    for name, shown in (("index", "full, samer_16, hpool_16, sap_16, samer_8"), ("trained", "")):
+    for name, shown in (("index", "full, kcenter_16, hpool_16, samer_16, kcenter_8, samer_8"), ("trained", "")):
         found.append(f"{folder}/{name}_evaluation")
         at = [f"index={folder}/{name}", f"benchmark.path={folder}", f"grounding={phrases}"]
         at += [f"representations=[{shown}]", f"output={found[-1]}"]

@@ -20,7 +20,7 @@ from pipeline.compression import (
     group_sums,
     pack_outputs,
 )
-from pipeline.compression.attention_clustering import nearest_centroids
+from pipeline.compression.attention_clustering import nearest
 from pipeline.compression.seeds import farthest_order
 from pipeline.config import SpecError
 from pipeline.taps import Tap, TapName
@@ -177,10 +177,11 @@ class KCenter(Budgeted["KCenter.Spec"]):
         batch = replace(batch, vectors=tokens_BND, normalised=True)
         weights_BN = self._weights(batch)
         num_centres_B = self._num_centres(budgets_B, batch.lengths)
+        distances: list[torch.Tensor] = []  # (B, N) from each centre
         centres_BM, radii_BM = farthest_order(
-            seed_distance(tokens_BND, batch.mask, self.spec.start),
+            seed_distance(tokens_BND, batch.mask, self.spec.start, distances),
             batch.mask,
-            int(num_centres_B.max()),
+            max(1, int(num_centres_B.max())),
             weights_BN,
             self._max_distance,
         )
@@ -189,11 +190,17 @@ class KCenter(Budgeted["KCenter.Spec"]):
             num_centres_B = budgets_B
         ranks_M = torch.arange(centres_BM.shape[1], device=budgets_B.device)
         slot_mask_BM = ranks_M < num_centres_B.unsqueeze(1)
-        groups_BN = nearest_centroids(batch, centres_BM, slot_mask_BM)
+        distance_BMN = torch.stack(distances, dim=1)
+        distances.clear()  # frees memory
+        groups_BN = nearest(distance_BMN, slot_mask_BM, batch.mask)
         if self.is_nested:
-            vectors_BMD = self._nested_vectors(
-                batch, centres_BM, slot_mask_BM, groups_BN, weights_BN
-            )
+            if self.spec.output == "centre":
+                index_BMD = centres_BM.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2])
+                vectors_BMD = tokens_BND.gather(1, index_BMD)
+            else:
+                vectors_BMD = progressive_vectors(
+                    batch, distance_BMN, slot_mask_BM, groups_BN, weights_BN
+                )
             missing = num_groups - vectors_BMD.shape[1]
             vectors_BMD = torch.nn.functional.pad(vectors_BMD, (0, 0, 0, missing))
             return vectors_BMD, vectors_BMD, groups_BN, budgets_B
@@ -228,34 +235,12 @@ class KCenter(Budgeted["KCenter.Spec"]):
         weights_BN = batch.taps[self.spec.saliency].float()
         return weights_BN.clamp_min(1e-12).masked_fill(~batch.mask, 0.0)
 
-    def _nested_vectors(
-        self,
-        batch: TokenBatch,
-        centres_BK: torch.Tensor,
-        slot_mask_BK: torch.Tensor,
-        groups_BN: torch.Tensor,
-        weights_BN: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Returns the vectors (B, K, D) of the outputs "centre" and "progressive".
-
-        The vectors of `batch` must have unit length and be zero at padding.
-        """
-        tokens_BND, num_outputs = batch.vectors, centres_BK.shape[1]
-        if self.spec.output == "centre":
-            return tokens_BND.gather(1, centres_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2]))
-        means_BKD = weighted_means(tokens_BND, weights_BN, groups_BN, num_outputs)
-        parts, level, done = [], 1, 0
-        while level < num_outputs:
-            level_BN = nearest_centroids(batch, centres_BK[:, :level], slot_mask_BK[:, :level])
-            level_means = weighted_means(tokens_BND, weights_BN, level_BN, level)
-            parts.append(level_means[:, done:])
-            level, done = level * LEVEL_RATIO, level
-        parts.append(means_BKD[:, done:])  # the groups of the last level are the final ones
-        return normalise(means_BKD + torch.cat(parts, dim=1))
-
 
 def seed_distance(
-    tokens_BND: torch.Tensor, mask_BN: torch.Tensor, start: Literal["mean", "first", "outlier"]
+    tokens_BND: torch.Tensor,
+    mask_BN: torch.Tensor,
+    start: Literal["mean", "first", "outlier"],
+    distances: list[torch.Tensor] | None = None,
 ) -> Callable[[torch.Tensor | None], torch.Tensor]:
     """Returns the cosine distance function for `farthest_order`.
 
@@ -263,6 +248,7 @@ def seed_distance(
         tokens_BND: Unit vectors, zero at padding.
         mask_BN: True for tokens, which come first in each row.
         start: First centre, see `KCenter.Spec.start`.
+        distances: List to which the distances (B, N) from each centre are appended.
     """
     # On a CPU, products of a row vector with a contiguous matrix are 2 times as fast as with a
     # transposed view, and 8 times as fast as products of a matrix with a column vector.
@@ -279,7 +265,10 @@ def seed_distance(
             features_BD = tokens_BND[rows_B, positions_B]
             sign = 1.0
         scaled_BD = features_BD if sign < 0 else features_BD.neg()
-        return (scaled_BD.unsqueeze(1) @ tokens_BDN).squeeze(1).add_(1.0)
+        distance_BN = (scaled_BD.unsqueeze(1) @ tokens_BDN).squeeze(1).add_(1.0)
+        if distances is not None and positions_B is not None:
+            distances.append(distance_BN)
+        return distance_BN
 
     return distance
 
@@ -319,6 +308,34 @@ def enough_centres(radii_BK: torch.Tensor, max_distance: float) -> torch.Tensor:
     [2, 1]
     """
     return 1 + (radii_BK[:, :-1] > max_distance).sum(dim=1)
+
+
+def progressive_vectors(
+    batch: TokenBatch,
+    distance_BKN: torch.Tensor,
+    slot_mask_BK: torch.Tensor,
+    groups_BN: torch.Tensor,
+    weights_BN: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns the vectors (B, K, D) of the output "progressive", see `KCenter.Spec.output`.
+
+    Args:
+        batch: Items with unit vectors, zero at padding.
+        distance_BKN: Distances of the tokens from the centres.
+        slot_mask_BK: True for centres and False for padding.
+        groups_BN: Nearest centre of each token, -1 at padding.
+        weights_BN: Weights of the tokens in the means, or None if all are equal.
+    """
+    tokens_BND, num_outputs = batch.vectors, distance_BKN.shape[1]
+    means_BKD = weighted_means(tokens_BND, weights_BN, groups_BN, num_outputs)
+    parts, level, done = [], 1, 0
+    while level < num_outputs:
+        level_BN = nearest(distance_BKN[:, :level], slot_mask_BK[:, :level], batch.mask)
+        level_means = weighted_means(tokens_BND, weights_BN, level_BN, level)
+        parts.append(level_means[:, done:])
+        level, done = level * LEVEL_RATIO, level
+    parts.append(means_BKD[:, done:])  # the groups of the last level are the final ones
+    return normalise(means_BKD + torch.cat(parts, dim=1))
 
 
 def weighted_means(

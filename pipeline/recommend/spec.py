@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
@@ -67,4 +67,9 @@ class RecommendSpec(Spec):
         for name in names:
             if name not in COMPRESSORS.names():
                 raise SpecError.unknown_name("", name, COMPRESSORS.names())
-        return list(dict.fromkeys(names))
+        return names
+
+    @field_validator("methods", "budgets", "codecs")
+    @classmethod
+    def _drop_duplicates(cls, values: list[Any]) -> list[Any]:
+        return [value for number, value in enumerate(values) if value not in values[:number]]

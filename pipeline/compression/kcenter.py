@@ -47,8 +47,8 @@ class KCenter(Budgeted["KCenter.Spec"]):
 
     Let r be the covering radius, the largest Euclidean distance of a unit token vector to its
     nearest centre. For a query token of unit length, the maximum similarity to the centres is at
-    most r smaller than the maximum similarity to the tokens (Cauchy-Schwarz inequality). A mean of
-    a group, before normalisation, is at most 2r away from each token of the group.
+    most r smaller than the maximum similarity to the tokens (Cauchy-Schwarz inequality). If groups
+    are not merged, the mean of a group, before normalisation, is at most 2r away from its tokens.
 
     With the output "centre" or "progressive", the first k vectors of an item are a representation
     with the budget k.

@@ -2,16 +2,21 @@
 
     python -m jobs.bench fusion cranfield=out/fusion/cranfield,jobs/data/cranfield
     python -m jobs.bench fusion NAME=INDEX,BENCHMARK --representations full hpool_32 --csv out.csv
+    python -m jobs.bench fusion --bm25-items 100000
 
 Each index needs `bm25` (jobs.candidates), and each benchmark is a folder in the format of BEIR. For
 each representation, the benchmark compares settings of the fused score with MaxSim by nDCG@10 and a
 paired randomisation test: fixed settings, and settings that are fitted to the other queries in
 five-fold cross-validation.
+
+--bm25-items measures the time and the size of BM25 over that many synthetic texts of 15 to 60 words
+with Zipfian frequencies, for queries of 8 words.
 """
 
 from __future__ import annotations
 
 import csv
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +34,8 @@ if TYPE_CHECKING:  # imported lazily to keep --help fast
 #: Name of the row with settings that are fitted to the other queries.
 FITTED = "fitted"
 MEASURE = "nDCG@10"
+#: Number of different words of the texts of BM25, and number of queries.
+NUM_WORDS, NUM_QUERIES = 60_000, 200
 
 
 class Comparison(NamedTuple):
@@ -58,7 +65,8 @@ class Comparison(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the benchmark."""
     parser = jobs.parser(__doc__)
-    parser.add_argument("collections", nargs="+", metavar="NAME=INDEX,BENCHMARK")
+    parser.add_argument("collections", nargs="*", metavar="NAME=INDEX,BENCHMARK")
+    parser.add_argument("--bm25-items", type=jobs.positive, metavar="N", help="number of texts")
     parser.add_argument("--representations", nargs="+", default=["full"], metavar="NAME")
     parser.add_argument("--csv", type=Path, help="CSV file for the results")
     parser.add_argument("--figure", type=Path, help="PNG file for the plot")
@@ -74,10 +82,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures = {"rows": [row._asdict() for row in found]}
         name = collection[0]
         bench.add(name, f"{name}: {MEASURE}, gain over MaxSim and p", figures, _table(found))
+    if args.bm25_items:
+        measured = _measure_bm25(args.bm25_items)
+        text = table(["quantity", "value"], list(measured.items()))
+        bench.add("bm25", f"BM25 over {args.bm25_items:,} texts", measured, text)
     if args.csv:
         _write_csv(args.csv, rows)
     if args.figure:
         _write_figure(args.figure, rows, args)
+
+
+def _measure_bm25(num_items: int) -> dict[str, float]:
+    """Returns the CPU times and sizes of BM25 over random texts."""
+    from pipeline.candidates.bm25 import Bm25, Statistics, encode
+    from pipeline.search.candidates import MIN_CANDIDATES, best_rows
+
+    rng = np.random.default_rng(0)
+    words = np.array([f"w{number:x}q" for number in range(NUM_WORDS)])
+    frequencies = 1 / np.arange(1, NUM_WORDS + 1)
+    frequencies /= frequencies.sum()
+    lengths = rng.integers(15, 60, num_items)
+    tokens = words[rng.choice(NUM_WORDS, lengths.sum(), p=frequencies)]
+    texts = [" ".join(part) for part in np.split(tokens, lengths.cumsum()[:-1])]
+    start = time.process_time()
+    codes = encode(texts)
+    encode_s = time.process_time() - start
+    statistics = Statistics()
+    statistics.add(codes)
+    generator = Bm25(Bm25.Spec(), statistics.artefact())
+    start = time.process_time()
+    postings = generator.postings([codes])
+    open_s = time.process_time() - start
+    scores_ms, candidates_ms = [], []
+    for _ in range(NUM_QUERIES):
+        query = " ".join(words[rng.choice(NUM_WORDS, 8, p=frequencies)])
+        start = time.process_time()
+        scores = postings.scores(query)
+        scores_ms.append(1000 * (time.process_time() - start))
+        scores[scores <= 0] = -np.inf
+        best_rows(scores, None, MIN_CANDIDATES)
+        candidates_ms.append(1000 * (time.process_time() - start))
+    return {
+        "encoded texts/s": num_items / encode_s,
+        "bytes per item": 8 * postings.num_entries / num_items,
+        "opening, s": open_s,
+        "scores of all items, median ms": float(np.median(scores_ms)),
+        "scores of all items, p95 ms": float(np.percentile(scores_ms, 95)),
+        "with the selection of 500 candidates, median ms": float(np.median(candidates_ms)),
+        "with the selection of 500 candidates, p95 ms": float(np.percentile(candidates_ms, 95)),
+    }
 
 
 def _collection(value: str) -> tuple[str, str, str]:

@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -128,7 +128,7 @@ class Model:
 def run_mteb(source: dict[str, Any], folder: str) -> dict[str, float]:
     """Runs mteb's evaluation. The time of the documents includes loading data and encoder."""
     start = time.perf_counter()
-    task: Any = Task(parse(Mteb.Spec, source))
+    task = cast(Any, Task(parse(Mteb.Spec, source)))
     task.load()
     num_documents = len(task.mteb.dataset["default"]["test"]["corpus"])
     num_queries = len(task.mteb.dataset["default"]["test"]["queries"])

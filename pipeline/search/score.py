@@ -336,7 +336,11 @@ class Scorer:
         """
         weights = options.fusion.weights
         groups = self._items.parent_codes if options.group_by else None
-        others: dict[str, Any] = {"fusion": DEFAULT_FUSION, "candidates": EXACT}
+        others: dict[str, Any] = {
+            "fusion": DEFAULT_FUSION,
+            "candidates": EXACT,
+            "idf_power": None,
+        }
         maxsim_options = replace(options, score="maxsim", **others)
         scores = yield from self._scores(queries, maxsim_options, rows, slice_pairs)
         assert scores.maxsim is not None
@@ -396,13 +400,14 @@ class Scorer:
         assert queries.texts is not None
         postings = self.postings(column)
         groups = self._items.parent_codes if options.group_by else None
+        is_scorable = self._is_scorable(options)
         found = []
         for number, text in enumerate(queries.texts):
             if number:
                 yield
             scores = postings.scores(text)
+            scores[(scores <= 0) | ~is_scorable] = -np.inf
             scores = scores if rows is None else scores[rows]
-            scores[scores <= 0] = -np.inf
             found.append(best_rows(scores, rows, options.candidates_per_query, groups))
         return found
 
@@ -448,15 +453,25 @@ class Scorer:
             column: Column of codes.
             options: Resolved options of the first stage.
         """
-        columns = self._columns(options.column, options.score, EXACT)
-        if (key := (column, *columns)) not in self._uncoded_rows:
-            has_vectors = np.logical_and.reduce([self._has_vectors(name) for name in columns])
+        key = (column, *self._scored_columns(options))
+        if key not in self._uncoded_rows:
+            has_vectors = self._is_scorable(options)
             has_code = self._has_vectors(column)
             self._uncoded_rows[key] = (
                 np.flatnonzero(has_vectors & ~has_code),
                 np.flatnonzero(has_code & ~has_vectors),
             )
         return self._uncoded_rows[key]
+
+    def _scored_columns(self, options: SearchOptions) -> list[str]:
+        """Returns the columns of the vectors without which an item has no score."""
+        score = "maxsim" if options.score == FUSED else options.score
+        return self._columns(options.column, score, EXACT)
+
+    def _is_scorable(self, options: SearchOptions) -> np.ndarray:
+        """Checks for each item whether it has the vectors that the score needs, (B,) bool."""
+        columns = self._scored_columns(options)
+        return np.logical_and.reduce([self._has_vectors(column) for column in columns])
 
     def _has_vectors(self, column: str) -> np.ndarray:
         return (self.packed(column).lengths > 0).numpy(force=True)

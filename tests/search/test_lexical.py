@@ -281,6 +281,36 @@ def test_fused_search_with_candidates(built):
         assert set(ranking.item_ids) & set(reference.item_ids)
 
 
+def test_fused_search_among_candidates_of_vectors(uri):
+    """The generator of vectors and the components are independent."""
+    candidates_job.run(
+        spec(uri, generator={"name": "lemur", "num_features": 64}),
+        CandidatesResources(),
+        job="3",
+        report=lambda line: None,
+    )
+    searcher = open_index(str(uri))
+    options = {"k": 5, "score": "fused", "fusion": SUM, "num_candidates": 110}
+    exact = searcher.rank(queries(), k=5, score="fused", fusion=SUM)
+    shares = []
+    for candidates in ("lemur", "lemur+bm25"):
+        found = searcher.rank(queries(), candidates=candidates, **options)
+        shares += [
+            len(set(ranking.item_ids) & set(reference.item_ids)) / 5
+            for ranking, reference in zip(found, exact, strict=True)
+        ]
+    assert np.mean(shares) > 0.8
+
+
+def test_items_without_vectors_are_no_candidates(uri):
+    """They would replace items with a score."""
+    lance.dataset(f"{uri}/{ITEMS}").update({"full_float32": "NULL"}, "item_id < 'i060'")
+    options = {"k": 5, "candidates": "bm25", "num_candidates": 5}
+    for ranking in open_index(str(uri)).rank(queries(), **options):
+        assert len(ranking.item_ids) == 5
+        assert all(item_id >= "i060" for item_id in ranking.item_ids)
+
+
 def test_fewer_matches_than_hits_fall_back_to_all_items(built):
     asked = queries(2, ["nothing"])
     searcher = open_index(str(built))

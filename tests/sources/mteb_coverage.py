@@ -101,7 +101,8 @@ def read_queries(spec: dict[str, Any]) -> str:
         judged = BENCHMARKS.build(BENCHMARKS.resolve(spec)).load()
     except SpecError as error:
         return f"error: {error.problem}"
-    kind = {str: "text", bytes: "image"}.get(type(judged.inputs[0]), "text and image")
+    query = next(judged.inputs(judged.queries))
+    kind = {str: "text", bytes: "image"}.get(type(query), "text and image")
     return f"{kind}, pools" if judged.pools is not None else kind
 
 

@@ -71,8 +71,8 @@ def run(
     """Maintains an index under its lease.
 
     1. Fragments smaller than `fragment_items`, and those with many deleted rows, are rewritten, one
-       commit per new fragment. Rewritten items follow the others. A job that is stopped goes on
-       with the remaining fragments when it runs again.
+       commit per new fragment. Rewritten items follow the others. A job that was stopped resumes
+       with the remaining fragments.
     2. Versions older than `retain_hours` are removed with the files that only they need, and so are
        files that no version needs, such as those of a job that was killed. Nothing else can write
        while the lease is held.

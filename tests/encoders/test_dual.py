@@ -16,9 +16,9 @@ from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries
+from pipeline.synthetic.checkpoints import siglip
 from pipeline.taps import Tap
 from pipeline.tokens import SPECIAL, VISUAL, normalise
-from tests.encoders.checkpoints import siglip
 from tests.images import make_images, noise, png
 
 FAMILIES = ["siglip", "siglip2", "clip"]

@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tests.conftest import CRANFIELD
-
+#: Abstracts on which tokenizers are trained.
+CRANFIELD = Path(__file__).parents[2] / "jobs/data/cranfield"
 VOCABULARY = 600
 #: Settings of a vision tower of two layers with 4 x 4 patches.
 SIGLIP = {

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.reproduce.spec import (
-    REPRESENTATION,
     SCORE,
     DataSet,
     Job,
@@ -110,8 +109,7 @@ def plan(table: TableSpec, folders: Folders, miniature: bool) -> Plan:
         SpecError: A spec cannot be read, or a change does not fit it.
     """
     steps: dict[str, dict[str, PlannedStep]] = {name: {} for name in table.steps}
-    wanted: dict[str, set[str]] = {}  # representations and scores by output folder
-    scores: dict[str, set[str]] = {}
+    scores: dict[str, set[str]] = {}  # by output folder
     cells: list[list[list[Cell]]] = []
     planned: dict[str, list[PlannedStep]] = {}
     for row in table.rows:
@@ -130,11 +128,6 @@ def plan(table: TableSpec, folders: Folders, miniature: bool) -> Plan:
                 output = planned[key][-1].fields["output"]
                 of_cell.append(Cell(output, selection))
                 score = selection.get(SCORE, "maxsim")
-                representation = selection.get(REPRESENTATION, "")
-                if score not in OTHER_ROWS:
-                    wanted.setdefault(output, set()).add(representation)
-                    if selection["measure"].startswith(RELATIVE):
-                        wanted[output].add(FULL)
                 if score not in OTHER_ROWS or score == "single_vector":
                     scores.setdefault(output, set()).add(score)
             of_row.append(of_cell)
@@ -142,19 +135,14 @@ def plan(table: TableSpec, folders: Folders, miniature: bool) -> Plan:
     ordered = [step for by_key in steps.values() for step in by_key.values()]
     for step in ordered:
         if step.job == "evaluate":
-            _restrict(step.fields, wanted, scores)
+            _restrict(step.fields, scores)
     return Plan(ordered, cells)
 
 
-def _restrict(
-    fields: dict[str, Any], wanted: Mapping[str, set[str]], scores: Mapping[str, set[str]]
-) -> None:
-    """Restricts an evaluation to the rows that the table shows, if its spec names none."""
-    output = fields["output"]
-    if not fields.get("representations"):
-        fields["representations"] = sorted(wanted.get(output, set()))
-    if output in scores:
-        fields["scores"] = sorted(scores[output] | set(fields.get("scores") or ()))
+def _restrict(fields: dict[str, Any], scores: Mapping[str, set[str]]) -> None:
+    """Restricts an evaluation to the scores that the table shows."""
+    if found := scores.get(fields["output"]):
+        fields["scores"] = sorted(found | set(fields.get("scores") or ()))
     fields.setdefault("bm25", False)
 
 

@@ -16,7 +16,7 @@ from pipeline.eval.evaluation import versions
 from pipeline.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
 from pipeline.report.text import aligned, as_csv
 from pipeline.reproduce.plan import Plan
-from pipeline.reproduce.spec import TableSpec
+from pipeline.reproduce.spec import MEASURE, TableSpec
 from pipeline.reproduce.values import cell_value
 
 #: Sentence above the table of a miniature.
@@ -55,6 +55,36 @@ def table_rows(table: TableSpec, plan: Plan) -> tuple[list[str], list[TableRow]]
     return table.column_titles(), rows
 
 
+def correlations(table: TableSpec, rows: Sequence[TableRow]) -> tuple[list[str], list[TableRow]]:
+    """Returns the titles and rows of the correlations of a table, which are empty without any."""
+    if table.correlation is None:
+        return [], []
+    measures = [column[MEASURE] for column in table.selections()]
+
+    def column(name: str) -> np.ndarray:
+        values = [row.values[measures.index(name)] for row in rows]
+        return np.array([np.nan if value is None else value for value in values], np.float64)
+
+    with np.errstate(divide="ignore"):
+        inverses = [1 / column(name) for name in table.correlation.inverse]
+    found = [
+        TableRow(name, [pearson(column(name), inverse_N) for inverse_N in inverses], [*paper])
+        for name, paper in table.correlation.paper.items()
+    ]
+    return [f"r with 1 / {name}" for name in table.correlation.inverse], found
+
+
+def pearson(first_N: np.ndarray, second_N: np.ndarray) -> float:
+    """Returns the Pearson correlation of two samples, or NaN if one of them is constant.
+
+    >>> round(pearson(np.array([1.0, 2.0, 4.0]), np.array([2.0, 4.0, 8.0])), 6)
+    1.0
+    """
+    first_N, second_N = first_N - first_N.mean(), second_N - second_N.mean()
+    norm = math.sqrt(float(first_N @ first_N) * float(second_N @ second_N))
+    return float(first_N @ second_N) / norm if norm > 0 else math.nan
+
+
 def text_table(titles: Sequence[str], rows: Sequence[TableRow]) -> str:
     """Returns the table as text: our number, that of the paper, and the difference.
 
@@ -75,7 +105,7 @@ def text_table(titles: Sequence[str], rows: Sequence[TableRow]) -> str:
                 places = _places(paper)
                 cells += [
                     _number(ours, places),
-                    "-" if paper is None else f"{paper:g}",
+                    _number(paper, places),
                     _number(_difference(ours, paper), places, "+"),
                 ]
             lines.append(cells)
@@ -85,7 +115,8 @@ def text_table(titles: Sequence[str], rows: Sequence[TableRow]) -> str:
 
 def _places(paper: float | None) -> int:
     """Returns the number of decimals of a number of the paper, at least one."""
-    return max(1, len(f"{paper:g}".partition(".")[2])) if paper is not None else 1
+    has_none = paper is None or math.isnan(paper)
+    return 1 if has_none else max(1, len(f"{paper:g}".partition(".")[2]))
 
 
 def _number(value: float | None, places: int, sign: str = "") -> str:
@@ -95,7 +126,14 @@ def _number(value: float | None, places: int, sign: str = "") -> str:
 
 
 def _difference(ours: float | None, paper: float | None) -> float | None:
-    return None if ours is None or paper is None else ours - paper
+    if ours is None or paper is None or math.isnan(ours) or math.isnan(paper):
+        return None
+    return ours - paper
+
+
+def _or_none(values: Sequence[float | None]) -> list[float | None]:
+    """Replaces NaN, which JSON does not have, by None."""
+    return [None if value is None or math.isnan(value) else value for value in values]
 
 
 def write(
@@ -111,19 +149,25 @@ def write(
         The text, and the paths of the files.
     """
     lines = [table.title, table.source, *([MINIATURE_NOTE] if is_miniature else []), ""]
-    lines += [text_table(titles, rows), "", *(f"Note: {note}" for note in table.notes)]
+    lines += [text_table(titles, rows), ""]
+    correlated_titles, correlated = correlations(table, rows)
+    if correlated:
+        lines += [text_table(correlated_titles, correlated), ""]
+    lines += [*(f"Note: {note}" for note in table.notes)]
     text = "\n".join(lines).rstrip() + "\n"
     cells: list[list[Any]] = [["row", "column", "ours", "paper", "difference"]]
-    for row in rows:
-        for title, ours, paper in zip(titles, row.values, row.paper, strict=True):
-            cells.append([row.label, title, ours, paper, _difference(ours, paper)])
+    for names, found in ((titles, rows), (correlated_titles, correlated)):
+        for row in found:
+            for title, ours, paper in zip(names, *map(_or_none, row[1:]), strict=True):
+                cells.append([row.label, title, ours, paper, _difference(ours, paper)])
     data = {
         "title": table.title,
         "source": table.source,
         "miniature": is_miniature,
         "notes": table.notes,
         "columns": list(titles),
-        "rows": [row._asdict() for row in rows],
+        "rows": _json_rows(rows),
+        "correlations": _json_rows(correlated),
         "versions": versions(),
     }
     files: dict[str, str | bytes] = {
@@ -136,6 +180,13 @@ def write(
     for path, content in zip(paths, files.values(), strict=True):
         write_atomic(path, content)
     return text, paths
+
+
+def _json_rows(rows: Sequence[TableRow]) -> list[dict[str, Any]]:
+    return [
+        {"label": row.label, "values": _or_none(row.values), "paper": _or_none(row.paper)}
+        for row in rows
+    ]
 
 
 def plot(

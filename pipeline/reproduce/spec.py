@@ -69,7 +69,17 @@ class Row(Spec):
     """Values of variables and of further placeholders, and selection of the row of the evaluation:
     `representation` and `score` (default: maxsim)."""
     paper: list[float | None]
-    """Numbers of the paper, one per column; null where the paper has none."""
+    """Numbers of the paper, one per column. Null omits the number from the table, and `.nan`
+    measures a number that the paper does not have."""
+
+
+class Correlation(Spec):
+    """Pearson correlations of columns with the inverses of others (AGC, table 8)."""
+
+    inverse: list[str] = Field(min_length=1)
+    """Measures whose inverses are correlated."""
+    paper: dict[str, list[float]]
+    """Correlations of the paper by measure, one for each of `inverse`."""
 
 
 class TableSpec(Spec):
@@ -99,9 +109,8 @@ class TableSpec(Spec):
     `measure`, the name of a metric, see `pipeline.reproduce.values`."""
     rows: list[Row] = Field(min_length=1)
     """Rows of the table."""
-    correlation: bool = False
-    """Whether the table shows the correlation over its rows of each metric with the last two
-    columns (AGC, table 8)."""
+    correlation: Correlation | None = None
+    """Correlations over the rows of the table, which are shown below it."""
     miniature: Changes = Changes()
     """Changes for the miniature."""
 
@@ -129,6 +138,15 @@ class TableSpec(Spec):
                     field = config.field_path(owner, "steps")
                     raise SpecError.unknown_name(field, name, self.steps)
         columns = self.selections()
+        if self.correlation is not None:
+            measures = [column.get(MEASURE) for column in columns]
+            for name in (*self.correlation.inverse, *self.correlation.paper):
+                if name not in measures:
+                    raise SpecError.unknown_name("correlation", name, map(str, measures))
+            for name, numbers in self.correlation.paper.items():
+                if len(numbers) != len(self.correlation.inverse):
+                    rule = f"a list of {len(self.correlation.inverse)} numbers"
+                    raise SpecError(f"correlation.paper.{name}", numbers, rule)
         placeholders = set(PLACEHOLDER.findall(self.model_dump_json()))
         for number, row in enumerate(self.rows):
             for name in row.at:
@@ -195,10 +213,11 @@ class TableSpec(Spec):
         for combination in itertools.product(*members.values()):
             chosen = dict(zip(members, combination, strict=True))
             values = {**at, **chosen}
+            for name, value in chosen.items():
+                values = {**self.variables[name][value].values, **values}
             with config.within("at"):
-                for name, value in chosen.items():
-                    defaults = self.variables[name][value].values
-                    values = {**filled(defaults, {**defaults, **values}), **values}
+                for _ in values:  # values refer to others
+                    values = filled(values, values)
                 yield values, filled(selection, values)
 
 

@@ -19,6 +19,7 @@ OTHER: Mapping[str, Callable[[Result], float | None]] = {
     "GB per million": lambda row: row.vector_bytes * 1e6 / 1e9,
     "10^12 MaxSim operations": lambda row: row.maxsim_ops / 1e12,
     "queries/s": lambda row: row.queries_per_second,
+    "seconds": lambda row: len(row.values) / row.queries_per_second,
     "CV": lambda row: row.diagnosis and row.diagnosis.cv,
     "Gini": lambda row: row.diagnosis and row.diagnosis.gini,
 }

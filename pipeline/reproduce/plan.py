@@ -170,7 +170,7 @@ def _steps(
         for field, values in changes:
             with config.within(field):
                 assert values is not None
-                base = config.override(base, config.assignments(filled(values, variables)))
+                base = config.override(base, config.assignments(filled(values, variables, typed=True)))
         yield PlannedStep(name, step_job(name, step), folders.resolve(base))
 
 

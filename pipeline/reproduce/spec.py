@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ Job = Literal["train", "index", "recompress", "evaluate"]
 REPRESENTATION, SCORE, MEASURE = SELECTED = ("representation", "score", "measure")
 #: A placeholder for the value of a variable.
 PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
+#: A placeholder value that is a number or a boolean in a spec.
+TYPED = re.compile(r"-?\d+(\.\d+)?|true|false")
 
 #: Values of some variables, representation, score and measure.
 Selection = Mapping[str, Any]
@@ -236,16 +239,24 @@ def step_job(name: str, step: Step) -> Job:
     raise SpecError("steps", name, rule)
 
 
-def filled(value: Any, variables: Mapping[str, Any]) -> Any:
+def filled(value: Any, variables: Mapping[str, str], typed: bool = False) -> Any:
     """Replaces placeholders in all strings of a JSON value.
+
+    Args:
+        value: JSON value.
+        variables: Values of the placeholders.
+        typed: Whether a string that is a placeholder becomes a number or a boolean if its value is
+            one.
 
     >>> filled({"out": "out/${model}", "k": ["${k}"]}, {"model": "agc", "k": "32"})
     {'out': 'out/agc', 'k': ['32']}
+    >>> filled(["${k}", "agc_${k}"], {"k": "32"}, typed=True)
+    [32, 'agc_32']
     """
     if isinstance(value, Mapping):
-        return {key: filled(inner, variables) for key, inner in value.items()}
+        return {key: filled(inner, variables, typed) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [filled(inner, variables) for inner in value]
+        return [filled(inner, variables, typed) for inner in value]
     if not isinstance(value, str):
         return value
 
@@ -254,7 +265,10 @@ def filled(value: Any, variables: Mapping[str, Any]) -> Any:
             raise SpecError.unknown_name("", match[1], variables)
         return str(variables[match[1]])
 
-    return PLACEHOLDER.sub(replace, value)
+    text = PLACEHOLDER.sub(replace, value)
+    if typed and PLACEHOLDER.fullmatch(value) and TYPED.fullmatch(text):
+        return json.loads(text)
+    return text
 
 
 def papers(folder: Path) -> dict[str, list[str]]:

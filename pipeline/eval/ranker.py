@@ -265,8 +265,8 @@ class Ranker:
             for name in ("vector_bytes", "all_bytes"):
                 sizes[name] += code_bytes
         if row.rerank is not None:
-            tokens = rerank_token_stats(index, filter)
-            assert tokens is not None, "the reranker was checked against the index"
+            # Image queries are scored with the texts of items, which need no tokens.
+            tokens = rerank_token_stats(index, filter) or {"tokens": 0.0, "bytes": 0.0}
             sizes["vectors_per_item"] += tokens["tokens"]
             for name in ("vector_bytes", "all_bytes"):
                 sizes[name] += tokens["bytes"]

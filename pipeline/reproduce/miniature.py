@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shutil
+import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def _generator(name: str) -> Callable[[Path], Any]:
         "texts": write_texts,
         "msrvtt": write_msrvtt,
         "multivent": write_multivent,
+        "karpathy": write_karpathy,
         **{f"{MODELS}/{family}": write for family, write in models.items()},
     }
     if name not in generators:
@@ -153,6 +155,30 @@ def write_multivent(folder: Path) -> None:
     judgments = ({"query_id": f"q{v}", "doc_id": v, "relevance": 1} for v in captions)
     write_atomic(str(folder / "queries.csv"), _csv(queries))
     write_atomic(str(folder / "judgments.jsonl"), _lines(judgments))
+
+
+def write_karpathy(folder: Path) -> None:
+    """Writes shipped photos with a Karpathy file, and as a WebDataset archive."""
+    photos = CRANFIELD.parent / "photos"
+    data = json.loads((photos / "captions.json").read_text("utf-8"))
+    captions: dict[int, list[str]] = {}
+    for row in data["annotations"]:
+        captions.setdefault(row["image_id"], []).append(row["caption"].strip())
+    (folder / "images").mkdir(parents=True)
+    (folder / "archives").mkdir()
+    rows = []
+    with tarfile.open(folder / "archives/000.tar", "w") as archive:
+        for number, image in enumerate(data["images"][:NUM_QUERIES]):
+            texts = captions[image["id"]][:2]
+            file = photos / "images" / image["file_name"]
+            shutil.copy(file, folder / "images")
+            archive.add(file, f"{number:05}.jpg")
+            member = tarfile.TarInfo(f"{number:05}.txt")
+            member.size = len(texts[0].encode())
+            archive.addfile(member, io.BytesIO(texts[0].encode()))
+            sentences = [{"raw": text, "tokens": []} for text in texts]
+            rows.append({"filename": file.name, "imgid": number, "split": "test", "sentences": sentences})
+    write_atomic(str(folder / "dataset.json"), json.dumps({"images": rows, "dataset": "flickr30k"}))
 
 
 def _clips(folder: Path, prefix: str) -> dict[str, str]:

@@ -25,9 +25,7 @@ def _check_layer_type(layer: Any) -> Any:
 Layers = Annotated[int | tuple[int, ...], BeforeValidator(_check_layer_type)]
 
 
-def check_layers(
-    layer: int | tuple[int, ...], depth: int, field: str = "layer"
-) -> None:
+def check_layers(layer: int | tuple[int, ...], depth: int, field: str = "layer") -> None:
     """Checks that a model has the selected layers.
 
     Args:

@@ -95,7 +95,9 @@ def write_texts(folder: Path) -> None:
     texts = {row["_id"]: row for row in _read_lines(CRANFIELD / "corpus.jsonl")}
     queries = {row["_id"]: row for row in _read_lines(CRANFIELD / "queries.jsonl")}
     judged = list(
-        csv.DictReader((CRANFIELD / "qrels/test.tsv").read_text("utf-8").splitlines(), delimiter="\t")
+        csv.DictReader(
+            (CRANFIELD / "qrels/test.tsv").read_text("utf-8").splitlines(), delimiter="\t"
+        )
     )
     chosen = list(dict.fromkeys(row["query-id"] for row in judged if row["corpus-id"] in texts))
     chosen = chosen[:NUM_QUERIES]
@@ -177,7 +179,9 @@ def write_karpathy(folder: Path) -> None:
             member.size = len(texts[0].encode())
             archive.addfile(member, io.BytesIO(texts[0].encode()))
             sentences = [{"raw": text, "tokens": []} for text in texts]
-            rows.append({"filename": file.name, "imgid": number, "split": "test", "sentences": sentences})
+            rows.append(
+                {"filename": file.name, "imgid": number, "split": "test", "sentences": sentences}
+            )
     write_atomic(str(folder / "dataset.json"), json.dumps({"images": rows, "dataset": "flickr30k"}))
 
 

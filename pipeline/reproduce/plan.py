@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -166,34 +167,33 @@ def _steps(
         if any(values is None for _, values in changes):
             continue
         base_file = folders.resolve(filled(step.base, variables))
-        base = config.read(base_file, f"steps.{name}.base")
+        base = _read(base_file, f"steps.{name}.base")
         for field, values in changes:
             with config.within(field):
                 assert values is not None
-                base = config.override(base, config.assignments(filled(values, variables, typed=True)))
+                base = config.override(
+                    base, config.assignments(filled(values, variables, typed=True))
+                )
         yield PlannedStep(name, step_job(name, step), folders.resolve(base))
+
+
+@functools.lru_cache(maxsize=64)
+def _read(path: str, field: str) -> dict[str, Any]:
+    """Reads a spec, which many steps change, only once."""
+    return config.read(path, field)
 
 
 def required(table: TableSpec, miniature: bool) -> list[str]:
     """Returns the data sets of a table, and those of the values of its variables that it uses."""
     if miniature:
         return []
-    used = {
-        (name, value)
-        for row in table.rows
-        for column, number in zip(table.selections(), row.paper, strict=True)
-        if number is not None
-        for values, _ in table.cells(row, column)
-        for name, value in values.items()
-    }
-    of_values = (
-        data_set
-        for name, values in table.variables.items()
-        for value, changes in values.items()
-        if (name, value) in used
-        for data_set in changes.requires
-    )
-    return list(dict.fromkeys([*table.requires, *of_values]))
+    names = dict.fromkeys(table.requires)
+    for row in table.rows:
+        for column, number in zip(table.selections(), row.paper, strict=True):
+            for values, _ in table.cells(row, column) if number is not None else ():
+                for variable, changes in table.variables.items():
+                    names |= dict.fromkeys(filled(changes[values[variable]].requires, values))
+    return list(names)
 
 
 def missing(

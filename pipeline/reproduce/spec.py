@@ -273,7 +273,9 @@ def filled(value: Any, variables: Mapping[str, str], typed: bool = False) -> Any
 
 def papers(folder: Path) -> dict[str, list[str]]:
     """Returns the names of the tables by paper. Files with a leading `_` are bases of tables."""
-    found = sorted(folder.glob("*/[!_]*.yaml"), key=lambda path: (path.parent.name, _order(path.stem)))
+    found = sorted(
+        folder.glob("*/[!_]*.yaml"), key=lambda path: (path.parent.name, _order(path.stem))
+    )
     tables: dict[str, list[str]] = {}
     for path in found:
         tables.setdefault(path.parent.name, []).append(path.stem)

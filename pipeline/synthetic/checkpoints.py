@@ -248,6 +248,40 @@ def clip(folder: Path) -> Path:
     return save(folder, CLIPModel, settings, CLIPProcessor(images, words))
 
 
+def blip(folder: Path) -> Path:
+    """Writes a BLIP for image-text matching with a text tower of two layers."""
+    from transformers import BlipConfig, BlipForImageTextRetrieval, BlipProcessor
+    from transformers.models.blip import BlipImageProcessorPil
+
+    words = tokenizer("[ENC]", pad="[PAD]", eos="[SEP]", sep_token="[SEP]", cls_token="[CLS]")
+    add_special_tokens(words, "[CLS]", "[SEP]")
+    text = {
+        "vocab_size": len(words),
+        "hidden_size": 32,
+        "encoder_hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": words.cls_token_id,
+        "eos_token_id": words.sep_token_id,
+        "sep_token_id": words.sep_token_id,
+        "pad_token_id": words.pad_token_id,
+        "is_decoder": False,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+    settings = BlipConfig(text_config=text, vision_config=vision, image_text_hidden_size=16)
+    images = BlipImageProcessorPil(size={"height": 32, "width": 32})
+    return save(folder, BlipForImageTextRetrieval, settings, BlipProcessor(images, words))
+
+
 def add_special_tokens(words, first: str, last: str) -> None:
     """Makes a tokenizer add a special token before and after each text."""
     words.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -562,6 +596,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "siglip": siglip,
     "siglip2": siglip2,
     "clip": clip,
+    "blip": blip,
     "colbert_bert": colbert_bert,
     "colbert_modernbert": colbert_modernbert,
     "qwen2_vl": qwen2_vl,

@@ -94,7 +94,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.miniature:
         miniature.generate([step.fields for step in plan.steps], Path(output) / "miniature")
     with jobs.cluster(resources.object_store_bytes if resources else None):
-        run(plan.steps, job_id=jobs.job_id, say=jobs.say, workers=workers, resources=resources)
+        run(
+            plan.steps,
+            job_id=jobs.job_id,
+            say=jobs.say,
+            workers=workers,
+            resources=resources,
+            full_reports=not args.miniature,
+        )
     titles, rows = report.table_rows(table, plan)
     folder = f"{output}/papers/{args.paper}/{args.table}"
     text, paths = report.write(table, titles, rows, folder, args.miniature)

@@ -171,7 +171,8 @@ def write_karpathy(folder: Path) -> None:
     rows = []
     with tarfile.open(folder / "archives/000.tar", "w") as archive:
         for number, image in enumerate(data["images"][:NUM_QUERIES]):
-            texts = captions[image["id"]][:2]
+            # The untrained text towers read 16 tokens.
+            texts = [" ".join(text.split()[:3]) for text in captions[image["id"]][:2]]
             file = photos / "images" / image["file_name"]
             shutil.copy(file, folder / "images")
             archive.add(file, f"{number:05}.jpg")

@@ -90,10 +90,11 @@ def text_table(titles: Sequence[str], rows: Sequence[TableRow]) -> str:
 
     >>> print(text_table(["R@1"], [TableRow("AGC", [56.0], [56.9]), TableRow("full", [None], [5])]))
           R@1 ours  paper  difference
-    AGC       56.0   56.9        -0.9
-    full         -      5           -
+    AGC       56.0   56.9  -0.9
+    full         -    5.0  -
     """
     blocks = []
+    places = [max(_places(row.paper[i]) for row in rows) for i in range(len(titles))]
     for first in range(0, len(titles), BLOCK):
         header = [""]
         for title in titles[first : first + BLOCK]:
@@ -101,12 +102,12 @@ def text_table(titles: Sequence[str], rows: Sequence[TableRow]) -> str:
         lines = [header]
         for row in rows:
             cells = [row.label]
-            for ours, paper in list(zip(row.values, row.paper, strict=True))[first : first + BLOCK]:
-                places = _places(paper)
+            for i in range(first, min(first + BLOCK, len(titles))):
+                ours, paper = row.values[i], row.paper[i]
                 cells += [
-                    _number(ours, places),
-                    _number(paper, places),
-                    _number(_difference(ours, paper), places, "+"),
+                    _number(ours, places[i]),
+                    _number(paper, places[i]),
+                    _number(_difference(ours, paper), places[i], "+"),
                 ]
             lines.append(cells)
         blocks.append(aligned(lines))

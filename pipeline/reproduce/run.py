@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from pipeline import config
 from pipeline.atomic import write_atomic
 from pipeline.eval import evaluation
+from pipeline.eval.results import RESULTS
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import job, recompress
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -46,6 +48,7 @@ def run(
     say: Callable[[str], None],
     workers: Workers | None = None,
     resources: IndexResources | None = None,
+    full_reports: bool = True,
 ) -> None:
     """Runs steps in order on the Ray cluster to which this process is connected.
 
@@ -55,6 +58,7 @@ def run(
         say: Function that reports a line of progress.
         workers: Workers for training, or None to train in this process.
         resources: Resources of index jobs.
+        full_reports: Whether evaluations write their tables and plots beside the results.
     """
     specs = [parse(step) for step in steps]  # fails before any step runs
     for number, (step, spec) in enumerate(zip(steps, specs, strict=True), start=1):
@@ -72,7 +76,11 @@ def run(
             recompress.run(spec, recompress.RecompressResources(), job=job_id(), report=say)
         else:
             say(f"{title} {spec.output}")
-            files.write(evaluation.run(spec, say), spec.output)
+            evaluated = evaluation.run(spec, say)
+            if full_reports:
+                files.write(evaluated, spec.output)
+            else:
+                write_atomic(posixpath.join(spec.output, RESULTS), evaluated.to_json())
         say(f"{step.name}: {time.monotonic() - started:.1f} s")
 
 

@@ -182,7 +182,7 @@ class TableSpec(Spec):
     def column_titles(self) -> list[str]:
         """Returns the titles of the columns."""
         return [
-            " ".join(self.labels.get(value, value) for value in selection.values())
+            " ".join(filter(None, (self.labels.get(v, v) for v in selection.values())))
             for selection in self.selections()
         ]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.config import SpecError
 from pipeline.eval.results import Evaluation, Result, read_results
+from pipeline.report.tables import GROUNDING_COLUMNS
 from pipeline.reproduce.plan import FULL, OTHER_ROWS, RELATIVE, Cell
 from pipeline.reproduce.spec import MEASURE, REPRESENTATION, SCORE
 
@@ -56,7 +57,10 @@ def _value(cell: Cell, percent: bool) -> float:
 
 
 def _metric(row: Result, name: str) -> float:
-    metrics = {**row.means, **row.grounding}
+    grounding = {
+        title: row.grounding[key] for title, key in GROUNDING_COLUMNS.items() if row.grounding
+    }
+    metrics = {**row.means, **grounding}
     if name not in metrics:
         raise SpecError.unknown_name(MEASURE, name, [*metrics, *OTHER])
     return metrics[name]

@@ -53,7 +53,7 @@ def colpali(folder: Path) -> Path:
 
     words = tokenizer("<image>", pad="<pad>", eos="<eos>", bos="<bos>")
     images = SiglipImageProcessorPil(size={"height": 32, "width": 32})
-    images.image_seq_length = 16
+    setattr(images, "image_seq_length", 16)  # noqa: B010
     processor = ColPaliProcessor(images, words)
     text = {
         "model_type": "gemma",
@@ -186,7 +186,9 @@ def save(folder: Path, model_class: type, settings, *files) -> Path:
     return folder
 
 
-def tower_configs(family: str, words, text_width: int = 32) -> dict[str, dict]:
+def tower_configs(
+    family: str, words: PreTrainedTokenizerFast, text_width: int = 32
+) -> dict[str, Any]:
     """Returns the settings of two towers: 4 x 4 patches of 8 x 8 pixels, and texts of 16 tokens."""
     both = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
     text = {
@@ -228,7 +230,8 @@ def siglip2(folder: Path) -> Path:
     names = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     letters = "▁abcdefghijklmnopqrstuvwxyz"
     vocabulary = {name: number for number, name in enumerate([*names, *letters, "he", "at"])}
-    words = Siglip2Tokenizer(vocabulary, [("h", "e"), ("a", "t")], padding_side="right")
+    merges: Any = [("h", "e"), ("a", "t")]  # annotated as a list of strings
+    words = Siglip2Tokenizer(vocabulary, merges, padding_side="right")
     images = Siglip2ImageProcessorPil(patch_size=8, max_num_patches=20)
     settings = Siglip2Config(**tower_configs("siglip2", words))
     return save(folder, Siglip2Model, settings, Siglip2Processor(images, words))
@@ -371,7 +374,7 @@ def colbert_modernbert(folder: Path) -> Path:
     return folder
 
 
-def small_text_config(words) -> dict[str, int]:
+def small_text_config(words: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Returns the settings of a tiny text encoder."""
     return {
         "vocab_size": len(words),
@@ -507,6 +510,10 @@ def qwen2_5_omni(folder: Path) -> Path:
     _, images = qwen_files()
     extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=6, return_attention_mask=True)
     ids = words.convert_tokens_to_ids
+    vision_tokens: dict[str, Any] = {  # no arguments of the class
+        "vision_start_token_id": ids("<|vision_bos|>"),
+        "vision_end_token_id": ids("<|vision_eos|>"),
+    }
     settings = Qwen2_5OmniThinkerConfig(
         text_config={
             **small_text_config(words),
@@ -539,8 +546,7 @@ def qwen2_5_omni(folder: Path) -> Path:
         video_token_index=ids("<|VIDEO|>"),
         audio_start_token_id=ids("<|audio_bos|>"),
         audio_end_token_id=ids("<|audio_eos|>"),
-        vision_start_token_id=ids("<|vision_bos|>"),
-        vision_end_token_id=ids("<|vision_eos|>"),
+        **vision_tokens,
     )
     save(folder, Qwen2_5OmniThinkerForConditionalGeneration, settings, words)
     # Published checkpoints also have both in one file.

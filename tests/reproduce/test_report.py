@@ -22,7 +22,7 @@ ROWS = [
 def test_text_has_the_decimals_of_the_paper():
     lines = text_table(["average R@1", "one R@1"], ROWS).splitlines()
     assert lines[0].split("  ")[-1] == "difference"
-    assert lines[1].split() == ["full", "50.0", "50.0", "+0.0", "-", "60.0", "-"]
+    assert lines[1].split() == ["full", "50.04", "50.00", "+0.04", "-", "60.0", "-"]
     assert lines[2].split() == ["hpool", "41.26", "40.25", "+1.01", "1.0", "-", "-"]
 
 

@@ -16,7 +16,8 @@ def output(tmp_path) -> str:
     results = [
         Result(
             name, method, None, score, "", {"q": {"R@1": value}, "r": {"R@1": 0.0}}, vectors,
-            256.0 * vectors, 0.0, 4.0, 0.0, 0.0, maxsim_ops=3e12, grounding={"BoxMass": 0.5},
+            256.0 * vectors, 0.0, 4.0, 0.0, 0.0, maxsim_ops=3e12,
+            grounding={"box_mass": 0.5, "region_hit": 0.4, "coverage_iou": 0.3},
         )
         for name, method, score, value, vectors in (
             ("full", "full", "maxsim", 0.8, 100.0),

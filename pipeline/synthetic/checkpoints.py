@@ -270,7 +270,6 @@ def blip(folder: Path) -> Path:
         "eos_token_id": words.sep_token_id,
         "sep_token_id": words.sep_token_id,
         "pad_token_id": words.pad_token_id,
-        "is_decoder": False,
     }
     vision = {
         "hidden_size": 32,

@@ -72,8 +72,8 @@ def test_unknown_papers_and_tables_list_the_known_ones(tmp_path):
 def test_base_of_a_table(tmp_path):
     (tmp_path / "agc").mkdir()
     (tmp_path / "agc/_base.yaml").write_text(yaml.safe_dump(fields(), sort_keys=False), "utf-8")
-    own = {"base": "_base.yaml", "title": "Another", "labels": {"one": "first"}}
-    (tmp_path / "agc/table1.yaml").write_text(yaml.safe_dump(own), "utf-8")
+    fields_of_table = {"base": "_base.yaml", "title": "Another", "labels": {"one": "first"}}
+    (tmp_path / "agc/table1.yaml").write_text(yaml.safe_dump(fields_of_table), "utf-8")
     spec = load_table(tmp_path, "agc", "table1")
     assert spec.title == "Another" and spec.labels == {"both": "average", "one": "first"}
 

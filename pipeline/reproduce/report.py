@@ -213,6 +213,6 @@ def plot(
         panel.set_yticks(heights, [row.label for row in rows])
     for panel in panels[len(titles) :]:
         panel.set_visible(False)
-    legend_below(figure, panels[: len(titles)])
+    legend_below(figure, list(panels[: len(titles)]))
     figure.suptitle(f"{table.title}{' (miniature)' if is_miniature else ''}", color=REFERENCE)
     return to_png(figure)

@@ -234,7 +234,7 @@ def step_job(name: str, step: Step) -> Job:
         return step.job
     for job in ("train", "index", "recompress", "evaluate"):
         if job == name:
-            return job  # type: ignore[return-value]
+            return job
     rule = "train, index, recompress or evaluate unless the step has a field `job`"
     raise SpecError("steps", name, rule)
 

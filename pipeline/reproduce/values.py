@@ -13,7 +13,7 @@ from pipeline.reproduce.spec import MEASURE, REPRESENTATION, SCORE
 
 #: Numbers of a row that are not metrics, by name.
 OTHER: Mapping[str, Callable[[Result], float | None]] = {
-    "score retention": lambda row: row.retention and row.retention.ratio_of_means,
+    "score retention": lambda row: row.retention.ratio_of_means if row.retention else None,
     "vectors": lambda row: row.vectors_per_item,
     "bytes": lambda row: row.vector_bytes,
     "kilobytes": lambda row: row.vector_bytes / 1e3,
@@ -21,8 +21,8 @@ OTHER: Mapping[str, Callable[[Result], float | None]] = {
     "10^12 MaxSim operations": lambda row: row.maxsim_ops / 1e12,
     "queries/s": lambda row: row.queries_per_second,
     "seconds": lambda row: len(row.values) / row.queries_per_second,
-    "CV": lambda row: row.diagnosis and row.diagnosis.cv,
-    "Gini": lambda row: row.diagnosis and row.diagnosis.gini,
+    "CV": lambda row: row.diagnosis.cv if row.diagnosis else None,
+    "Gini": lambda row: row.diagnosis.gini if row.diagnosis else None,
 }
 
 
@@ -76,8 +76,8 @@ def find_row(evaluation: Evaluation, representation: str, score: str) -> Result:
         names = {row.representation, *row.seeds}
         if row.score == score and (not representation or representation in names):
             return row
-    names = [
+    known = [
         row.name if row.score in OTHER_ROWS else f"{row.representation}.{row.score}"
         for row in evaluation.results
     ]
-    raise SpecError.unknown_name("row", f"{representation}.{score}", names)
+    raise SpecError.unknown_name("row", f"{representation}.{score}", known)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from PIL import Image
@@ -71,7 +71,7 @@ class BlipReranker(Reranker):
         self.rerank_depth, self.add_first_stage = rerank_depth, add_first_stage
         spec = BlipSpec(model=self.folder, dtype="float32")
         check_checkpoint(spec, "blip")
-        self._model: torch.nn.Module = load_model(spec, BlipForImageTextRetrieval)
+        self._model: Any = load_model(spec, BlipForImageTextRetrieval)
         self._processor = load_processor(spec, BlipProcessor)
         self.metadata = {"fingerprints": {"blip": checkpoint_fingerprint(spec)}}
         self._features: dict[str, torch.Tensor] = {}

@@ -7,7 +7,8 @@ import posixpath
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
+from typing import cast
 
 from lance import LanceDataset
 from lance.optimize import Compaction, CompactionPlan
@@ -161,9 +162,9 @@ def _clean(
 def _report_plan(spec: MaintainSpec, index: Index, report: Callable[[str], None]) -> None:
     tasks = _plan(spec, index.dataset).tasks
     merged = sum(len(task.fragments) for task in tasks)
-    oldest = time.time() - 3600 * spec.retain_hours
+    oldest = datetime.now() - timedelta(hours=spec.retain_hours)
     versions = index.dataset.versions()
-    num_old = sum(version["timestamp"].timestamp() < oldest for version in versions[:-1])
+    num_old = sum(cast(datetime, version["timestamp"]) < oldest for version in versions[:-1])
     report(
         f"{len(index.fragments()):,} fragments: {merged:,} would be merged into at least"
         f" {len(tasks):,}; {num_old:,} of {len(versions):,} versions and the listings of"

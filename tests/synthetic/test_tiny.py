@@ -166,6 +166,7 @@ def test_index_and_search_scenes(cluster, tmp_path):
     assert searcher.search(image, representation="full", k=1)[0].item_id == "scene-00003.png"
 
 
+@pytest.mark.heavy
 def test_job_is_deterministic(tmp_path, capsys):
     command = [sys.executable, "-m", "jobs.shapes", str(tmp_path / "one"), "--count", "5"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

@@ -340,6 +340,7 @@ def test_fine_tuning_starts_from_trained_weights(run_of, tmp_path):
     } <= moved
 
 
+@pytest.mark.heavy
 def test_bench_reports_a_study_of_tokens(run_of, tmp_path):
     given = config.dump(run_of("study", max_steps=1, eval_every=1))
     small, local = ADAPTER, {**ADAPTER, "kind": "local"}

@@ -69,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the benchmark."""
     parser = jobs.parser(__doc__)
     parser.add_argument("--items", type=jobs.positive, default=100_000, help="number of items")
-    parser.add_argument("--unmodified", action="store_true", help="search the first documents themselves")
+    parser.add_argument(
+        "--unmodified", action="store_true", help="search the first documents themselves"
+    )
     parser.add_argument("--vectors", help="folder with documents.npy, doclens.npy and queries.npy")
     parser.add_argument(
         "--generators", nargs="+", choices=GENERATORS, default=list(GENERATORS), metavar="NAME"

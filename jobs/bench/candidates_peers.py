@@ -16,6 +16,7 @@ Systems that are not installed are skipped. fast-plaid and xtr-warp-rs require t
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import tempfile
@@ -151,9 +152,8 @@ class Exact:
 def fast_plaid(documents: Sequence[np.ndarray], folder: str) -> Iterator[Setting]:
     """Builds an index of fast-plaid with its default options of 4 bits per dimension."""
     import torch
-    from fast_plaid.search import FastPlaid
 
-    index = FastPlaid(index=folder, device="cpu")
+    index = importlib.import_module("fast_plaid.search").FastPlaid(index=folder, device="cpu")
     embeddings = [torch.from_numpy(document) for document in documents]
     seconds = seconds_of(lambda: index.create(documents_embeddings=embeddings))
     for num_full, num_probe in ((400, 8), (4096, 8), (4096, 32)):
@@ -171,9 +171,8 @@ def fast_plaid(documents: Sequence[np.ndarray], folder: str) -> Iterator[Setting
 def xtr_warp(documents: Sequence[np.ndarray], folder: str) -> Iterator[Setting]:
     """Builds an index of xtr-warp-rs with its default options of 4 bits per dimension."""
     import torch
-    from xtr_warp.search import XTRWarp
 
-    index = XTRWarp(folder)
+    index = importlib.import_module("xtr_warp.search").XTRWarp(folder)
     embeddings = [torch.from_numpy(document) for document in documents]
     seconds = seconds_of(lambda: index.create(embeddings, "cpu", show_progress=False))
     index.load("cpu")
@@ -197,7 +196,9 @@ def faiss_ivf(documents: Sequence[np.ndarray], folder: str) -> Iterator[Setting]
     item_T = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
     start = time.perf_counter()
     num_lists = int(4 * len(vectors) ** 0.5)
-    index = faiss.index_factory(vectors.shape[1], f"IVF{num_lists},SQ8", faiss.METRIC_INNER_PRODUCT)
+    index: Any = faiss.index_factory(
+        vectors.shape[1], f"IVF{num_lists},SQ8", faiss.METRIC_INNER_PRODUCT
+    )
     index.train(vectors[np.random.default_rng(0).permutation(len(vectors))[: 64 * num_lists]])
     index.add(vectors)
     seconds = time.perf_counter() - start

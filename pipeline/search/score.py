@@ -390,20 +390,36 @@ class Scorer:
         num = options.candidates_per_query
         found = [np.empty(0, np.int64)] * len(queries)
         for first, *steps in generator_steps(options.candidates):
-            column, num_first = columns[first], num * (ITEMS_PER_CANDIDATE if steps else 1)
-            find = self._lexical_candidates if self._is_lexical(column) else self._vector_candidates
-            more = yield from find(first, column, queries, options, rows, num_first, slice_pairs)
-            for number, step in enumerate(steps, start=1):
-                num_step = num * (ITEMS_PER_CANDIDATE if number < len(steps) else 1)
-                parts = queries.split()
-                for query, items in enumerate(more):
-                    (more[query],) = yield from self._vector_candidates(
-                        step, columns[step], parts[query], options, items, num_step, slice_pairs
-                    )
+            is_lexical = self._is_lexical(columns[first])
+            find = self._lexical_candidates if is_lexical else self._vector_candidates
+            nums = [num * ITEMS_PER_CANDIDATE] * len(steps) + [num]
+            given = first, columns[first], queries, options, rows, nums[0], slice_pairs
+            more = yield from find(*given)
+            for step, num_found in zip(steps, nums[1:], strict=True):
+                more = yield from self._step(
+                    step, columns[step], queries, options, more, num_found, slice_pairs
+                )
             found = [np.union1d(*pair) for pair in zip(found, more, strict=True)]
         if any(len(candidates) < options.k for candidates in found):
             all_rows = np.arange(len(self._items)) if rows is None else rows
             found = [all_rows if len(items) < options.k else items for items in found]
+        return found
+
+    def _step(
+        self,
+        generator: str,
+        column: str,
+        queries: Queries,
+        options: SearchOptions,
+        candidates: Sequence[np.ndarray],
+        num: int,
+        slice_pairs: int | None,
+    ) -> Generator[None, None, list[np.ndarray]]:
+        """Selects among the candidates of each query, which another generator found."""
+        found: list[np.ndarray] = []
+        for query, rows in zip(queries.split(), candidates, strict=True):
+            given = generator, column, query, options, rows, num, slice_pairs
+            found += yield from self._vector_candidates(*given)
         return found
 
     def _lexical_candidates(

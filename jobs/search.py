@@ -302,8 +302,8 @@ def _parser() -> jobs.Parser:
         "--candidates",
         default="exact",
         metavar="GENERATOR",
-        help="score only the items that this generator, or several joined by + or :, find (default: "
-        "exact, which scores all)",
+        help="score only the items that this generator, or several joined by + or :, find "
+        "(default: exact, which scores all)",
     )
     parser.add_argument(
         "--num-candidates",

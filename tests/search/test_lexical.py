@@ -226,7 +226,7 @@ def test_unknown_parts_of_unions(built):
     for name, message in (
         (
             "bm25+lemur",
-            r"generators of bm25, joined by \+ or :, got 'bm25\+lemur', which contains 'l",
+            r"joined by \+ or :, got 'bm25\+lemur', which contains 'l",
         ),
         ("bm25+", r"got 'bm25\+', which contains ''"),
         ("exact+bm25", r"which contains 'exact', which was not built"),

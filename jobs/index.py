@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from pipeline.index import job
     from pipeline.index.checks import check
-    from pipeline.index.dry_run import dry_run
     from pipeline.index.spec import IndexResources, IndexSpec
+    from pipeline.planning.dry_run import dry_run
 
     spec = config.load(IndexSpec, args.spec, args.overrides)
     resources = IndexResources()

@@ -28,7 +28,7 @@ ORDER = [
     ("search",),
     ("eval",),
     ("report",),
-    ("recommend",),
+    ("planning", "recommend"),
     ("serve",),
     ("training_data",),
     ("train",),

@@ -22,6 +22,7 @@ from pipeline.train.study import StudySpec
 SPECS: dict[str, type[Spec]] = {
     "index": IndexSpec,
     "backfill": IndexSpec,
+    "plan": IndexSpec,
     "recompress": RecompressSpec,
     "evaluate": EvaluateSpec,
     "train": StudySpec,
@@ -32,6 +33,7 @@ SPECS: dict[str, type[Spec]] = {
 PROFILES: dict[str, type[Spec]] = {
     "index": IndexResources,
     "backfill": IndexResources,
+    "plan": IndexResources,
     "recompress": RecompressResources,
     "train": Workers,
 }

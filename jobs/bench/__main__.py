@@ -26,6 +26,7 @@ BENCHES = {
     "mteb": "reading and evaluating a snapshot of an mteb task against mteb's own loop",
     "pages": "the source of PDF pages against a plain loop; memory on a long document",
     "pipeline": "the index job against a plain loop; resuming; memory of the driver",
+    "plan": "predicted and actual time and size of index jobs",
     "rerank": "throughput and latency of EDJE reranking against a plain loop",
     "serve": "search over HTTP against search in process; overload, crashes, new versions",
     "train": "training with and without cached hidden states; LoRA on a large model",

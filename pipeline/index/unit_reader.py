@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,9 @@ from pipeline.index.listing import (
 from pipeline.schema import MEDIA, Item, Reject, detail_with_file
 from pipeline.sources import Source, items_table
 from pipeline.stage import Unit
+
+#: Shard of a source, and the positions and entries of some of its items.
+Chosen = tuple[dict[str, Any], list[tuple[int, Item]]]
 
 
 def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
@@ -175,34 +178,64 @@ def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> Iter
             yield items_table(chunk, source.payload)
 
 
-def preview(
-    source: Source, limit: int | None, num_sample: int
-) -> tuple[pa.Table, int, list[Reject]]:
-    """Lists a source without writing anything.
+def choose(source: Source, limit: int | None, size: int) -> tuple[list[Chosen], int, list[Reject]]:
+    """Lists a source without writing anything, and draws a random sample of its items.
 
     Args:
         source: Source to list.
         limit: Maximum number of entries, or None for all.
-        num_sample: Number of items to decode.
+        size: Number of items in the sample, which are those with the smallest hashes.
 
     Returns:
-        The decoded first items, the number of items, and the rejects.
+        The sample in the order of the listing, the number of items, and the rejects.
     """
-    sample: list[Item] = []
+    ranked: list[tuple[int, int, int, Item]] = []
+    shards: dict[int, dict[str, Any]] = {}
     rejects: list[Reject] = []
     num_items = 0
-    for shard in source.shards():
+    for number, shard in enumerate(source.shards()):
         left = None if limit is None else limit - num_items - len(rejects)
         if left == 0:
             break
-        entries = list(scan(source, {"shard": shard, "limit": left}))
-        items = [(position, entry) for position, entry in entries if isinstance(entry, Item)]
-        rejects += [entry for _, entry in entries if isinstance(entry, Reject)]
-        num_items += len(items)
-        left = num_sample - len(sample)
-        if wanted := items[: min(left, 4 * source.unit_limit(shard))]:
-            sample += [item for item in source.decode(shard, wanted) if isinstance(item, Item)]
-    return items_table(sample, source.payload), num_items, rejects
+        shards[number] = shard
+        for position, entry in scan(source, {"shard": shard, "limit": left}):
+            if isinstance(entry, Reject):
+                rejects.append(entry)
+            else:
+                num_items += 1
+                ranked.append((id_hash(entry.item_id), number, position, entry))
+        ranked = sorted(ranked, key=lambda row: row[:3])[:size]
+        shards = {number: shards[number] for _, number, _, _ in ranked}
+    sample: dict[int, list[tuple[int, Item]]] = {}
+    for _, number, position, item in sorted(ranked, key=lambda row: row[1:3]):
+        sample.setdefault(number, []).append((position, item))
+    return [(shards[number], wanted) for number, wanted in sample.items()], num_items, rejects
+
+
+def decode_units(
+    source: Source, sample: Sequence[Chosen], unit_items: int
+) -> Iterator[tuple[pa.Table, list[Reject]]]:
+    """Yields the items of a sample and their rejects in units, which may contain several shards.
+
+    Args:
+        source: Source of the sample.
+        sample: Items by shard.
+        unit_items: Maximum number of items per unit.
+    """
+    items: list[Item] = []
+    rejects: list[Reject] = []
+    for shard, wanted in sample:
+        limit = min(unit_items, source.unit_limit(shard))
+        for result in source.decode(shard, wanted):
+            if isinstance(result, Item):
+                items.append(result)
+            else:
+                rejects.append(result)
+            if len(items) + len(rejects) >= limit:
+                yield items_table(items, source.payload), rejects
+                items, rejects = [], []
+    if items or rejects:
+        yield items_table(items, source.payload), rejects
 
 
 def _entries(

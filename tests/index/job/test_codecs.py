@@ -15,7 +15,6 @@ from pipeline.config import SpecError
 from pipeline.index import job, recompress
 from pipeline.index.artefacts import Sample, load_artefact
 from pipeline.index.columns import Representation, all_representations
-from pipeline.index.dry_run import dry_run
 from pipeline.index.export import export
 from pipeline.index.fill import Progress
 from pipeline.index.fitting import load_fit_sample
@@ -23,6 +22,7 @@ from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
+from pipeline.planning.dry_run import dry_run
 from pipeline.registry import CODECS
 
 FULL = {"compressor": "none"}

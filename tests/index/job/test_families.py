@@ -15,9 +15,9 @@ import pytest
 
 from pipeline import config, open_index
 from pipeline.index import job
-from pipeline.index.dry_run import dry_run
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.planning.dry_run import dry_run
 from pipeline.search.map_images import highlight
 from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews

@@ -13,8 +13,8 @@ from jobs import train
 from jobs.data import make_page_pairs, make_text_pairs
 from pipeline import config
 from pipeline.eval.spec import EvaluateSpec
-from pipeline.index.dry_run import dry_run
 from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.planning.dry_run import dry_run
 from pipeline.train.study import StudySpec, runs_of
 from tests.conftest import ROOT
 from tests.training_data.files import IMAGE_TYPE, IMAGES, NAMES, write_lines, write_pages

@@ -106,16 +106,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     bench = Bench("candidates", arguments, args.out)
-    vectors = project(read_vectors(args.vectors) if args.vectors else shipped_vectors())
+    vectors = read_vectors(args.vectors) if args.vectors else shipped_vectors()
+    if args.unmodified:
+        vectors = vectors._replace(documents=vectors.documents[: args.items])
+    vectors = project(vectors)
     queries = vectors.queries
     if args.query_tokens:
         queries = join_queries(queries, args.query_tokens)
     blocks = derived(vectors.documents, args.items)
     if args.unmodified:
-        documents = vectors.documents[: args.items]
-        args.items = len(documents)
+        args.items = len(vectors.documents)
         blocks = (
-            documents[first : first + FRAGMENT_ITEMS]
+            vectors.documents[first : first + FRAGMENT_ITEMS]
             for first in range(0, args.items, FRAGMENT_ITEMS)
         )
     with contextlib.ExitStack() as stack:

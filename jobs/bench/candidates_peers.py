@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     bench = Bench("candidates_peers", arguments, args.out)
-    vectors = project(read_vectors(args.vectors))
-    documents, queries = vectors.documents[: args.items], vectors.queries
+    stored = read_vectors(args.vectors)
+    documents, queries = project(stored._replace(documents=stored.documents[: args.items]))
     if args.query_tokens:
         queries = join_queries(queries, args.query_tokens)
     queries = queries[::2][: args.queries]

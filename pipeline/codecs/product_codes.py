@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from pipeline.codecs.residual import nearest
 
 #: Maximum number of centroids per sub-vector.
 MAX_CENTROIDS = 256
+#: Coordinate of centroids that are farther from all vectors than the others.
+DISTANT = 1e9
 
 
 class ProductCodes(Codec["ProductCodes.Spec"]):
@@ -20,8 +23,7 @@ class ProductCodes(Codec["ProductCodes.Spec"]):
 
     This is product quantisation (Jégou et al. 2011). A vector is divided into P sub-vectors of
     equal dimensions, the last of which is padded with zeros. Each has centroids of its own. The
-    nearest centroid is the one with the smallest Euclidean distance, and ties resolve to the lowest
-    number.
+    nearest centroid is the one with the smallest Euclidean distance.
 
     Candidate generators use this codec, which is not registered.
 
@@ -56,10 +58,26 @@ class ProductCodes(Codec["ProductCodes.Spec"]):
         """Assigns each sub-vector to its nearest centroid."""
         centroids_PCS = self.centroids(vectors_TD.device)
         sub_TPS = split(vectors_TD, centroids_PCS)
+        if vectors_TD.is_cpu:  # faiss takes a fifth of the time of torch
+            codes = self._quantizer.compute_codes(sub_TPS.flatten(1).numpy())
+            return {"codes": torch.from_numpy(codes)}
         codes = [
             nearest(sub_TPS[:, p], centroids_CS) for p, centroids_CS in enumerate(centroids_PCS)
         ]
         return {"codes": torch.stack(codes, dim=1).to(torch.uint8)}
+
+    @functools.cached_property
+    def _quantizer(self) -> Any:
+        """Quantiser of faiss, which has 256 centroids. The distant ones are never selected."""
+        import faiss
+
+        centroids_PCS = self.fitted["centroids"]
+        num_parts, num_centroids, size = centroids_PCS.shape
+        padded = np.full((num_parts, MAX_CENTROIDS, size), DISTANT, np.float32)
+        padded[:, :num_centroids] = centroids_PCS
+        quantizer = faiss.ProductQuantizer(num_parts * size, num_parts, 8)
+        faiss.copy_array_to_vector(padded.ravel(), quantizer.centroids)
+        return quantizer
 
     def dequantise(self, parts: Parts, dim: int) -> torch.Tensor:
         """Returns the concatenated centroids that the codes select."""

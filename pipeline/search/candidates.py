@@ -17,7 +17,7 @@ BM25 = "bm25"
 #: Separators of the generators of a union, and of the steps of one of its members.
 UNION, STEP = "+", ":"
 #: Number of items that a step finds per candidate, if another step follows.
-ITEMS_PER_CANDIDATE = 16
+ITEMS_PER_CANDIDATE = 32
 #: Default minimum number of candidates, and their number per hit.
 MIN_CANDIDATES, CANDIDATES_PER_HIT = 500, 10
 #: Number of scores from which a lower bound of the best scores is estimated.

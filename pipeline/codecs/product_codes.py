@@ -22,8 +22,8 @@ class ProductCodes(Codec["ProductCodes.Spec"]):
     """Stores the part `codes` (T, P) uint8, the nearest centroids of P sub-vectors of each vector.
 
     This is product quantisation (Jégou et al. 2011). A vector is divided into P sub-vectors of
-    equal dimensions, the last of which is padded with zeros. Each has centroids of its own. The
-    nearest centroid is the one with the smallest Euclidean distance.
+    equal dimensions, padded with zeros if necessary. Each has centroids of its own. The nearest
+    centroid is the one with the smallest Euclidean distance.
 
     Candidate generators use this codec, which is not registered.
 

@@ -40,7 +40,7 @@ def generators(index: Index, info: RepresentationInfo) -> dict[str, str]:
 
 
 def generator_steps(candidates: str) -> list[list[str]]:
-    """Returns the members of a union, each of which consists of the generators of its steps.
+    """Returns the generators of the steps of each member of a union.
 
     >>> generator_steps("lemur:pq+bm25")
     [['lemur', 'pq'], ['bm25']]

@@ -90,8 +90,8 @@ def test_best_tokens(backend):
         found_M = sim_MN.gather(1, token_BM[row].unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(found_M, best_M, rtol=0, atol=2 * TOLERANCE)
         start = int(packed.starts[row])
-        own = codes[start : start + length]  # equal codes resolve to the first token
-        assert token_BM[row].tolist() == [own.index(own[i]) for i in token_BM[row]]
+        item_codes = codes[start : start + length]  # equal codes resolve to the first token
+        assert token_BM[row].tolist() == [item_codes.index(item_codes[i]) for i in token_BM[row]]
 
 
 def test_backends_are_named():

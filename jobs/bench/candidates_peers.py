@@ -254,7 +254,7 @@ class Muvera:
     def document(self, vectors: np.ndarray) -> np.ndarray:
         """Returns the encoding of a document."""
         sums, counts, buckets_RN, projected = self._sums(vectors)
-        means = sums / np.maximum(counts, 1)[:, :, None]
+        means = sums / np.maximum(counts, 1).astype(np.float32)[:, :, None]
         for repetition, buckets_N in enumerate(buckets_RN):
             empty = np.flatnonzero(counts[repetition] == 0)
             nearest = self._num_different[empty][:, buckets_N].argmin(axis=1)

@@ -26,6 +26,7 @@ from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.search import candidates_job, score
 from pipeline.search.candidates_job import CandidatesJobSpec, CandidatesResources
 from pipeline.search.maxsim import maxsim
+from pipeline.search.options import SearchOptions
 from pipeline.search.sharded import ShardedSearcher
 from pipeline.search.shards import merge_rankings
 from tests.conftest import start_job
@@ -464,7 +465,7 @@ def test_sharded_search_equals_the_merged_search_of_its_shards(uri, generator):
     build(uri, generator)
     options = {"k": 10, "candidates": generator["name"], "num_candidates": 20}
     shards = [open_index(str(uri), shard=(i, 2)).rank(queries(), **options) for i in range(2)]
-    merged = [merge_rankings(parts, 10) for parts in zip(*shards, strict=True)]
+    merged = [merge_rankings(parts, SearchOptions(k=10)) for parts in zip(*shards, strict=True)]
     exact = open_index(str(uri)).rank(queries(), k=10)
     with ShardedSearcher(str(uri), num_shards=2, num_cpus=0.5) as searcher:
         sharded = searcher.rank(queries(), **options)

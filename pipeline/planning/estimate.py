@@ -129,10 +129,10 @@ def estimate(
         pool.name: count / seconds
         for pool, count, seconds in zip(pools, actors, pool_seconds, strict=True)
     }
-    core_seconds = [time.core_seconds for time in times.values() if time.core_seconds is not None]
+    core_seconds = sum(time.core_seconds or 0.0 for time in times.values())
     limits = dict(capacities)
-    if num_cpus is not None and sum(core_seconds):
-        limits[CPU_CORES] = num_cpus / sum(core_seconds)
+    if num_cpus is not None and core_seconds:
+        limits[CPU_CORES] = num_cpus / core_seconds
     limit = min(limits, key=limits.__getitem__)
     rate = limits[limit]
     filling = min(num_items, unit_items) * sum(pool_seconds)

@@ -257,13 +257,14 @@ class _Stages:
         Raises:
             JobError: All items were rejected.
         """
-        # Units lack the columns of a field that none of their items has.
-        table = pa.concat_tables([t for t in self._tables if t.num_rows], promote_options="default")
-        num_items = table.num_rows
-        if not num_items:
+        tables = [table for table in self._tables if table.num_rows]
+        if not tables:
             counts = Counter(self._rejects)
             reasons = ", ".join(f"{reason} ({number})" for reason, number in counts.items())
             raise JobError(f"all {len(self._rejects)} sampled items are rejected: {reasons}")
+        # Units lack the columns of a field that none of their items has.
+        table = pa.concat_tables(tables, promote_options="default")
+        num_items = table.num_rows
         with tempfile.TemporaryDirectory() as folder:
             lance.write_dataset(self._schema.empty_table(), folder)
             with self._clock.measure("write"):

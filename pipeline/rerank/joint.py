@@ -549,8 +549,11 @@ def _fuse_linear(
             quantised = torch.quantize_per_channel(weight, scale, zero, 0, torch.qint8)
         packed = torch.ops.quantized.linear_prepack(quantised, bias)
 
+        # Without VNNI instructions, sums of two products saturate at 16 bits unless inputs have 7.
+        in_7_bits = not torch.cpu._is_vnni_supported()
+
         def product(x: torch.Tensor) -> torch.Tensor:
-            return torch.ops.quantized.linear_dynamic(x, packed)
+            return torch.ops.quantized.linear_dynamic(x, packed, reduce_range=in_7_bits)
 
     elif weight.device.type == "cpu" and _onednn_supports(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)

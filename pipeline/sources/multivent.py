@@ -48,7 +48,8 @@ class Multivent(Video):
     .zip, .tar.gz, possibly nested; see the recogniser `precomputed`). The text of an item consists
     of the parts in `text`, separated by empty lines, so that indexes of text need not decode
     videos. A window has the text of its time, and parts without times belong to the first window.
-    An unreadable file or member of the archives is a reject.
+    An unreadable file or member of the archives is a reject, and so is an item without text if the
+    encoder reads only texts.
 
     **Payload and metadata.** See `Video`. In addition: `description`, and `audio_file` for videos
     with a separate audio file.
@@ -206,7 +207,8 @@ class Multivent(Video):
     ) -> Iterator[Item | Unreadable]:
         """Yields the requested windows. Audio is read from the audio file, if it can be read."""
         if not {"frames", "audio"} & set(self.payload.names):  # the encoder reads the text
-            yield from items
+            missing = Unreadable("empty text", f"no {' or '.join(self.spec.text)}")
+            yield from (item if item.text else missing for item in items)
             return
         videos = super().decode_file(file, path, items)
         location = file.annotation.get("audio_file")

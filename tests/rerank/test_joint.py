@@ -287,7 +287,7 @@ def test_scores_in_int8_are_close(tmp_path, family):
     for scores in (batch, torch.cat(single)):
         assert scores.dtype == torch.float32
         torch.testing.assert_close(scores, expected, atol=0.1, rtol=0)
-        assert torch.corrcoef(torch.stack([scores, expected]))[0, 1] > 0.99
+        assert torch.corrcoef(torch.stack([scores, expected]))[0, 1] > 0.98
     assert not torch.equal(batch, expected)
 
 

@@ -17,6 +17,8 @@ from pipeline.serve.client import Client
 from pipeline.serve.keys import hash_key
 from pipeline.serve.settings import ServeSpec
 
+#: Starts an application with given settings under a name, and returns its URL.
+Start = Callable[[dict[str, Any], str], str]
 #: Access keys of the server with their entries in the file, except for the hashes.
 KEYS: dict[str, dict[str, Any]] = {
     "mr_all": {"name": "all", "evaluate": True},
@@ -57,7 +59,7 @@ def write_keys(path: Path, keys: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.fixture(scope="package")
-def serving(cluster) -> Iterator[Callable[[dict[str, Any], str], str]]:
+def serving(cluster) -> Iterator[Start]:
     """Returns a function that starts an application under a route and returns its URL."""
     from ray import serve
 
@@ -75,9 +77,8 @@ def serving(cluster) -> Iterator[Callable[[dict[str, Any], str], str]]:
     serve.shutdown()
 
 
-@pytest.fixture
-def serving_once(serving) -> Iterator[Callable[[dict[str, Any], str], str]]:
-    """Like `serving`, but deletes the application after the test; each has six processes."""
+def deleted_afterwards(serving: Start) -> Iterator[Start]:
+    """Yields `serving`, and deletes the applications that were started. Each has six processes."""
     from ray import serve
 
     names: list[str] = []
@@ -89,6 +90,18 @@ def serving_once(serving) -> Iterator[Callable[[dict[str, Any], str], str]]:
     yield start
     for name in names:
         serve.delete(name)
+
+
+@pytest.fixture(scope="module")
+def serving_here(serving) -> Iterator[Start]:
+    """Like `serving`, but deletes the applications after the tests of the file."""
+    yield from deleted_afterwards(serving)
+
+
+@pytest.fixture
+def serving_once(serving) -> Iterator[Start]:
+    """Like `serving`, but deletes the applications after the test."""
+    yield from deleted_afterwards(serving)
 
 
 @pytest.fixture(scope="package")

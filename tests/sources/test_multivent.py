@@ -16,16 +16,18 @@ from tests.sources.listing import build, read
 def test_shard_with_features(tmp_path):
     fields = datasets.multivent(tmp_path)
     items, rejects = read(build("multivent", **fields))
-    assert sorted(items) == ["200", "201", "202"], rejects
+    assert sorted(items) == ["200", "201"], rejects
     assert items["200"].text == "City hall\n\ngood evening from the council"  # lines are merged
     assert items["201"].text == "flood warning, stay home"
-    assert items["202"].text is None
     assert items["200"].metadata["description"] == "Eng" and items["200"].title is None
     assert items["200"].parent_id == "200" and items["200"].metadata["file"] == "000003.tar"
-    # A truncated archive and one corrupted member of the transcripts are rejects.
-    assert sorted(reject.reason for reject in rejects) == ["corrupted archive", "corrupted asr"]
-    corrupted = next(reject for reject in rejects if reject.reason == "corrupted asr")
+    # A truncated archive, one corrupted member of the transcripts, and the video without its text.
+    by_reason = {reject.reason: reject for reject in rejects}
+    assert sorted(by_reason) == ["corrupted archive", "corrupted asr", "empty text"]
+    corrupted = by_reason["corrupted asr"]
     assert corrupted.item_id == "asr/202.m4a.csv" and "columns" in corrupted.detail
+    assert by_reason["empty text"].item_id == "202"
+    assert by_reason["empty text"].detail.startswith("no ocr or asr")
 
 
 def test_parts_of_the_text(tmp_path):

@@ -67,13 +67,13 @@ def uri(cluster, tmp_path_factory, dual, model, photos) -> str:
 
 
 @pytest.fixture(scope="module")
-def url(serving, uri, model) -> str:
+def url(serving_here, uri, model) -> str:
     settings = {
         "indexes": {"photos": {"uri": uri, "num_shards": 2, "edje": model}},
         "limits": {"max_rerank_pairs": 40},
         "reload_interval_s": 0.5,
     }
-    return serving(settings, "edje")
+    return serving_here(settings, "edje")
 
 
 @pytest.fixture

@@ -33,14 +33,14 @@ def uri(index_uri, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def url(serving, uri) -> str:
+def url(serving_here, uri) -> str:
     settings = {
         "indexes": {"i": {"uri": uri}},
         "limits": {"max_in_flight_requests": 4},
         "reload_interval_s": 0.5,
         "timeouts": {"rerank_s": 1},
     }
-    return serving(settings, "faults")
+    return serving_here(settings, "faults")
 
 
 def kill(deployment: str) -> None:

@@ -15,7 +15,7 @@ FITTED = Fusion(method="rrf", weights=FusionWeights(bm25=0.25), agreement=0)
 
 
 @pytest.fixture(scope="module")
-def url(serving, lexical_uri, tmp_path_factory) -> str:
+def url(serving_here, lexical_uri, tmp_path_factory) -> str:
     """URL of a server of an index with fitted settings, and of the same index without."""
     path = tmp_path_factory.mktemp("fusion") / "fusion.yaml"
     path.write_text("method: rrf\nweights: {bm25: 0.25}\nagreement: 0\n")
@@ -25,7 +25,7 @@ def url(serving, lexical_uri, tmp_path_factory) -> str:
             "whole": {"uri": lexical_uri},
         }
     }
-    return serving(settings, "fused")
+    return serving_here(settings, "fused")
 
 
 @pytest.fixture

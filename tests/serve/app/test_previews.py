@@ -57,7 +57,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def http(serving, folder) -> httpx2.Client:
+def http(serving_here, folder) -> httpx2.Client:
     precomputed = {"name": "precomputed", "path": str(folder / "transcripts.jsonl")}
     data = {
         "index": str(folder / "index"),
@@ -68,7 +68,7 @@ def http(serving, folder) -> httpx2.Client:
     spec = config.parse(IndexSpec, data)
     progress = job.run(spec, IndexResources(), job="1", report=lambda line: None)
     assert progress.indexed == 5
-    url = serving({"indexes": {"previews": {"uri": str(folder / "index")}}}, "previews")
+    url = serving_here({"indexes": {"previews": {"uri": str(folder / "index")}}}, "previews")
     with httpx2.Client(base_url=url, timeout=60) as http:
         yield http
 

@@ -1,0 +1,1 @@
+"""Tests of the server. As a package, its applications end with its last test."""

@@ -36,7 +36,9 @@ PACKAGES = {
     "rapidocr": Package("rapidocr", "ocr", "recognising text with rapidocr"),
     "s3fs": Package("s3fs", "s3", "reading and writing s3:// URIs"),
     "sentence_transformers": Package(
-        "sentence-transformers", "bench", "comparing with sentence-transformers"
+        "sentence-transformers",
+        "sentence-transformers",
+        "running models with sentence-transformers",
     ),
     "Stemmer": Package("PyStemmer", "report", "comparing with BM25"),
 }

@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 ORDER = [
     ("extras", "version"),
     ("config",),
-    ("atomic", "checkpoint", "scores"),
+    ("atomic", "checkpoint", "retries", "scores"),
     ("schema",),
     ("registry",),
     ("tokens", "taps", "decoding", "distributed"),

@@ -80,7 +80,8 @@ def without_new_fields(value: Any) -> Any:
         return [without_new_fields(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {name: without_new_fields(v) for name, v in value.items() if name != "appended_tokens"}
+    new = ("appended_tokens", "custom_template")
+    return {name: without_new_fields(v) for name, v in value.items() if name not in new}
 
 
 def test_fingerprint_is_that_of_the_former_names():

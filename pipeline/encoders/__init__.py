@@ -17,15 +17,12 @@ import torch
 
 from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
 from pipeline.encoders.appended import AppendedTokens
+from pipeline.encoders.templates import Templates
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
 #: Kinds of queries, with their names in messages.
 QUERY_KINDS = {"text": "a text", "image": "an image", "composed": "a text with an image"}
-#: Slot of a query template that is replaced by the instruction of a task.
-INSTRUCTION_SLOT = "{instruction}"
-#: Instruction of queries without a task.
-DEFAULT_INSTRUCTION = "Retrieve images or text relevant to the user's query."
 
 
 class AttentionInfo(NamedTuple):
@@ -248,17 +245,15 @@ class Encoder(ABC, Generic[ComponentSpecT]):
         """
         return self
 
+    def templates(self) -> Templates | None:
+        """Returns the templates of queries and items, with the instruction of a task if any.
+
+        Returns None for encoders that read no texts and images.
+        """
+        return None
+
     def _not_read(self, kind: str) -> SpecError:
         return unsupported_query(kind, self.query_kinds(self.spec), type(self).__name__)
-
-
-def fill_template(template: str, instruction: str = DEFAULT_INSTRUCTION) -> str:
-    """Replaces the slot of a query template by an instruction.
-
-    >>> fill_template("Instruct: {instruction} Query: ", "Find a page.")
-    'Instruct: Find a page. Query: '
-    """
-    return template.replace(INSTRUCTION_SLOT, instruction)
 
 
 class Trainable(Encoder[ComponentSpecT]):

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from pipeline.encoders.model_inputs import ModelInput
-from pipeline.tokens import TokenBatch
+from pipeline.tokens import TokenBatch, normalise, pad
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -55,6 +56,34 @@ def group_passes(inputs: Sequence[ModelInput], max_tokens: int) -> Iterator[Sequ
             stop += 1
         yield inputs[start:stop]
         start = stop
+
+
+def join_parts(
+    parts: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    dim: int,
+    pooled: Sequence[torch.Tensor] | None = None,
+) -> TokenBatch:
+    """Joins the vectors of the texts and images of each item, normalised to unit length.
+
+    Args:
+        parts: Vectors (M, D) of all parts of the items, in order.
+        counts: Number of parts of each item.
+        dim: Width D of the vectors.
+        pooled: Single vector (P,) of each part, whose mean is that of the item, or None.
+
+    >>> join_parts([torch.tensor([[2.0]]), torch.tensor([[-3.0]])], [2, 0], 1).vectors.tolist()
+    [[[1.0], [-1.0]], [[0.0], [0.0]]]
+    """
+    sizes = np.array([len(part) for part in parts], dtype=np.int64)
+    groups = np.split(sizes, np.cumsum(counts)[:-1])
+    lengths = np.array([group.sum() for group in groups], dtype=np.int64)
+    vectors_BND, mask_BN = pad(torch.cat(list(parts)) if parts else torch.zeros(0, dim), lengths)
+    pooled_BP = None
+    if pooled is not None:
+        flat = torch.stack(list(pooled)) if pooled else torch.zeros(0, dim)
+        pooled_BP = normalise(pad(flat, np.array(counts))[0].sum(dim=1))
+    return TokenBatch(normalise(vectors_BND), mask_BN, normalised=True, pooled=pooled_BP)
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:

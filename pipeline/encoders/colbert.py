@@ -38,6 +38,7 @@ from pipeline.encoders.loading import (
     checkpoint_fingerprint,
     checkpoint_folder,
     hash_files,
+    load_json,
     load_linear,
     load_model,
     load_model_config,
@@ -47,6 +48,13 @@ from pipeline.encoders.loading import (
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.reader import Reader
 from pipeline.encoders.sequences import SequenceEncoder
+from pipeline.encoders.templates import (
+    PROMPTS_FILE,
+    TemplateSpec,
+    check_declared,
+    check_special_tokens,
+    prompt_texts,
+)
 from pipeline.encoders.trained import appended_hashes, check_appended_tokens, check_positions
 from pipeline.encoders.words import Words
 from pipeline.taps import Tap
@@ -54,7 +62,7 @@ from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch
 
 TYPES = ("bert", "modernbert")
 #: Configuration files of PyLate and of the original code.
-PYLATE, ORIGINAL = "config_sentence_transformers.json", "artifact.metadata"
+PYLATE, ORIGINAL = PROMPTS_FILE, "artifact.metadata"
 MODULES = "modules.json"
 USAGE = [PYLATE, ORIGINAL, MODULES, "*_Dense/config.json"]
 #: Activation of a linear layer in PyLate's configuration.
@@ -81,7 +89,7 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
     multiplied by the ratio of the window length to that of the item's longest window.
     """
 
-    class Spec(AppendedTokensSpec, CheckpointSpec):
+    class Spec(TemplateSpec, AppendedTokensSpec, CheckpointSpec):
         """Checkpoint, and the formatting of queries and documents."""
 
         name: Literal["colbert"] = "colbert"
@@ -313,7 +321,16 @@ class Usage:
             SpecError: A configuration file of the checkpoint is not valid JSON.
         """
         folder = checkpoint_folder(spec, USAGE)
-        pylate, original = (_load_json(spec, folder / name) or {} for name in (PYLATE, ORIGINAL))
+        _check_format(spec, folder)
+        pylate, original = (
+            load_json(folder / name, spec.model) or {} for name in (PYLATE, ORIGINAL)
+        )
+        for field, candidates in {
+            "query_prefix": {PYLATE: "query_prefix", ORIGINAL: "query_token_id"},
+            "document_prefix": {PYLATE: "document_prefix", ORIGINAL: "doc_token_id"},
+        }.items():
+            for (origin, key), settings in zip(candidates.items(), (pylate, original), strict=True):
+                check_declared(spec, field, getattr(spec, field), settings.get(key), origin)
         punctuation = tuple(string.punctuation)
         values = {
             "query_prefix": (pylate.get("query_prefix"), original.get("query_token_id")),
@@ -381,6 +398,9 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         self.max_positions = load_model_config(
             spec, checkpoint_folder(spec, SETTINGS)
         ).max_position_embeddings
+        for field in ("query_prefix", "document_prefix"):
+            marker = getattr(self.usage, field)
+            check_special_tokens(field, marker, tokenizer.get_vocab(), spec.model)
         self._query_marker = self._marker_ids(self.usage.query_prefix)
         self._document_marker = self._marker_ids(self.usage.document_prefix)
         skiplist = set(tokenizer.convert_tokens_to_ids(list(self.usage.skiplist)))
@@ -492,6 +512,25 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         return ModelInput.create(sequence, {}, kind, spans=spans), token_texts
 
 
+def _check_format(spec: ColBERT.Spec, folder: Path) -> None:
+    """Checks that a checkpoint has no settings that only sentence-transformers reads.
+
+    Raises:
+        SpecError: It is in the format of that library, or has prompts besides its markers.
+    """
+    settings = load_json(folder / PYLATE, spec.model) or {}
+    note = "; use the encoder sentence_transformers"
+    if settings.get("model_type") == "MultiVectorEncoder":
+        rule = "a checkpoint of PyLate or of ColBERT's original code"
+        problem = "is in the format of sentence-transformers"
+        raise SpecError("model", spec.model, rule, problem, note)
+    markers = (settings.get("query_prefix"), settings.get("document_prefix"))
+    for prompt, marker in zip(prompt_texts(settings), markers, strict=True):
+        if prompt and prompt != marker and not spec.custom_template:
+            rule = "a checkpoint without prompts besides its markers"
+            raise SpecError("model", spec.model, rule, f"has the prompt {prompt!r}", note)
+
+
 def _pad(tensor: torch.Tensor, length: int, fill: int) -> torch.Tensor:
     """Pads a tensor with `length` rows of a constant."""
     return torch.cat([tensor, tensor.new_full((length, *tensor.shape[1:]), fill)])
@@ -508,10 +547,10 @@ def projection_folders(spec: ColBERT.Spec) -> list[Path]:
     if spec.projection is not None:
         return [] if spec.projection == IDENTITY else [Path(spec.projection)]
     folder = checkpoint_folder(spec, [*USAGE, *WEIGHTS])
-    modules = _load_json(spec, folder / MODULES) or []
+    modules = load_json(folder / MODULES, spec.model) or []
     layers = [folder / module["path"] for module in modules if module["type"].endswith(".Dense")]
     for layer in layers:
-        settings = _load_json(spec, layer / "config.json") or {}
+        settings = load_json(layer / "config.json", spec.model) or {}
         activation = settings.get("activation_function", LINEAR)
         if activation != LINEAR or settings.get("use_residual"):
             rule = "a checkpoint whose projection is linear"
@@ -535,18 +574,3 @@ def load_projection(spec: ColBERT.Spec) -> list[torch.nn.Linear]:
         layers.append(layer.requires_grad_(False))
         width = layer.out_features
     return layers
-
-
-def _load_json(spec: ColBERT.Spec, path: Path) -> Any:
-    """Returns the content of a JSON file of a checkpoint, or None if it does not exist.
-
-    Raises:
-        SpecError: The file is not valid JSON.
-    """
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError:
-        rule = f"a checkpoint with a valid {path.name}"
-        raise SpecError("model", spec.model, rule, "has an invalid one") from None

@@ -248,6 +248,7 @@ class DualReader(Reader["Dual.Spec"]):
         require_one_of(spec, PROCESSOR_FILES)
         require_one_of(spec, TOKENIZER_FILES)
         self.processor = load_processor(spec, processor_class)
+        self.tokenizer = self.processor.tokenizer
 
     def check(self) -> None:
         """Checks that the output of the image processor fits the vision tower.

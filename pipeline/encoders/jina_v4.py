@@ -44,6 +44,7 @@ from pipeline.encoders.qwen_model import load_backbone, run
 from pipeline.encoders.qwen_reader import QwenReader, TimedImage
 from pipeline.encoders.qwen_spec import CONTENT, QwenSpec
 from pipeline.encoders.sequences import SequenceEncoder
+from pipeline.encoders.templates import SPECIAL_TOKEN
 from pipeline.encoders.trained import appended_hashes, check_appended_tokens
 from pipeline.tokens import VISUAL
 
@@ -188,6 +189,7 @@ class JinaReader(QwenReader["JinaV4.Spec"]):
 
     def __init__(self, spec: JinaV4.Spec):
         super().__init__(spec, check_checkpoint(spec, "qwen2_5_vl"))
+        self.token_ids(SPECIAL_TOKEN.findall(IMAGE_PROMPT))
         self._passage = QUERY_PROMPT if spec.task == "text-matching" else PASSAGE_PROMPT
 
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:

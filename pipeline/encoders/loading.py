@@ -82,6 +82,7 @@ class CheckpointSpec(CheckpointFields, config.ComponentSpec):
 #: Fields that are not hashed: the origin of files, whose contents are hashed instead, and batching.
 NOT_IN_FINGERPRINTS = (
     *("model", "revision", "adapter", "appended_tokens", "max_batch_tokens", "trust_remote_code"),
+    "custom_template",
 )
 
 
@@ -441,9 +442,28 @@ def checkpoint_fingerprint(
 
 
 def hash_files(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
-    """Computes the SHA-256 of all files of a folder that match the patterns, by file name."""
+    """Computes the SHA-256 of all files of a folder that match the patterns, by relative path."""
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-    return {path.name: sha256(path) for path in paths}
+    return {path.relative_to(folder).as_posix(): sha256(path) for path in paths}
+
+
+def load_json(path: Path, model: str) -> Any:
+    """Returns the content of a JSON file of a checkpoint, or None if it does not exist.
+
+    Args:
+        path: Path of the file.
+        model: Name of the checkpoint, used in messages.
+
+    Raises:
+        SpecError: For `model`: the file is not valid JSON.
+    """
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError:
+        rule = f"a checkpoint with a valid {path.name}"
+        raise SpecError("model", model, rule, "has an invalid one") from None
 
 
 def check_training_hashes(folder: Path | str, field: str) -> None:

@@ -27,13 +27,10 @@ from pipeline import config
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 from pipeline.encoders import (
-    DEFAULT_INSTRUCTION,
-    INSTRUCTION_SLOT,
     AttentionInfo,
     EncodedQueries,
     Trainable,
     batches_by_size,
-    fill_template,
 )
 from pipeline.encoders.appended import APPENDED, AppendedTokens, AppendedTokensSpec
 from pipeline.encoders.attention import (
@@ -50,7 +47,20 @@ from pipeline.encoders.loading import (
     WEIGHTS,
     adapter_folder,
     hash_files,
+    load_json,
     load_model,
+)
+from pipeline.encoders.templates import (
+    DEFAULT_INSTRUCTION,
+    INSTRUCTION_SLOT,
+    PROMPTS_FILE,
+    Templates,
+    TemplateSpec,
+    check_declared,
+    check_special_tokens,
+    fill_template,
+    prompt_texts,
+    text_template,
 )
 from pipeline.encoders.trained import (
     appended_hashes,
@@ -93,7 +103,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
     and have unit length.
     """
 
-    class Spec(AppendedTokensSpec, config.ComponentSpec):
+    class Spec(TemplateSpec, AppendedTokensSpec, config.ComponentSpec):
         """Checkpoint of a text encoder, and options for the computation of its vectors."""
 
         name: Literal["minilm"] = "minilm"
@@ -128,7 +138,9 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         """Attention implementation."""
         query_prefix: str = ""
         """Prefix of each query. Its tokens are kept, with kind `PROMPT`. `{instruction}` is
-        replaced with the instruction of the benchmark's task."""
+        replaced with the instruction of the benchmark's task. It must be the checkpoint's prompt
+        for queries if `config_sentence_transformers.json` contains one.
+        """
         document_prefix: str = ""
         """Prefix of each item. Its tokens are kept, with kind `PROMPT`."""
 
@@ -158,7 +170,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
 
     def __init__(self, spec: Spec):
         self.spec, self._instruction = spec, DEFAULT_INSTRUCTION
-        folder = _find_folder(spec, WEIGHTS + SETTINGS)
+        folder = _find_folder(spec, [*WEIGHTS, *SETTINGS, PROMPTS_FILE])
         _check_folder(spec, folder, with_weights=True)
         self.tokenizer = _load_tokenizer(spec, folder)
         model_class = MODEL_MAPPING[type(AutoConfig.from_pretrained(folder))]
@@ -180,7 +192,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         Raises:
             SpecError: The checkpoint does not exist or does not support the spec.
         """
-        folder = _find_folder(spec, SETTINGS)
+        folder = _find_folder(spec, [*SETTINGS, PROMPTS_FILE])
         is_local = spec.model == BUNDLED or Path(spec.model).is_dir()
         _check_folder(spec, folder, with_weights=is_local)
         adapter_folder(spec.adapter, ADAPTER_SETTINGS)
@@ -188,7 +200,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
     @classmethod
     def attention(cls, spec: Spec) -> AttentionInfo | None:
         """Returns all statistics, except `pooled_row` without pooling, or None if unsupported."""
-        folder = _find_folder(spec, SETTINGS)
+        folder = _find_folder(spec, [*SETTINGS, PROMPTS_FILE])
         model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if not can_record(model_config):
             return None
@@ -251,6 +263,22 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         instructed = copy.copy(self)
         instructed._instruction = instruction
         return instructed
+
+    def templates(self) -> Templates:
+        """Returns the prefixes with the special tokens of the tokenizer."""
+
+        def decode(ids: list[int]) -> str:
+            return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+        def query_ids(text: str) -> list[int]:
+            return self.read_queries([text])[0][0].ids.tolist()
+
+        def item_ids(text: str) -> list[int]:
+            return self._tokenise([text], self.spec.document_prefix)[0][0].ids.tolist()
+
+        return Templates(
+            text_template("{query}", query_ids, decode), text_template("{text}", item_ids, decode)
+        )
 
     def _tokenise_items(self, texts: Sequence[str]) -> list[list[_Window]]:
         """Returns the windows of each item, each followed by the appended tokens, if any."""
@@ -581,12 +609,27 @@ def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:
     if num_layers is None or model_config.is_encoder_decoder:
         raise SpecError("model", spec.model, "a text encoder", f"is a {model_config.model_type}")
     check_layers(spec.layer, num_layers)
+    tokenizer = _load_tokenizer(spec, folder)
+    _check_prefixes(spec, folder, tokenizer)
     # The usable length can be less than the position table, because RoBERTa's starts after the
     # padding index. The tokenizer has the correct limit.
-    limit = _max_positions(model_config, _load_tokenizer(spec, folder))
+    limit = _max_positions(model_config, tokenizer)
     if spec.window > limit:
         raise SpecError("window", spec.window, f"at most {limit} (the maximum length of the model)")
     check_appended_tokens(spec, model_config.hidden_size, "window", spec.window, limit)
+
+
+def _check_prefixes(spec: MiniLM.Spec, folder: Path, tokenizer: Any) -> None:
+    """Checks that the prefixes do not contradict the prompts of the checkpoint.
+
+    Raises:
+        SpecError: They do, or contain a special token that the tokenizer lacks.
+    """
+    declared = prompt_texts(load_json(folder / PROMPTS_FILE, spec.model) or {})
+    prefixes = {"query_prefix": spec.query_prefix, "document_prefix": spec.document_prefix}
+    for (field, prefix), prompt in zip(prefixes.items(), declared, strict=True):
+        check_declared(spec, field, prefix, prompt or None, PROMPTS_FILE)
+        check_special_tokens(field, prefix, tokenizer.get_vocab(), spec.model)
 
 
 def _max_positions(model_config: PretrainedConfig, tokenizer: Any) -> int:
@@ -619,7 +662,7 @@ def _fingerprint(spec: MiniLM.Spec, folder: Path) -> str:
         files |= hash_files(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
     ignored = (
         *("model", "revision", "adapter", "appended_tokens", "max_batch_tokens"),
-        "document_prefix",
+        *("document_prefix", "custom_template"),
     )
     settings = config.dump_stored(spec, exclude=ignored)
     return config.digest({"files": files, "settings": settings, **appended_hashes(spec)})

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 from pydantic import AfterValidator, Field
 
 from pipeline.config import SpecError
-from pipeline.encoders import fill_template
 from pipeline.encoders.appended import AppendedTokensSpec
 from pipeline.encoders.layers import Layers
 from pipeline.encoders.loading import CheckpointSpec
+from pipeline.encoders.templates import fill_template
 
 #: Placeholder in a prompt for the images and the text.
 CONTENT = "{content}"

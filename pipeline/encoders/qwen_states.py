@@ -18,12 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.encoders import (
-    DEFAULT_INSTRUCTION,
-    AttentionInfo,
-    EncodedQueries,
-    fill_template,
-)
+from pipeline.encoders import AttentionInfo, EncodedQueries
 from pipeline.encoders.images import open_query_image
 from pipeline.encoders.layers import attention_info, check_layers, layer_states, make_bidirectional
 from pipeline.encoders.loading import NOT_IN_FINGERPRINTS, checkpoint_fingerprint
@@ -31,6 +26,11 @@ from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.qwen_reader import QwenReader, SequenceWriter, TimedImage
 from pipeline.encoders.qwen_spec import StatesSpecT
 from pipeline.encoders.sequences import SequenceEncoder
+from pipeline.encoders.templates import (
+    DEFAULT_INSTRUCTION,
+    check_special_tokens,
+    fill_template,
+)
 from pipeline.encoders.trained import appended_hashes, check_appended_tokens
 from pipeline.taps import MODEL_STATISTICS
 from pipeline.tokens import SPECIAL, VISUAL
@@ -156,6 +156,12 @@ class StatesReader(QwenReader[StatesSpecT]):
     """
 
     MEDIA: ClassVar[tuple[int, ...]] = (VISUAL,)
+
+    def __init__(self, spec: StatesSpecT, settings: PretrainedConfig):
+        super().__init__(spec, settings)
+        for field in ("document_prompt", "query_prompt"):
+            vocabulary = self.tokenizer.get_vocab()
+            check_special_tokens(field, getattr(spec, field), vocabulary, spec.model)
 
     @property
     def _as_images(self) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Self
@@ -15,10 +16,16 @@ import torch
 from PIL import Image
 
 from pipeline.config import SpecError
-from pipeline.encoders import DEFAULT_INSTRUCTION
 from pipeline.encoders.loading import CheckpointSpecT
 from pipeline.encoders.model_inputs import ModelInput, pack
+from pipeline.encoders.templates import (
+    DEFAULT_INSTRUCTION,
+    Templates,
+    image_template,
+    text_template,
+)
 from pipeline.schema import PAYLOAD
+from pipeline.tokens import VISUAL
 
 #: Column of the serialised model inputs of an item.
 MODEL_INPUTS = "model_inputs"
@@ -28,6 +35,7 @@ class Reader(ABC, Generic[CheckpointSpecT]):
     """Base class of the preprocessing of a model family."""
 
     processor: Any  # processor of transformers, saved with a trained model
+    tokenizer: Any  # tokenizer of texts
     instruction = DEFAULT_INSTRUCTION
 
     def __init__(self, spec: CheckpointSpecT):
@@ -77,6 +85,34 @@ class Reader(ABC, Generic[CheckpointSpecT]):
             "query", text, "a text", f"cannot be combined with an image in {self.spec.name}"
         )
 
+    def templates(self, inputs: Collection[str]) -> Templates:
+        """Returns the templates of queries and items, derived from their token ids.
+
+        Args:
+            inputs: Names of the inputs of items.
+        """
+
+        def decode(ids: list[int]) -> str:
+            return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+        def item_ids(text: str) -> list[int]:
+            return self.read_item({"text": text})[0].sequence["input_ids"].tolist()
+
+        def query_ids(text: str) -> list[int]:
+            return self.read_text_query(text)[0].sequence["input_ids"].tolist()
+
+        image = None
+        if "image" in inputs:
+            sequence = self.read_item({"image": _probe_image()})[0]
+            ids = sequence.sequence.get("input_ids", sequence.kind)  # towers have no text tokens
+            is_visual = sequence.kind == VISUAL if "input_ids" in sequence.sequence else ids >= 0
+            image = image_template("{image}", ids.tolist(), is_visual.tolist(), decode)
+        return Templates(
+            text_template("{query}", query_ids, decode),
+            text_template("{text}", item_ids, decode) if "text" in inputs else None,
+            image,
+        )
+
     def read_note(self, item: Mapping[str, Any], inputs: Sequence[ModelInput]) -> dict[str, Any]:
         """Returns metadata about content of an item that its sequences omit."""
         return {}
@@ -111,6 +147,13 @@ class Reader(ABC, Generic[CheckpointSpecT]):
             [name for name in payload if name != "item_id"]
         )
         return items.append_column(MODEL_INPUTS, pa.array(values, pa.large_binary()))
+
+
+def _probe_image() -> bytes:
+    """Returns a PNG file with a small image."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "PNG")
+    return file.getvalue()
 
 
 def add_notes(items: pa.Table, notes: Sequence[Mapping[str, Any]]) -> pa.Table:

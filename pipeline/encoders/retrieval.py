@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.encoders import AttentionInfo, fill_template
+from pipeline.encoders import AttentionInfo
 from pipeline.encoders.appended import AppendedTokensSpec
 from pipeline.encoders.images import item_images
 from pipeline.encoders.layers import attention_info
@@ -33,6 +33,7 @@ from pipeline.encoders.loading import (
     checkpoint_fingerprint,
     checkpoint_folder,
     hash_files,
+    load_json,
     load_linear,
     load_model,
     load_model_config,
@@ -42,11 +43,17 @@ from pipeline.encoders.loading import (
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.reader import Reader
 from pipeline.encoders.sequences import SequenceEncoder
+from pipeline.encoders.templates import (
+    TemplateSpec,
+    check_declared,
+    check_special_tokens,
+    fill_template,
+)
 from pipeline.encoders.tokenizing import ids_between, text_kinds, token_names
 from pipeline.encoders.trained import appended_hashes, check_appended_tokens
 
 
-class RetrievalSpec(AppendedTokensSpec, CheckpointSpec):
+class RetrievalSpec(TemplateSpec, AppendedTokensSpec, CheckpointSpec):
     """Settings of query formatting and of the projection."""
 
     query_prefix: str | None = None
@@ -183,11 +190,29 @@ class RetrievalReader(Reader[RetrievalSpecT]):
         self.settings = load_model_config(spec, checkpoint_folder(spec, SETTINGS)).vlm_config
         self.max_positions = self.settings.text_config.max_position_embeddings
         self.processor = processor = load_processor(spec, self.processor_class, **options)
+        self.tokenizer = processor.tokenizer
+        self._check_query_prefix(processor.query_prefix)
         if spec.query_prefix is not None:
             processor.query_prefix = spec.query_prefix
         if processor.query_augmentation_token is None:
             rule = "a checkpoint whose tokenizer has a pad_token"
             raise SpecError("model", spec.model, rule, "has no pad_token")
+
+    def _check_query_prefix(self, declared: str) -> None:
+        """Checks that the prefix of queries does not contradict the files of the processor.
+
+        Raises:
+            SpecError: It does, or contains a special token that the tokenizer lacks.
+        """
+        spec, prefix = self.spec, self.spec.query_prefix
+        folder = checkpoint_folder(spec, SETTINGS)
+        for name in PROCESSOR_FILES:
+            # The default of the processor's class is not a declaration of the checkpoint.
+            if "query_prefix" in (load_json(folder / name, spec.model) or {}):
+                check_declared(spec, "query_prefix", prefix, declared, name)
+        check_special_tokens(
+            "query_prefix", prefix or declared, self.tokenizer.get_vocab(), spec.model
+        )
 
     @abstractmethod
     def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:

@@ -36,6 +36,7 @@ from pipeline.encoders.loading import (
 )
 from pipeline.encoders.model_inputs import Collated, ModelInput, collate, unpack
 from pipeline.encoders.reader import MODEL_INPUTS, Reader
+from pipeline.encoders.templates import Templates
 from pipeline.encoders.trained import load_appended_tokens
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise, pad
@@ -167,6 +168,10 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         instructed = copy.copy(self)
         instructed.__dict__["_reader"] = self._reader.with_instruction(instruction)
         return instructed
+
+    def templates(self) -> Templates:
+        """Returns the templates of the reader."""
+        return self._reader.templates(self.supported_inputs(self.spec))
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
         """Encodes query texts, in order.

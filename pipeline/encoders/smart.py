@@ -30,6 +30,7 @@ from pipeline import config
 from pipeline.config import SpecError, Uri
 from pipeline.encoders import AttentionInfo, EncodedQueries, Encoder
 from pipeline.encoders.loading import WEIGHTS, check_training_hashes, hash_files
+from pipeline.encoders.templates import Templates
 from pipeline.registry import ENCODERS, EncoderSpec
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise
@@ -244,6 +245,10 @@ class Smart(Encoder["Smart.Spec"]):
         instructed = copy.copy(self)
         instructed._inner = self._inner.with_instruction(instruction)
         return instructed
+
+    def templates(self) -> Templates | None:
+        """Returns the templates of the frozen encoder."""
+        return self._inner.templates()
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
         """Encodes query texts, in order."""

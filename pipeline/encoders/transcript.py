@@ -20,6 +20,7 @@ from pipeline import config
 from pipeline.config import SpecError, within
 from pipeline.encoders import AttentionInfo, EncodedQueries, Encoder
 from pipeline.encoders.minilm import MiniLM
+from pipeline.encoders.templates import Templates
 from pipeline.registry import OCR, SPEECH, OcrSpec, Registry, SpeechSpec
 from pipeline.schema import ITEM, WORD_BOXES, WORD_CONFIDENCES, WORD_KINDS, WORD_SPANS, WORD_TIMES
 from pipeline.taps import Tap
@@ -163,6 +164,10 @@ class Transcript(Encoder["Transcript.Spec"]):
         instructed = copy.copy(self)
         instructed._minilm = self._minilm.with_instruction(instruction)
         return instructed
+
+    def templates(self) -> Templates:
+        """Returns the templates of MiniLM."""
+        return self._minilm.templates()
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
         """Encodes query texts with MiniLM, in order.

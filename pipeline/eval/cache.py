@@ -55,6 +55,12 @@ class CachedGrounding(CacheEntry):
     numbers: dict[str, float]
 
 
+class CachedTemplates(CacheEntry):
+    """Templates of an encoder by name, see `Templates`. Empty for encoders without any."""
+
+    templates: dict[str, str]
+
+
 EntryT = TypeVar("EntryT", bound=CacheEntry)
 
 

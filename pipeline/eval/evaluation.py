@@ -9,7 +9,7 @@ import platform
 import posixpath
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,14 @@ from pipeline import extras
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, dump
 from pipeline.eval import BenchmarkRow, JudgedQueries, Phrase, bm25
-from pipeline.eval.cache import Cache, CachedDiagnosis, CachedGrounding, CachedResult, cache_key
+from pipeline.eval.cache import (
+    Cache,
+    CachedDiagnosis,
+    CachedGrounding,
+    CachedResult,
+    CachedTemplates,
+    cache_key,
+)
 from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.document_categories import queries_by_document_category
 from pipeline.eval.example_selection import DrawHit, build_examples, compared_rows, select_queries
@@ -115,12 +122,15 @@ def run(
         report(notes[-1])
     grounder = Grounder(searcher, phrases)
 
+    cache = Cache(spec.output)
+    templates = _templates(plan, judged, ranker, searcher, cache)
+    for name, by_kind in templates.items():
+        report(f"{name}: queries are encoded as {by_kind['query']!r}")
     samples = _Samples(searcher.index, spec.filter)
     headline = judged.measure
     if headline is None:
         headline = next(name for name in spec.measures if name != MDR)
         headline = "nDCG@10" if "nDCG@10" in spec.measures else headline
-    cache = Cache(spec.output)
     results, keys = [], {}
     for number, row in enumerate(plan, start=1):
         key = ranker.key(row)
@@ -179,6 +189,7 @@ def run(
         results=results,
         document_categories=document_categories,
         query_categories=judged.categories,
+        templates=templates,
     )
     examples = _examples(evaluation, judged, searcher, ranker, cache, keys, draw_hit)
     return replace(evaluation, examples=examples.examples)
@@ -197,6 +208,31 @@ def _with_main_measure(spec: EvaluateSpec, judged: JudgedQueries) -> EvaluateSpe
         raise SpecError("k", spec.k, f"at least {cutoff} for {judged.measure}, the main metric")
     measures = list(dict.fromkeys([judged.measure, *spec.measures]))
     return spec.model_copy(update={"measures": measures})
+
+
+def _templates(
+    plan: Sequence[Row], judged: JudgedQueries, ranker: Ranker, searcher: Searcher, cache: Cache
+) -> dict[str, dict[str, str]]:
+    """Returns the templates of the encoders, by name. See `Evaluation.templates`."""
+    found: dict[str, dict[str, str]] = {}
+    if judged.vectors is not None:
+        return found
+    for representation in dict.fromkeys(row.representation for row in plan if row.score != BM25):
+        info = searcher.index.representation(representation).encoder
+        if info.prefix in found:
+            continue
+        key = cache_key(templates=info.spec, instruction=judged.instruction)
+        entry = cache.read(key, CachedTemplates)
+        if entry is None:
+            try:
+                templates = ranker.query_encoder(representation).templates()
+            except SpecError:  # all rows may be cached, which needs no encoder
+                continue
+            filled = {} if templates is None else asdict(templates)
+            entry = CachedTemplates(templates={k: t for k, t in filled.items() if t is not None})
+            cache.write(key, entry)
+        found[info.prefix] = entry.templates
+    return {name: templates for name, templates in found.items() if templates}
 
 
 class _Samples:

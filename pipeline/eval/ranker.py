@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pipeline.config import SpecError, digest, dump
-from pipeline.encoders import EncodedQueries
+from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.eval import JudgedQueries, bm25
 from pipeline.eval.cache import CachedResult, cache_key
 from pipeline.eval.diagnose import Diagnoser, uncompressed_representation
@@ -349,17 +349,25 @@ class Ranker:
         texts = list(self._judged.queries.values())
         return queries.with_texts([texts[number] for number in numbers])
 
+    def query_encoder(self, representation: str) -> Encoder:
+        """Returns the query encoder of a representation, with the instruction of the task.
+
+        Raises:
+            SpecError: The encoder is not available.
+        """
+        encoder = self._searcher.encoder(representation)
+        if self._judged.instruction is None:
+            return encoder
+        return encoder.with_instruction(self._judged.instruction)
+
     def _queries(self, representation: str, numbers: Sequence[int]) -> AnyQueries:
         """Returns some of the judged queries as vectors, which are read from a file or encoded."""
         if self._vectors is not None:
             return [self._vectors[number] for number in numbers]
         encoder = self._searcher.index.representation(representation).encoder.fingerprint
         if encoder not in self._encoded:
-            query_encoder = self._searcher.encoder(representation)
-            if self._judged.instruction is not None:
-                query_encoder = query_encoder.with_instruction(self._judged.instruction)
             inputs = self._judged.inputs(self._judged.queries)
-            self._encoded[encoder] = encode_all(query_encoder, inputs)
+            self._encoded[encoder] = encode_all(self.query_encoder(representation), inputs)
         encoded = self._encoded[encoder]
         tokens = encoded.tokens.take(torch.tensor(numbers))
         return EncodedQueries(tokens, [encoded.token_texts[number] for number in numbers])

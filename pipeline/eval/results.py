@@ -346,6 +346,8 @@ class Evaluation:
         document_categories: Query ids by category of the relevant documents; empty if the spec does
             not ask for it.
         query_categories: Query ids of each category, by field of the queries.
+        templates: Templates of queries (`query`) and items (`text`, `image`), by encoder. The
+            instruction of the task is filled in.
         examples: Queries with the hits of two rows; not part of `to_json`.
     """
 
@@ -359,6 +361,7 @@ class Evaluation:
     results: list[Result]
     document_categories: dict[str, list[str]] = field(default_factory=dict)
     query_categories: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    templates: dict[str, dict[str, str]] = field(default_factory=dict)
     examples: list[Example] = field(default_factory=list)
 
     @property

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-import random
 import re
 import time
 import uuid
@@ -28,6 +27,7 @@ from urllib.parse import quote
 import httpx2
 from pydantic import ValidationError
 
+from pipeline.retries import RETRIED_STATUSES, is_transient, retry_delay
 from pipeline.schema import Composed
 from pipeline.serve import wire
 
@@ -36,9 +36,6 @@ AnyQuery = str | bytes | Composed | Sequence[Sequence[float]] | wire.Query
 
 #: Environment variable of the default access key.
 KEY_VARIABLE = "MAXRAY_KEY"
-RETRIED_STATUSES = frozenset({429, 502, 503, 504})
-#: Delay before the first retry, in seconds. It doubles with each further retry up to the maximum.
-INITIAL_DELAY_S, MAX_DELAY_S = 0.25, 10.0
 #: Default of the maximum number of attempts per request.
 MAX_TRIES = 9
 
@@ -179,36 +176,12 @@ def _is_retryable(response: httpx2.Response) -> bool:
     return response.status_code in RETRIED_STATUSES or is_proxy_error
 
 
-def _is_temporary(error: httpx2.TransportError) -> bool:
-    """Checks whether a request should be retried after the given error.
-
-    Errors that the client has caused are not retried.
-    """
-    return not isinstance(error, httpx2.LocalProtocolError | httpx2.UnsupportedProtocol)
-
-
 def _is_api_error(response: httpx2.Response) -> bool:
     """Checks whether a response contains an error of the API."""
     try:
         return bool(wire.ErrorResponse.model_validate_json(response.content))
     except ValidationError:
         return False
-
-
-def retry_delay(num_tries: int, response: httpx2.Response | None) -> float:
-    """Returns how long to wait before the next attempt of a request, in seconds.
-
-    Args:
-        num_tries: Number of attempts so far.
-        response: Response of the last attempt, or None if there was none.
-    """
-    delay = min(INITIAL_DELAY_S * 2 ** (num_tries - 1), MAX_DELAY_S)
-    delay *= 0.5 + random.random() / 2  # jitter spreads the retries of many clients
-    try:
-        retry_after = float(response.headers.get("retry-after", 0)) if response is not None else 0.0
-    except ValueError:
-        retry_after = 0.0
-    return max(delay, min(retry_after, MAX_DELAY_S))
 
 
 class Client:
@@ -379,7 +352,7 @@ class Client:
             try:
                 response = self._http.request(**arguments)
             except httpx2.TransportError as error:
-                if num_tries >= self._tries or not _is_temporary(error):
+                if num_tries >= self._tries or not is_transient(error):
                     raise
             else:
                 if num_tries >= self._tries or not _is_retryable(response):
@@ -504,7 +477,7 @@ class AsyncClient:
             try:
                 response = await self._http.request(**arguments)
             except httpx2.TransportError as error:
-                if num_tries >= self._tries or not _is_temporary(error):
+                if num_tries >= self._tries or not is_transient(error):
                     raise
             else:
                 if num_tries >= self._tries or not _is_retryable(response):

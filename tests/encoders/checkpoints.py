@@ -272,6 +272,9 @@ def colbert_bert(folder: Path) -> Path:
     named = {f"bert.{name}": tensor for name, tensor in weights.items() if "pooler" not in name}
     named["linear.weight"] = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
     save_file(named, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["architectures"] = ["HF_ColBERT"]
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
     usage = {
         "query_token_id": "[unused0]",
         "doc_token_id": "[unused1]",

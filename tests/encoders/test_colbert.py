@@ -29,7 +29,7 @@ LONG = " ".join(f"lift {i} of the wing," for i in range(12))
 def build(checkpoint):
     def build(family, **fields):
         given = {"name": "colbert", "model": checkpoint(family), "dtype": "float32"}
-        return ENCODERS.build(ENCODERS.resolve({**given, **fields}))
+        return ENCODERS.build(ENCODERS.resolve({**given, "custom_template": True, **fields}))
 
     return build
 
@@ -286,6 +286,7 @@ def test_replaces_the_projection(build, encoder, family, tmp_path):
 def test_identity_projection_keeps_hidden_states(build, family, tmp_path):
     """Without markers and a skiplist, as for a single-vector model."""
     plain = {"query_prefix": "", "document_prefix": "", "skiplist": (), "projection": "identity"}
+    plain |= {"custom_template": True}
     encoder = build(family, query_length=9, **plain)
     assert encoder.dim == encoder.model.config.hidden_size
     check(model=encoder.spec.model, **plain)

@@ -16,6 +16,7 @@ from pipeline.encoders.smart import Adapter
 from pipeline.registry import ENCODERS
 from pipeline.schema import vectors_type
 from pipeline.tokens import KINDS, unit_vectors
+from tests.encoders.endpoints import MODEL, TextModel, serve
 from tests.images import noise, png
 
 #: Small specs of encoders, without their names.
@@ -36,6 +37,7 @@ CHECKPOINTS = {
     "jina_v4": ("jina_v4", {}),
     "qwen_omni": ("qwen2_5_omni", {"query_prompt": "{content}<|im_end|>"}),
     "qwen_vl": ("qwen2_5_vl", {"query_prompt": "{content}<|im_end|>"}),
+    "sentence_transformers": ("colbert_modernbert", {}),
 }
 #: Sizes of the images of the items; None: no image.
 SIZES = [(40, 40), (32, 64), (90, 50), None, (33, 47), (64, 64)]
@@ -71,9 +73,20 @@ def make_items() -> pa.Table:
 ITEMS = make_items()
 
 
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with serve(TextModel(checkpoint("colbert_bert"))) as server:
+        yield server
+
+
 @pytest.fixture(scope="module", params=ENCODERS.names())
 def encoder(request, checkpoint, tmp_path_factory):
     given = SPECS.get(request.param)
+    if request.param == "http":
+        server = request.getfixturevalue("server")
+        given = {"url": server.url, "model": MODEL, "dim": server.model.dim, "api": "pooling"}
+    if request.param == "sentence_transformers":
+        pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
     if request.param == "smart":
         folder = tmp_path_factory.mktemp("adapter")
         Adapter(384, 16).save(folder)
@@ -203,3 +216,16 @@ def test_text_queries(encoder):
             named_spans = list(zip(names, spans[: len(names)], strict=True))
             assert all(text[start:end] == name for name, (start, end) in named_spans if start >= 0)
             assert any(start >= 0 for _, (start, _) in named_spans)
+
+
+def test_templates(encoder):
+    """The templates have slots in place of the content."""
+    templates = encoder.templates()
+    if encoder.spec.name in ("precomputed", "sleeping"):
+        assert templates is None
+        return
+    assert templates.query.count("{query}") == 1
+    for slot, template in (("{text}", templates.text), ("{image}", templates.image)):
+        assert template is None or slot in template
+    inputs = encoder.supported_inputs(encoder.spec)
+    assert (templates.image is not None) <= ("image" in inputs)

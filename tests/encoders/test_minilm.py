@@ -16,8 +16,8 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, T5Conf
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.encoders import DEFAULT_INSTRUCTION
 from pipeline.encoders.minilm import BUNDLED, CPU_PASS_TOKENS, MiniLM, _find_folder
+from pipeline.encoders.templates import DEFAULT_INSTRUCTION
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT
 

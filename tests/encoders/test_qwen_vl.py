@@ -22,9 +22,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.encoders import fill_template
 from pipeline.encoders.qwen_spec import CHAT, DOCUMENT_PROMPT, QUERY_PROMPT
 from pipeline.encoders.qwen_vl import QwenVL
+from pipeline.encoders.templates import fill_template
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.taps import Tap

@@ -37,8 +37,8 @@ SIZES = [(50, 60), (100, 40), (33, 33), (64, 96)]
 @pytest.fixture(scope="module")
 def build(checkpoint):
     def build(name, **fields):
-        given = {"name": name, "model": checkpoint(name), "dtype": "float32", **fields}
-        return ENCODERS.build(ENCODERS.resolve(given))
+        given = {"name": name, "model": checkpoint(name), "dtype": "float32"}
+        return ENCODERS.build(ENCODERS.resolve({**given, "custom_template": True, **fields}))
 
     return build
 

@@ -232,8 +232,13 @@ def test_text_task_from_source_to_result(tmp_path):
         for measure, name in (("nDCG@10", "main_score"), ("R@5", "recall_at_5")):
             assert result.means[measure] == pytest.approx(scores[name], abs=6e-6)  # rounded
 
-    # The instruction is part of the queries.
+    # The instruction is part of the queries, and the report names the templates.
     judged = load("SciFact", tmp_path / "data")
+    found = evaluation.templates["minilm"]
+    words = judged.instruction.lower().replace(" ", "")  # the tokenizer separates punctuation
+    assert found["query"].replace(" ", "") == f"[CLS]{words}{{query}}[SEP]"
+    assert found["text"] == "[CLS] {text} [SEP]"
+    assert evaluate(tmp_path, uri, source).templates == evaluation.templates  # from the cache
     encoder = ENCODERS.build(ENCODERS.resolve(encoder)).with_instruction(judged.instruction)
     searcher = open_index(uri)
     queries = list(judged.inputs(judged.queries))

@@ -57,6 +57,13 @@ def test_page_is_escaped(with_examples):
     assert "<b>bold" not in html.report([unescaped])
 
 
+def test_page_names_the_templates(evaluation):
+    templates = {"colpali": {"query": "<bos>Question: {query}", "image": "{image}"}}
+    page = " ".join(html.report([replace(evaluation, templates=templates)]).split())
+    assert "<dt>Templates of colpali</dt>" in page
+    assert "query: <code>&lt;bos&gt;Question: {query}</code>; image: <code>{image}</code>" in page
+
+
 def test_page_content(with_examples):
     page = html.report([with_examples])
     assert page.index("Largest losses by compression") < page.index("Failures of all rows")

@@ -276,6 +276,7 @@ def distillation_spec(folder: Path, checkpoint, **learner):
         "dtype": "float32",
         "projection": "identity",
         **{"query_prefix": "", "document_prefix": "", "query_length": 12, "skiplist": []},
+        "custom_template": True,
     }
     fields = {
         "encoder": encoder,

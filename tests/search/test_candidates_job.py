@@ -114,10 +114,10 @@ def queries(num: int = 12) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def built(original, tmp_path_factory) -> Path:
-    """Copy of the index with both generators, which tests do not change."""
+    """Copy of the index with all generators, which tests do not change."""
     uri = tmp_path_factory.mktemp("built") / "index"
     shutil.copytree(original, uri)
-    for generator in (LEMUR, CENTROIDS):
+    for generator in (LEMUR, CENTROIDS, PQ):
         build(uri, generator)
     return uri
 
@@ -141,12 +141,10 @@ def test_scores_are_exact_and_recall_is_high(built, generator):
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_steps_select_among_the_items_of_the_step_before(uri, step, monkeypatch):
+def test_steps_select_among_the_items_of_the_step_before(built, step, monkeypatch):
     monkeypatch.setattr(score, "ITEMS_PER_CANDIDATE", 3)
     monkeypatch.setattr(score, "EXACT_ITEMS", 0)
-    for generator in (LEMUR, PQ):
-        build(uri, generator)
-    searcher = open_index(str(uri))
+    searcher = open_index(str(built))
     order = [generator["name"] for generator in (LEMUR, PQ)]
 
     def approximate(name: str, query: np.ndarray) -> np.ndarray:

@@ -309,7 +309,7 @@ def _parser() -> jobs.Parser:
         "--num-candidates",
         type=jobs.positive,
         metavar="N",
-        help="number of items that each generator finds (default: 500, or 10 k if that is more)",
+        help="number of items that each generator finds (default: 1,000, or 16 k if that is more)",
     )
     parser.add_argument(
         "--idf-power",

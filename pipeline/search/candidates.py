@@ -18,8 +18,9 @@ BM25 = "bm25"
 UNION, STEP = "+", ":"
 #: Number of items that a step finds per candidate, if another step follows.
 ITEMS_PER_CANDIDATE = 32
-#: Default minimum number of candidates, and their number per hit.
-MIN_CANDIDATES, CANDIDATES_PER_HIT = 500, 10
+#: Default minimum number of candidates, and their number per hit. On 117,659 definitions, `lemur`
+#: then finds 97 % of the 100 best items.
+MIN_CANDIDATES, CANDIDATES_PER_HIT = 1000, 16
 #: Number of scores from which a lower bound of the best scores is estimated.
 SELECTION_SAMPLE = 16384
 

@@ -87,7 +87,8 @@ class SearchOptions:
             a code of a generator are always scored. If fewer than k items are found, all items are
             scored.
         num_candidates: Number of items that each generator finds per query and shard, at least `k`.
-            Defaults to 500, or 10 k if that is more. A generator before ":" finds 32 times as many.
+            Defaults to 1,000, or 16 k if that is more. A generator before ":" finds 32 times as
+            many.
         idf_power: Weights of the query tokens in the MaxSim score are their inverse document
             frequency to this power, see `TokenFrequencies.weights`. None does not weight them.
         rerank: Second stage: "vectors" scores with another representation, "edje" with EDJE's joint

@@ -232,7 +232,7 @@ class SearchOptions(Request):
     `exact`."""
     num_candidates: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Number of candidates per query, shard and generator, at least `k`. Default: that of the
-    settings of the server if they name the generator, else 500, or 10 `k` if that is more."""
+    settings of the server if they name the generator, else 1,000, or 16 `k` if that is more."""
     idf_power: Annotated[float, Field(gt=0, le=4)] | None = None
     """Weights the tokens of text queries in the MaxSim score by their inverse document frequency to
     this power. The token frequencies of the index must have been counted. If null, all weights are

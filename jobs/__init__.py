@@ -99,6 +99,13 @@ def _stopped(error: Stopped | KeyboardInterrupt) -> int:
     return _report_error("interrupted", INTERRUPTED)
 
 
+def report_missing(sentences: Sequence[str]) -> int:
+    """Prints one sentence per missing file to stderr and returns the exit code."""
+    for sentence in sentences:
+        print(f"error: {sentence}", file=sys.stderr)
+    return BAD_INPUT
+
+
 def _report_error(error: object, code: int) -> int:
     """Prints an error to stderr and returns `code`."""
     error = getattr(error, "cause", error)  # Ray wraps errors raised in tasks

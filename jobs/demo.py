@@ -26,6 +26,8 @@ NUM_SCENES = 200
 SCENE = "a large red circle above a small blue star"
 #: Query whose results are reranked: the caption of the first scene.
 FIRST = "a small green circle below a small red cross"
+#: Representations of the scenes that are evaluated.
+SHOWN = "full, kcenter_16, hpool_16, samer_16, kcenter_8, samer_8"
 #: Folder of the reranker.
 EDJE = "jobs/data/models/shapes_edje"
 COLLECTIONS = ["cranfield", "us_government", "photos"]
@@ -88,7 +90,7 @@ def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
     names += ["--index", f"{folder}/trained", "samer_16"]
     phase("map phrases", maps.main, phrases, f"{folder}/maps/phrases.png", *names)
     found = []
-    for name, shown in (("index", "full, samer_16, hpool_16, sap_16, samer_8"), ("trained", "")):
+    for name, shown in (("index", SHOWN), ("trained", "")):
         found.append(f"{folder}/{name}_evaluation")
         at = [f"index={folder}/{name}", f"benchmark.path={folder}", f"grounding={phrases}"]
         at += [f"representations=[{shown}]", f"output={found[-1]}"]

@@ -13,9 +13,9 @@ QUERIES is a folder in BEIR format, or a spec of jobs.evaluate, whose benchmark,
 level and filter are used. Without it, the quality is estimated with pseudo-queries that are made
 from the vectors of the items.
 
-The job prints a table, the reason and the command that adds the recommended representation. With
---out, it also writes recommendation.json, candidates.csv, recommendation.png and the spec
-recompress.yaml.
+The job prints a table, the reason and the command that adds the recommended representation, unless
+the index already stores it. With --out, it also writes recommendation.json, candidates.csv,
+recommendation.png and the spec recompress.yaml.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("", yaml.safe_dump(representation, sort_keys=False), sep="\n", end="")
         print(f"\nTo add it, {'' if out else f'save this spec as {SPEC} and '}run:")
         print(f"python -m jobs.recompress {path}")
+    else:
+        print(f"\nThe index already stores it as {recommendation.stored_as}.")
 
 
 def _query_fields(queries: str) -> dict[str, Any]:
@@ -101,8 +103,11 @@ def _query_fields(queries: str) -> dict[str, Any]:
     Raises:
         SpecError: The folder or the file does not exist, or the spec has no benchmark.
     """
-    config.check_exists(queries, "--queries", "a BEIR folder or a spec of jobs.evaluate")
+    rule = "a BEIR folder or a spec of jobs.evaluate (.yaml)"
+    config.check_exists(queries, "--queries", rule)
     if Path(queries).suffix not in (".yaml", ".yml"):
+        if Path(queries).is_file():
+            raise SpecError("--queries", queries, rule)
         return {"benchmark": {"name": "beir", "path": queries}}
     evaluation = config.read(queries, "--queries")
     if "benchmark" not in evaluation:

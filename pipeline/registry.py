@@ -238,6 +238,7 @@ TRAINING_DATA: Registry[TrainingData] = Registry(
         "multivent": "pipeline.training_data.videos:Multivent",
         "pairs": "pipeline.training_data.pairs:Pairs",
         "shapes": "pipeline.synthetic.shapes_data:Shapes",
+        "webdataset": "pipeline.training_data.webdataset:WebDataset",
     },
 )
 

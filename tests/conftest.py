@@ -109,7 +109,7 @@ def actor_pools() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[[str], str]:
     """Function that returns the folder of a family's tiny checkpoint, written once per session."""
-    from tests.encoders.checkpoints import FAMILIES
+    from pipeline.synthetic.checkpoints import FAMILIES
 
     folder, paths = tmp_path_factory.mktemp("checkpoints"), {}
 

@@ -33,6 +33,7 @@ ORDER = [
     ("training_data",),
     ("train",),
     ("synthetic",),
+    ("reproduce",),
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 

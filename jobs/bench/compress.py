@@ -88,19 +88,23 @@ def methods(bench: Bench, args: Any) -> None:
         run = run_apart("jobs.bench.compress_run", json.dumps(fields))
         figures[name] = run
         if "problem" in run:
-            rows.append([name, *["-"] * 5, run["problem"]])
+            rows.append([name, *["-"] * 6, run["problem"]])
             continue
         for batch in run["batches"]:
-            times = Repeats(tuple(1e3 * seconds for seconds in batch["seconds"]))
+            times, cpu_times = (
+                Repeats(tuple(1e3 * seconds for seconds in batch[side]))
+                for side in ("seconds", "cpu_seconds")
+            )
             compared: tuple[Repeats | str, Repeats | str] = "-", "-"
             if "bare" in batch:
                 bare = Repeats(tuple(1e3 * seconds for seconds in batch["bare"]))
                 batch["ratio"] = times.over(bare)
                 compared = bare, batch["ratio"]
             memory = f"{batch['peak_bytes'] / 2**20:,.0f}"
-            rows.append([name, batch["size"], times, *compared, memory, ""])
+            rows.append([name, batch["size"], times, cpu_times, *compared, memory, ""])
     memory = "GPU MiB" if args.device == "cuda" else "process MiB"
-    header = ["method", "batch", "ms/document", "bare, ms/document", "ratio", memory, ""]
+    header = ["method", "batch", "ms/document", "CPU ms/document", "bare, ms/document", "ratio"]
+    header += [memory, ""]
     title = (
         f"N = {args.tokens:,} tokens of D = {args.dim} to K = {args.vectors} vectors on"
         f" {args.device}"

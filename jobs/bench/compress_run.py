@@ -3,8 +3,8 @@
     python -m jobs.bench.compress_run '{"name": "samer", "batches": [1, 256], "repeats": 5, ...}'
 
 The argument is a JSON object with the fields of `Run`. The last line of the output is a JSON object
-with the size of each batch, the seconds per document of both sides for each repeat, and the peak
-memory of the method. The script needs neither Ray nor Lance.
+with the size of each batch, the seconds per document of both sides and the CPU seconds of the
+method for each repeat, and the peak memory of the method. The script needs neither Ray nor Lance.
 
 The lower bound ("bare") consists of the operations that the method cannot avoid. For `samer` and
 `attention_clustering`, these are the matrix products of their equations with the same number of
@@ -94,7 +94,10 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def time_both(run: Run, compressor: Compressor, batch: TokenBatch) -> dict[str, Any]:
-    """Measures the seconds per document of the method and its lower bound, and the peak memory."""
+    """Measures the seconds per document of the method and its lower bound, and the peak memory.
+
+    The CPU seconds of the method are those of all threads. Other processes change them less.
+    """
     if run.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     first = timed(lambda: compressor.compress(batch), run.device)  # warm-up
@@ -104,10 +107,13 @@ def time_both(run: Run, compressor: Compressor, batch: TokenBatch) -> dict[str, 
     if make_bare := BARE.get(run.name) or BARE.get(compressor.spec.name):
         sides["bare"] = make_bare(run, compressor, batch)
         timed(sides["bare"], run.device)
-    taken: dict[str, list[float]] = {name: [] for name in sides}
+    taken: dict[str, list[float]] = {name: [] for name in (*sides, "cpu_seconds")}
     for repeat in range(repeats):
         for side in sides if repeat % 2 == 0 else reversed(sides):
+            cpu_start = time.process_time()
             taken[side].append(timed(sides[side], run.device) / len(batch))
+            if side == "seconds":
+                taken["cpu_seconds"].append((time.process_time() - cpu_start) / len(batch))
     return {"size": len(batch), "peak_bytes": peak, **taken}
 
 

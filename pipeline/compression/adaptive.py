@@ -82,16 +82,22 @@ class Adaptive(Compressor["Adaptive.Spec"]):
                     value = method.get(field)
                     if value is not None and (field, value) != ("num_vectors", data["num_vectors"]):
                         raise SpecError(f"method.{field}", value, rule)
+                if method.get("name") in COMPRESSORS.names():
+                    cls._check_name(method["name"])
                 method = {**method, "num_vectors": data["num_vectors"]}
             return {**data, "method": method}
 
         @model_validator(mode="after")
         def _check_method(self) -> Self:
-            method = COMPRESSORS.build(self.method)
-            if not isinstance(method, Budgeted) or method.needs_fit:
-                rule = "a method with a vector budget that needs no fitting, such as hpool"
-                raise SpecError("method.name", self.method.name, rule)
+            self._check_name(self.method.name)
             return self
+
+        @staticmethod
+        def _check_name(name: str) -> None:
+            method = COMPRESSORS.load(name)
+            if not issubclass(method, Budgeted) or method.needs_fit:
+                rule = "a method with a vector budget that needs no fitting, such as hpool"
+                raise SpecError("method.name", name, rule)
 
     needs_fit = True
 

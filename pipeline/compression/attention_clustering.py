@@ -110,12 +110,25 @@ def nearest_centroids(
     Returns:
         Indices of the centroids, (B, N) int64. They are -1 at padding.
     """
-    if not centroids_BK.shape[1]:
-        return torch.full_like(batch.mask, -1, dtype=torch.int64)
     tokens_BND = unit_vectors(batch)
     index = centroids_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2])
     # Reductions over k are vectorised over the tokens, which are in the last dimension.
     distance_BKN = tokens_BND.gather(1, index).neg() @ tokens_BND.mT
+    return nearest(distance_BKN, slot_mask_BK, batch.mask)
+
+
+def nearest(
+    distance_BKN: torch.Tensor, slot_mask_BK: torch.Tensor, mask_BN: torch.Tensor
+) -> torch.Tensor:
+    """Returns the index (B, N) int64 of the centroid with the smallest distance to each token.
+
+    Args:
+        distance_BKN: Distances of the tokens from the centroids.
+        slot_mask_BK: True for centroids and False for padding.
+        mask_BN: True for tokens. The index is -1 at padding.
+    """
+    if not distance_BKN.shape[1]:
+        return torch.full_like(mask_BN, -1, dtype=torch.int64)
     if not bool(slot_mask_BK.all()):
-        distance_BKN.masked_fill_(~slot_mask_BK.unsqueeze(2), torch.inf)
-    return first_minimum(distance_BKN, dim=1).masked_fill(~batch.mask, -1)
+        distance_BKN = distance_BKN.masked_fill(~slot_mask_BK.unsqueeze(2), torch.inf)
+    return first_minimum(distance_BKN, dim=1).masked_fill(~mask_BN, -1)

@@ -83,6 +83,9 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         """
         keep_class: bool = False
         """Also keep the class token of CLIP, with kind `SPECIAL`."""
+        documents: Literal["images", "text"] = "images"
+        """Content of an item that is encoded: its images, or its text for image-to-text retrieval.
+        A text that exceeds the text tower is rejected."""
         normalise: bool = False
         """Normalise the token vectors to unit length."""
         max_patches: int | None = Field(None, ge=1)
@@ -106,7 +109,7 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         self.normalised = spec.normalise
         # The resolved layer is hashed, because null and a number can select the same one.
         self.fingerprint = checkpoint_fingerprint(
-            spec, ignored=(*NOT_IN_FINGERPRINTS, "layer"), layer=self._layer
+            spec, ignored=(*NOT_IN_FINGERPRINTS, "layer", "documents"), layer=self._layer
         )
 
     @classmethod
@@ -131,8 +134,8 @@ class Dual(SequenceEncoder["Dual.Spec"]):
 
     @classmethod
     def supported_inputs(cls, spec: Spec) -> tuple[str, ...]:
-        """Returns images and video frames."""
-        return ("image", "frames")
+        """Returns images and video frames, or texts."""
+        return ("text",) if spec.documents == "text" else ("image", "frames")
 
     @classmethod
     def attention(cls, spec: Spec) -> AttentionInfo:
@@ -271,11 +274,18 @@ class DualReader(Reader["Dual.Spec"]):
             raise SpecError("model", self.spec.model, rule, problem)
 
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
-        """Returns one sequence per image.
+        """Returns one sequence per image, or that of the text.
 
         Raises:
-            Unreadable: The aspect ratio of an image is too extreme to be resized.
+            Unreadable: The aspect ratio of an image is too extreme to be resized, or the text is
+                too long.
         """
+        if self.spec.documents == "text":
+            text = item.get("text") or ""
+            try:
+                return [self.read_text_query(text)[0]] if text.strip() else []
+            except SpecError as error:
+                raise Unreadable("text too long", str(error)) from None
         return [self._read_image(*timed) for timed in item_images(item)]
 
     def _read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:

@@ -25,12 +25,13 @@ def _check_layer_type(layer: Any) -> Any:
 Layers = Annotated[int | tuple[int, ...], BeforeValidator(_check_layer_type)]
 
 
-def check_layers(layer: int | tuple[int, ...], depth: int) -> None:
+def check_layers(layer: int | tuple[int, ...], depth: int, field: str = "layer") -> None:
     """Checks that a model has the selected layers.
 
     Args:
         layer: Layer number or numbers. Negative numbers count from the last layer.
         depth: Number of layers of the model.
+        field: Spec field that errors name.
 
     Raises:
         SpecError: The model has no such layer.
@@ -38,7 +39,7 @@ def check_layers(layer: int | tuple[int, ...], depth: int) -> None:
     for number in (layer,) if isinstance(layer, int) else layer:
         if not -depth - 1 <= number <= depth:
             rule = f"from {-depth - 1} to {depth} (the model has {depth} layers)"
-            raise SpecError("layer", number, rule)
+            raise SpecError(field, number, rule)
 
 
 def layer_states(

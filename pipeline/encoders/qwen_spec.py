@@ -75,9 +75,11 @@ class StatesSpec(QwenSpec):
 
     layer: Layers = -1
     """Hidden state used as token vectors: 0 is the output of the embeddings, -1 that of the last
-    layer. The states of a list of layers are concatenated. The pooled vector always uses the
-    last layer.
+    layer. The states of a list of layers are concatenated.
     """
+    pooled_layer: int = -1
+    """Hidden state of the last token that is the pooled vector, numbered like `layer` (SMART,
+    table 4)."""
     document_prompt: Prompt = DOCUMENT_PROMPT
     """Prompt of items. `{content}` is replaced with the item."""
     query_prompt: Prompt = QUERY_PROMPT

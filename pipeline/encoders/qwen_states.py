@@ -39,8 +39,8 @@ from pipeline.tokens import SPECIAL, VISUAL
 class StatesEncoder(SequenceEncoder[StatesSpecT]):
     """Base class of encoders whose token vectors are hidden states of a single-vector embedder.
 
-    The pooled vector is the last layer's state of the last token. Special tokens spelled out in a
-    text are plain text.
+    The pooled vector is the state of the last token in `pooled_layer`, by default the last layer.
+    Special tokens spelled out in a text are plain text.
 
     If no token is kept, the pooled vector is the only token, of kind `SPECIAL`. An item without
     media and words has no tokens.
@@ -68,9 +68,15 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
         self.num_states = 1 if isinstance(spec.layer, int) else len(spec.layer)
         self.pooled_dim = settings.hidden_size
         self.dim = settings.hidden_size * self.num_states
-        self._is_last_layer = spec.layer in (-1, settings.num_hidden_layers)
+        last = (-1, settings.num_hidden_layers)
+        self._is_last_layer, self._pools_last_layer = spec.layer in last, spec.pooled_layer in last
+        # The fingerprints of indexes without the field do not change.
+        pooled = {} if self._pools_last_layer else {"pooled_layer": spec.pooled_layer}
         self.fingerprint = checkpoint_fingerprint(
-            spec, (*NOT_IN_FINGERPRINTS, *self.ITEM_FIELDS), **appended_hashes(spec)
+            spec,
+            (*NOT_IN_FINGERPRINTS, *self.ITEM_FIELDS, "pooled_layer"),
+            **pooled,
+            **appended_hashes(spec),
         )
 
     @classmethod
@@ -91,6 +97,7 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
         """
         settings = cls.settings(spec).get_text_config()
         check_layers(spec.layer, settings.num_hidden_layers)
+        check_layers(spec.pooled_layer, settings.num_hidden_layers, "pooled_layer")
         check_appended_tokens(spec, settings.hidden_size)
         cls.reader(spec)
 
@@ -128,15 +135,17 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
     def forward(
         self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the selected hidden states, and the state of the last token in the last layer."""
+        """Returns the selected hidden states, and those of the last token in the pooled layer."""
         is_pooled_BL = inputs.pop("is_pooled")
-        output = self.run(inputs, output_hidden_states=not self._is_last_layer)
-        last_BLD = output.last_hidden_state
-        states_BLD = last_BLD
+        needs_others = not (self._is_last_layer and self._pools_last_layer)
+        output = self.run(inputs, output_hidden_states=needs_others)
+        states_BLD = pooling_BLD = output.last_hidden_state
         if not self._is_last_layer:
             states_BLD = layer_states(output.hidden_states, self.spec.layer)
+        if not self._pools_last_layer:
+            pooling_BLD = output.hidden_states[self.spec.pooled_layer]
         position = torch.arange(mask_BL.shape[1], device=mask_BL.device)
-        pooled_BD = last_BLD[torch.arange(len(last_BLD)), (mask_BL * position).argmax(dim=1)]
+        pooled_BD = pooling_BLD[torch.arange(len(pooling_BLD)), (mask_BL * position).argmax(dim=1)]
         # The pooled vector is the only token of inputs without kept tokens. At other positions the
         # states may be those of another layer.
         is_pooled_BL1 = is_pooled_BL.unsqueeze(2)

@@ -46,7 +46,6 @@ from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
     BM25,
     CANDIDATES,
-    EDJE,
     SINGLE_VECTOR,
     Evaluation,
     Result,
@@ -425,8 +424,8 @@ def _reranked(result: Result, spec: RerankSpec) -> Result:
     return replace(
         result,
         representation=spec.row,
-        method=EDJE,
-        score=EDJE,
+        method=spec.name,
+        score=spec.name,
         num_vectors=None,
         compressor={},
         codec={"name": "float16"},

@@ -22,7 +22,7 @@ from pipeline.eval.metrics import per_query
 from pipeline.eval.plan import Row
 from pipeline.eval.pools import Pool, map_by_pool
 from pipeline.eval.query_images import encode_all
-from pipeline.eval.results import BM25, SINGLE_VECTOR, SIZES, Result
+from pipeline.eval.results import BM25, EDJE, SINGLE_VECTOR, SIZES, Result
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.eval.topics import judged_query_vectors
 from pipeline.index.columns import RERANK_TOKENS
@@ -61,7 +61,7 @@ class Ranker:
         self._vectors_hash = self._vectors and _vectors_digest(self._vectors)
         self._diagnoser: Diagnoser | None = None
         self._rerankers: dict[str, Reranker] = {}
-        self._loaded: dict[tuple[str, str | None], Reranker] = {}  # by model and precision
+        self._loaded: dict[tuple[str, str, str | None], Reranker] = {}
         options = judged.options()
         judgments = [judged.queries, judged.qrels, spec.judged, *([options] if options else [])]
         self.judgments = digest(judgments)
@@ -120,12 +120,17 @@ class Ranker:
 
         Rows that differ only in depth share it.
         """
-        key = spec.model, spec.precision
+        key = spec.name, spec.model, spec.precision
         if key not in self._loaded:
             from pipeline.search.rerank import Reranker
 
             try:
-                reranker = Reranker(spec.model, precision=spec.precision)
+                if spec.name == "blip":
+                    from pipeline.search.blip import BlipReranker
+
+                    reranker: Reranker = BlipReranker(spec.model)
+                else:
+                    reranker = Reranker(spec.model, precision=spec.precision)
                 first = [next(self._judged.inputs(self._judged.queries))]
                 texts = list(self._judged.queries.values())
                 queries = texts if self._judged.images is None else first
@@ -139,7 +144,8 @@ class Ranker:
     def _rerank_key(self, spec: RerankSpec) -> list[Any]:
         """Returns everything on which the output of a reranker depends."""
         index, reranker = self._searcher.index, self.reranker(spec)
-        stored = index.content_key([RERANK_TOKENS])
+        read = [RERANK_TOKENS] if spec.name == EDJE else ["item_id", "revision", "text"]
+        stored = index.content_key(read)
         fingerprints = reranker.metadata["fingerprints"]
         key = [stored, fingerprints, spec.rerank_depth, spec.add_first_stage]
         return [*key, spec.precision] if spec.precision else key
@@ -264,9 +270,9 @@ class Ranker:
             code_bytes = self._searcher.scorer.code_bytes(column)
             for name in ("vector_bytes", "all_bytes"):
                 sizes[name] += code_bytes
-        if row.rerank is not None:
-            tokens = rerank_token_stats(index, filter)
-            assert tokens is not None, "the reranker was checked against the index"
+        if row.rerank is not None and row.rerank.name == EDJE:
+            # Image queries are scored with the texts of items, which need no tokens.
+            tokens = rerank_token_stats(index, filter) or {"tokens": 0.0, "bytes": 0.0}
             sizes["vectors_per_item"] += tokens["tokens"]
             for name in ("vector_bytes", "all_bytes"):
                 sizes[name] += tokens["bytes"]

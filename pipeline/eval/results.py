@@ -26,6 +26,9 @@ BM25: Final = "bm25"
 SINGLE_VECTOR: Final = "single_vector"
 FULL: Final = "full"
 EDJE: Final = "edje"
+BLIP: Final = "blip"
+#: Methods and scores of rerankers.
+RERANKERS: Final = (EDJE, BLIP)
 CANDIDATES: Final = "candidates"
 RESULTS = "results.json"
 
@@ -151,7 +154,7 @@ class Result:
     @property
     def name(self) -> str:
         """Name of the run and its file, such as full.maxsim or full.hybrid-1-0.25."""
-        has_one_score = self.score in (SINGLE_VECTOR, BM25, EDJE, CANDIDATES)
+        has_one_score = self.score in (SINGLE_VECTOR, BM25, *RERANKERS, CANDIDATES)
         score = self.label.translate(str.maketrans(" :", "--"))
         return self.representation if has_one_score else f"{self.representation}.{score}"
 
@@ -163,7 +166,7 @@ class Result:
     @property
     def is_compressed(self) -> bool:
         """True for rows with a budget, False for the references that they are compared with."""
-        return self.method not in (BM25, SINGLE_VECTOR, FULL, EDJE, CANDIDATES)
+        return self.method not in (BM25, SINGLE_VECTOR, FULL, *RERANKERS, CANDIDATES)
 
     @property
     def budget(self) -> Budget:
@@ -476,7 +479,7 @@ def sort_results(results: Sequence[Result]) -> list[Result]:
     BM25 is followed by single vectors, uncompressed representations, methods by descending budget,
     candidate generators and rerankers.
     """
-    order = {BM25: 0, SINGLE_VECTOR: 1, FULL: 2, CANDIDATES: 4, EDJE: 5}
+    order = {BM25: 0, SINGLE_VECTOR: 1, FULL: 2, CANDIDATES: 4, EDJE: 5, BLIP: 6}
     return sorted(
         results,
         key=lambda r: (
@@ -540,7 +543,7 @@ def pareto_front(
 def _reference(result: Result, results: Sequence[Result]) -> Result:
     if result.first_stage:
         return next((r for r in results if r.name == result.first_stage), result)
-    peers = [r for r in results if r.method not in (BM25, EDJE, CANDIDATES)]
+    peers = [r for r in results if r.method not in (BM25, *RERANKERS, CANDIDATES)]
     peers = [r for r in peers if result.encoder in ("", r.encoder)] or [result]
     wanted = [
         [r for r in peers if r.method == FULL and r.score == result.score],

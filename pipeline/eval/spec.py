@@ -10,7 +10,6 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from pipeline.config import Spec, SpecError, Uri
 from pipeline.eval.grounding import GeneratedPhrases
 from pipeline.eval.metrics import DEFAULT_MEASURES, MDR, parse_measure
-from pipeline.eval.results import EDJE
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from pipeline.scores import Score
@@ -29,16 +28,17 @@ class RerankSpec(Spec):
 
     renamed: ClassVar[Mapping[str, str]] = {"pool": "rerank_depth"}
 
-    name: Literal["edje"] = "edje"
-    """Kind of the reranker."""
+    name: Literal["edje", "blip"] = "edje"
+    """Kind of the reranker: EDJE, or the image-text matching head of BLIP, which reads the images
+    of the items from their source."""
     model: Uri
-    """Folder of an EDJE model. The index must contain the tokens of its adapter."""
+    """Folder of an EDJE model, whose tokens the index must contain, or of a BLIP checkpoint."""
     rerank_depth: PositiveInt = DEFAULT_RERANK_DEPTH
     """Number of first-stage items that are reranked; of a parent only the best."""
     add_first_stage: bool = False
     """Whether the score of the first stage is added."""
     precision: Precision | None = None
-    """Precision of the joint encoder, or null for that of the model folder."""
+    """Precision of EDJE's joint encoder, or null for that of the model folder. Null for BLIP."""
     representation: str | None = None
     """Representation of the first stage, or null for `full` if it is evaluated, else the first one.
     """
@@ -48,10 +48,16 @@ class RerankSpec(Spec):
     label: str = Field("", pattern=r"^[\w.-]*$")
     """Name of the row, or empty for a generated one such as edje_10 or edje_10_int8."""
 
+    @model_validator(mode="after")
+    def _check_precision(self) -> RerankSpec:
+        if self.name == "blip" and self.precision is not None:
+            raise SpecError("precision", self.precision, "null for BLIP")
+        return self
+
     @property
     def row(self) -> str:
         """Name of the row."""
-        parts = [EDJE, str(self.rerank_depth)]
+        parts = [self.name, str(self.rerank_depth)]
         if self.add_first_stage:
             parts.append("added")
         if self.precision:

@@ -112,7 +112,8 @@ def depth_scans(evaluation: Evaluation) -> list[DepthScan]:
     scans = []
     for (first, model, precision, is_added), by_depth in found.items():
         if len(by_depth) > 1:
-            words = ["EDJE", model * has_several_models, precision, f"after {first}"]
+            kind = next(iter(by_depth.values())).method.upper()
+            words = [kind, model * has_several_models, precision, f"after {first}"]
             name = " ".join(filter(None, words)) + ", scores added" * is_added
             scans.append(DepthScan(name, rows[first], dict(sorted(by_depth.items()))))
     return scans

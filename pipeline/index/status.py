@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
+from pipeline.compression import MAX_TOKENS
 from pipeline.index import JOBS
 from pipeline.index.columns import RERANK_TOKENS, codec_name
 from pipeline.index.info import tap_names
@@ -57,7 +58,8 @@ def representation_stats(
 ) -> dict[str, Any]:
     """Computes the size statistics of a representation for all items, or those matching a filter.
 
-    A prefix of a representation has the assignment and the positions of the whole one.
+    The sizes of a prefix are those of a column with its vectors. An assignment of each token to a
+    vector and the positions of the tokens do not depend on the number of vectors.
 
     Returns:
         The settings and these means over the items that have the representation: `vectors`, and in
@@ -75,7 +77,12 @@ def representation_stats(
         num_rows += batch.num_rows
         num_filled += int(filled.sum())
         for name in companions:
-            num_bytes[name] += int(stored_bytes(batch[name])[filled].sum())
+            sizes_B = stored_bytes(batch[name])
+            if name == info.assignment_column and info.assignment_form == "indices":
+                # One token per vector, so a prefix of the vectors has a prefix of the tokens.
+                size = element_bytes(index.schema.field(name).type)
+                sizes_B = sizes_B.clip(max=size * (info.max_vectors or MAX_TOKENS))
+            num_bytes[name] += int(sizes_B[filled].sum())
         lengths = pc.list_value_length(batch[info.column]).fill_null(0).to_numpy()[filled]
         num_vectors += int(lengths.clip(max=info.max_vectors).sum())
     num_bytes[info.column] = num_vectors * vector_bytes

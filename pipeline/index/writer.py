@@ -15,13 +15,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Final
 
 import lance
 import pyarrow as pa
 from lance import LanceDataset, LanceOperation
 from lance.commit import CommitConflictError
+from lance.dataset import CleanupStats
 from lance.fragment import FragmentMetadata
+from lance.optimize import Compaction, CompactionMetrics, RewriteResult
 
 from pipeline.config import JobError, SpecError
 from pipeline.index.lease import Lease
@@ -244,6 +247,27 @@ class IndexWriter:
         with self._lock:
             self._apply(change)
             return self.dataset.version
+
+    def commit_compaction(self, rewritten: list[RewriteResult]) -> CompactionMetrics:
+        """Commits rewritten fragments. Their rows do not change, and follow those of the others."""
+        metrics: list[CompactionMetrics] = []
+        with self._lock:
+            self._apply(lambda: metrics.append(Compaction.commit(self.dataset, rewritten)))
+        return metrics[-1]
+
+    def clean(self, older_than: timedelta) -> CleanupStats:
+        """Removes old versions, and files that no version needs.
+
+        The lease ensures that no other job is writing files.
+
+        Args:
+            older_than: Age from which versions are removed. The latest version is kept.
+        """
+        with self._lock:
+            self._check_lease()
+            return self.dataset.cleanup_old_versions(
+                older_than, delete_unverified=True, error_if_tagged_old_versions=False
+            )
 
     def index_ids(self) -> None:
         """Creates or extends the B-tree index on `item_id`.

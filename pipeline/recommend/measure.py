@@ -35,13 +35,11 @@ class Measured(NamedTuple):
         representation: Compressor and codec.
         compressor: Compressor, which may transform queries.
         packed: Quantised vectors of the sampled items, in their order.
-        vectors_TD: Vectors before quantisation.
     """
 
     representation: Representation
     compressor: Compressor
     packed: PackedVectors
-    vectors_TD: torch.Tensor
 
     @property
     def vectors_per_item(self) -> float:
@@ -93,8 +91,9 @@ def measured_candidates(
         compressor = COMPRESSORS.build(spec)
         vectors_TD, lengths = compress(compressor, sample.batches, encoder_info)
         for representation in group:
-            packed = pack(representation.codec, vectors_TD, lengths)
-            yield Measured(representation, compressor, packed, vectors_TD)
+            yield Measured(
+                representation, compressor, pack(representation.codec, vectors_TD, lengths)
+            )
 
 
 def compress(

@@ -104,10 +104,10 @@ def recompress_spec(recommendation: Recommendation) -> dict[str, Any] | None:
     """Returns the spec of `jobs.recompress` that adds the recommended representation.
 
     Returns:
-        None if the index already stores it, because it is the source.
+        None if the index already stores it.
     """
     spec, row = recommendation.spec, recommendation.choice.row
-    if row.name == spec.representation:
+    if recommendation.stored_as is not None:
         return None
     compressor = {"name": row.method, "num_vectors": row.num_vectors}
     representation: dict[str, Any] = {
@@ -154,6 +154,7 @@ def _as_json(recommendation: Recommendation) -> dict[str, Any]:
         "recommended": choice.row.name,
         "violations": choice.violations,
         "reason": reason(recommendation),
+        "stored_as": recommendation.stored_as,
         "recompress": recompress_spec(recommendation),
         "measure": MEASURE,
         "is_judged": recommendation.is_judged,

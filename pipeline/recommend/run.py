@@ -11,9 +11,10 @@ import numpy as np
 from pipeline.config import SpecError
 from pipeline.eval.level import judged_level
 from pipeline.eval.topics import judged_query_vectors
-from pipeline.index.columns import Representation, required_taps
+from pipeline.index.columns import Representation, changed_setting, required_taps
 from pipeline.index.info import EncoderInfo
-from pipeline.index.recompress import stored_encoder
+from pipeline.index.reader import Index
+from pipeline.index.recompress import incomplete_fragments, stored_encoder
 from pipeline.recommend.candidates import UNCOMPRESSED, list_candidates
 from pipeline.recommend.choose import Choice, Row, Target, choose
 from pipeline.recommend.comparison import Comparison
@@ -43,6 +44,8 @@ class Recommendation:
         field: Item field of the representation.
         rows: One row per candidate, in order of size.
         choice: Recommended row.
+        stored_as: Name under which the index already stores the recommended representation, or
+            None.
         left_out: Reason by method or codec that was not compared.
         num_items: Number of items of the index.
         num_sampled: Number of items by which the candidates were compared.
@@ -56,6 +59,7 @@ class Recommendation:
     field: str
     rows: list[Row]
     choice: Choice
+    stored_as: str | None
     left_out: dict[str, str]
     num_items: int
     num_sampled: int
@@ -107,11 +111,14 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
         report(f"[{number}/{len(candidates.representations)}] {row.name}  {row.retained:.3f}")
     target = Target(spec.retain, spec.max_bytes, spec.max_milliseconds)
     rows = sorted(comparison.rows, key=lambda row: (row.bytes_per_item, -row.low))
+    choice = choose(rows, target)
+    (chosen,) = (r for r in candidates.representations if r.id == choice.row.name)
     return Recommendation(
         spec=spec,
         field=field,
         rows=rows,
-        choice=choose(rows, target),
+        choice=choice,
+        stored_as=_stored_name(index, chosen, encoder_info),
         left_out=candidates.left_out,
         num_items=sample.num_items,
         num_sampled=len(sample),
@@ -120,6 +127,17 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
         quality=float(comparison.reference_Q.mean()),
         regrets=[] if pseudo is None else regrets(comparison, pseudo, target),
     )
+
+
+def _stored_name(
+    index: Index, representation: Representation, encoder_info: EncoderInfo
+) -> str | None:
+    """Returns the name of a complete column with the settings of a representation, if any."""
+    for name, stored in index.representations().items():
+        is_equal = changed_setting(representation, encoder_info, stored) is None
+        if is_equal and not incomplete_fragments(index.dataset, [name]):
+            return name
+    return None
 
 
 def _uncompressed(sample: Sample, encoder_info: EncoderInfo) -> Measured:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from pipeline.compression import NumVectors
 from pipeline.config import Spec, SpecError
@@ -16,6 +16,8 @@ DEFAULT_METHODS = ("none", "hpool", "samer", "spatial", "kcenter")
 DEFAULT_BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_CODECS = ("float16", "int8")
 
+Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
 
 class RecommendSpec(Spec):
     """Options of `jobs.recommend`."""
@@ -26,9 +28,9 @@ class RecommendSpec(Spec):
     """Name of the uncompressed representation."""
     retain: float = Field(0.95, gt=0, le=1)
     """Fraction of the uncompressed quality that must be retained."""
-    max_bytes: PositiveFloat | None = None
+    max_bytes: Limit | None = None
     """Maximum number of vector bytes per item, or None for no limit."""
-    max_milliseconds: PositiveFloat | None = None
+    max_milliseconds: Limit | None = None
     """Maximum scoring time per query in milliseconds, or None for no limit."""
     methods: Annotated[list[str], Field(min_length=1)] = Field(
         default_factory=lambda: list(DEFAULT_METHODS)
@@ -65,4 +67,9 @@ class RecommendSpec(Spec):
         for name in names:
             if name not in COMPRESSORS.names():
                 raise SpecError.unknown_name("", name, COMPRESSORS.names())
-        return list(dict.fromkeys(names))
+        return names
+
+    @field_validator("methods", "budgets", "codecs")
+    @classmethod
+    def _drop_duplicates(cls, values: list[Any]) -> list[Any]:
+        return [value for number, value in enumerate(values) if value not in values[:number]]

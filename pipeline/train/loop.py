@@ -207,7 +207,9 @@ class Loop:
         if not all(math.isfinite(total[name]) for name in ("loss", "gradient_norm")):
             values = f"{total['loss']:.4g}) or gradient norm ({total['gradient_norm']:.4g}"
             raise self._non_finite(self.step + 1, f"non-finite loss ({values})")
-        total["learning_rate"] = rate = spec.optimiser.rate(self.step, self.num_steps)
+        total["learning_rate"] = rate = spec.optimiser.rate(
+            self.step, self.num_steps, self.steps_per_epoch
+        )
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.step()

@@ -10,6 +10,11 @@ from pipeline import config
 from pipeline.registry import LEARNERS, TRAINING_DATA
 from pipeline.train.spec import VALIDATION, Optimiser, TrainSpec
 
+#: Fields of `Optimiser` that earlier versions did not have, which had the effect of the defaults.
+ADDED_FIELDS = {
+    name: Optimiser.model_fields[name].default
+    for name in ("warmup_steps", "warmup_learning_rate", "min_learning_rate", "decay_rate")
+}
 #: Former name of the folder `VALIDATION`.
 FORMER_VALIDATION = "held_out"
 
@@ -20,12 +25,14 @@ def migrated_spec(stored: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         stored: Fields of a `TrainSpec` as JSON values. Some may be missing.
 
-    >>> migrated_spec({"accumulate": 2, "optimiser": {"clip": None}})
-    {'gradient_accumulation_steps': 2, 'optimiser': {'max_grad_norm': None}}
+    >>> migrated_spec({"accumulate": 2, "optimiser": {"clip": None}})["optimiser"]["decay_rate"]
+    0.9
     """
     spec = TrainSpec.with_present_names(stored)
     if "optimiser" in spec:
-        spec["optimiser"] = Optimiser.with_present_names(spec["optimiser"])
+        # Fields that earlier versions did not have get their defaults.
+        stored_optimiser = Optimiser.with_present_names(spec["optimiser"])
+        spec["optimiser"] = {**ADDED_FIELDS, **stored_optimiser}
     for field, registry in (("learner", LEARNERS), ("data", TRAINING_DATA)):
         if field in spec:
             spec[field] = config.dump(registry.resolve(spec[field], stored=True))

@@ -29,34 +29,51 @@ class Optimiser(config.Spec):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Coefficients of the running means of gradients and of their squares."""
     warmup_ratio: float = Field(0.1, ge=0, le=1)
-    """Fraction of all steps in which the learning rate rises linearly from 0."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay after the warm-up: `cosine` to 0, `linear` to 0, or `constant`."""
+    """Fraction of all steps in which the learning rate rises linearly."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Number of steps in which the learning rate rises linearly, in place of `warmup_ratio`."""
+    warmup_learning_rate: float = Field(0.0, ge=0, le=1e30)
+    """Learning rate from which the warm-up starts."""
+    schedule: Literal["cosine", "linear", "constant", "exponential"] = "cosine"
+    """Decay after the warm-up: `cosine` or `linear` to `min_learning_rate`, `constant`, or
+    `exponential`, which multiplies the learning rate by `decay_rate` after each epoch."""
+    min_learning_rate: float = Field(0.0, ge=0, le=1e30)
+    """Minimum learning rate after the warm-up."""
+    decay_rate: float = Field(0.9, gt=0, le=1)
+    """Factor of the schedule `exponential`."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Maximum norm of all gradients together, to which larger gradients are clipped. Null disables
     gradient clipping."""
 
-    def rate(self, step: int, num_steps: int) -> float:
+    def rate(self, step: int, num_steps: int, steps_per_epoch: int | None = None) -> float:
         """Returns the learning rate of a step.
 
         Args:
             step: Step, counted from 0.
             num_steps: Number of steps of the run.
+            steps_per_epoch: Number of steps of an epoch, or None if the run has one epoch.
 
         >>> spec = Optimiser(learning_rate=1.0, warmup_ratio=0.5)
         >>> [round(spec.rate(step, 8), 2) for step in range(8)]
         [0.25, 0.5, 0.75, 1.0, 1.0, 0.85, 0.5, 0.15]
         """
-        num_warmup = round(self.warmup_ratio * num_steps)
+        num_warmup = self.warmup_steps
+        if num_warmup is None:
+            num_warmup = round(self.warmup_ratio * num_steps)
         if step < num_warmup:
-            return self.learning_rate * (step + 1) / num_warmup
+            first = self.warmup_learning_rate
+            return first + (self.learning_rate - first) * (step + 1) / num_warmup
+        if self.schedule == "exponential":
+            factor = self.decay_rate ** (step // (steps_per_epoch or num_steps))
+            return max(self.min_learning_rate, self.learning_rate * factor)
         progress = (step - num_warmup) / max(1, num_steps - num_warmup)
         factor = {
             "cosine": (1 + math.cos(math.pi * progress)) / 2,
             "linear": 1 - progress,
             "constant": 1.0,
         }[self.schedule]
-        return self.learning_rate * factor
+        lowest = min(self.min_learning_rate, self.learning_rate)
+        return lowest + (self.learning_rate - lowest) * factor
 
 
 class TrainSpec(config.Spec):

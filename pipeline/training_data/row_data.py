@@ -36,7 +36,7 @@ from pipeline.training_data.rows import (
     select_negatives,
     stable_hash,
 )
-from pipeline.training_data.tables import ImageCell, ImageReader
+from pipeline.training_data.tables import ArchiveMember, ImageCell, ImageReader
 
 logger = logging.getLogger(__name__)
 
@@ -372,8 +372,10 @@ class RowData(TrainingData[RowSpecT]):
             return None
         return item
 
-    def _read_image(self, image: str | ImageCell) -> bytes:
-        if isinstance(image, str):
+    def _read_image(self, image: str | ImageCell | ArchiveMember) -> bytes:
+        if isinstance(image, ArchiveMember):
+            data = image.read()
+        elif isinstance(image, str):
             with fsspec.open(image, "rb") as file:
                 data = file.read()
         else:

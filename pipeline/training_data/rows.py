@@ -15,7 +15,7 @@ from pipeline.config import SpecError
 from pipeline.eval.boxes import NO_BOXES
 from pipeline.sources.files import open_root
 from pipeline.training_data.base import NO_LABEL
-from pipeline.training_data.tables import LINES, ImageCell, list_files, read_rows
+from pipeline.training_data.tables import LINES, ArchiveMember, ImageCell, list_files, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Document:
     Attributes:
         id: Unique id of the document.
         text: Text of the document, if any.
-        image: URI of an image file, or a cell of a table.
+        image: URI of an image file, a cell of a table, or a member of an archive.
         location: Line or row that names the document first.
         boxes: Boxes (M, 4) of the objects in the image, independently of the query.
         video: URI of a video file.
@@ -36,14 +36,14 @@ class Document:
 
     id: str
     text: str | None
-    image: str | ImageCell | None
+    image: str | ImageCell | ArchiveMember | None
     location: str
     boxes: np.ndarray = field(default_factory=lambda: NO_BOXES)
     video: str | None = None
     audio: str | None = None
 
     @property
-    def media(self) -> dict[str, str | ImageCell]:
+    def media(self) -> dict[str, str | ImageCell | ArchiveMember]:
         """Locations of the image, video and audio, by kind."""
         media = {"image": self.image, "video": self.video, "audio": self.audio}
         return {kind: location for kind, location in media.items() if location is not None}
@@ -55,6 +55,8 @@ class Document:
         image = self.image
         if isinstance(image, ImageCell):
             image = f"{image.table}#{image.group}/{image.row}"
+        elif isinstance(image, ArchiveMember):
+            image = f"{image.archive}#{image.offset}"
         # The format is fixed: the keys are stored with cached hidden states.
         names = {"video": "video", "audio": "sound"}
         media = "".join(

@@ -47,6 +47,35 @@ class ImageCell:
 
 
 @dataclass(frozen=True, slots=True)
+class ArchiveMember:
+    """Image in an uncompressed archive.
+
+    Attributes:
+        archive: URI of the archive.
+        offset: Position of the first byte.
+        size: Number of bytes.
+    """
+
+    archive: str
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        """Returns the bytes of the image.
+
+        Raises:
+            Unreadable: The archive is truncated.
+            OSError: Reading from the storage failed.
+        """
+        with fsspec.open(self.archive, "rb") as file:
+            file.seek(self.offset)
+            data = file.read(self.size)
+        if len(data) < self.size:
+            raise Unreadable("truncated archive", f"{self.archive} at byte {self.offset}")
+        return data
+
+
+@dataclass(frozen=True, slots=True)
 class TableRow:
     """Row of a file.
 

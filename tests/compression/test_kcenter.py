@@ -92,10 +92,12 @@ def reference(x, budget, output="mean", oversampling=1.5, start="mean", weights=
     return np.array(vectors), groups
 
 
-@pytest.mark.parametrize("output", ["mean", "centre", "progressive"])
+@pytest.mark.parametrize(
+    "output, oversampling",
+    [("mean", 1.0), ("mean", 1.5), ("mean", 4.0), ("centre", 1.5), ("progressive", 1.5)],
+)
 @pytest.mark.parametrize("start", ["mean", "first", "outlier"])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("oversampling", [1.0, 1.5, 4.0])
 def test_equals_reference(ragged, unit_items, output, start, weighted, oversampling):
     batch = ragged(LENGTHS, taps=[TAP], seed=3)
     saliency = TAP if weighted else None
@@ -197,6 +199,13 @@ def test_budget_is_required():
         parse(KCenter.Spec, {"name": "kcenter", "max_radius": 3})
     with pytest.raises(SpecError, match="oversampling must be greater than or equal to 1, got 0.5"):
         parse(KCenter.Spec, {"name": "kcenter", "num_vectors": 3, "oversampling": 0.5})
+    with pytest.raises(SpecError, match="oversampling must be omitted with output: centre, got 2"):
+        parse(
+            KCenter.Spec,
+            {"name": "kcenter", "num_vectors": 3, "oversampling": 2, "output": "centre"},
+        )
+    with pytest.raises(SpecError, match="oversampling must be omitted with max_radius, got 2"):
+        parse(KCenter.Spec, {"name": "kcenter", "max_radius": 1, "oversampling": 2})
 
 
 def test_default_names():

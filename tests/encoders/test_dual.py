@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from pipeline.config import SpecError
+from pipeline.decoding import Unreadable
 from pipeline.encoders.dual import CLASSES
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries
+from pipeline.synthetic.checkpoints import siglip
 from pipeline.taps import Tap
 from pipeline.tokens import SPECIAL, VISUAL, normalise
-from tests.encoders.checkpoints import siglip
 from tests.images import make_images, noise, png
 
 FAMILIES = ["siglip", "siglip2", "clip"]
@@ -100,6 +101,23 @@ def test_single_vectors_match_transformers(encoder, reference):
     queries = encoder.encode_queries(TEXTS)
     for text, pooled in zip(TEXTS, queries.tokens.pooled, strict=True):
         assert_close(pooled, normalise(reference(text=text.lower()).pooler_output[0]))
+
+
+def test_texts_as_documents_have_the_vectors_of_queries(build, encoder, family):
+    texts = build(family, documents="text")
+    assert texts.fingerprint == encoder.fingerprint
+    assert type(texts).supported_inputs(texts.spec) == ("text",)
+    with pytest.raises(Unreadable, match="text too long"):
+        encode_items(texts, pa.table({"item_id": ["a"], "text": ["heat " * 40]}))
+    items = pa.table({"item_id": ["a", "b", "c"], "text": [*TEXTS[:2], None]})
+    *found, empty = encode_items(texts, items)
+    queries = encoder.encode_queries(TEXTS[:2]).tokens
+    assert not empty.mask.any()
+    for batch, pooled, vectors, mask in zip(
+        found, queries.pooled, queries.vectors, queries.mask, strict=True
+    ):
+        assert_close(batch.pooled[0], pooled)
+        assert_close(batch.vectors[batch.mask], vectors[mask])
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3, -1, -4])

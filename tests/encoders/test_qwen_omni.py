@@ -344,6 +344,20 @@ def test_extents(build):
     assert_close(audio[:, 4], 10 + 0.04 * torch.arange(100), 1e-4)
 
 
+def test_audio_rate_of_the_agc_paper(build, reference):
+    """Samples at 4 kHz that the feature extractor takes for 16 kHz have a quarter of the tokens."""
+    encoder = build(output_tokens="media", audio_rate=4000)
+    samples = noise_audio(4.0)
+    found = encode_items(encoder, clip(samples=samples, start=12.5))[0]
+    resampled = soxr.resample(samples, RATE, 4000).clip(-1, 1)
+    ids, output = reference.audio(resampled)
+    expected = output.hidden_states[-1][0, media_kinds(reference, ids) == AUDIO]
+    assert_close(found.vectors[0], unit(expected), 1e-4)
+    extents = found.extents[0]
+    assert len(extents) == 25 and extents[0, 4:].tolist() == pytest.approx([12.5, 12.66])
+    assert extents[-1, 4:].tolist() == pytest.approx([16.34, 16.5])
+
+
 def test_positions_follow_timestamps(build):
     """Irregular frames, audio that starts later, and a frame displayed before the window."""
     reader = build(document_prompt="{content}")._reader

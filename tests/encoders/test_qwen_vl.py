@@ -167,6 +167,21 @@ def test_states_match_transformers(encoder, build, family, reference, mixed):
             assert_close(found[row].pooled[0], unit(expected.hidden_states[-1][0, -1]))
 
 
+@pytest.mark.parametrize(("layer", "pooled_layer"), [(-1, 1), (2, 2), (1, -1)])
+def test_pooled_vector_of_a_layer(build, family, reference, mixed, layer, pooled_layer):
+    """SMART, table 4: the pooled vector and the token vectors of any layers."""
+    images, items = mixed
+    encoder = build(family, layer=layer, pooled_layer=pooled_layer, output_tokens="paper")
+    found = encode_items(encoder, items)
+    for row, image in enumerate(images):
+        ids, expected = reference.image(image)
+        states = unit(expected.hidden_states[layer][0])[torch.arange(len(ids)) < len(ids) - 1]
+        assert_close(found[row].vectors[0][found[row].mask[0]], states)
+        assert_close(found[row].pooled[0], unit(expected.hidden_states[pooled_layer][0, -1]))
+    default = build(family, layer=layer, output_tokens="paper")
+    assert (encoder.fingerprint == default.fingerprint) == (pooled_layer == -1)
+
+
 def test_padding_does_not_change_vectors(build, family, mixed):
     _, items = mixed
     encoder = build(family)

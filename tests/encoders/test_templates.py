@@ -15,7 +15,7 @@ import pytest
 from pipeline.config import SpecError
 from pipeline.encoders.templates import PROMPTS_FILE, check_special_tokens
 from pipeline.registry import ENCODERS
-from tests.encoders.checkpoints import FAMILIES
+from pipeline.synthetic.checkpoints import FAMILIES
 from tests.images import noise, png
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_ids.json").read_text("utf-8"))

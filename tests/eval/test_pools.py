@@ -8,7 +8,7 @@ import torch
 from pipeline.eval.pools import map_by_pool
 from pipeline.eval.query_images import IMAGES_PER_BATCH, ImageFiles, encode_all
 from pipeline.registry import ENCODERS
-from tests.encoders import checkpoints
+from pipeline.synthetic import checkpoints
 from tests.images import noise, png
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from pipeline.compression.random import Random
 from pipeline.config import SpecError
 from pipeline.index.prefixes import is_nested
 from pipeline.index.reader import Index
@@ -75,3 +76,12 @@ def test_sizes_of_a_prefix_equal_a_smaller_column(index, filter):
         representation_stats(index, name, filter) for name in ("nested_8@3", "nested_3")
     )
     assert prefix == smaller
+
+
+def test_prefix_of_selected_tokens_has_one_assignment_per_vector(index_uri, monkeypatch):
+    monkeypatch.setattr(Random, "is_nested", True)
+    index = Index(index_uri)
+    sizes = [
+        representation_stats(index, name)["bytes_assignment"] for name in ("random_4", "random_4@2")
+    ]
+    assert sizes == [4 * 2, 2 * 2]  # uint16

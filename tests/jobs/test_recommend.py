@@ -73,6 +73,16 @@ def test_with_judged_queries(index_uri, benchmark, tmp_path, capsys):
     assert "save this spec as recompress.yaml" in printed
 
 
+def test_stored_representation_is_not_added_again(index_uri, tmp_path, capsys):
+    arguments = ("--methods", "hpool", "--budgets", "4", "--codecs", "float16", "--retain", "0.1")
+    recommend.main((index_uri, *arguments, "--out", str(tmp_path / "out")))
+    printed = capsys.readouterr().out
+    assert "The index already stores it as hpool_4." in printed
+    assert "jobs.recompress" not in printed and not (tmp_path / "out/recompress.yaml").exists()
+    result = json.loads((tmp_path / "out/recommendation.json").read_text())
+    assert (result["stored_as"], result["recompress"]) == ("hpool_4", None)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -84,6 +94,8 @@ def test_with_judged_queries(index_uri, benchmark, tmp_path, capsys):
         (["--retain", "1.5"], "retain must be .* got 1.5"),
         (["--budgets", "4", "0"], r"budgets\[1\] must be .* got 0"),
         (["--max-bytes", "0"], "max_bytes must be .* got 0.0"),
+        (["--max-bytes", "inf"], "max_bytes must be .* got inf"),
+        (["--queries", __file__], "--queries must be a BEIR folder or a spec of jobs.evaluate"),
         (["--filter", "parent_id = 'gone'"], "has none"),
         (["--queries", "/nowhere"], "--queries must be .* got '/nowhere'"),
     ],

@@ -25,6 +25,13 @@ def test_combinations(index_uri):
     assert not found.left_out
 
 
+def test_repeated_settings_are_compared_once(index_uri):
+    found = candidates(
+        index_uri, methods=["hpool", "hpool"], budgets=[4, 4], codecs=["int8", "int8"]
+    )
+    assert [r.id for r in found.representations] == ["hpool_4_int8"]
+
+
 def test_methods_that_stored_vectors_cannot_provide_are_left_out(index_uri):
     methods = ["hpool", "sap", "memtok", "seqresize", "hpc", "adaptive_eos"]
     found = candidates(index_uri, methods=methods, budgets=[2], codecs=["float16", "residual"])

@@ -23,5 +23,5 @@ def test_scores_equal_those_of_the_compressed_items():
     assert (full.vectors_per_item, half.vectors_per_item) == (10, 5)
     assert (full.bytes_per_item, half.bytes_per_item) == (320, 160)
     assert codes.bytes_per_item == 5 * (16 + 4)
-    assert half.vectors_TD is codes.vectors_TD  # compressed once
+    assert half.compressor is codes.compressor  # compressed once
     assert half.milliseconds(queries, num_items=1000) > 0

@@ -482,7 +482,7 @@ def test_corrupted_row_group_is_rejected(tmp_path):
             "nowhere",
             "path must be an existing file or folder, got '.*nowhere', which does not exist",
         ),
-        ("a.csv", "path must be .*.jpg, .*.tar, .parquet, .jsonl, .*.json, got '.*a.csv'"),
+        ("a.csv", "path must be .*.jpg, .*.tar, .zip, .parquet, .jsonl, .*.json, got '.*a.csv'"),
         (
             "",
             "path must be a folder with files ending in .jpg, .*.parquet.*, got '.*',"

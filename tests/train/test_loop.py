@@ -243,3 +243,28 @@ def test_learning_rate_schedule(schedule):
     last = {"cosine": 0, "linear": 0, "constant": 2.0}[schedule]
     assert rates[-1] == pytest.approx(last, abs=0.03)
     assert Optimiser(warmup_ratio=0).rate(0, 1) == Optimiser().learning_rate
+
+
+def test_exponential_schedule_decays_per_epoch_to_a_minimum():
+    """EDJE, appendix A, with the interval of BLIP's public code."""
+    spec = Optimiser(
+        learning_rate=3e-4,
+        warmup_steps=100,
+        warmup_learning_rate=1e-6,
+        schedule="exponential",
+        decay_rate=0.9,
+        min_learning_rate=1e-6,
+    )
+    rates = np.array([spec.rate(step, 60_000, 1000) for step in range(60_000)])
+    warmup = [1e-6 + (3e-4 - 1e-6) * (step + 1) / 100 for step in range(100)]
+    decayed = [max(1e-6, 3e-4 * 0.9 ** (step // 1000)) for step in range(100, 60_000)]
+    np.testing.assert_allclose(rates, warmup + decayed, rtol=1e-12)
+    assert rates[-1] == 1e-6 and rates[999] == 3e-4 and rates[1000] == pytest.approx(2.7e-4)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_minimum_learning_rate(schedule):
+    spec = Optimiser(learning_rate=2.0, warmup_ratio=0, schedule=schedule, min_learning_rate=0.5)
+    rates = [spec.rate(step, 100) for step in range(101)]
+    assert rates[0] == 2.0 and rates[-1] == pytest.approx(0.5)
+    assert rates[50] == pytest.approx(1.25)

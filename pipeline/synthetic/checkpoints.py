@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tests.conftest import CRANFIELD
-
+#: Abstracts on which tokenizers are trained.
+CRANFIELD = Path(__file__).parents[2] / "jobs/data/cranfield"
 VOCABULARY = 600
 #: Settings of a vision tower of two layers with 4 x 4 patches.
 SIGLIP = {
@@ -53,7 +53,7 @@ def colpali(folder: Path) -> Path:
 
     words = tokenizer("<image>", pad="<pad>", eos="<eos>", bos="<bos>")
     images = SiglipImageProcessorPil(size={"height": 32, "width": 32})
-    images.image_seq_length = 16
+    setattr(images, "image_seq_length", 16)  # noqa: B010
     processor = ColPaliProcessor(images, words)
     text = {
         "model_type": "gemma",
@@ -186,7 +186,9 @@ def save(folder: Path, model_class: type, settings, *files) -> Path:
     return folder
 
 
-def tower_configs(family: str, words, text_width: int = 32) -> dict[str, dict]:
+def tower_configs(
+    family: str, words: PreTrainedTokenizerFast, text_width: int = 32
+) -> dict[str, Any]:
     """Returns the settings of two towers: 4 x 4 patches of 8 x 8 pixels, and texts of 16 tokens."""
     both = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
     text = {
@@ -228,7 +230,8 @@ def siglip2(folder: Path) -> Path:
     names = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     letters = "▁abcdefghijklmnopqrstuvwxyz"
     vocabulary = {name: number for number, name in enumerate([*names, *letters, "he", "at"])}
-    words = Siglip2Tokenizer(vocabulary, [("h", "e"), ("a", "t")], padding_side="right")
+    merges: Any = [("h", "e"), ("a", "t")]  # annotated as a list of strings
+    words = Siglip2Tokenizer(vocabulary, merges, padding_side="right")
     images = Siglip2ImageProcessorPil(patch_size=8, max_num_patches=20)
     settings = Siglip2Config(**tower_configs("siglip2", words))
     return save(folder, Siglip2Model, settings, Siglip2Processor(images, words))
@@ -246,6 +249,39 @@ def clip(folder: Path) -> Path:
     )
     settings = CLIPConfig(**tower_configs("clip", words, text_width=48), projection_dim=24)
     return save(folder, CLIPModel, settings, CLIPProcessor(images, words))
+
+
+def blip(folder: Path) -> Path:
+    """Writes a BLIP for image-text matching with a text tower of two layers."""
+    from transformers import BlipConfig, BlipForImageTextRetrieval, BlipProcessor
+    from transformers.models.blip import BlipImageProcessorPil
+
+    words = tokenizer("[ENC]", pad="[PAD]", eos="[SEP]", sep_token="[SEP]", cls_token="[CLS]")
+    add_special_tokens(words, "[CLS]", "[SEP]")
+    text = {
+        "vocab_size": len(words),
+        "hidden_size": 32,
+        "encoder_hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": words.cls_token_id,
+        "eos_token_id": words.sep_token_id,
+        "sep_token_id": words.sep_token_id,
+        "pad_token_id": words.pad_token_id,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+    settings = BlipConfig(text_config=text, vision_config=vision, image_text_hidden_size=16)
+    images = BlipImageProcessorPil(size={"height": 32, "width": 32})
+    return save(folder, BlipForImageTextRetrieval, settings, BlipProcessor(images, words))
 
 
 def add_special_tokens(words, first: str, last: str) -> None:
@@ -340,7 +376,7 @@ def colbert_modernbert(folder: Path) -> Path:
     return folder
 
 
-def small_text_config(words) -> dict[str, int]:
+def small_text_config(words: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Returns the settings of a tiny text encoder."""
     return {
         "vocab_size": len(words),
@@ -476,6 +512,10 @@ def qwen2_5_omni(folder: Path) -> Path:
     _, images = qwen_files()
     extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=6, return_attention_mask=True)
     ids = words.convert_tokens_to_ids
+    vision_tokens: dict[str, Any] = {  # no arguments of the class
+        "vision_start_token_id": ids("<|vision_bos|>"),
+        "vision_end_token_id": ids("<|vision_eos|>"),
+    }
     settings = Qwen2_5OmniThinkerConfig(
         text_config={
             **small_text_config(words),
@@ -508,8 +548,7 @@ def qwen2_5_omni(folder: Path) -> Path:
         video_token_index=ids("<|VIDEO|>"),
         audio_start_token_id=ids("<|audio_bos|>"),
         audio_end_token_id=ids("<|audio_eos|>"),
-        vision_start_token_id=ids("<|vision_bos|>"),
-        vision_end_token_id=ids("<|vision_eos|>"),
+        **vision_tokens,
     )
     save(folder, Qwen2_5OmniThinkerForConditionalGeneration, settings, words)
     # Published checkpoints also have both in one file.
@@ -565,6 +604,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "siglip": siglip,
     "siglip2": siglip2,
     "clip": clip,
+    "blip": blip,
     "colbert_bert": colbert_bert,
     "colbert_modernbert": colbert_modernbert,
     "qwen2_vl": qwen2_vl,

@@ -1,0 +1,143 @@
+"""Deletion job: removes items from an index by id or by condition."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from pydantic import model_validator
+
+from pipeline.config import MissingField, Spec, SpecError, Uri
+from pipeline.index.filters import filtering
+from pipeline.index.reader import Index, id_filter
+from pipeline.index.session import Session
+
+#: Maximum number of rows that a commit removes, and of ids in a filter.
+COMMIT_ROWS, FILTER_IDS = 100_000, 5_000
+
+
+class DeleteSpec(Spec):
+    """Options of `jobs.delete`. Exactly one of `ids` and `filter` must be given."""
+
+    index: Uri
+    """URI of the index."""
+    ids: list[str] | None = None
+    """Ids of the items."""
+    filter: str | None = None
+    """SQL condition on the item columns."""
+
+    @model_validator(mode="after")
+    def _check_selection(self) -> DeleteSpec:
+        if self.ids is None and self.filter is None:
+            raise MissingField("filter", None, "a condition unless ids are given")
+        if self.ids is not None and self.filter is not None:
+            raise SpecError("filter", self.filter, "null when ids are given")
+        return self
+
+
+@dataclass
+class Progress:
+    """Counts of a deletion.
+
+    Attributes:
+        selected: Items of the index that were selected.
+        unknown: Given ids that the index does not contain.
+        removed: Rows removed so far.
+        commits: Commits so far.
+    """
+
+    selected: int = 0
+    unknown: int = 0
+    removed: int = 0
+    commits: int = 0
+
+
+def run(
+    spec: DeleteSpec,
+    *,
+    job: str,
+    report: Callable[[str], None],
+    is_dry: bool = False,
+    lease_seconds: float = 60.0,
+) -> Progress:
+    """Removes the selected items, in commits of at most `COMMIT_ROWS` rows.
+
+    Readers of earlier versions still see the items, and their data remain on disk until
+    `jobs.maintain` compacts the index. `jobs.index` adds an item again if its source lists it.
+
+    Args:
+        spec: Index and selection.
+        job: Identifier of the job.
+        report: Called with each progress line.
+        is_dry: Whether only to count the items.
+        lease_seconds: Lifetime of the lease without renewal, in seconds.
+
+    Raises:
+        SpecError: The index does not exist, or the filter is invalid.
+        LeaseHeld: Another job is writing to the index.
+        Stopped: SIGTERM was received. Rows that were removed before remain removed.
+    """
+    progress = Progress()
+    if is_dry:
+        _select(Index(spec.index), spec, progress)
+        report(_selection(progress))
+        return progress
+    Index(spec.index)  # a session would create a missing index
+    with Session(
+        spec.index, spec, "delete", job, lambda: asdict(progress), lease_seconds
+    ) as session:
+        rows = _select(Index(spec.index), spec, progress)
+        report(_selection(progress))
+        pairs = ((fragment, item_id) for fragment, ids in rows.items() for item_id in ids)
+        while batch := list(itertools.islice(pairs, COMMIT_ROWS)):
+            grouped: dict[int, list[str]] = {}
+            for fragment, item_id in batch:
+                grouped.setdefault(fragment, []).append(item_id)
+            session.writer.remove(grouped)
+            progress.removed += len(batch)
+            progress.commits += 1
+            session.record("running")
+            report(f"{progress.removed:,}/{progress.selected:,} items removed")
+            session.check()
+        if progress.removed:
+            session.writer.index_ids()
+    return progress
+
+
+def _selection(progress: Progress) -> str:
+    unknown = f"; {progress.unknown:,} ids are not in the index" if progress.unknown else ""
+    return f"{progress.selected:,} items are selected{unknown}"
+
+
+def _select(index: Index, spec: DeleteSpec, progress: Progress) -> dict[int, list[str]]:
+    """Returns the ids of the selected items by fragment."""
+    rows: dict[int, list[str]] = {}
+    for condition in _conditions(index, spec):
+        scanner = index.dataset.scanner(
+            columns=["item_id"], filter=condition, with_row_address=True
+        )
+        for batch in scanner.to_batches():
+            fragments = (batch["_rowaddr"].to_numpy() >> 32).tolist()
+            for fragment, item_id in zip(fragments, batch["item_id"].to_pylist(), strict=True):
+                rows.setdefault(fragment, []).append(item_id)
+    progress.selected = sum(map(len, rows.values()))
+    if spec.ids is not None:
+        progress.unknown = len(set(spec.ids)) - progress.selected
+    return rows
+
+
+def _conditions(index: Index, spec: DeleteSpec) -> Iterator[str]:
+    """Yields SQL conditions that together select the items."""
+    if spec.filter is not None:
+        with filtering(index, spec.filter) as condition:
+            assert condition is not None
+            yield condition
+        return
+    with index.corruption_errors():
+        for ids in _chunks(list(dict.fromkeys(spec.ids or [])), FILTER_IDS):
+            yield id_filter(ids)
+
+
+def _chunks(values: Sequence[str], size: int) -> Iterable[Sequence[str]]:
+    return (values[start : start + size] for start in range(0, len(values), size))

@@ -1,0 +1,172 @@
+"""Reranking of search results with the image-text matching head of BLIP, as a baseline.
+
+In contrast to EDJE, the vision tower runs when a query is answered, once per candidate image (Li et
+al., 2022, section 4; the baseline of EDJE, table 2).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from transformers import BlipForImageTextRetrieval, BlipProcessor
+
+from pipeline.config import SpecError, absolute
+from pipeline.encoders.images import open_query_image
+from pipeline.encoders.loading import (
+    CheckpointSpec,
+    check_checkpoint,
+    checkpoint_fingerprint,
+    load_model,
+    load_processor,
+)
+from pipeline.index.reader import Index
+from pipeline.schema import DEFAULT_RERANK_DEPTH
+from pipeline.search.options import check_count
+from pipeline.search.previews import Previews
+from pipeline.search.query import AnyQueries
+from pipeline.search.rerank import JointScore, QueryEncoderSource, Reranker
+
+#: Number of images that pass the vision tower at once, and of pairs that are scored at once.
+IMAGE_BATCH = 16
+PAIR_BATCH = 64
+#: Maximum number of images whose features are cached.
+MAX_CACHED = 4096
+
+
+class BlipSpec(CheckpointSpec):
+    """Checkpoint of a BLIP model for image-text retrieval."""
+
+    name: Literal["blip"] = "blip"
+    attention: Literal["sdpa", "eager"] = "eager"
+
+
+class BlipReranker(Reranker):
+    """Reranks the best items of each query by the probability that image and text match.
+
+    The score of a pair is the logit of "match" of the head. A text query is matched with the images
+    of items, which are read from their source, and an image query with their texts. Items without
+    one keep their ranks.
+
+    Args:
+        folder: Folder of a checkpoint such as Salesforce/blip-itm-base-flickr.
+        rerank_depth: Maximum number of first-stage items to rerank per query, at least 1.
+        add_first_stage: Whether to add the score of the first stage, as in BLIP's own evaluation.
+
+    Raises:
+        SpecError: The folder does not contain a BLIP model, or the depth is invalid.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        rerank_depth: int = DEFAULT_RERANK_DEPTH,
+        add_first_stage: bool = False,
+    ):
+        check_count("rerank_depth", rerank_depth)
+        self.folder = absolute(folder)
+        self.rerank_depth, self.add_first_stage = rerank_depth, add_first_stage
+        spec = BlipSpec(model=self.folder, dtype="float32")
+        check_checkpoint(spec, "blip")
+        self._model: Any = load_model(spec, BlipForImageTextRetrieval)
+        self._processor = load_processor(spec, BlipProcessor)
+        self.metadata = {"fingerprints": {"blip": checkpoint_fingerprint(spec)}}
+        self._features: dict[str, torch.Tensor] = {}
+
+    def check(self, index: Index, queries: AnyQueries) -> Sequence[str | bytes]:
+        """Checks that the queries are texts or images.
+
+        Raises:
+            SpecError: A query is neither a text nor an image.
+        """
+        inputs = queries if isinstance(queries, Sequence) else [queries]
+        readable = [query for query in inputs if isinstance(query, str | bytes)]
+        if len(readable) < len(inputs):
+            rule = "null unless every query is a text or an image"
+            raise SpecError("rerank", self.folder, rule, "does not support encoded queries")
+        return readable
+
+    def score(
+        self,
+        source: QueryEncoderSource,
+        queries: Sequence[str | bytes],
+        candidates: Sequence[list[str]],
+    ) -> list[dict[str, JointScore]]:
+        """Scores candidates. Those without an image, or without a text for an image, are omitted.
+
+        Returns:
+            Logits by item id, per query.
+        """
+        item_ids = sorted({item_id for ids in candidates for item_id in ids})
+        if all(isinstance(query, str) for query in queries):
+            previews, images = Previews(source.index), {}
+            for item_id in item_ids:
+                if item_id in self._features:
+                    images[item_id] = b""
+                    continue
+                try:
+                    images[item_id] = previews.image(item_id)
+                except SpecError:  # no image
+                    continue
+            features = self._image_features(images)
+            pairs = [
+                (str(query), features[i])
+                for query, ids in zip(queries, candidates, strict=True)
+                for i in ids
+                if i in features
+            ]
+            known = set(features)
+        else:
+            stored = source.index.items(item_ids, ["item_id", "text", "caption"]).to_pylist()
+            texts = {row["item_id"]: row["text"] or row["caption"] for row in stored}
+            known = {item_id for item_id, text in texts.items() if text and text.strip()}
+            pairs = []
+            for query, ids in zip(queries, candidates, strict=True):
+                assert isinstance(query, bytes)
+                (feature,) = self._encode_images([open_query_image(query)])
+                pairs += [(texts[i], feature) for i in ids if i in known]
+        scores = iter(self._pair_scores(pairs))
+        return [{i: (next(scores), 0) for i in ids if i in known} for ids in candidates]
+
+    def _image_features(self, images: dict[str, bytes]) -> dict[str, torch.Tensor]:
+        """Returns the states of the vision tower (N, D) of images, by item id."""
+        new = [item_id for item_id in images if item_id not in self._features]
+        features = {i: self._features[i] for i in images if i in self._features}
+        for first in range(0, len(new), IMAGE_BATCH):
+            batch = new[first : first + IMAGE_BATCH]
+            opened = [Image.open(io.BytesIO(images[i])).convert("RGB") for i in batch]
+            features |= zip(batch, self._encode_images(opened), strict=True)
+        if len(self._features) + len(new) > MAX_CACHED:
+            self._features.clear()
+        self._features |= {i: features[i] for i in new[:MAX_CACHED]}
+        return features
+
+    @torch.inference_mode()
+    def _encode_images(self, images: Sequence[Image.Image]) -> list[torch.Tensor]:
+        pixels = self._processor.image_processor(list(images), return_tensors="pt")["pixel_values"]
+        pixels = pixels.to(self._model.device, self._model.dtype)
+        return list(self._model.vision_model(pixel_values=pixels).last_hidden_state)
+
+    @torch.inference_mode()
+    def _pair_scores(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> list[float]:
+        """Returns the logit of "match" of each pair of a text and the features of an image."""
+        scores: list[float] = []
+        for first in range(0, len(pairs), PAIR_BATCH):
+            texts, features = zip(*pairs[first : first + PAIR_BATCH], strict=True)
+            inputs = self._processor.tokenizer(
+                list(texts), padding=True, truncation=True, return_tensors="pt"
+            ).to(self._model.device)
+            features_BND = torch.stack(features)
+            output = self._model.text_encoder(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                encoder_hidden_states=features_BND,
+                encoder_attention_mask=torch.ones(
+                    features_BND.shape[:2], dtype=torch.long, device=features_BND.device
+                ),
+            )
+            scores += self._model.itm_head(output.last_hidden_state[:, 0])[:, 1].tolist()
+        return scores

@@ -1,0 +1,137 @@
+"""Training data of images with captions in WebDataset archives."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import fsspec
+from pydantic import Field
+
+from pipeline.config import SpecError
+from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
+from pipeline.training_data.rows import Document, Listing, Row
+from pipeline.training_data.tables import ArchiveMember, list_files
+
+ARCHIVES = (".tar",)
+IMAGES = ("jpg", "jpeg", "png", "webp")
+#: Maximum size of a caption or of its metadata, in bytes.
+MAX_CAPTION_BYTES = 1 << 20
+
+
+@dataclass
+class Sample:
+    """Members of an archive with the same key.
+
+    Attributes:
+        key: Path of the members up to the first dot of the file name.
+        image: Image, if any.
+        caption: Content of the member with the caption, if any.
+    """
+
+    key: str
+    image: ArchiveMember | None = None
+    caption: bytes | None = None
+
+
+class WebDataset(RowData["WebDataset.Spec"]):
+    """Images as documents and their captions as queries, in the format of WebDataset.
+
+    `path` is an uncompressed .tar archive, a folder of archives or a glob. The members of a sample
+    are adjacent and have the same name up to the first dot, such as `0001.jpg` and `0001.txt`.
+    Samples without an image or a caption are omitted. Archives are not unpacked: the listing has
+    the position of each image, which is read when its batch is needed. The id of a document is
+    `archive/key`.
+    """
+
+    class Spec(RowSpec):
+        """Training data in WebDataset archives."""
+
+        name: Literal["webdataset"] = "webdataset"
+        caption: str = Field("txt", pattern=r"^\w+(\.\w+)*$")
+        """Suffix of the members with the captions, or `json.FIELD` for a field of `<key>.json`."""
+
+    def listing(self) -> Listing:
+        """Returns the samples of all archives."""
+        return self._list(self.spec.path)
+
+    def validation_listing(self) -> Listing:
+        """Returns the samples of `validation.path`."""
+        assert isinstance(self.spec.validation, ValidationFiles)
+        return self._list(self.spec.validation.path)
+
+    def _list(self, uri: str) -> Listing:
+        listing = Listing()
+        suffix, _, field = self.spec.caption.partition(".")
+        is_field = suffix == "json" and field
+        for archive in list_files(uri, ARCHIVES):
+            for sample in read_samples(archive, suffix if is_field else self.spec.caption):
+                location = f"sample {sample.key} of {archive}"
+                caption = _caption(sample.caption, field if is_field else "", location)
+                if sample.image is None or not caption:
+                    continue
+                name = f"{posixpath.basename(archive)}/{sample.key}"
+                number = listing.add(Document(name, None, sample.image, location))
+                listing.rows.append(Row(caption, number))
+        if not listing.rows:
+            rule = f"archives with samples of an image and a member .{self.spec.caption}"
+            raise SpecError("path", uri, rule, "have none")
+        return listing
+
+
+def read_samples(archive: str, caption_suffix: str) -> Iterator[Sample]:
+    """Yields the samples of an archive in order, without reading the images.
+
+    Args:
+        archive: Path or URI of an uncompressed .tar archive.
+        caption_suffix: Suffix of the members with the captions.
+
+    Raises:
+        SpecError: The archive cannot be read.
+    """
+    sample = Sample("")
+    try:
+        with fsspec.open(archive, "rb") as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+            for member in tar:
+                folder, name = posixpath.split(member.name)
+                stem, _, suffix = name.partition(".")
+                if not member.isreg() or not suffix:
+                    continue
+                key = posixpath.join(folder, stem)
+                if key != sample.key:
+                    yield sample
+                    sample = Sample(key)
+                if suffix.lower() in IMAGES:
+                    sample.image = ArchiveMember(archive, member.offset_data, member.size)
+                elif suffix == caption_suffix and member.size <= MAX_CAPTION_BYTES:
+                    content = tar.extractfile(member)
+                    assert content is not None, "regular members have a content"
+                    sample.caption = content.read()
+    except (OSError, tarfile.TarError) as error:
+        problem = f"cannot be read ({type(error).__name__}: {error})"
+        raise SpecError("path", archive, "an uncompressed .tar archive", problem) from None
+    yield sample
+
+
+def _caption(content: bytes | None, field: str, location: str) -> str:
+    """Returns the caption of a sample, or an empty string without one.
+
+    Raises:
+        SpecError: The content is not UTF-8, or not a JSON object with `field`.
+    """
+    if content is None:
+        return ""
+    try:
+        value: Any = content.decode("utf-8")
+        if field:
+            value = json.loads(value).get(field) or ""
+    except (ValueError, AttributeError):
+        rule = f"a JSON object with the field {field}" if field else "text in UTF-8"
+        raise SpecError("caption", location, rule) from None
+    if not isinstance(value, str):
+        raise SpecError("caption", value, "a text", note=f" ({location})")
+    return value.strip()

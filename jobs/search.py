@@ -26,7 +26,7 @@ matches and passages, see docs/concepts/explanations.md.
 --actors splits the index into N shards and searches each in a Ray actor.
 
 --candidates scores only the items that a candidate generator of jobs.candidates finds, or several
-generators joined by +. The search is faster and may miss hits.
+generators joined by + or :. The search is faster and may miss hits.
 
 --score fused combines the rankings by MaxSim and BM25, which requires `jobs.candidates INDEX bm25`.
 --fusion sets its weights; `jobs.evaluate --fit-fusion` fits them to judged queries.
@@ -302,14 +302,14 @@ def _parser() -> jobs.Parser:
         "--candidates",
         default="exact",
         metavar="GENERATOR",
-        help="score only the items that this generator, or several joined by +, find (default: "
-        "exact, which scores all)",
+        help="score only the items that this generator, or several joined by + or :, find "
+        "(default: exact, which scores all)",
     )
     parser.add_argument(
         "--num-candidates",
         type=jobs.positive,
         metavar="N",
-        help="number of items that each generator finds (default: 500, or 10 k if that is more)",
+        help="number of items that each generator finds (default: 1,000, or 16 k if that is more)",
     )
     parser.add_argument(
         "--idf-power",

@@ -203,6 +203,7 @@ CANDIDATES: Registry[Generator[Any] | TextGenerator[Any]] = Registry(
         "bm25": "pipeline.candidates.bm25:Bm25",
         "centroids": "pipeline.candidates.centroids:Centroids",
         "lemur": "pipeline.candidates.lemur:Lemur",
+        "pq": "pipeline.candidates.pq:Pq",
     },
 )
 BENCHMARKS: Registry[Benchmark] = Registry(

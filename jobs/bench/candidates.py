@@ -3,7 +3,7 @@
     python -m jobs.bench candidates
     python -m jobs.bench candidates --items 1000000 --generators lemur centroids --out figures.json
     python -m jobs.bench candidates --vectors FOLDER --query-tokens 32
-    python -m jobs.bench candidates --vectors FOLDER --unmodified
+    python -m jobs.bench candidates --vectors FOLDER --unmodified --items 117659
 
 The items are derived from real token vectors: each interpolates the vectors of two random
 documents and adds noise. By default, these are the abstracts of jobs/data/cranfield, encoded by
@@ -42,13 +42,16 @@ FRAGMENT_ITEMS = 8192
 COLUMN = "full_int8"
 #: Depths of the measured recall, and number of queries per batch.
 DEPTHS, BATCH = (10, 100), 32
-#: Settings by name of a generator on the command line.
-GENERATORS: dict[str, dict[str, Any]] = {
-    "lemur": {"name": "lemur"},
-    "lemur-random": {"name": "lemur", "features": "random"},
-    "lemur-512": {"name": "lemur", "num_features": 512},
-    "lemur-unreduced": {"name": "lemur", "num_features": 512, "num_dims": 512},
-    "centroids": {"name": "centroids"},
+#: Maximum number of queries whose exact search is timed, which takes seconds for a million items.
+NUM_EXACT = 16
+#: Settings of the generators of each step, by their name on the command line.
+GENERATORS: dict[str, list[dict[str, Any]]] = {
+    "lemur": [{"name": "lemur"}],
+    "lemur:pq": [{"name": "lemur"}, {"name": "pq"}],
+    "lemur-random": [{"name": "lemur", "features": "random"}],
+    "lemur-512": [{"name": "lemur", "num_features": 512}],
+    "lemur-unreduced": [{"name": "lemur", "num_features": 512, "num_dims": 512}],
+    "centroids": [{"name": "centroids"}],
 }
 
 
@@ -68,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the benchmark."""
     parser = jobs.parser(__doc__)
     parser.add_argument("--items", type=jobs.positive, default=100_000, help="number of items")
-    parser.add_argument("--unmodified", action="store_true", help="search the documents themselves")
+    parser.add_argument(
+        "--unmodified", action="store_true", help="search the first documents themselves"
+    )
     parser.add_argument("--vectors", help="folder with documents.npy, doclens.npy and queries.npy")
     parser.add_argument(
         "--generators", nargs="+", choices=GENERATORS, default=list(GENERATORS), metavar="NAME"
@@ -101,7 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     bench = Bench("candidates", arguments, args.out)
-    vectors = project(read_vectors(args.vectors) if args.vectors else shipped_vectors())
+    vectors = read_vectors(args.vectors) if args.vectors else shipped_vectors()
+    if args.unmodified:
+        vectors = vectors._replace(documents=vectors.documents[: args.items])
+    vectors = project(vectors)
     queries = vectors.queries
     if args.query_tokens:
         queries = join_queries(queries, args.query_tokens)
@@ -124,22 +132,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> None:
     """Measures the exact search and each generator, and reports a table."""
+    from pipeline.search.candidates import STEP
     from pipeline.search.searcher import open_index
 
     log, searched = queries[1::2], queries[::2][: args.queries]
     searcher = open_index(uri)
     searcher.load(COLUMN)
     exact = searcher.rank(searched, COLUMN, k=max(DEPTHS))
-    p50, p99, rate = latencies(searcher, searched, args.repeats, {})
+    p50, p99, rate = latencies(searcher, searched[:NUM_EXACT], args.repeats, {})
     optional = Optional(bench, args, searched)
     rows: list[list[Any]] = [["exact", "", "", "", 1.0, 1.0, p50, p99, str(rate)]]
     figures: dict[str, Any] = {"exact": {"p50_ms": p50, "p99_ms": p99, "queries_per_s": rate}}
     for name in args.generators:
-        seconds, num_bytes = build(uri, GENERATORS[name], log)
+        costs = [build(uri, generator, log) for generator in GENERATORS[name]]
+        seconds, num_bytes = (sum(cost) for cost in zip(*costs, strict=True))
         searcher = open_index(uri)
-        searcher.load(COLUMN, candidates=GENERATORS[name]["name"])
+        candidates = STEP.join(generator["name"] for generator in GENERATORS[name])
+        searcher.load(COLUMN, candidates=candidates)
         for number in args.num_candidates:
-            options = {"candidates": GENERATORS[name]["name"], "num_candidates": number}
+            options = {"candidates": candidates, "num_candidates": number}
             k = min(max(DEPTHS), number)
             found = searcher.rank(searched, COLUMN, k=k, **options)
             recalls = [recall(exact, found, depth) for depth in DEPTHS]
@@ -155,9 +166,10 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
                 "p99_ms": p99,
                 "queries_per_s": rate,
             }
-        optional.measure(searcher, GENERATORS[name]["name"])
+        optional.measure(searcher, candidates)
         if args.folder is None:
-            drop(uri, GENERATORS[name])
+            for generator in GENERATORS[name]:
+                drop(uri, generator)
     optional.report()
     lengths = [len(query) for query in searched]
     title = (
@@ -184,7 +196,7 @@ class Optional:
 
         given, shares = (searcher, COLUMN, self._queries, name), self._args.selectivity
         measurements = {"filtered search": candidates_filters.measure(*given, shares)}
-        if self._args.stopping:
+        if self._args.stopping and ":" not in name:
             measurements["early termination"] = candidates_stopping.measure(*given)
         for title, rows in measurements.items():
             for cells, figures in rows:
@@ -222,7 +234,8 @@ def build(uri: str, generator: dict[str, Any], log: list[np.ndarray]) -> tuple[f
     )
     seconds = time.perf_counter() - start
     index = Index(uri)
-    (column,) = index.candidates_columns
+    infos = index.candidates_columns.values()
+    (column,) = (info.name for info in infos if info.generator_name == generator["name"])
     fitted = index.generator(column)
     rows = index.dataset.to_table(columns=[column], limit=1000)
     _, lengths = fitted.codec.unpack(rows[column], fitted.dim)
@@ -246,7 +259,7 @@ def latencies(
     Queries are transformed beforehand, so that only candidate generation and scoring are measured.
     """
     encoded = [searcher.queries([query], COLUMN) for query in queries]
-    for query in encoded[:3]:  # warm-up
+    for query in encoded[: 3 if options else 1]:  # warm-up
         searcher.rank(query, COLUMN, k=10, **options)
     times = [seconds_of(lambda q=q: searcher.rank(q, COLUMN, k=10, **options)) for q in encoded]
     batches = [

@@ -150,3 +150,10 @@ class TextGenerator(ABC, Generic[ComponentSpecT]):
         Its method `scores` returns the scores (B,) float32 of all items for the text of a query.
         They are 0 for items that do not match.
         """
+
+
+def weighted(queries: list[torch.Tensor], weights: list[torch.Tensor] | None) -> list[torch.Tensor]:
+    """Multiplies the tokens (M_i, D) of each query by their weights (M_i,), if any."""
+    if weights is None:
+        return queries
+    return [q_MD * w_M.unsqueeze(1) for q_MD, w_M in zip(queries, weights, strict=True)]

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from pipeline import config
-from pipeline.candidates import Generator, Sample
+from pipeline.candidates import Generator, Sample, weighted
 from pipeline.codecs import Parts
 from pipeline.codecs.centroid_codes import CentroidCodes
 from pipeline.codecs.residual import is_normalised
@@ -120,9 +120,7 @@ class Centroids(Generator["Centroids.Spec"]):
         self, queries: list[torch.Tensor], weights: list[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
         """Multiplies the tokens by their weights, if any."""
-        if weights is None:
-            return queries
-        return [q_MD * w_M.unsqueeze(1) for q_MD, w_M in zip(queries, weights, strict=True)]
+        return weighted(queries, weights)
 
 
 def distinct(codes: torch.Tensor, lengths_B: torch.Tensor) -> float:

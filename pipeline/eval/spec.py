@@ -70,7 +70,7 @@ class CandidatesSpec(Spec):
 
     generator: str
     """Name of the generator, which `jobs.candidates` built, `single` for the single vectors, or
-    several joined by `+`."""
+    several joined by `+` or `:`."""
     representation: str | None = None
     """Representation that is searched, or null for `full` if it is evaluated, else the first
     one."""

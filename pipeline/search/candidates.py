@@ -14,10 +14,13 @@ EXACT = "exact"
 SINGLE = "single"
 #: Generator of the BM25 scores of fused search.
 BM25 = "bm25"
-#: Separator of the generators of a union.
-UNION = "+"
-#: Default minimum number of candidates, and their number per hit.
-MIN_CANDIDATES, CANDIDATES_PER_HIT = 500, 10
+#: Separators of the generators of a union, and of the steps of one of its members.
+UNION, STEP = "+", ":"
+#: Number of items that a step finds per candidate, if another step follows.
+ITEMS_PER_CANDIDATE = 32
+#: Default minimum number of candidates, and their number per hit. On 117,659 definitions, `lemur`
+#: then finds 97 % of the 100 best items.
+MIN_CANDIDATES, CANDIDATES_PER_HIT = 1000, 16
 #: Number of scores from which a lower bound of the best scores is estimated.
 SELECTION_SAMPLE = 16384
 
@@ -37,15 +40,25 @@ def generators(index: Index, info: RepresentationInfo) -> dict[str, str]:
     return columns
 
 
+def generator_steps(candidates: str) -> list[list[str]]:
+    """Returns the generators of the steps of each member of a union.
+
+    >>> generator_steps("lemur:pq+bm25")
+    [['lemur', 'pq'], ['bm25']]
+    """
+    return [member.split(STEP) for member in candidates.split(UNION)]
+
+
 def generator_columns(index: Index, info: RepresentationInfo, candidates: str) -> dict[str, str]:
-    """Returns the columns of a generator or of a union such as `lemur+bm25`, by generator.
+    """Returns the columns of the generators of a value such as `lemur:pq+bm25`, by generator.
 
     Raises:
-        SpecError: A generator was not built for the representation or for other vectors, or occurs
-            twice.
+        SpecError: A generator was not built for the representation or for other vectors, occurs
+            twice, or cannot follow another.
     """
     columns = generators(index, info)
-    names = candidates.split(UNION)
+    members = generator_steps(candidates)
+    names = [name for steps in members for name in steps]
     for name in names:
         if name not in columns:
             problem = f"was not built for {info.column}"
@@ -56,12 +69,15 @@ def generator_columns(index: Index, info: RepresentationInfo, candidates: str) -
                 note = "; fit it again with `python -m jobs.candidates INDEX GENERATOR --refit`"
             if len(names) > 1:
                 problem = f"contains {name!r}, which {problem}"
-                rule = f"generators of {', '.join(columns)}, joined by {UNION}"
+                rule = f"generators of {', '.join(columns)}, joined by {UNION} or {STEP}"
             else:
                 rule = f"one of {', '.join((EXACT, *columns))}"
             raise SpecError("candidates", candidates, rule, problem, note)
     if len(set(names)) < len(names):
         raise SpecError("candidates", candidates, "different generators", "repeats a generator")
+    if any(BM25 in steps[1:] for steps in members):
+        problem = f"has {BM25} after {STEP}"
+        raise SpecError("candidates", candidates, "a generator of vectors", problem)
     return {name: columns[name] for name in names}
 
 

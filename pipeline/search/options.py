@@ -16,8 +16,8 @@ from pipeline.search.candidates import (
     EXACT,
     MIN_CANDIDATES,
     SINGLE,
-    UNION,
     generator_columns,
+    generator_steps,
     generators,
 )
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, Fusion
@@ -82,11 +82,13 @@ class SearchOptions:
             and `parents`.
         parents: Ids of the parents whose items are searched.
         candidates: "exact" scores all items. Otherwise, the name of a candidate generator of the
-            representation, or several joined by "+", which find the items that are scored. Items
-            without a code of a generator are always scored. If fewer than k items are found, all
-            items are scored.
+            representation, or several joined by "+", which find the items that are scored. The
+            generator after ":" selects among the items that the one before it finds. Items without
+            a code of a generator are always scored. If fewer than k items are found, all items are
+            scored.
         num_candidates: Number of items that each generator finds per query and shard, at least `k`.
-            Defaults to 500, or 10 k if that is more.
+            Defaults to 1,000, or 16 k if that is more. A generator before ":" finds 32 times as
+            many.
         idf_power: Weights of the query tokens in the MaxSim score are their inverse document
             frequency to this power, see `TokenFrequencies.weights`. None does not weight them.
         rerank: Second stage: "vectors" scores with another representation, "edje" with EDJE's joint
@@ -243,7 +245,7 @@ class SearchOptions:
 
     def check_candidates(self, queries: Queries) -> None:
         """Raises `SpecError` if the queries lack single vectors or texts that candidates need."""
-        names = self.candidates.split(UNION)
+        names = [name for steps in generator_steps(self.candidates) for name in steps]
         if BM25 in names and queries.texts is None:
             raise SpecError("candidates", self.candidates, EXACT, "needs the text of the query")
         if SINGLE in names and queries.pooled is None:

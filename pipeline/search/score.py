@@ -32,7 +32,15 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Reranked
 from pipeline.scores import Score
 from pipeline.search.cache import packed_column
-from pipeline.search.candidates import BM25, EXACT, SINGLE, best_rows, generator_columns
+from pipeline.search.candidates import (
+    BM25,
+    EXACT,
+    ITEMS_PER_CANDIDATE,
+    SINGLE,
+    best_rows,
+    generator_columns,
+    generator_steps,
+)
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, pool_rows
 from pipeline.search.lexical import open_postings
 from pipeline.search.maxsim import maxsim
@@ -168,9 +176,11 @@ class Scorer:
         if options.candidates == EXACT:
             return packed.num_vectors
         info = self._info(options.column)
-        columns = generator_columns(self._items.index, info, options.candidates).values()
-        vectors = [self.packed(column) for column in columns if not self._is_lexical(column)]
-        share = min(len(columns) * options.candidates_per_query / max(len(packed), 1), 1.0)
+        columns = generator_columns(self._items.index, info, options.candidates)
+        members = generator_steps(options.candidates)
+        firsts = [columns[steps[0]] for steps in members]
+        vectors = [self.packed(column) for column in firsts if not self._is_lexical(column)]
+        share = min(len(members) * options.candidates_per_query / max(len(packed), 1), 1.0)
         return sum(codes.num_vectors for codes in vectors) + int(share * packed.num_vectors)
 
     def _columns(self, representation: str, score: Score, candidates: str) -> list[str]:
@@ -377,14 +387,39 @@ class Scorer:
         """
         info = self._info(options.column)
         columns = generator_columns(self._items.index, info, options.candidates)
+        num = options.candidates_per_query
         found = [np.empty(0, np.int64)] * len(queries)
-        for generator, column in columns.items():
-            find = self._lexical_candidates if self._is_lexical(column) else self._vector_candidates
-            more = yield from find(generator, column, queries, options, rows, slice_pairs)
+        for first, *steps in generator_steps(options.candidates):
+            is_lexical = self._is_lexical(columns[first])
+            find = self._lexical_candidates if is_lexical else self._vector_candidates
+            nums = [num * ITEMS_PER_CANDIDATE] * len(steps) + [num]
+            given = first, columns[first], queries, options, rows, nums[0], slice_pairs
+            more = yield from find(*given)
+            for step, num_found in zip(steps, nums[1:], strict=True):
+                more = yield from self._step(
+                    step, columns[step], queries, options, more, num_found, slice_pairs
+                )
             found = [np.union1d(*pair) for pair in zip(found, more, strict=True)]
         if any(len(candidates) < options.k for candidates in found):
             all_rows = np.arange(len(self._items)) if rows is None else rows
             found = [all_rows if len(items) < options.k else items for items in found]
+        return found
+
+    def _step(
+        self,
+        generator: str,
+        column: str,
+        queries: Queries,
+        options: SearchOptions,
+        candidates: Sequence[np.ndarray],
+        num: int,
+        slice_pairs: int | None,
+    ) -> Generator[None, None, list[np.ndarray]]:
+        """Selects among the candidates of each query, which another generator found."""
+        found: list[np.ndarray] = []
+        for query, rows in zip(queries.split(), candidates, strict=True):
+            given = generator, column, query, options, rows, num, slice_pairs
+            found += yield from self._vector_candidates(*given)
         return found
 
     def _lexical_candidates(
@@ -394,6 +429,7 @@ class Scorer:
         queries: Queries,
         options: SearchOptions,
         rows: np.ndarray | None,
+        num: int,
         slice_pairs: int | None,
     ) -> Generator[None, None, list[np.ndarray]]:
         """Finds the items whose texts match each query best."""
@@ -408,7 +444,7 @@ class Scorer:
             scores = postings.scores(text)
             scores[(scores <= 0) | ~is_scorable] = -np.inf
             scores = scores if rows is None else scores[rows]
-            found.append(best_rows(scores, rows, options.candidates_per_query, groups))
+            found.append(best_rows(scores, rows, num, groups))
         return found
 
     def _vector_candidates(
@@ -418,6 +454,7 @@ class Scorer:
         queries: Queries,
         options: SearchOptions,
         rows: np.ndarray | None,
+        num: int,
         slice_pairs: int | None,
     ) -> Generator[None, None, list[np.ndarray]]:
         """Finds the items whose codes match each query best, and those without a code."""
@@ -438,7 +475,6 @@ class Scorer:
             unscored = np.flatnonzero(np.isin(rows, unscored)) if len(unscored) else unscored
         approximate_QR[:, unscored] = -np.inf
         groups = self._items.parent_codes if options.group_by else None
-        num = options.candidates_per_query
         return [
             np.union1d(best_rows(scores_R, rows, num, groups), uncoded)
             for scores_R in approximate_QR

@@ -227,11 +227,12 @@ class SearchOptions(Request):
     """Ids of the parents whose items are searched. If null, all items are searched."""
     candidates: Name | None = None
     """`exact` scores all items. The name of a candidate generator of the representation, or several
-    joined by `+`, score only the items that they find, which is faster and may miss hits. Default:
-    the generator that the settings of the server name for the representation, else `exact`."""
+    joined by `+` or `:`, score only the items that they find, which is faster and may miss hits.
+    Default: the generator that the settings of the server name for the representation, else
+    `exact`."""
     num_candidates: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Number of candidates per query, shard and generator, at least `k`. Default: that of the
-    settings of the server if they name the generator, else 500, or 10 `k` if that is more."""
+    settings of the server if they name the generator, else 1,000, or 16 `k` if that is more."""
     idf_power: Annotated[float, Field(gt=0, le=4)] | None = None
     """Weights the tokens of text queries in the MaxSim score by their inverse document frequency to
     this power. The token frequencies of the index must have been counted. If null, all weights are

@@ -366,9 +366,9 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
         (["--candidates", "lemur"], "candidates must be one of exact, single, got 'lemur', which "
          "was not built for full; build it with `python -m jobs.candidates INDEX GENERATOR` for "
          "full"),
-        (["--candidates", "single+lemur"], "candidates must be generators of single, joined by +, "
-         "got 'single+lemur', which contains 'lemur', which was not built for full; build it with "
-         "`python -m jobs.candidates INDEX GENERATOR` for full"),
+        (["--candidates", "single+lemur"], "candidates must be generators of single, joined by + "
+         "or :, got 'single+lemur', which contains 'lemur', which was not built for full; build it "
+         "with `python -m jobs.candidates INDEX GENERATOR` for full"),
         (["--score", "fused"], "score must be maxsim, got 'fused', which needs bm25, which was not "
          "built for the texts of full; build it with `python -m jobs.candidates INDEX bm25`"),
         (["--fusion", "method=rrf"], "score must be fused if fusion is set, got 'maxsim'"),

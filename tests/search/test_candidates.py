@@ -150,4 +150,4 @@ def test_invalid_options(make_index):
 def test_first_stage_keeps_enough_candidates():
     options = SearchOptions("full", k=5, rerank_depth=50, candidates="single", num_candidates=20)
     assert options.first_stage().num_candidates == 50
-    assert SearchOptions("full", k=100).candidates_per_query == 1000
+    assert SearchOptions("full", k=100).candidates_per_query == 1600

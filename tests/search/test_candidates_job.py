@@ -23,8 +23,9 @@ from pipeline.index.fill import Progress
 from pipeline.index.reader import ITEMS, Index
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.search import candidates_job
+from pipeline.search import candidates_job, score
 from pipeline.search.candidates_job import CandidatesJobSpec, CandidatesResources
+from pipeline.search.maxsim import maxsim
 from pipeline.search.options import SearchOptions
 from pipeline.search.sharded import ShardedSearcher
 from pipeline.search.shards import merge_rankings
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.usefixtures("cluster")
 DIM, NUM_ITEMS = 16, 240
 LEMUR = {"name": "lemur", "num_features": 64}
 CENTROIDS = {"name": "centroids", "num_centroids": 32}
-GENERATORS = pytest.mark.parametrize("generator", [LEMUR, CENTROIDS], ids=lambda g: g["name"])
+PQ = {"name": "pq", "num_parts": 8}
+GENERATORS = pytest.mark.parametrize("generator", [LEMUR, CENTROIDS, PQ], ids=lambda g: g["name"])
 
 
 def clustered(num: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -112,10 +114,10 @@ def queries(num: int = 12) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def built(original, tmp_path_factory) -> Path:
-    """Copy of the index with both generators, which tests do not change."""
+    """Copy of the index with all generators, which tests do not change."""
     uri = tmp_path_factory.mktemp("built") / "index"
     shutil.copytree(original, uri)
-    for generator in (LEMUR, CENTROIDS):
+    for generator in (LEMUR, CENTROIDS, PQ):
         build(uri, generator)
     return uri
 
@@ -129,13 +131,49 @@ def test_scores_are_exact_and_recall_is_high(built, generator):
     shares = []
     for ranking, reference in zip(found, exact, strict=True):
         scores = reference.scores_by_item()
-        for item_id, score in ranking.scores_by_item().items():
+        for item_id, found_score in ranking.scores_by_item().items():
             if item_id in scores:
-                assert score == scores[item_id]
+                assert found_score == scores[item_id]
         shares.append(len(set(ranking.item_ids) & set(scores)) / 10)
     assert np.mean(shares) > 0.9
     all_items = searcher.rank(queries(), num_candidates=NUM_ITEMS, **options)
     assert [r.item_ids for r in all_items] == [r.item_ids for r in exact]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_steps_select_among_the_items_of_the_step_before(built, step, monkeypatch):
+    monkeypatch.setattr(score, "ITEMS_PER_CANDIDATE", 3)
+    monkeypatch.setattr(score, "EXACT_ITEMS", 0)
+    searcher = open_index(str(built))
+    order = [generator["name"] for generator in (LEMUR, PQ)]
+
+    def approximate(name: str, query: np.ndarray) -> np.ndarray:
+        column = f"full_{name}_1_candidates"
+        (tokens,) = searcher.index.generator(column).queries(searcher.queries([query]).tokens)
+        return maxsim([tokens], searcher.scorer.packed(column))[0].numpy()
+
+    rows = np.arange(0, NUM_ITEMS, step)
+    ids = [f"i{row:03}" for row in rows]
+    options = {"k": 5, "candidates": ":".join(order), "num_candidates": 8, "ids": ids}
+    for query in queries():
+        first, second = (approximate(name, query)[rows] for name in order)
+        found = np.argsort(-first, kind="stable")[:24]
+        found = rows[found[np.argsort(-second[found], kind="stable")[:8]]]
+        (exact,) = searcher.rank([query], ids=[f"i{row:03}" for row in found], k=5)
+        (ranking,) = searcher.rank([query], **options)
+        assert ranking.scores_by_item() == exact.scores_by_item()
+
+
+def test_invalid_steps(uri):
+    build(uri, PQ)
+    searcher = open_index(str(uri))
+    for candidates, message in (
+        ("pq:pq", "different generators, got 'pq:pq', which repeats a generator"),
+        ("pq:lemur", r"joined by \+ or :, got 'pq:lemur', which contains 'lemur', which was not"),
+        ("pq:", "joined by"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            searcher.rank(queries(1), candidates=candidates)
 
 
 @GENERATORS

@@ -7,8 +7,8 @@ thread. This module packs the queries and distributes the documents over threads
 - Blocks of 32 document tokens from one or several documents are multiplied by panels of 32 query
   tokens. The maxima stay in registers and the L1 cache. Documents are not padded, and similarities
   are never written to main memory.
-- int8 vectors are multiplied as int8 (AMX tiles or VNNI), with a scale per token for queries and
-  documents.
+- int8 vectors are multiplied as int8 (AMX tiles or VNNI), or as int16 with AVX2, with a scale per
+  token for queries and documents.
 - With AMX, float16, bfloat16, binary and residual vectors are multiplied as pairs of bfloat16,
   x = high + low, in three products. A float16 value is exactly such a pair. A float32 query value
   loses 2^-18 of its magnitude, a hundredth of the error of rounding documents to float16.
@@ -20,7 +20,7 @@ thread. This module packs the queries and distributes the documents over threads
   one row per centroid, so that the maxima of an item are taken over whole rows without gathering.
   Its values are int16 with a scale per query token, which loses 2^-16 of the largest similarity.
   For 100,000 items of 32 codes and 16,384 centroids, int16 takes 2.5 ms on one core and float32
-  5.4 ms.
+  5.4 ms. Product codes index a table for each sub-vector, whose rows are added.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ import torch
 
 from pipeline.codecs import Codec
 from pipeline.codecs.centroid_codes import CentroidCodes
+from pipeline.codecs.product_codes import MAX_CENTROIDS, ProductCodes, split
 from pipeline.search.native.documents import (
     BINARY,
     CODES,
     DENSE_KINDS,
     FLOAT_KINDS,
     INT8,
+    PRODUCT,
     Documents,
     kind_of,
 )
@@ -270,7 +272,8 @@ class _Queries:
 
     Attributes:
         packed: Panels of 32 tokens; the table of similarities (C, tokens with padding) int16 for
-            centroid codes; or rows (Q, D) for queries of one token.
+            centroid codes, and (256 P, tokens with padding) for product codes; or rows (Q, D) for
+            queries of one token.
         scales: Scale per token, or None if all are 1.
         bounds: (Q + 1,) int64, first token of each query.
         num_tokens: Number of tokens.
@@ -314,19 +317,24 @@ class _Queries:
     ) -> _Queries:
         """Packs tokens (M, D), padded with zeros."""
         if isinstance(codec, CentroidCodes):
-            return cls.tabulate(query_MD, codec, bounds)
+            return cls.tabulate(codec.centroids(query_MD.device) @ query_MD.T, bounds)
+        if isinstance(codec, ProductCodes):
+            return cls.tabulate_parts(query_MD, codec, bounds)
         num_tokens, dim = query_MD.shape
         num_panels, width = -(-num_tokens // 32), -(-dim // 64) * 64
         padded = torch.zeros(num_panels * 32, width)
         padded[:num_tokens, :dim] = query_MD
         halves = padded.view(num_panels, 2, 16, width)
-        if kind == INT8 and level >= LEVELS.index("avx512"):
+        if kind == INT8 and level >= LEVELS.index("avx2"):
             scales = padded.abs().amax(dim=1).div_(127)
             scales[scales == 0] = 1
             values = (padded / scales[:, None]).round_().to(torch.int8)
-            # Groups of four dimensions are interleaved over 16 tokens.
-            panels = values.view(num_panels, 2, 16, width // 4, 4).transpose(2, 3).contiguous()
-            return cls(panels, scales, bounds, num_tokens)
+            if level >= LEVELS.index("avx512"):
+                # Groups of four dimensions are interleaved over 16 tokens.
+                panels = values.view(num_panels, 2, 16, width // 4, 4).transpose(2, 3)
+            else:  # pairs of dimensions are interleaved over 32 tokens
+                panels = values.short().view(num_panels, 32, width // 2, 2).transpose(1, 2)
+            return cls(panels.contiguous(), scales, bounds, num_tokens)
         if level == LEVELS.index("amx"):
             # Decoded rows interleave two registers of 16 values, see `split` in body.h.
             if kind not in (BINARY, FLOAT_KINDS[torch.bfloat16]):
@@ -339,23 +347,52 @@ class _Queries:
         return cls(panels, None, bounds, num_tokens)
 
     @classmethod
-    def tabulate(cls, query_MD: torch.Tensor, codec: CentroidCodes, bounds: np.ndarray) -> _Queries:
-        """Computes the similarities of all centroids and tokens (M, D), padded with zeros."""
-        num_tokens, num_padded = len(query_MD), -(-len(query_MD) // 32) * 32
-        sim_CM = codec.centroids(query_MD.device) @ query_MD.T
+    def tabulate(
+        cls, sim_CM: torch.Tensor, bounds: np.ndarray, largest_M: torch.Tensor | None = None
+    ) -> _Queries:
+        """Quantises the similarities of all centroids and tokens, padded with zeros.
+
+        Args:
+            sim_CM: Similarities, which are overwritten.
+            bounds: First token of each query, and the number of tokens.
+            largest_M: Largest value to represent per token, or None for that of the similarities.
+        """
+        num_tokens = sim_CM.shape[1]
+        num_padded = -(-num_tokens // 32) * 32
+        largest_M = sim_CM.abs().amax(dim=0) if largest_M is None else largest_M
         scales = torch.zeros(num_padded)
-        scales[:num_tokens] = sim_CM.abs().amax(dim=0) / MAX_INT16
+        scales[:num_tokens] = largest_M / MAX_INT16
         table = torch.zeros(len(sim_CM), num_padded, dtype=torch.int16)
         table[:, :num_tokens] = sim_CM.div_(scales[:num_tokens].clamp_min(TINY)).round_()
         return cls(table, scales, bounds, num_tokens)
 
+    @classmethod
+    def tabulate_parts(
+        cls, query_MD: torch.Tensor, codec: ProductCodes, bounds: np.ndarray
+    ) -> _Queries:
+        """Quantises the similarities of all centroids of sub-vectors and tokens (M, D).
+
+        The sum of the similarities of a vector's parts does not exceed 15 bits.
+        """
+        centroids_PCS = codec.centroids(query_MD.device)
+        num_parts, num_centroids, _ = centroids_PCS.shape
+        sim_PCM = centroids_PCS @ split(query_MD, centroids_PCS).permute(1, 2, 0)
+        # Each term may be rounded up by half of the scale.
+        limit = MAX_INT16 - num_parts
+        largest_M = sim_PCM.abs().amax(dim=1).sum(dim=0) * (MAX_INT16 / limit)
+        rows_PCM = torch.zeros(num_parts, MAX_CENTROIDS, len(query_MD))
+        rows_PCM[:, :num_centroids] = sim_PCM
+        return cls.tabulate(rows_PCM.flatten(0, 1), bounds, largest_M)
+
 
 def _max_tokens(kind: int, level: int, dim: int) -> int:
     """Returns the maximum number of query tokens per call, unless a single query has more."""
-    if kind == CODES:
+    if kind in (CODES, PRODUCT):
         return 1  # One query per call: the rows of its table are short and fit in the cache best.
-    packed_bytes = dim if kind == INT8 and level >= LEVELS.index("avx512") else 4 * dim
-    return max(QUERY_BYTES // packed_bytes, 1)
+    bytes_per_value = 4
+    if kind == INT8 and level >= LEVELS.index("avx2"):
+        bytes_per_value = 1 if level >= LEVELS.index("avx512") else 2
+    return max(QUERY_BYTES // (bytes_per_value * dim), 1)
 
 
 def _tasks(

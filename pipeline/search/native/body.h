@@ -352,6 +352,42 @@ static inline void multiply_int8(const Block& block, const int8_t* panel, int st
 }
 #endif
 
+#if LEVEL == AVX2
+// Widens int8 rows to int16 with stride `width`; values beyond the last dimension are zero.
+static void widen_int8(const Documents& docs, const Block& block, Scratch& s) {
+    for (int r = 0; r < block.rows; ++r) {
+        const int8_t* in = (const int8_t*)docs.values + (block.first + r) * docs.row_bytes;
+        int16_t* out = (int16_t*)s.floats + r * s.width;
+        int d = 0;
+        for (; d + 16 <= docs.dim; d += 16)
+            _mm256_store_si256(
+                (__m256i*)(out + d), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(in + d))));
+        for (; d < docs.dim; ++d) out[d] = in[d];
+    }
+}
+
+// Pairs of dimensions are multiplied at once: an item of 32 vectors of 128 dimensions takes 2.8 us
+// for 32 query tokens, and 4.8 us with float32. The sums of two rows occupy half of the registers.
+static inline void multiply_int8(const Scratch& s, int num_rows, const int16_t* panel, float* out) {
+    const int16_t* rows = (const int16_t*)s.floats;
+    for (int r = 0; r < num_rows; r += 2) {
+        __m256i sums[2][4] = {};
+        for (int d = 0; d < s.width; d += 2) {
+            const __m256i* query = (const __m256i*)(panel + d * 32);
+            for (int i = 0; i < 2; ++i) {
+                int32_t pair;
+                memcpy(&pair, rows + (r + i) * s.width + d, 4);
+                const __m256i x = _mm256_set1_epi32(pair);
+                for (int p = 0; p < 4; ++p)
+                    sums[i][p] = _mm256_add_epi32(
+                        sums[i][p], _mm256_madd_epi16(x, _mm256_loadu_si256(query + p)));
+            }
+        }
+        memcpy(out + r * 32, sums, sizeof(sums));
+    }
+}
+#endif
+
 #if LEVEL < AMX
 // Decodes rows to float32 with stride `width`; values beyond the last dimension and row are zero.
 static void decode(const Documents& docs, Block& block, Scratch& s) {
@@ -515,7 +551,12 @@ static bool fill_block(const Documents& docs, const Queries& queries, const Outp
 }
 
 // Prefetches the rows of a later block, because the memory latency exceeds the time per block.
-static void prefetch(const Documents& docs, int64_t row) {
+static void prefetch(const Documents& docs, const Block& block) {
+    int64_t row = block.first + 2 * 32;
+    // The documents of a selection are not contiguous.
+    const int64_t next = block.next, later = next + 1;
+    if (!block.done_rows && later < docs.count && docs.starts[next] != block.first + block.rows)
+        row = docs.starts[later];
     const char* from = (const char*)docs.values + row * docs.row_bytes;
     const int64_t size = std::min<int64_t>(32, docs.total - row) * docs.row_bytes;
     for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(from + at);
@@ -524,9 +565,9 @@ static void prefetch(const Documents& docs, int64_t row) {
 // Decodes the rows of a block into the format of the `multiply_*` functions.
 static void prepare(const Documents& docs, Scratch& s, Block& block) {
 #if LEVEL < AMX
-    prefetch(docs, block.first + 2 * 32);
+    prefetch(docs, block);
 #else
-    if (docs.kind != INT8) prefetch(docs, block.first + 2 * 32);
+    if (docs.kind != INT8) prefetch(docs, block);
 #endif
 #if LEVEL >= AVX512
     if (docs.kind == INT8) {
@@ -543,6 +584,12 @@ static void prepare(const Documents& docs, Scratch& s, Block& block) {
             block.bytes = copy;
             block.stride = s.width;
         }
+        return;
+    }
+#elif LEVEL >= AVX2
+    if (docs.kind == INT8) {
+        widen_int8(docs, block, s);
+        block.scales = docs.scales + block.first;
         return;
     }
 #endif
@@ -599,6 +646,9 @@ static void score_as(
 #if LEVEL >= AVX512
             if (INTEGERS)
                 multiply_int8(block, (const int8_t*)queries.packed + offset, s.width / 64, s.products);
+#elif LEVEL >= AVX2
+            if (INTEGERS)
+                multiply_int8(s, block.rows, (const int16_t*)queries.packed + offset, s.products);
 #endif
             if (!INTEGERS)
                 multiply_float(s, block.rows, (const float*)queries.packed + offset, s.products);
@@ -657,6 +707,61 @@ static void score_codes(
             for (int64_t r = num_rows; r-- > 0;)  // from the last to the first of equal rows
                 for (int i = 0; i < 32; ++i)
                     if (table[codes[r] * padded + i] == values[i]) s.index[token + i] = int32_t(r);
+        }
+        write(queries, output, document, s.best, s.index);
+    }
+}
+
+// -- product codes ---------------------------------------------------------------------------------
+
+// Adds the table rows that the codes of a vector select. `table` begins at a panel of 32 tokens.
+static inline void add_rows(const int16_t* table, const uint8_t* codes, int64_t num_parts,
+                            int64_t padded, shorts* sums) {
+    const shorts* first = (const shorts*)(table + codes[0] * padded);
+    for (int p = 0; p < SHORT_PARTS; ++p) sums[p] = first[p];
+    for (int64_t part = 1; part < num_parts; ++part) {
+        const shorts* row = (const shorts*)(table + (part * 256 + codes[part]) * padded);
+        for (int p = 0; p < SHORT_PARTS; ++p) sums[p] += row[p];
+    }
+}
+
+// Takes the maxima of the sums over the vectors of each document. Sums do not overflow, see
+// `_Queries.tabulate_parts`.
+template <bool ARGMAX>
+static void score_products(
+    const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
+    const int64_t padded = queries.padded, num_parts = docs.row_bytes, ahead = 4;
+    for (int64_t document = 0; document < docs.count; ++document) {
+        // The codes of selected documents are not contiguous.
+        if (document + ahead < docs.count) {
+            const int64_t later = document + ahead, size = docs.lengths[later] * num_parts;
+            const char* from = (const char*)docs.values + docs.starts[later] * num_parts;
+            for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(from + at);
+        }
+        const int64_t num_rows = docs.lengths[document];
+        if (num_rows == 0) {
+            write_empty(queries, output, document);
+            continue;
+        }
+        const uint8_t* codes = (const uint8_t*)docs.values + docs.starts[document] * num_parts;
+        for (int64_t token = 0; token < padded; token += 32) {
+            const int16_t* table = (const int16_t*)queries.packed + token;
+            shorts maxima[SHORT_PARTS], sums[SHORT_PARTS];
+            add_rows(table, codes, num_parts, padded, maxima);
+            for (int64_t r = 1; r < num_rows; ++r) {
+                add_rows(table, codes + r * num_parts, num_parts, padded, sums);
+                for (int p = 0; p < SHORT_PARTS; ++p) maxima[p] = larger(sums[p], maxima[p]);
+            }
+            int16_t values[32], row[32];
+            memcpy(values, maxima, sizeof(values));
+            for (int i = 0; i < 32; ++i) s.best[token + i] = values[i];
+            if (!ARGMAX) continue;
+            for (int64_t r = num_rows; r-- > 0;) {  // from the last to the first of equal rows
+                add_rows(table, codes + r * num_parts, num_parts, padded, sums);
+                memcpy(row, sums, sizeof(row));
+                for (int i = 0; i < 32; ++i)
+                    if (row[i] == values[i]) s.index[token + i] = int32_t(r);
+            }
         }
         write(queries, output, document, s.best, s.index);
     }
@@ -767,12 +872,13 @@ static void score_one_token(const Documents& docs, const Queries& queries, const
 template <bool ARGMAX>
 static void score(const Documents& docs, const Queries& queries, const Output& output, Scratch& s) {
     if (docs.kind == CODES) return score_codes<ARGMAX>(docs, queries, output, s);
+    if (docs.kind == PRODUCT) return score_products<ARGMAX>(docs, queries, output, s);
     if (queries.one_token) return score_one_token(docs, queries, output);
 #if LEVEL >= AMX
     start_tiles();
 #endif
-    if (LEVEL >= AVX512 && docs.kind == INT8)
-        score_as<LEVEL >= AVX512, ARGMAX>(docs, queries, output, s);
+    if (LEVEL >= AVX2 && docs.kind == INT8)
+        score_as<LEVEL >= AVX2, ARGMAX>(docs, queries, output, s);
     else
         score_as<false, ARGMAX>(docs, queries, output, s);
 #if LEVEL >= AMX

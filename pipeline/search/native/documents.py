@@ -20,13 +20,19 @@ from pipeline.search.packed import PackedVectors, Segment
 
 #: Numbers of the kinds of vectors in the library.
 FLOAT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-INT8, BINARY, RESIDUAL, CODES = 3, 4, 5, 6
+INT8, BINARY, RESIDUAL, CODES, PRODUCT = 3, 4, 5, 6, 7
 #: Kinds for which the library has a function for queries of one token.
 DENSE_KINDS = frozenset([*FLOAT_KINDS.values(), INT8])
 
-_CODEC_KINDS = {"int8": INT8, "binary": BINARY, "residual": RESIDUAL, "centroid_codes": CODES}
+_CODEC_KINDS = {
+    "int8": INT8,
+    "binary": BINARY,
+    "residual": RESIDUAL,
+    "centroid_codes": CODES,
+    "product_codes": PRODUCT,
+}
 #: Part that contains the values of a vector, for kinds with another part than `values`.
-_VALUES = {BINARY: "bits", RESIDUAL: "residuals", CODES: "codes"}
+_VALUES = {BINARY: "bits", RESIDUAL: "residuals", CODES: "codes", PRODUCT: "codes"}
 
 #: Structure `Documents` of the library.
 _GROUP = np.dtype(

@@ -29,13 +29,14 @@
 #include <unistd.h>
 #endif
 
-enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BINARY, RESIDUAL, CODES };
+enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, BINARY, RESIDUAL, CODES, PRODUCT };
 
 // Arguments; they mirror the ctypes structures `_DocumentsArgument`, `_QueriesArgument`, `_Output`.
 struct Documents {
     int32_t kind, dim;
     int64_t row_bytes, total;   // bytes per vector; number of vectors in memory
     const void* values;         // codes: uint16 number of a centroid per vector
+                                // product: uint8 number of a centroid per sub-vector
     const float* scales;        // int8: scale per vector
     const int32_t* codes;       // residual: centroid per vector
     const float* centroids;     // residual: centroids
@@ -47,8 +48,9 @@ struct Documents {
 struct Queries {
     const void* packed;     // panels of 32 tokens, in the layout for the level and the kind;
                             // codes: int16 similarities (centroids, padded);
+                            // product: int16 similarities (sub-vectors, 256, padded);
                             // one token per query: rows of int16 for int8 vectors, else of float32
-    const float* scales;    // int8 and codes: scale per token
+    const float* scales;    // int8, codes and product: scale per token
     const int64_t* bounds;  // first token of each query, then the number of tokens
     int64_t count, tokens, padded;  // number of queries, of tokens, and of tokens with padding
     int64_t one_token;              // whether each query has one token, and rows are not panels

@@ -225,6 +225,7 @@ def test_key_is_not_stored(texts, tmp_path, monkeypatch):
     assert not any(b"secret-key" in path.read_bytes() for path in files)
 
 
+@pytest.mark.heavy
 def test_job_stops_if_the_model_changes(cluster, texts, tmp_path):
     spec = index_spec(tmp_path, texts)
     texts.change = lambda content: {**content, "model": "other"}

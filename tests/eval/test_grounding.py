@@ -26,6 +26,8 @@ from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.report import html
 from tests.pdfs import Page, pdf
 
+pytestmark = pytest.mark.heavy
+
 NAN = np.nan
 
 

@@ -96,6 +96,7 @@ def test_rows_are_removed_only_with_remove_missing(tmp_path, collection):
     assert set(rows(job_spec)) == {"a", "c", "x"}
 
 
+@pytest.mark.heavy
 def test_unreadable_items_are_not_removed(tmp_path):
     folder = tmp_path / "notes"
     folder.mkdir()
@@ -131,6 +132,7 @@ def test_readable_item_is_removed_from_rejects(tmp_path):
     assert Index(job_spec.index).rejects().num_rows == 0
 
 
+@pytest.mark.heavy
 def test_rejects_unknown_retry_reason(tmp_path, collection):
     job_spec = spec(tmp_path, collection(a="one", b=" "))
     run(job_spec)
@@ -193,6 +195,7 @@ def test_duplicate_ids_keep_the_first(tmp_path):
         assert list(rejects(job_spec).values()) == ["duplicate id"] * 2
 
 
+@pytest.mark.heavy
 def test_id_of_another_collection_is_rejected(tmp_path, collection):
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"_id": "a", "text": "the first a"}))
@@ -227,6 +230,7 @@ def test_precomputed_vectors_and_their_rejects(tmp_path):
     }
 
 
+@pytest.mark.heavy
 def test_limit_takes_the_first_items(tmp_path, collection):
     job_spec = spec(tmp_path, collection(a="1", b="2", c="3", d="4"))
     assert run(job_spec, limit=3).listed == 3

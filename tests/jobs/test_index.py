@@ -315,6 +315,7 @@ def test_dry_run_prints_the_spec_and_writes_nothing(cluster, tmp_path, spec, cap
     assert not (tmp_path / "index").exists()
 
 
+@pytest.mark.heavy
 def test_repeated_runs_and_retry_rejects(cluster, tmp_path, spec, capsys):
     """The second run on the same cluster skips rejects, the third retries them."""
     (tmp_path / "collection").mkdir()

@@ -402,6 +402,7 @@ def test_refuses_a_generator_of_replaced_vectors(uri, tmp_path):
     assert np.mean([a.scores == b.scores for a, b in zip(found, exact, strict=True)]) > 0.7
 
 
+@pytest.mark.heavy
 def test_refit_replaces_the_former_fit_when_it_is_complete(uri, monkeypatch):
     build(uri, LEMUR)
     check = Session.check

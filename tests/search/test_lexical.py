@@ -284,6 +284,7 @@ def test_fused_search_with_candidates(built):
         assert set(ranking.item_ids) & set(reference.item_ids)
 
 
+@pytest.mark.heavy
 def test_fused_search_among_candidates_of_vectors(uri):
     """The generator of vectors and the components are independent."""
     candidates_job.run(
@@ -332,6 +333,7 @@ def test_filtered_candidates(built):
         assert set(ranking.item_ids) <= set(ids)
 
 
+@pytest.mark.heavy
 def test_added_items_are_scored_before_and_after_they_have_codes(uri, tmp_path):
     """The statistics are those of the fit until a refit."""
     words = [*NEW_WORDS, *WORDS]
@@ -375,6 +377,7 @@ def test_removed_items_disappear(uri):
         assert_fused(ranking, fused(remaining, fitted, number, SUM))
 
 
+@pytest.mark.heavy
 def test_interrupted_build_resumes_with_the_same_codes(original, built, tmp_path, monkeypatch):
     uri = tmp_path / "index"
     shutil.copytree(original, uri)

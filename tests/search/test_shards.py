@@ -133,6 +133,7 @@ def test_rejects_invalid_arguments(sharded, options, field, monkeypatch):
     assert caught.value.value == options[field]
 
 
+@pytest.mark.heavy
 def test_more_shards_than_fragments_and_empty_index(cluster, index_uri, tmp_path):
     from pipeline.search.sharded import ShardedSearcher
 

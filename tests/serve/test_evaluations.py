@@ -42,6 +42,7 @@ def run_job(index_uri, tmp_path, **options):
     return evaluate(parse(EvaluateSpec, spec), lambda line: None)
 
 
+@pytest.mark.heavy
 def test_results_equal_those_of_the_job(client, index_uri, tmp_path):
     queued = client.evaluate(index="texts", **BODY)
     assert queued.state == "queued" and queued.index == "texts"

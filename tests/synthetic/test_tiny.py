@@ -143,6 +143,7 @@ def test_shipped_models_record_their_training(name):
     assert size < 8 << 20
 
 
+@pytest.mark.heavy
 def test_index_and_search_scenes(cluster, tmp_path):
     write_collection(tmp_path / "shapes", 40)
     fields = {

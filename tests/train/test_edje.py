@@ -166,6 +166,7 @@ def test_masked_words_attend_to_their_item(run_of):
     assert losses.tolist() == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("kind", "precision"), [("compressed", "bfloat16"), ("local", "float32")])
 def test_loss_decreases_and_trained_model_reranks(run_of, tmp_path, kind, precision):
     data = {"name": "shapes", "num_scenes": 8, "fresh": False, "captions": 1, "validation": 8}
@@ -248,6 +249,7 @@ def test_two_workers_equal_one(run_of, tmp_path):
         assert one == pytest.approx(two, abs=1e-5)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stop", [1, 3])
 def test_resumed_run_equals_uninterrupted_run(run_of, stop, monkeypatch):
     whole, steps = trained(run_of("whole")), []

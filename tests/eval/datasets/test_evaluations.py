@@ -73,6 +73,7 @@ def test_multivent_by_its_transcripts(cluster, tmp_path):
     assert (tmp_path / "out/multivent/full.maxsim_splits.json").exists()
 
 
+@pytest.mark.heavy
 def test_imagecode_ranks_ten_candidates(cluster, tmp_path):
     folder = datasets.imagecode(tmp_path / "data")
     captions = str(folder / "valid_data.json")
@@ -159,6 +160,7 @@ def test_entities_measure_grounding(cluster, tmp_path):
         assert grounding["phrases"] == 1 and 0 < grounding["box_mass"] < 1
 
 
+@pytest.mark.heavy
 def test_boxes_of_vidore_measure_grounding(cluster, tmp_path):
     folder = datasets.vidore(tmp_path / "data")
     source = {"name": "images", "path": str(folder / "corpus"), "id_field": "corpus_id"}

@@ -169,6 +169,7 @@ def check_resumed(index: Path, rows_before: int) -> None:
     assert summary["new"] == NUM_ITEMS - 1 - rows_before
 
 
+@pytest.mark.heavy
 def test_sigkill_to_the_driver(folder: Path, cluster: str, uninterrupted: pa.Table):
     index = folder / "driver"
     driver = start(folder, index.name, cluster)

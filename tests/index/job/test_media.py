@@ -27,6 +27,8 @@ from pipeline.search.previews import Previews
 from tests.conftest import ROOT, actor_pools
 from tests.media import frame_times, make_tar, tones, write_video
 
+pytestmark = pytest.mark.heavy
+
 FULL = {"compressor": "none"}
 CAPTION = {"compressor": "none", "field": "caption"}
 NOTHING = "nothing to index: no text, no speech"

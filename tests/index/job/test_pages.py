@@ -47,6 +47,7 @@ def rows(uri: Path) -> dict[str, dict[str, Any]]:
     return {row["item_id"]: row for row in table.to_pylist()}
 
 
+@pytest.mark.heavy
 def test_malformed_documents_are_rejected(cluster, tmp_path, folder):
     (folder / "bomb.pdf").write_bytes(bomb())
     (folder / "letter.pdf").write_text("Dear Ada")
@@ -77,6 +78,7 @@ def test_word_boxes_are_stored(cluster, tmp_path, folder):
     assert np.isnan(extents[:, 4:]).all()
 
 
+@pytest.mark.heavy
 def test_samer_uses_positions_on_pages(cluster, tmp_path, folder):
     far = {"compressor": {**SAMER["compressor"], "gamma": 9.0}, "id": "far"}
     index(folder, tmp_path / "index", SAMER, far)

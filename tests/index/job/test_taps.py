@@ -143,6 +143,7 @@ def test_separate_compression_actors(tmp_path, collection, at_once):
         assert {name: actual[item_id][name] for name in IDS} == {name: row[name] for name in IDS}
 
 
+@pytest.mark.heavy
 def test_recompression_from_stored_attention_statistics(tmp_path, collection, at_once):
     uri = tmp_path / "index"
     index(uri, collection, keep_taps=STORED_TAPS)

@@ -109,6 +109,7 @@ def test_index_job_finds_nothing_to_do(cluster, tmp_path):
     assert Index(uri).schema.equals(schema, check_metadata=True)
 
 
+@pytest.mark.heavy
 def test_index_job_fills_the_stored_columns(cluster, tmp_path):
     uri, spec = copy_index("texts", tmp_path)
     texts = tmp_path / "texts.jsonl"
@@ -152,6 +153,7 @@ def test_recompression_reproduces_the_stored_columns(cluster, tmp_path):
     assert recompress.run(spec, resources, job="3", report=silent).done_before == 2
 
 
+@pytest.mark.heavy
 def test_backfill_adds_rerank_tokens(cluster, tmp_path):
     uri, spec = copy_index("images", tmp_path)
     spec = spec.model_copy(update={"rerank": f"{ROOT}/jobs/data/models/shapes_edje"})

@@ -79,7 +79,12 @@ def events(folder: Path) -> None:
 #: By training spec: its data, the tiny checkpoint in the place of the real one, the index spec, and
 #: what the tiny checkpoint needs: a short window, and a template other than the one it declares.
 CASES = {
-    "msmarco": (ms_marco, "colbert_modernbert", "beir", ["document_length=60", "custom_template=true"]),
+    "msmarco": (
+        ms_marco,
+        "colbert_modernbert",
+        "beir",
+        ["document_length=60", "custom_template=true"],
+    ),
     "vidore": (pages, "qwen2_5_vl", "vidore", ["max_pixels=4096"]),
     "msrvtt": (videos, "qwen2_5_vl", "msrvtt", ["max_pixels=1024", "min_pixels=64"]),
     "multivent": (events, "qwen2_5_omni", "multivent", ["max_pixels=1024"]),

@@ -14,6 +14,8 @@ from pipeline.search.query import Queries
 from pipeline.search.token_weights_job import TokenFrequenciesSpec, run
 from pipeline.serve.client import Client, ServerError
 
+pytestmark = pytest.mark.heavy
+
 QUERY = "The lift of the wing"
 
 

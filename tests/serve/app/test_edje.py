@@ -326,6 +326,7 @@ def test_no_server_errors(url):
     assert statuses["/v1/search", 200] and statuses["/v1/rerank", 422]
 
 
+@pytest.mark.heavy
 def test_recovers_from_killed_replica(client, url):
     wait_until(lambda: is_ready(url))
     options = {"k": 5, "rerank": {"method": "edje"}, **OPTIONS}

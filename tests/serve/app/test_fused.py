@@ -10,6 +10,8 @@ from pipeline.search.searcher import open_index
 from pipeline.serve import wire
 from pipeline.serve.client import Client, ServerError
 
+pytestmark = pytest.mark.heavy
+
 QUERIES = ["the lift of a wing", "heat", "bread with a golden crust"]
 FITTED = Fusion(method="rrf", weights=FusionWeights(bm25=0.25), agreement=0)
 

@@ -190,6 +190,7 @@ def test_resumed_run_equals_uninterrupted_run(model, tmp_path, learner, monkeypa
     assert_same(whole, run(spec), atol=0)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "more", [{"mini_batch_size": 3}, {"activation_checkpointing": True}], ids=str

@@ -80,7 +80,7 @@ def without_new_fields(value: Any) -> Any:
         return [without_new_fields(item) for item in value]
     if not isinstance(value, dict):
         return value
-    new = ("appended_tokens", "custom_template")
+    new = ("appended_tokens", "custom_template", "pooled_layer", "audio_rate")
     return {name: without_new_fields(v) for name, v in value.items() if name not in new}
 
 

@@ -97,7 +97,7 @@ class Server(ThreadingHTTPServer):
             (message,) = body["messages"]
             url = message["content"][0]["image_url"]["url"]
             header, _, data = url.partition(",")
-            assert header == "data:image/png;base64", header
+            assert header in ("data:image/png;base64", "data:image/jpeg;base64"), header
             inputs: list[Any] = [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")]
         else:
             inputs = body["input"]

@@ -28,7 +28,7 @@ def test_two_ray_workers_equal_one_process(cluster, model, tmp_path):
     train(spec, Workers(num_workers=2), lines.append)
     assert [line.split(":")[0] for line in lines] == [f"step {n}/6" for n in range(1, 7)]
     losses = [logged(tmp_path / name, "loss") for name in ("here", "ray")]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-4)
     assert_same(here, weights_of(tmp_path / "ray" / "model"), atol=1e-4)
 
 

@@ -331,6 +331,19 @@ class Trainable(Encoder[ComponentSpecT]):
         """
 
 
+def check_query_texts(texts: Sequence[str]) -> None:
+    """Checks that there is at least one query, and that each has at least one word.
+
+    Raises:
+        SpecError: There is no query, or a query is empty.
+    """
+    if not texts:
+        raise SpecError("query", [], "at least one text")
+    for text in texts:
+        if not text.strip():
+            raise SpecError("query", text, "a text with at least one word")
+
+
 def unsupported_query(kind: str, kinds: Sequence[str], encoder: str) -> SpecError:
     """Builds the error for a type of query that an encoder does not support.
 

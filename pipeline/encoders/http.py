@@ -21,7 +21,7 @@ from pydantic import Field
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.encoders import EncodedQueries, Encoder, check_query_texts
 from pipeline.encoders.batching import join_parts
 from pipeline.encoders.endpoint import Endpoint, EndpointSpec
 from pipeline.encoders.images import item_images, open_query_image
@@ -177,11 +177,7 @@ class Http(Encoder["Http.Spec"]):
         Raises:
             SpecError: `texts` is empty, or a query is empty or rejected by the endpoint.
         """
-        if not texts:
-            raise SpecError("query", [], "at least one text")
-        for text in texts:
-            if not text.strip():
-                raise SpecError("query", text, "a text with at least one word")
+        check_query_texts(texts)
         prompts = [self._query_prompt.replace(CONTENT, text) for text in texts]
         size = self.spec.batch_size
         batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]

@@ -31,6 +31,7 @@ from pipeline.encoders import (
     EncodedQueries,
     Trainable,
     batches_by_size,
+    check_query_texts,
 )
 from pipeline.encoders.appended import APPENDED, AppendedTokens, AppendedTokensSpec
 from pipeline.encoders.attention import (
@@ -241,11 +242,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
 
     def _read_queries(self, texts: Sequence[str]) -> tuple[list[list[_Window]], list[list[str]]]:
         """Returns the windows and the token texts of queries."""
-        if not texts:
-            raise SpecError("query", [], "at least one text")
-        for text in texts:
-            if not text.strip():
-                raise SpecError("query", text, "a text with at least one word")
+        check_query_texts(texts)
         queries_windows = self.read_queries(texts)
         token_texts = [
             self._token_texts(text, windows)

@@ -24,7 +24,7 @@ from pydantic import Field, field_validator
 from pipeline import config, extras
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
-from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.encoders import EncodedQueries, Encoder, check_query_texts
 from pipeline.encoders.batching import join_parts
 from pipeline.encoders.images import item_images, open_query_image
 from pipeline.encoders.loading import (
@@ -219,10 +219,9 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         Raises:
             SpecError: `texts` is empty, or a query is empty or exceeds the length of the model.
         """
-        if not texts:
-            raise SpecError("query", [], "at least one text")
+        check_query_texts(texts)
         for text in texts:
-            self._check_query(text)
+            self._check_length(text)
         return self._encode_queries(texts, self._query_prefix)
 
     def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
@@ -258,10 +257,8 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
             template = declared if prefix is None else prefix
             check_special_tokens(field, template, vocabulary, spec.model)
 
-    def _check_query(self, text: str) -> None:
+    def _check_length(self, text: str) -> None:
         """Checks the length of a query, which the library would truncate."""
-        if not text.strip():
-            raise SpecError("query", text, "a text with at least one word")
         transformer = self._model[0]
         expansion = getattr(transformer, "query_expansion", None)
         limit = transformer.max_seq_length

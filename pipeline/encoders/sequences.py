@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.encoders import EncodedQueries, Trainable, batches_by_size
+from pipeline.encoders import EncodedQueries, Trainable, batches_by_size, check_query_texts
 from pipeline.encoders.appended import APPENDED, AppendedTokens, append_positions
 from pipeline.encoders.attention import input_layers, recording, tap_rows, tap_values
 from pipeline.encoders.batching import concatenate, group_passes, prefetch
@@ -186,11 +186,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         return [names for _, names in self._read_texts(texts)]
 
     def _read_texts(self, texts: Sequence[str]) -> list[tuple[ModelInput, list[str]]]:
-        if not texts:
-            raise SpecError("query", [], "at least one text")
-        for text in texts:
-            if not text.strip():
-                raise SpecError("query", text, "a text with at least one word")
+        check_query_texts(texts)
         return [self._reader.read_text_query(text) for text in texts]
 
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:

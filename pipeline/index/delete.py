@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from pydantic import model_validator
 
 from pipeline.config import MissingField, Spec, SpecError, Uri
 from pipeline.index.filters import filtering
+from pipeline.index.listing import chunks
 from pipeline.index.reader import Index, id_filter
 from pipeline.index.session import Session
 
@@ -90,7 +90,7 @@ def run(
         rows = _select(Index(spec.index), spec, progress)
         report(_selection(progress))
         pairs = ((fragment, item_id) for fragment, ids in rows.items() for item_id in ids)
-        while batch := list(itertools.islice(pairs, COMMIT_ROWS)):
+        for batch in chunks(pairs, COMMIT_ROWS):
             grouped: dict[int, list[str]] = {}
             for fragment, item_id in batch:
                 grouped.setdefault(fragment, []).append(item_id)
@@ -135,9 +135,5 @@ def _conditions(index: Index, spec: DeleteSpec) -> Iterator[str]:
             yield condition
         return
     with index.corruption_errors():
-        for ids in _chunks(list(dict.fromkeys(spec.ids or [])), FILTER_IDS):
+        for ids in chunks(dict.fromkeys(spec.ids or []), FILTER_IDS):
             yield id_filter(ids)
-
-
-def _chunks(values: Sequence[str], size: int) -> Iterable[Sequence[str]]:
-    return (values[start : start + size] for start in range(0, len(values), size))

@@ -271,14 +271,7 @@ def blip(folder: Path) -> Path:
         "sep_token_id": words.sep_token_id,
         "pad_token_id": words.pad_token_id,
     }
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-    }
+    vision = {name: value for name, value in SIGLIP.items() if name != "model_type"}
     settings = BlipConfig(text_config=text, vision_config=vision, image_text_hidden_size=16)
     images = BlipImageProcessorPil(size={"height": 32, "width": 32})
     return save(folder, BlipForImageTextRetrieval, settings, BlipProcessor(images, words))

@@ -12,6 +12,7 @@ from pipeline import config
 from pipeline.candidates import Generator, Sample, weighted
 from pipeline.codecs import Parts
 from pipeline.codecs.centroid_codes import CentroidCodes
+from pipeline.codecs.kmeans import kmeans
 from pipeline.codecs.residual import is_normalised
 from pipeline.config import SpecError
 
@@ -63,8 +64,6 @@ class Centroids(Generator["Centroids.Spec"]):
         Raises:
             SpecError: The sample has fewer vectors than `num_centroids`, or none.
         """
-        import faiss  # only needed for fitting
-
         vectors_TD = np.ascontiguousarray(sample.vectors_TD.numpy(), dtype=np.float32)
         num_centroids = spec.num_centroids
         if num_centroids is None:
@@ -73,17 +72,14 @@ class Centroids(Generator["Centroids.Spec"]):
         if len(vectors_TD) < num_centroids:
             rule = f"at most {len(vectors_TD)}, the number of vectors in the sample to fit on"
             raise SpecError("num_centroids", num_centroids, rule)
-        kmeans = faiss.Kmeans(
-            vectors_TD.shape[1],
+        centroids_CD = kmeans(
+            vectors_TD,
             num_centroids,
-            niter=spec.iterations,
+            iterations=spec.iterations,
+            seed=spec.seed,
             spherical=is_normalised(vectors_TD),
-            seed=spec.seed % 2**31,  # faiss requires a 31-bit seed
-            min_points_per_centroid=1,
         )
-        kmeans.train(vectors_TD)
-        assert kmeans.centroids is not None  # set by train
-        return {"centroids": kmeans.centroids.reshape(num_centroids, -1).copy()}
+        return {"centroids": centroids_CD}
 
     @property
     def codec(self) -> CentroidCodes:

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.candidates import Generator, Sample, weighted
+from pipeline.codecs.kmeans import kmeans
 from pipeline.codecs.product_codes import MAX_CENTROIDS, ProductCodes
 from pipeline.config import SpecError
 
@@ -52,8 +53,6 @@ class Pq(Generator["Pq.Spec"]):
         Raises:
             SpecError: The sample has no vectors, or there are more sub-vectors than dimensions.
         """
-        import faiss  # only needed for fitting
-
         vectors_TD = sample.vectors_TD.numpy()
         num_vectors, dim = vectors_TD.shape
         if not num_vectors:
@@ -64,19 +63,15 @@ class Pq(Generator["Pq.Spec"]):
             raise SpecError("num_parts", num_parts, rule)
         size = -(-dim // num_parts)
         padded = np.pad(vectors_TD, ((0, 0), (0, num_parts * size - dim)))
-        centroids = []
-        for part in range(num_parts):
-            kmeans = faiss.Kmeans(
-                size,
+        centroids = [
+            kmeans(
+                padded[:, part * size : (part + 1) * size],
                 min(MAX_CENTROIDS, num_vectors),
-                niter=spec.iterations,
-                seed=spec.seed % 2**31,  # faiss requires a 31-bit seed
-                min_points_per_centroid=1,
+                iterations=spec.iterations,
+                seed=spec.seed,
             )
-            sub_TS = padded[:, part * size : (part + 1) * size]
-            kmeans.train(np.ascontiguousarray(sub_TS, dtype=np.float32))
-            assert kmeans.centroids is not None  # set by train
-            centroids.append(kmeans.centroids.reshape(-1, size))
+            for part in range(num_parts)
+        ]
         return {"centroids": np.stack(centroids), "dim": np.array(dim)}
 
     @property

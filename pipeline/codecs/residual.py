@@ -11,6 +11,7 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.codecs import Codec, Parts
+from pipeline.codecs.kmeans import kmeans
 from pipeline.codecs.packing import look_up, pack, packed_width
 from pipeline.config import SpecError
 from pipeline.tokens import normalise
@@ -76,23 +77,18 @@ class Residual(Codec["Residual.Spec"]):
         Raises:
             SpecError: The sample has fewer tokens than `num_centroids`.
         """
-        import faiss  # only needed for fitting
-
         if len(sample_TD) < spec.num_centroids:
             rule = f"at most {len(sample_TD)}, the number of vectors in the sample to fit on"
             raise SpecError("codec.num_centroids", spec.num_centroids, rule)
         sample_TD = np.ascontiguousarray(sample_TD, dtype=np.float32)
-        kmeans = faiss.Kmeans(
-            sample_TD.shape[1],
+        centroids = kmeans(
+            sample_TD,
             spec.num_centroids,
-            niter=NUM_ITERATIONS,
-            seed=seed % 2**31,  # faiss requires a 31-bit seed
-            min_points_per_centroid=1,
-            max_points_per_centroid=TOKENS_PER_CENTROID,
+            iterations=NUM_ITERATIONS,
+            seed=seed,
+            max_per_centroid=TOKENS_PER_CENTROID,
         )
-        kmeans.train(sample_TD)
-        assert kmeans.centroids is not None  # set by train
-        centroids_CD = torch.from_numpy(kmeans.centroids.reshape(spec.num_centroids, -1).copy())
+        centroids_CD = torch.from_numpy(centroids)
 
         step = -(-len(sample_TD) // MAX_BUCKET_TOKENS)
         tokens_TD = torch.from_numpy(sample_TD[::step])

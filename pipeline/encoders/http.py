@@ -24,7 +24,7 @@ from pipeline.decoding import Unreadable
 from pipeline.encoders import EncodedQueries, Encoder, check_query_texts
 from pipeline.encoders.batching import join_parts
 from pipeline.encoders.endpoint import Endpoint, EndpointSpec
-from pipeline.encoders.images import item_images, open_query_image
+from pipeline.encoders.images import item_images, open_query_image, png_file
 from pipeline.encoders.qwen_spec import CONTENT, Prompt
 from pipeline.encoders.templates import DEFAULT_INSTRUCTION, Templates, fill_template
 from pipeline.taps import Tap
@@ -135,7 +135,7 @@ class Http(Encoder["Http.Spec"]):
             return [self.spec.document_prompt.replace(CONTENT, text)] if text.strip() else []
         if item.get("image"):
             return [item["image"]]
-        return [_png(image) for image, _, _ in item_images(item)]
+        return [png_file(image) for image, _, _ in item_images(item)]
 
     def _bodies(self, parts: Sequence[str | bytes]) -> list[dict[str, Any]]:
         """Returns the bodies of requests: one for all texts, or one per image."""
@@ -195,7 +195,7 @@ class Http(Encoder["Http.Spec"]):
         """
         if self.spec.documents == "text":
             raise self._not_read("image")
-        files = [_png(open_query_image(data)) for data in images]
+        files = [png_file(open_query_image(data)) for data in images]
         return self._encode_queries(self._bodies(files), ["the image"] * len(images))
 
     def _encode_queries(
@@ -210,10 +210,3 @@ class Http(Encoder["Http.Spec"]):
         if self.spec.api == "embeddings":
             token_texts = [[name] for name in names]
         return EncodedQueries(self._batch(matrices, [1] * len(matrices)), token_texts)
-
-
-def _png(image: Image.Image) -> bytes:
-    """Returns the PNG file of an image."""
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()

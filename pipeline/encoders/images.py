@@ -42,6 +42,13 @@ def open_query_image(data: bytes) -> Image.Image:
         return image.convert("RGB")
 
 
+def png_file(image: Image.Image) -> bytes:
+    """Returns the PNG file of an image."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
 def item_images(item: Mapping[str, Any]) -> list[tuple[Image.Image, float, float]]:
     """Returns the images of an item in RGB, each with the start and end of its display, in seconds.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 
 from pipeline.config import SpecError
+from pipeline.encoders.images import png_file
 from pipeline.encoders.loading import CheckpointSpecT
 from pipeline.encoders.model_inputs import ModelInput, pack
 from pipeline.encoders.templates import (
@@ -103,7 +103,7 @@ class Reader(ABC, Generic[CheckpointSpecT]):
 
         image = None
         if "image" in inputs:
-            sequence = self.read_item({"image": _probe_image()})[0]
+            sequence = self.read_item({"image": png_file(Image.new("RGB", (64, 64)))})[0]
             ids = sequence.sequence.get("input_ids", sequence.kind)  # towers have no text tokens
             is_visual = sequence.kind == VISUAL if "input_ids" in sequence.sequence else ids >= 0
             image = image_template("{image}", ids.tolist(), is_visual.tolist(), decode)
@@ -147,13 +147,6 @@ class Reader(ABC, Generic[CheckpointSpecT]):
             [name for name in payload if name != "item_id"]
         )
         return items.append_column(MODEL_INPUTS, pa.array(values, pa.large_binary()))
-
-
-def _probe_image() -> bytes:
-    """Returns a PNG file with a small image."""
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(file, "PNG")
-    return file.getvalue()
 
 
 def add_notes(items: pa.Table, notes: Sequence[Mapping[str, Any]]) -> pa.Table:

@@ -59,6 +59,7 @@ class Ranker:
         self._encoded: dict[str, EncodedQueries] = {}
         self._vectors = judged_query_vectors(spec.query_vectors, judged, list(judged.queries))
         self._vectors_hash = self._vectors and _vectors_digest(self._vectors)
+        self._query_ids, self._texts = list(judged.queries), list(judged.queries.values())
         self._diagnoser: Diagnoser | None = None
         self._rerankers: dict[str, Reranker] = {}
         self._loaded: dict[tuple[str, str, str | None], Reranker] = {}
@@ -132,8 +133,7 @@ class Ranker:
                 else:
                     reranker = Reranker(spec.model, precision=spec.precision)
                 first = [next(self._judged.inputs(self._judged.queries))]
-                texts = list(self._judged.queries.values())
-                queries = texts if self._judged.images is None else first
+                queries = self._texts if self._judged.images is None else first
                 reranker.check(self._searcher.index, queries)
             except SpecError as error:
                 field = f"rerank[{self._spec.rerank.index(spec)}].model"
@@ -295,10 +295,9 @@ class Ranker:
     def _bm25_ranker(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         spec = self._spec
         ranker = bm25.Bm25(self._searcher.index, spec.judged, spec.text, spec.filter)
-        texts = list(self._judged.queries.values())
 
         def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
-            return ranker.rank([texts[number] for number in numbers], self._spec.k, pool)
+            return ranker.rank([self._texts[number] for number in numbers], self._spec.k, pool)
 
         return functools.partial(self._by_pool, rank)
 
@@ -306,7 +305,7 @@ class Ranker:
         self, rank: Callable[[list[int], Pool], Sequence[T]], numbers: Sequence[int]
     ) -> list[T]:
         """Ranks queries by their numbers, those with the same candidate pool in one call."""
-        return map_by_pool(rank, numbers, list(self._judged.queries), self._judged.pools)
+        return map_by_pool(rank, numbers, self._query_ids, self._judged.pools)
 
     def _restriction(self, pool: Pool) -> dict[str, Any]:
         """Returns the search options that restrict a search to a candidate pool."""
@@ -317,7 +316,7 @@ class Ranker:
         assert row.score != BM25
         candidates = EXACT if row.candidates is None else row.candidates.generator
         self._searcher.load(name, row.score, candidates)
-        reranker, query_ids = row.rerank, list(self._judged.queries)
+        reranker = row.rerank
         depth = self._spec.k if reranker is None else max(self._spec.k, reranker.rerank_depth)
         options = {"k": depth, **self._search_options(row.score)}
         if row.candidates is not None:
@@ -329,7 +328,7 @@ class Ranker:
                 self.queries_with_texts(name, numbers), name, **restricted
             )
             if reranker is not None:
-                selected: Any = list(self._judged.inputs(query_ids[n] for n in numbers))
+                selected: Any = list(self._judged.inputs(self._query_ids[n] for n in numbers))
                 rankings = self.reranker(reranker).rerank(
                     self._searcher, selected, rankings, self._spec.k
                 )
@@ -352,8 +351,7 @@ class Ranker:
         queries = self._searcher.queries(self._queries(representation, numbers), representation)
         if not self._judged.has_texts:
             return queries
-        texts = list(self._judged.queries.values())
-        return queries.with_texts([texts[number] for number in numbers])
+        return queries.with_texts([self._texts[number] for number in numbers])
 
     def query_encoder(self, representation: str) -> Encoder:
         """Returns the query encoder of a representation, with the instruction of the task.

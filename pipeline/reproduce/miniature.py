@@ -15,6 +15,7 @@ import torch
 
 from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
+from pipeline.report.text import as_csv
 from pipeline.reproduce.plan import MINIATURE
 from pipeline.synthetic import checkpoints, shapes_files, tiny
 from pipeline.synthetic.checkpoints import CRANFIELD
@@ -143,9 +144,9 @@ def write_msrvtt(folder: Path) -> None:
             for number, (video, caption) in enumerate(captions.items())
         ],
     }
-    write_atomic(str(folder / "MSRVTT_JSFUSION_test.csv"), _csv([header, *rows]))
+    write_atomic(str(folder / "MSRVTT_JSFUSION_test.csv"), as_csv([header, *rows]))
     write_atomic(
-        str(folder / "MSRVTT_train.9k.csv"), _csv([["video_id"], *([v] for v in captions)])
+        str(folder / "MSRVTT_train.9k.csv"), as_csv([["video_id"], *([v] for v in captions)])
     )
     write_atomic(str(folder / "MSRVTT_data.json"), json.dumps(data))
 
@@ -155,7 +156,7 @@ def write_multivent(folder: Path) -> None:
     captions = _clips(folder / "videos", "")
     queries = [["Query_id", "query"], *([f"q{v}", caption] for v, caption in captions.items())]
     judgments = ({"query_id": f"q{v}", "doc_id": v, "relevance": 1} for v in captions)
-    write_atomic(str(folder / "queries.csv"), _csv(queries))
+    write_atomic(str(folder / "queries.csv"), as_csv(queries))
     write_atomic(str(folder / "judgments.jsonl"), _lines(judgments))
 
 
@@ -204,9 +205,3 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _lines(rows: Any) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def _csv(rows: list[list[str]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import posixpath
@@ -17,7 +18,7 @@ from pipeline.report.plot import COLORS, REFERENCE, apply_style, legend_below, t
 from pipeline.report.text import aligned, as_csv
 from pipeline.reproduce.plan import Plan
 from pipeline.reproduce.spec import MEASURE, TableSpec
-from pipeline.reproduce.values import cell_value
+from pipeline.reproduce.values import cell_value, read_evaluation
 
 #: Sentence above the table of a miniature.
 MINIATURE_NOTE = (
@@ -48,8 +49,9 @@ def table_rows(table: TableSpec, plan: Plan) -> tuple[list[str], list[TableRow]]
     Raises:
         SpecError: An evaluation does not have a row or a metric.
     """
+    read = functools.cache(read_evaluation)  # many cells are from the same evaluation
     rows = [
-        TableRow(row.label, [cell_value(cell, table.percent) for cell in cells], row.paper)
+        TableRow(row.label, [cell_value(cell, table.percent, read) for cell in cells], row.paper)
         for row, cells in zip(table.rows, plan.cells, strict=True)
     ]
     return table.column_titles(), rows
@@ -80,9 +82,8 @@ def pearson(first_N: np.ndarray, second_N: np.ndarray) -> float:
     >>> round(pearson(np.array([1.0, 2.0, 4.0]), np.array([2.0, 4.0, 8.0])), 6)
     1.0
     """
-    first_N, second_N = first_N - first_N.mean(), second_N - second_N.mean()
-    norm = math.sqrt(float(first_N @ first_N) * float(second_N @ second_N))
-    return float(first_N @ second_N) / norm if norm > 0 else math.nan
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.corrcoef(first_N, second_N)[0, 1])
 
 
 def text_table(titles: Sequence[str], rows: Sequence[TableRow]) -> str:

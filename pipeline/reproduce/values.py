@@ -26,23 +26,29 @@ OTHER: Mapping[str, Callable[[Result], float | None]] = {
 }
 
 
-def cell_value(cells: Sequence[Cell], percent: bool) -> float | None:
+def read_evaluation(output: str) -> Evaluation:
+    """Reads the results of an evaluation."""
+    return read_results(output, "evaluation")
+
+
+def cell_value(
+    cells: Sequence[Cell], percent: bool, read: Callable[[str], Evaluation] = read_evaluation
+) -> float | None:
     """Returns the mean number of the origins of a cell, or None without origins.
 
     Args:
         cells: Origins of the numbers.
         percent: Whether metrics are in percent.
+        read: Function that reads the results in an output folder.
 
     Raises:
         SpecError: An evaluation does not have the row or the metric.
     """
-    values = [_value(cell, percent) for cell in cells]
+    values = [_value(read(cell.output), cell.selection, percent) for cell in cells]
     return math.fsum(values) / len(values) if values else None
 
 
-def _value(cell: Cell, percent: bool) -> float:
-    evaluation = read_results(cell.output, "evaluation")
-    selection = cell.selection
+def _value(evaluation: Evaluation, selection: Mapping[str, str], percent: bool) -> float:
     score = selection.get(SCORE, "maxsim")
     row = find_row(evaluation, selection.get(REPRESENTATION, ""), score)
     measure = selection[MEASURE]

@@ -18,7 +18,7 @@ from pipeline.compression.agc import AGC, SALIENCY
 from pipeline.config import ComponentSpec, SpecError
 from pipeline.decoding import Unreadable
 from pipeline.encoders import Encoder
-from pipeline.encoders.images import open_query_image
+from pipeline.encoders.images import open_query_image, png_file
 from pipeline.encoders.trained import TrainedCompressor, trained_encoder
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.schema import WORD_BOXES, WORD_SPANS
@@ -171,7 +171,7 @@ def read_item(path: str, spec: ComponentSpec) -> Item:
         raise SpecError("items", path, "image, text or PDF files", problem) from None
     if kind == "image":
         try:
-            png = _png(open_query_image(data))
+            png = png_file(open_query_image(data))
         except SpecError as error:
             raise SpecError("items", path, error.rule, error.problem) from None
         return Item(png, pa.table({"item_id": [path], "image": [png]}), None)
@@ -239,7 +239,7 @@ def draw_map(image: bytes, map: AttentionMap, num_tokens: int) -> list[tuple[str
     num_tokens = min(num_tokens, map.attention.shape[1])
     cells = [("item", fill_boxes(image, (), (), BLACK))]
     with Image.open(io.BytesIO(image)) as colours:
-        grey = _png(colours.convert("L"))  # colours of the item would hide those of the map
+        grey = png_file(colours.convert("L"))  # colours of the item would hide those of the map
     cells.append(("mean attention", _draw_values(grey, map.boxes, map.saliency)))
     if map.groups is not None:
         cells.append((f"{map.groups.max() + 1} groups", _draw_groups(grey, map)))
@@ -298,7 +298,7 @@ def draw_text(text: str) -> tuple[bytes, np.ndarray]:
     pen = ImageDraw.Draw(image)
     for word, position in zip(words, positions, strict=True):
         pen.text(position, word[0], BLACK, font)
-    return _png(image), boxes_C4 / [*image.size, *image.size]
+    return png_file(image), boxes_C4 / [*image.size, *image.size]
 
 
 def _hull(boxes_C4: np.ndarray) -> np.ndarray:
@@ -307,9 +307,3 @@ def _hull(boxes_C4: np.ndarray) -> np.ndarray:
     if not len(boxes_C4):
         return np.full(4, np.nan)
     return np.concatenate([boxes_C4[:, :2].min(axis=0), boxes_C4[:, 2:].max(axis=0)])
-
-
-def _png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()

@@ -6,7 +6,9 @@ al., 2022, section 4; the baseline of EDJE, table 2).
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from pipeline.encoders.loading import (
     load_model,
     load_processor,
 )
+from pipeline.index.listing import chunks
 from pipeline.index.reader import Index
 from pipeline.schema import DEFAULT_RERANK_DEPTH
 from pipeline.search.options import check_count
@@ -74,7 +77,8 @@ class BlipReranker(Reranker):
         self._model: Any = load_model(spec, BlipForImageTextRetrieval)
         self._processor = load_processor(spec, BlipProcessor)
         self.metadata = {"fingerprints": {"blip": checkpoint_fingerprint(spec)}}
-        self._features: dict[str, torch.Tensor] = {}
+        self._features: dict[str, torch.Tensor] = {}  # of the items of one index
+        self._index: str | None = None
 
     def check(self, index: Index, queries: AnyQueries) -> Sequence[str | bytes]:
         """Checks that the queries are texts or images.
@@ -102,16 +106,7 @@ class BlipReranker(Reranker):
         """
         item_ids = sorted({item_id for ids in candidates for item_id in ids})
         if all(isinstance(query, str) for query in queries):
-            previews, images = Previews(source.index), {}
-            for item_id in item_ids:
-                if item_id in self._features:
-                    images[item_id] = b""
-                    continue
-                try:
-                    images[item_id] = previews.image(item_id)
-                except SpecError:  # no image
-                    continue
-            features = self._image_features(images)
+            features = self._image_features(source.index, item_ids)
             pairs = [
                 (str(query), features[i])
                 for query, ids in zip(queries, candidates, strict=True)
@@ -131,18 +126,24 @@ class BlipReranker(Reranker):
         scores = iter(self._pair_scores(pairs))
         return [{i: (next(scores), 0) for i in ids if i in known} for ids in candidates]
 
-    def _image_features(self, images: dict[str, bytes]) -> dict[str, torch.Tensor]:
-        """Returns the states of the vision tower (N, D) of images, by item id."""
-        new = [item_id for item_id in images if item_id not in self._features]
-        features = {i: self._features[i] for i in images if i in self._features}
-        for first in range(0, len(new), IMAGE_BATCH):
-            batch = new[first : first + IMAGE_BATCH]
+    def _image_features(self, index: Index, item_ids: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Returns the states of the vision tower (N, D) of the items with an image, by id."""
+        if index.uri != self._index:
+            self._features, self._index = {}, index.uri
+        features = {i: self._features[i] for i in item_ids if i in self._features}
+        previews, images = Previews(index), {}
+        for item_id in item_ids:
+            if item_id not in features:
+                with contextlib.suppress(SpecError):  # no image
+                    images[item_id] = previews.image(item_id)
+        new: dict[str, torch.Tensor] = {}
+        for batch in chunks(images, IMAGE_BATCH):
             opened = [Image.open(io.BytesIO(images[i])).convert("RGB") for i in batch]
-            features |= zip(batch, self._encode_images(opened), strict=True)
+            new |= zip(batch, self._encode_images(opened), strict=True)
         if len(self._features) + len(new) > MAX_CACHED:
             self._features.clear()
-        self._features |= {i: features[i] for i in new[:MAX_CACHED]}
-        return features
+        self._features |= itertools.islice(new.items(), MAX_CACHED)
+        return {**features, **new}
 
     @torch.inference_mode()
     def _encode_images(self, images: Sequence[Image.Image]) -> list[torch.Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ import torch
 
 from pipeline.config import SpecError, absolute
 from pipeline.encoders import Encoder
-from pipeline.encoders.images import open_query_image
+from pipeline.encoders.images import open_query_image, png_file
 from pipeline.index.columns import RERANK_TOKENS
 from pipeline.index.reader import Index
 from pipeline.registry import ENCODERS
@@ -211,9 +210,8 @@ class Reranker:
         encoder = self._encoder(source)
         tokens_of_image: list[torch.Tensor] = []
         for image in images:
-            file = io.BytesIO()
-            open_query_image(image).save(file, "PNG")
-            items = pa.table({"item_id": ["query"], "image": [file.getvalue()]})
+            png = png_file(open_query_image(image))
+            items = pa.table({"item_id": ["query"], "image": [png]})
             for _, batch in encoder.encode(encoder.preprocessor(encoder.spec)(items)):
                 tokens, mask = self._adapter.cache_tokens(batch)
                 tokens_of_image.append(tokens[mask].cpu())

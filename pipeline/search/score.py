@@ -364,9 +364,10 @@ class Scorer:
             postings = self.postings(self._bm25_column(self._info(options.column)))
             bm25_QR = np.stack([postings.scores(text) for text in queries.texts])
             bm25_QR = bm25_QR if rows is None else bm25_QR[:, rows]
+        all_parts = _Scores(scores.maxsim, scores.maxsim, single_QR, bm25_QR)
         pools = []
         for query in range(len(queries)):
-            parts = _Scores(scores.maxsim, scores.maxsim, single_QR, bm25_QR).query(query)
+            parts = all_parts.query(query)
             components = {n: s for n in COMPONENTS if (s := getattr(parts, n)) is not None}
             found = pool_rows(components, options.fusion, options.k, rows, groups)
             pools.append(self._ranking(found, parts, rows))
@@ -390,11 +391,13 @@ class Scorer:
         num = options.candidates_per_query
         found = [np.empty(0, np.int64)] * len(queries)
         for first, *steps in generator_steps(options.candidates):
-            is_lexical = self._is_lexical(columns[first])
-            find = self._lexical_candidates if is_lexical else self._vector_candidates
-            nums = [num * ITEMS_PER_CANDIDATE] * len(steps) + [num]
-            given = first, columns[first], queries, options, rows, nums[0], slice_pairs
-            more = yield from find(*given)
+            column, nums = columns[first], [num * ITEMS_PER_CANDIDATE] * len(steps) + [num]
+            if self._is_lexical(column):
+                more = yield from self._lexical_candidates(column, queries, options, rows, nums[0])
+            else:
+                more = yield from self._vector_candidates(
+                    first, column, queries, options, rows, nums[0], slice_pairs
+                )
             for step, num_found in zip(steps, nums[1:], strict=True):
                 more = yield from self._step(
                     step, columns[step], queries, options, more, num_found, slice_pairs
@@ -418,19 +421,18 @@ class Scorer:
         """Selects among the candidates of each query, which another generator found."""
         found: list[np.ndarray] = []
         for query, rows in zip(queries.split(), candidates, strict=True):
-            given = generator, column, query, options, rows, num, slice_pairs
-            found += yield from self._vector_candidates(*given)
+            found += yield from self._vector_candidates(
+                generator, column, query, options, rows, num, slice_pairs
+            )
         return found
 
     def _lexical_candidates(
         self,
-        generator: str,
         column: str,
         queries: Queries,
         options: SearchOptions,
         rows: np.ndarray | None,
         num: int,
-        slice_pairs: int | None,
     ) -> Generator[None, None, list[np.ndarray]]:
         """Finds the items whose texts match each query best."""
         assert queries.texts is not None

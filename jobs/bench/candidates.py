@@ -138,7 +138,7 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
     log, searched = queries[1::2], queries[::2][: args.queries]
     searcher = open_index(uri)
     searcher.load(COLUMN)
-    exact = searcher.rank(searched, COLUMN, k=max(DEPTHS))
+    best = [r.item_ids for r in searcher.rank(searched, COLUMN, k=max(DEPTHS))]
     p50, p99, rate = latencies(searcher, searched[:NUM_EXACT], args.repeats, {})
     optional = Optional(bench, args, searched)
     rows: list[list[Any]] = [["exact", "", "", "", 1.0, 1.0, p50, p99, str(rate)]]
@@ -153,7 +153,7 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
             options = {"candidates": candidates, "num_candidates": number}
             k = min(max(DEPTHS), number)
             found = searcher.rank(searched, COLUMN, k=k, **options)
-            recalls = [recall(exact, found, depth) for depth in DEPTHS]
+            recalls = [recall(best, [r.item_ids for r in found], depth) for depth in DEPTHS]
             p50, p99, rate = latencies(searcher, searched, args.repeats, options)
             cells = [name, f"{seconds:.1f}", num_bytes, number, *recalls, p50, p99, str(rate)]
             rows.append(cells)

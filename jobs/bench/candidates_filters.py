@@ -41,7 +41,8 @@ def measure(
         reference, exact_ms = _rank(searcher.scorer, encoded, exact, rows)
         with mock.patch.object(score, "EXACT_ITEMS", 0):
             found, generator_ms = _rank(searcher.scorer, encoded, generator, rows)
-        share_found = recall(reference, found, 10)
+        best, ids = ([ranking.item_ids for ranking in side] for side in (reference, found))
+        share_found = recall(best, ids, 10)
         search = "exact" if searcher.scorer.scores_all(generator, rows) else name
         figures = {"exact_ms": exact_ms, "generator_ms": generator_ms, "recall@10": share_found}
         times = f"{exact_ms:.2f}", f"{generator_ms:.2f}"

@@ -29,7 +29,7 @@ import numpy as np
 
 import jobs
 from jobs.bench.candidates import DEPTHS, join_queries, project, read_vectors
-from jobs.bench.harness import Bench, seconds_of, table
+from jobs.bench.harness import Bench, recall, seconds_of, table
 
 #: Numbers of repetitions, of bits of a bucket and of projected dimensions of MUVERA. Together they
 #: determine the dimensions of an encoding: 20 * 2^5 * 16 = 10,240.
@@ -110,11 +110,9 @@ def measure(
         search(query)
     found = [search(query) for query in queries]
     seconds = [seconds_of(lambda q=query: search(q)) for query in queries]
+    exact_ids = [items.tolist() for items in best]
     recalls = [
-        np.mean(
-            [len(set(b[:depth]) & set(f[:depth])) / depth for b, f in zip(best, found, strict=True)]
-        )
-        for depth in DEPTHS
+        recall(exact_ids, [items[:depth].tolist() for items in found], depth) for depth in DEPTHS
     ]
     p50, p99 = (1000 * float(np.percentile(seconds, p)) for p in (50, 99))
     costs = f"{setting.build_seconds:.1f}", f"{setting.bytes_per_item:,.0f}"

@@ -15,7 +15,6 @@ with Zipfian frequencies, for queries of 8 words.
 
 from __future__ import annotations
 
-import csv
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -200,12 +199,11 @@ def _table(rows: Sequence[Comparison]) -> str:
 
 
 def _write_csv(path: Path, rows: Sequence[Comparison]) -> None:
+    from pipeline.report.text import as_csv
+
+    cells = [[f"{v:.4f}" if isinstance(v, float) else v for v in row] for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(Comparison._fields)
-        for row in rows:
-            writer.writerow([f"{v:.4f}" if isinstance(v, float) else v for v in row])
+    path.write_text(as_csv([Comparison._fields, *cells]), "utf-8")
 
 
 def _write_figure(path: Path, rows: Sequence[Comparison], args: Namespace) -> None:

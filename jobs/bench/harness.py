@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,10 +247,10 @@ def seconds_of(call: Any) -> float:
     return time.perf_counter() - start
 
 
-def recall(exact: Sequence[Any], found: Sequence[Any], depth: int) -> float:
-    """Returns the mean share of the `depth` best exact results that were found."""
+def recall(exact: Sequence[Sequence[Any]], found: Sequence[Collection[Any]], depth: int) -> float:
+    """Returns the mean share of the ids of the `depth` best exact results that were found."""
     shares = [
-        len(set(reference.item_ids[:depth]) & set(ranking.item_ids)) / depth
-        for reference, ranking in zip(exact, found, strict=True)
+        len(set(reference[:depth]) & set(ids)) / depth
+        for reference, ids in zip(exact, found, strict=True)
     ]
     return statistics.fmean(shares)

@@ -335,7 +335,7 @@ def check_query_texts(texts: Sequence[str]) -> None:
     """Checks that there is at least one query, and that each has at least one word.
 
     Raises:
-        SpecError: There is no query, or a query is empty.
+        SpecError: `texts` is empty, or one of its texts is.
     """
     if not texts:
         raise SpecError("query", [], "at least one text")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import posixpath
@@ -68,11 +69,15 @@ class Multivent(Benchmark["Multivent.Spec"]):
         judgments: Uri
         """JSON lines of relevance judgments."""
 
+    @functools.cached_property
+    def _judgments(self) -> Judgments:
+        return read_judgments(self.spec.judgments, "benchmark.judgments")
+
     def load(self) -> JudgedQueries:
         """Loads the queries and judgments."""
         with within("benchmark"):
             texts = read_queries(self.spec.path, "path")
-            judgments = read_judgments(self.spec.judgments, "judgments")
+        judgments = self._judgments
         check_texts(texts, texts, self.spec.path)
         fields: dict[str, dict[str, Any]] = {}
         for query_id in judgments.qrels:
@@ -101,8 +106,7 @@ class Multivent(Benchmark["Multivent.Spec"]):
         root = posixpath.join(config.absolute(folder), "multivent")
         path = posixpath.join(root, f"{row.name}.json")
         write_submission(path, row.rankings)
-        judgments = read_judgments(self.spec.judgments, "benchmark.judgments")
-        if splits := split_scores(row.rankings, judgments):
+        if splits := split_scores(row.rankings, self._judgments):
             text = json.dumps(splits, indent=1, ensure_ascii=False)
             write_atomic(posixpath.join(root, f"{row.name}_splits.json"), text)
         return path

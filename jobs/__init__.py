@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import re
-import secrets
 import select
 import signal
 import socket
@@ -25,6 +24,8 @@ from pipeline import config
 from pipeline.config import JobError, SpecError, Stopped
 from pipeline.extras import MissingExtra, as_missing_extra
 from pipeline.index import check_index
+from pipeline.index import job_id as job_id
+from pipeline.index.display import MODES, close_display
 
 #: Exit codes: invalid input; stopped cleanly by Ctrl-C; stopped cleanly by SIGTERM.
 BAD_INPUT, INTERRUPTED, STOPPED = 2, 130, 143
@@ -108,6 +109,7 @@ def report_missing(sentences: Sequence[str]) -> int:
 
 def _report_error(error: object, code: int) -> int:
     """Prints an error to stderr and returns `code`."""
+    close_display()
     error = getattr(error, "cause", error)  # Ray wraps errors raised in tasks
     message = str(error) if isinstance(error, Stopped) else f"error: {error}"
     print(message, file=sys.stderr, flush=True)
@@ -210,6 +212,16 @@ def spec_parser(doc: str, *, profiles: bool = True, has_index: bool = False) -> 
     return parser
 
 
+def add_progress(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `--progress`, whose value is passed to `open_display`."""
+    parser.add_argument(
+        "--progress",
+        choices=MODES,
+        default="auto",
+        help="a live display, plain lines or JSON lines (default: live on a terminal, else plain)",
+    )
+
+
 def positive(text: str) -> int:
     """Parses a positive integer. Used as the `type` of an argument."""
     try:
@@ -224,11 +236,6 @@ def positive(text: str) -> int:
 def say(line: str) -> None:
     """Prints a progress line with the current time and flushes the output."""
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
-
-
-def job_id() -> str:
-    """Creates a job id, which consists of the UTC time and four random hexadecimal digits."""
-    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
 
 
 @contextlib.contextmanager

@@ -10,16 +10,25 @@ the same command to resume an interrupted job, or to fill rows that were indexed
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 import jobs
 from pipeline import config
+from pipeline.index.display import Display, open_display
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the job."""
-    args = jobs.spec_parser(__doc__, has_index=True).parse(arguments)
+    parser = jobs.spec_parser(__doc__, has_index=True)
+    jobs.add_progress(parser)
+    args = parser.parse(arguments)
+    with open_display(args.progress) as display:
+        display.phase("load modules")
+        _run(args, display)
 
+
+def _run(args: argparse.Namespace, display: Display) -> None:
     from pipeline.index import backfill
     from pipeline.index.spec import IndexResources, IndexSpec
 
@@ -27,8 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     resources = IndexResources()
     if args.resources:
         resources = config.load(IndexResources, args.resources, role="resources")
+    display.phase("start Ray")
     with jobs.cluster(resources.object_store_bytes):
-        backfill.run(spec, resources, job_id=jobs.job_id(), report=jobs.say)
+        backfill.run(spec, resources, job_id=jobs.job_id(), report=display.say, show=display.show)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import jobs
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import check_index
+from pipeline.index.display import open_display
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.query import AnyQuery
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--refit", action="store_true", help="fit the generator again")
     parser.add_argument("--drop", action="store_true", help="remove the generator")
     parser.add_argument("--resources", help="resources profile; see cluster/profiles")
+    jobs.add_progress(parser)
     args = parser.parse(arguments)
     if args.refit and args.drop:
         parser.error("--refit cannot be combined with --drop")
@@ -70,15 +72,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         is_vectors = spec.queries.endswith((".npy", ".parquet"))
         read = read_query_vectors if is_vectors else read_queries
         queries = list(read(spec.queries).values())
-    with jobs.cluster():
-        candidates_job.run(
-            spec,
-            resources,
-            job=jobs.job_id(),
-            queries=queries,
-            refit=args.refit,
-            report=jobs.say,
-        )
+    with open_display(args.progress) as display:
+        display.phase("start Ray")
+        with jobs.cluster():
+            candidates_job.run(
+                spec,
+                resources,
+                job=jobs.job_id(),
+                queries=queries,
+                refit=args.refit,
+                report=display.say,
+                show=display.show,
+            )
 
 
 def _print_generators(uri: str) -> None:

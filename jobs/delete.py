@@ -21,6 +21,7 @@ import jobs
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import check_index
+from pipeline.index.display import open_display
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ids", metavar="FILE", help="text file with one item id per line")
     parser.add_argument("--filter", help="SQL condition on the item columns")
     parser.add_argument("--dry-run", action="store_true", help="count the items without removing")
+    jobs.add_progress(parser)
     args = parser.parse(arguments)
     check_index(args.index)
     ids = None if args.ids is None else _read_ids(args.ids)
@@ -37,7 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.index import delete
 
     spec = config.parse(delete.DeleteSpec, {"index": args.index, "ids": ids, "filter": args.filter})
-    delete.run(spec, job=jobs.job_id(), report=jobs.say, is_dry=args.dry_run)
+    with open_display(args.progress) as display:
+        delete.run(
+            spec,
+            job=jobs.job_id(),
+            report=display.say,
+            show=display.show,
+            is_dry=args.dry_run,
+        )
 
 
 def _read_ids(path: str) -> list[str]:

@@ -8,14 +8,19 @@ Rerun the same command to resume an interrupted job, or to index new and changed
 connects to the cluster at RAY_ADDRESS or starts a local one, and can be submitted with `ray job
 submit -- python -m jobs.index ...`. On SIGTERM it commits finished work, releases the lease and
 exits with code 143.
+
+On a terminal, the job shows a live display of its progress. `python -m jobs.status INDEX --watch`
+shows the same on another terminal or machine.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 import jobs
 from pipeline import config
+from pipeline.index.display import Display, open_display
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,10 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="REASON",
         help="retry items that were rejected for this reason (can be repeated)",
     )
+    jobs.add_progress(parser)
     args = parser.parse(arguments)
     if args.remove_missing and args.limit:
         parser.error("--remove-missing cannot be combined with --limit")
+    with open_display("plain" if args.dry_run else args.progress) as display:
+        display.phase("load modules")
+        _run(args, display)
 
+
+def _run(args: argparse.Namespace, display: Display) -> None:
     from pipeline.index import job
     from pipeline.index.checks import check
     from pipeline.index.spec import IndexResources, IndexSpec
@@ -55,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.resources:
         resources = config.load(IndexResources, args.resources, role="resources")
     check(spec)
+    display.phase("start Ray")
     with jobs.cluster(resources.object_store_bytes):
         if args.dry_run:
             dry_run(spec, resources, args.limit, print)
@@ -66,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             limit=args.limit,
             remove_missing=args.remove_missing,
             retry_rejects=tuple(args.retry_rejects),
-            report=jobs.say,
+            report=display.say,
+            show=display.show,
         )
 
 

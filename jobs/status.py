@@ -2,6 +2,10 @@
 
 python -m jobs.status out/cranfield/index
 python -m jobs.status s3://bucket/cranfield --json
+python -m jobs.status s3://bucket/cranfield --watch
+
+With --watch, the progress of the job that is writing to the index is shown until it ends, from any
+process or machine that can read the index.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any
 
 import jobs
 from pipeline.index import check_index
+from pipeline.index.display import open_display
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -20,8 +25,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = jobs.parser(__doc__)
     parser.add_argument("index", help="path or URI of an index")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--watch", action="store_true", help="show the progress of the running job until it ends"
+    )
+    jobs.add_progress(parser)
     args = parser.parse(arguments)
+    if args.watch and args.json:
+        parser.error("--json cannot be combined with --watch; use --progress json")
     check_index(args.index)
+    if args.watch:
+        with open_display(args.progress) as display:
+            display.phase("load modules")
+            from pipeline.index.watch import watch
+
+            watch(args.index, display)
+        return
 
     from pipeline.index.status import status
 

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.config import Spec, SpecError
 from pipeline.decoding import Unreadable
+from pipeline.meter import meter
 from pipeline.schema import REJECT, Reject, detail_with_file, metadata_file
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Errors that are caused by the machine rather than by the item. The next run retries the item.
 RETRYABLE = (TimeoutError, OSError, MemoryError)
+#: Step under which the units that have passed all stages are counted.
+FINISHED = "finished"
 #: Environment variable that sets the default of `Resources.reuse_processes`, 0 or 1.
 REUSE_PROCESSES = "MAXRAY_REUSE_PROCESSES"
 
@@ -46,6 +49,15 @@ class Resources(Spec):
     """Minimum number of actors in the pool."""
     max_actors: PositiveInt = 1
     """Maximum number of actors in the pool."""
+    initial_actors: PositiveInt | None = None
+    """Number of actors that start at once. By default `min_actors`; Ray adds others when units
+    wait."""
+    max_in_flight: PositiveInt | None = None
+    """Number of blocks that an actor has received and not finished, including the one in progress.
+    With more, an actor does not wait for its next block; with fewer, other actors get it. The
+    default is Ray's."""
+    memory_bytes: PositiveInt | None = None
+    """Memory that each actor reserves, in bytes. Ray starts no more actors than fit on a node."""
     num_threads: PositiveInt = 1
     """Number of threads that torch and BLAS use in each actor."""
     reuse_processes: bool = Field(
@@ -62,6 +74,10 @@ class Resources(Spec):
         if self.min_actors > self.max_actors:
             rule = f"at least min_actors={self.min_actors}"
             raise SpecError("max_actors", self.max_actors, rule)
+        initial = self.initial_actors
+        if initial is not None and not self.min_actors <= initial <= self.max_actors:
+            rule = f"from min_actors={self.min_actors} to max_actors={self.max_actors}"
+            raise SpecError("initial_actors", initial, rule)
         if self.num_gpus > 1 and self.num_gpus % 1:
             raise SpecError("num_gpus", self.num_gpus, "a whole number or less than 1")
         return self
@@ -69,7 +85,34 @@ class Resources(Spec):
     @property
     def task_options(self) -> dict[str, float]:
         """Options of a Ray task that needs the resources of one actor."""
-        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+        options: dict[str, float] = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+        if self.memory_bytes is not None:
+            options["memory"] = self.memory_bytes
+        return options
+
+
+class Profile(Spec):
+    """Settings that the resources profiles of all jobs with actor pools have in common."""
+
+    no_progress_seconds: PositiveFloat | None = None
+    """Time after which a job fails if no block has moved, in seconds. It must exceed the time that
+    the slowest unit takes. The default is Ray's (1800)."""
+    block_bytes: PositiveInt = 1
+    """Size up to which consecutive units are sent to an actor together, in bytes. The driver
+    schedules each block, which limits the rate of tiny units; larger blocks are distributed less
+    evenly. By default each unit is a block."""
+    backpressure_ratio: PositiveFloat | None = None
+    """Ratio of waiting to running input of a stage above which the previous stage pauses. The
+    default is Ray's (2)."""
+    autoscaling: bool = False
+    """Whether the cluster adds nodes on demand. Otherwise a profile that exceeds the cluster is an
+    error."""
+
+    @property
+    def pools(self) -> dict[str, Resources]:
+        """The pools of the profile by the name of their field."""
+        values = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return {name: value for name, value in values if isinstance(value, Resources)}
 
 
 @dataclass(frozen=True)
@@ -90,6 +133,11 @@ class Unit:
     rejects: pa.Table = field(default_factory=REJECT.empty_table)
     seconds: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_entries(self) -> int:
+        """Number of items and rejects, which no stage changes."""
+        return self.items.num_rows + self.rejects.num_rows
 
     def reject(self, rejects: Sequence[Reject]) -> Unit:
         """Returns the unit with additional rejects. The caller must remove them from `items`."""
@@ -252,20 +300,41 @@ class StageActor:
     Args:
         stages: Stages in the order in which they run.
         num_threads: Number of threads that torch uses.
+        job: Identifier of the job whose progress is counted, if any.
+        is_last: Whether units that leave this actor count as finished.
     """
 
-    def __init__(self, stages: Sequence[Stage], num_threads: int):
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        num_threads: int,
+        job: str | None = None,
+        is_last: bool = False,
+    ):
         import torch
 
         torch.set_num_threads(num_threads)
         self.stages = [stage.load() for stage in stages]
+        self._job, self._is_last = job, is_last
+        if job is not None and is_last:  # the models are loaded
+            meter(job).add(FINISHED)
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """Runs all stages on a block of packed units."""
-        units = [Unit.unpack(block, i) for i in range(block.num_rows)]
-        for stage in self.stages:
-            units = [run_stage(stage, unit) for unit in units]
+        units = [self._run(Unit.unpack(block, i)) for i in range(block.num_rows)]
         return packed_table(units)
+
+    def _run(self, unit: Unit) -> Unit:
+        for stage in self.stages:
+            before = unit.seconds
+            unit = run_stage(stage, unit)
+            if self._job is not None:
+                for step, seconds in unit.seconds.items():
+                    if step not in before:
+                        meter(self._job).add(step, unit.num_entries, 1, seconds)
+        if self._job is not None and self._is_last:
+            meter(self._job).add(FINISHED, unit.num_entries, 1)
+        return unit
 
 
 @functools.lru_cache(maxsize=2)
@@ -305,7 +374,12 @@ def map_batches(
         return dataset.map_batches(
             function_class,
             fn_constructor_kwargs=dict(arguments),
-            compute=ActorPoolStrategy(min_size=resources.min_actors, max_size=resources.max_actors),
+            compute=ActorPoolStrategy(
+                min_size=resources.min_actors,
+                max_size=resources.max_actors,
+                initial_size=resources.initial_actors,
+                max_tasks_in_flight_per_actor=resources.max_in_flight,
+            ),
             **options,
         )
     pickled = cloudpickle.dumps((function_class, dict(arguments)))
@@ -320,6 +394,7 @@ def chain(
     dataset: ray.data.Dataset,
     groups: Sequence[tuple[Sequence[Stage], Resources]],
     columns: Sequence[str],
+    job: str | None = None,
 ) -> ray.data.Dataset:
     """Applies groups of stages to a dataset of packed units.
 
@@ -329,12 +404,13 @@ def chain(
         dataset: Dataset of packed units, see `Unit.pack`.
         groups: The stages of each group, and the resources of its actor pool.
         columns: Names of the columns that the items of the dataset have.
+        job: Identifier of the job whose progress is counted, if any.
 
     Raises:
         ValueError: A stage needs a column that neither the dataset nor an earlier stage provides.
     """
     available = set(columns)
-    for stages, resources in groups:
+    for number, (stages, resources) in enumerate(groups, 1):
         for stage in stages:
             missing = sorted(set(stage.needs) - available)
             if missing:
@@ -346,7 +422,12 @@ def chain(
         dataset = map_batches(
             dataset,
             StageActor,
-            {"stages": list(stages), "num_threads": resources.num_threads},
+            {
+                "stages": list(stages),
+                "num_threads": resources.num_threads,
+                "job": job,
+                "is_last": number == len(groups),
+            },
             resources,
             batch_size=1,
             batch_format="pyarrow",

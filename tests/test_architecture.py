@@ -23,6 +23,7 @@ ORDER = [
     ("transcribe",),
     ("sources", "encoders", "compression", "codecs"),
     ("candidates", "rerank"),
+    ("meter",),
     ("stage",),
     ("index",),
     ("search",),

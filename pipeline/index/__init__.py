@@ -8,12 +8,21 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from pathlib import Path
 
 from pipeline.config import SpecError, absolute, within
 
 ITEMS, REJECTS, ARTEFACTS, JOBS = "items.lance", "rejects.lance", "artefacts", "jobs"
+#: State of a running job in its folder.
+PROGRESS = "progress.json"
 PARTS = (ITEMS, REJECTS, ARTEFACTS, JOBS)
+
+
+def job_id() -> str:
+    """Creates a job id, which consists of the UTC time and four random hexadecimal digits."""
+    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
 
 
 def missing_index(uri: str) -> SpecError:

@@ -20,11 +20,13 @@ import ray
 
 from pipeline.config import MissingField, SpecError
 from pipeline.index import listing, tasks, unit_reader
+from pipeline.index.capacity import check_capacity
 from pipeline.index.checks import check, check_same_encoder
 from pipeline.index.columns import RERANK_TOKENS, all_representations
 from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
 from pipeline.index.info import RerankInfo
 from pipeline.index.listing import ListingJob
+from pipeline.index.monitor import Show, ignore
 from pipeline.index.reader import Index, get_fragment, part_uri
 from pipeline.index.rerank_tokens import check_same_adapter, rerank_field
 from pipeline.index.session import Session
@@ -47,6 +49,7 @@ def run(
     *,
     job_id: str,
     report: Callable[[str], None] = log.info,
+    show: Show = ignore,
     lease_seconds: float = 60.0,
 ) -> Progress:
     """Runs the job until all fragments have been filled. Ray must be connected to a cluster.
@@ -55,7 +58,8 @@ def run(
         spec: Spec of the index job, with `rerank`.
         resources: Resources profile of the index job.
         job_id: Identifier of the job.
-        report: Called with each progress line.
+        report: Called with each sentence about the job.
+        show: Called with snapshots of the progress.
         lease_seconds: Lifetime of the lease without renewal, in seconds.
 
     Raises:
@@ -64,16 +68,20 @@ def run(
         Stopped: SIGTERM was received. Finished work is committed and the lease is released.
     """
     check(spec)
+    check_capacity(resources)
     if spec.rerank is None:
         raise MissingField("rerank", None, "the folder of an EDJE (rerank=FOLDER)")
     if not len(Index(spec.index)):
         note = "; run `python -m jobs.index` with this spec first"
         raise SpecError("index", spec.index, "an index with items", "is empty", note)
     progress = Progress(seconds={"encode": 0.0, "write": 0.0})
-    with Session(spec.index, spec, "backfill", job_id, progress.summary, lease_seconds) as session:
+    with Session(
+        spec.index, spec, "backfill", job_id, progress.summary, lease_seconds, show
+    ) as session:
         writer = session.writer
         load = tasks.describe_encoder.options(**resources.encode.task_options)
-        encoder_info = ray.get(load.remote(spec.encoder))
+        with session.monitor.phase("load encoder"):
+            encoder_info = ray.get(load.remote(spec.encoder))
         column = rerank_field(spec.rerank, encoder_info)
         check_same_encoder(writer.dataset.schema, encoder_info)
         if RERANK_TOKENS in writer.dataset.schema.names:
@@ -83,7 +91,8 @@ def run(
             writer.add_columns([column])
         writer.index_ids()
         listed = spec.listing_job(session.folder)
-        shards_by_fragment = _shards_by_fragment(session, listed, resources)
+        with session.monitor.phase("list"):
+            shards_by_fragment = _shards_by_fragment(session, listed, resources)
         dataset = writer.dataset
         incomplete = [
             fragment
@@ -107,8 +116,10 @@ def run(
         }
         rows = [{"fragment": f, "shards": json.dumps(shards_by_fragment[f])} for f in incomplete]
         if rows:
-            filled = fill_fragments(CacheFragment, constructor_kwargs, rows, resources.encode)
-            commit_filled(session, filled, COMMIT_FRAGMENTS, progress, report)
+            filled = fill_fragments(
+                CacheFragment, constructor_kwargs, rows, resources.encode, resources
+            )
+            commit_filled(session, filled, resources.encode, COMMIT_FRAGMENTS, progress, report)
         if progress.empty:
             report(
                 f"{progress.empty:,} items have no tokens: they cannot be read,"

@@ -10,6 +10,7 @@ from pydantic import model_validator
 from pipeline.config import MissingField, Spec, SpecError, Uri
 from pipeline.index.filters import filtering
 from pipeline.index.listing import chunks
+from pipeline.index.monitor import Show, ignore
 from pipeline.index.reader import Index, id_filter
 from pipeline.index.session import Session
 
@@ -58,6 +59,7 @@ def run(
     *,
     job: str,
     report: Callable[[str], None],
+    show: Show = ignore,
     is_dry: bool = False,
     lease_seconds: float = 60.0,
 ) -> Progress:
@@ -69,7 +71,8 @@ def run(
     Args:
         spec: Index and selection.
         job: Identifier of the job.
-        report: Called with each progress line.
+        report: Called with each sentence about the job.
+        show: Called with snapshots of the progress.
         is_dry: Whether only to count the items.
         lease_seconds: Lifetime of the lease without renewal, in seconds.
 
@@ -85,21 +88,23 @@ def run(
         return progress
     Index(spec.index)  # a session would create a missing index
     with Session(
-        spec.index, spec, "delete", job, lambda: asdict(progress), lease_seconds
+        spec.index, spec, "delete", job, lambda: asdict(progress), lease_seconds, show
     ) as session:
         rows = _select(Index(spec.index), spec, progress)
         report(_selection(progress))
         pairs = ((fragment, item_id) for fragment, ids in rows.items() for item_id in ids)
-        for batch in chunks(pairs, COMMIT_ROWS):
-            grouped: dict[int, list[str]] = {}
-            for fragment, item_id in batch:
-                grouped.setdefault(fragment, []).append(item_id)
-            session.writer.remove(grouped)
-            progress.removed += len(batch)
-            progress.commits += 1
-            session.record("running")
-            report(f"{progress.removed:,}/{progress.selected:,} items removed")
-            session.check()
+        with session.monitor.phase("delete", total=progress.selected):
+            for batch in chunks(pairs, COMMIT_ROWS):
+                grouped: dict[int, list[str]] = {}
+                for fragment, item_id in batch:
+                    grouped.setdefault(fragment, []).append(item_id)
+                session.writer.remove(grouped)
+                progress.removed += len(batch)
+                progress.commits += 1
+                session.record("running")
+                session.monitor.update(progress.removed)
+                report(f"{progress.removed:,}/{progress.selected:,} items removed")
+                session.check()
         if progress.removed:
             session.writer.index_ids()
     return progress

@@ -16,7 +16,8 @@ import ray
 from lance.fragment import FragmentMetadata
 
 from pipeline.index.session import Session, configure_ray_data, iter_rows
-from pipeline.stage import Resources, map_batches
+from pipeline.meter import Totals
+from pipeline.stage import Profile, Resources, map_batches
 
 
 @dataclass
@@ -90,6 +91,7 @@ def fill_fragments(
     constructor_kwargs: dict[str, Any],
     rows: list[dict[str, Any]],
     pool: Resources,
+    profile: Profile,
 ) -> ray.data.Dataset:
     """Fills fragments with a pool of actors.
 
@@ -98,11 +100,12 @@ def fill_fragments(
         constructor_kwargs: Arguments of its constructor.
         rows: Arguments of the calls, one row per fragment.
         pool: Number of actors and resources per actor.
+        profile: Resources profile of the job.
 
     Returns:
         Lazy dataset with one row per fragment.
     """
-    configure_ray_data()
+    configure_ray_data(profile)
     dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
     return map_batches(dataset, actor, constructor_kwargs, pool, batch_size=1)
 
@@ -110,6 +113,7 @@ def fill_fragments(
 def commit_filled(
     session: Session,
     filled: ray.data.Dataset,
+    pool: Resources,
     commit_fragments: int,
     progress: Progress,
     report: Callable[[str], None],
@@ -119,12 +123,13 @@ def commit_filled(
     Args:
         session: Session of the job.
         filled: Dataset with a column `filled`, the JSON of a `FilledFragment`.
+        pool: Number of actors and resources per actor.
         commit_fragments: Number of fragments per commit.
         progress: Counts, updated in place.
-        report: Called with each progress line.
+        report: Called with each sentence about the job.
     """
     pending: list[tuple[FragmentMetadata, list[int]]] = []
-    start = reported = time.perf_counter()
+    start = time.perf_counter()
 
     def commit() -> None:
         session.writer.commit_columns(pending)
@@ -132,25 +137,33 @@ def commit_filled(
         progress.commits += 1
         session.record("running")
 
-    try:
-        for row in iter_rows(filled):
-            if row is not None:
-                done = FilledFragment.from_json(row["filled"])
-                if done.fragment is not None:
-                    fragment = FragmentMetadata.from_json(json.dumps(done.fragment))
-                    pending.append((fragment, done.fields))
-                progress.done += 1
-                progress.rows += done.rows
-                progress.empty += done.empty
-                for name, spent in done.seconds.items():
-                    progress.seconds[name] += spent
-                if len(pending) >= commit_fragments:
-                    commit()
-            if time.perf_counter() - reported > 5:
-                reported = time.perf_counter()
-                report(progress.line(reported - start))
-            session.check()
-    finally:
-        if pending and session.may_commit:
-            commit()
+    def steps() -> dict[str, Totals]:
+        return {
+            name: Totals(progress.rows, progress.done, spent, pool.max_actors)
+            for name, spent in progress.seconds.items()
+        }
+
+    total = progress.fragments - progress.done_before
+    with session.monitor.phase(session.kind, "fragments", total, steps):
+        try:
+            for row in iter_rows(filled):
+                if row is not None:
+                    done = FilledFragment.from_json(row["filled"])
+                    if done.fragment is not None:
+                        fragment = FragmentMetadata.from_json(json.dumps(done.fragment))
+                        pending.append((fragment, done.fields))
+                    progress.done += 1
+                    progress.rows += done.rows
+                    progress.empty += done.empty
+                    for name, spent in done.seconds.items():
+                        progress.seconds[name] += spent
+                    session.monitor.update(
+                        progress.done, items=progress.rows, commits=progress.commits
+                    )
+                    if len(pending) >= commit_fragments:
+                        commit()
+                session.check()
+        finally:
+            if pending and session.may_commit:
+                commit()
     report(progress.line(time.perf_counter() - start))

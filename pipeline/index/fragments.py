@@ -14,6 +14,7 @@ from lance.fragment import FragmentMetadata, write_fragments
 
 from pipeline.index.positions import encode_positions
 from pipeline.index.reader import ITEMS, part_uri
+from pipeline.meter import meter
 from pipeline.schema import REJECT
 from pipeline.stage import Unit, from_ipc, to_ipc
 
@@ -32,10 +33,11 @@ class WriteFragments:
 
     Args:
         index: URI of the index.
+        job: Identifier of the job whose progress is counted, if any.
     """
 
-    def __init__(self, index: str):
-        self.uri = part_uri(index, ITEMS)
+    def __init__(self, index: str, job: str | None = None):
+        self.uri, self._job = part_uri(index, ITEMS), job
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """Writes packed units to one fragment and returns a row of `WRITTEN`."""
@@ -59,6 +61,9 @@ class WriteFragments:
             for stage, spent in unit.seconds.items():
                 seconds[stage] = seconds.get(stage, 0.0) + spent
         seconds["write"] = time.perf_counter() - start
+        if self._job is not None:
+            num_entries = sum(unit.num_entries for unit in units)
+            meter(self._job).add("write", num_entries, len(units), seconds["write"])
         summary = {
             "units": [unit.name for unit in units],
             "item_ids": item_ids,
@@ -114,6 +119,11 @@ class Pending:
     def num_items(self) -> int:
         """Number of items in the fragments."""
         return len(self.item_ids)
+
+    @property
+    def num_done(self) -> int:
+        """Number of items that have been processed, including rejected and deleted ones."""
+        return self.num_items + self.gone + sum(table.num_rows for table in self.rejects)
 
     @property
     def num_replaced(self) -> int:

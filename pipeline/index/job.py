@@ -7,6 +7,7 @@ them. The index is its own checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -18,18 +19,23 @@ import ray
 
 from pipeline.config import JobError
 from pipeline.index import tasks
+from pipeline.index.capacity import check_capacity
 from pipeline.index.checks import check, check_reasons, check_resources
 from pipeline.index.fitting import LearnedState, fitted_fields, needs_fit, trained_state
 from pipeline.index.fragments import Pending
 from pipeline.index.listing import ListingJob, ShardTally
+from pipeline.index.metrics import commit_seconds
+from pipeline.index.monitor import ReadSteps, Show, ignore
 from pipeline.index.plan import ColumnPlan, plan_columns
 from pipeline.index.progress import Progress
 from pipeline.index.session import Session, iter_rows
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stream import encode_stage, written_fragments
 from pipeline.index.writer import IndexWriter
+from pipeline.meter import Totals, read_board, start_board
 from pipeline.registry import ENCODERS
 from pipeline.schema import REJECT
+from pipeline.stage import FINISHED
 
 log = logging.getLogger("maxray.index")
 
@@ -46,6 +52,18 @@ class Context:
     session: Session
     progress: Progress
     report: Callable[[str], None]
+
+    @contextlib.contextmanager
+    def phase(
+        self,
+        name: str,
+        unit: str = "items",
+        total: int | None = None,
+        steps: ReadSteps | None = None,
+    ) -> Iterator[None]:
+        """Shows a phase and records its time. See `Monitor.phase` for the arguments."""
+        with self.progress.phase(name), self.session.monitor.phase(name, unit, total, steps):
+            yield
 
     @property
     def writer(self) -> IndexWriter:
@@ -85,6 +103,7 @@ def run(
     remove_missing: bool = False,
     retry_rejects: tuple[str, ...] = (),
     report: Callable[[str], None] = log.info,
+    show: Show = ignore,
     lease_seconds: float = 60.0,
 ) -> Progress:
     """Runs the job until all items have been processed. Ray must be connected to a cluster.
@@ -96,7 +115,8 @@ def run(
         limit: Maximum number of items to list, or None for all.
         remove_missing: Whether to remove rows that the source no longer lists.
         retry_rejects: Reasons whose rejects are retried.
-        report: Called with each progress line.
+        report: Called with each sentence about the job.
+        show: Called with snapshots of the progress.
         lease_seconds: Lifetime of the lease without renewal, in seconds.
 
     Returns:
@@ -109,22 +129,25 @@ def run(
     """
     check(spec)
     check_resources(spec, resources)
+    check_capacity(resources)
     check_reasons(spec, retry_rejects)
     progress = Progress()
     start = time.perf_counter()
-    with Session(spec.index, spec, "index", job, progress.summary, lease_seconds) as session:
+    with Session(spec.index, spec, "index", job, progress.summary, lease_seconds, show) as session:
         progress.phases["lease"] = time.perf_counter() - start
         context = Context(spec, resources, session, progress, report)
+        start_board()
         # The encoder is loaded while the source is listed.
         encoder_info = tasks.describe_encoder.options(**resources.encode.task_options).remote(
             spec.encoder
         )
         listing = list_source(context, limit, retry_rejects)
-        with progress.phase("load encoder"):
+        with context.phase("load encoder", total=progress.to_do):
             columns = plan_columns(spec, ray.get(encoder_info), session.writer)
         learned = fit_columns(context, listing, columns)
         stream(context, listing, columns, learned)
-        finish(context)
+        with session.monitor.phase("finish"):
+            finish(context)
         if remove_missing:
             remove_stale(context, listing)
     return progress
@@ -135,22 +158,25 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
     progress, writer = context.progress, context.writer
     job = context.spec.listing_job(context.session.folder, retry_rejects)
     task_options = context.resources.read.task_options
-    with progress.phase("index ids"):
+    with context.phase("index ids"):
         writer.index_ids()
-    with progress.phase("plan"):
+    with context.phase("plan"):
         num_shards = ray.get(tasks.plan.options(**task_options).remote(job, limit))
     tallies: list[ShardTally] = []
-    with progress.phase("list"):
+    num_listed = 0
+    with context.phase("list", "shards", num_shards):
         for tally in context.map_shards(tasks.list_shard, job, range(num_shards)):
             tallies.append(tally)
+            num_listed += sum(tally.counts.values())
+            context.session.monitor.update(done=len(tallies), listed=num_listed)
             if tally.solved:
                 writer.set_rejects(REJECT.empty_table(), tally.solved)
     counts = {tally.shard: tally.counts for tally in tallies}
-    with progress.phase("mark duplicates"):
+    with context.phase("mark duplicates"):
         duplicates = ray.get(tasks.mark_duplicates.options(**task_options).remote(job, num_shards))
         counts.update(duplicates)
     # Recorded after listing: otherwise later shards would count these rejects as already known.
-    with progress.phase("record rejects"):
+    with context.phase("record rejects"):
         shards = sorted(tally.shard for tally in tallies if tally.num_unlisted)
         for rejects, num_known in context.map_shards(tasks.unlisted_rejects, job, shards):
             progress.rejected_before += num_known
@@ -191,7 +217,7 @@ def fit_columns(
             learned[r.id] = trained_state(r, columns.encoder_info)
         else:
             stage = encode_stage(spec, columns.encoder_info, [r])
-            with context.progress.phase(f"fit {r.id}"):
+            with context.phase(f"fit {r.id}", total=context.progress.to_do):
                 learned[r.id] = ray.get(task.remote(job, num_shards, spec.fit, stage, r))
         fields += fitted_fields(spec.index, r, columns.encoder_info, learned[r.id])
     context.writer.add_columns([*columns.encoder_fields, *fields, *columns.rerank_fields])
@@ -205,7 +231,7 @@ def _calibration(context: Context, listing: Listing) -> tuple[ListingJob, int]:
         return listing.job, listing.num_shards
     job = spec.listing_job(f"{context.session.folder}/fit")
     task_options = context.resources.read.task_options
-    with context.progress.phase("list the calibration source"):
+    with context.phase("list the calibration source"):
         num_shards = ray.get(tasks.plan.options(**task_options).remote(job, None))
         for _ in context.map_shards(tasks.list_shard, job, range(num_shards)):
             pass
@@ -229,13 +255,27 @@ def stream(
         learned,
         columns.encoder_columns,
         context.writer.dataset.schema,
+        session.job,
     )
     # If the job dies, committed fragments persist and the next run recomputes the others.
     pending = Pending()
+    before = progress.done
+
+    def steps() -> dict[str, Totals] | None:
+        totals = read_board(session.job)
+        finished = totals.pop(FINISHED, None)
+        if finished is None:
+            return None
+        # Exact counts arrive with each fragment, those of the board with each unit.
+        counted = max(before + finished.items, progress.done + pending.num_done)
+        session.monitor.update(done=min(counted, progress.to_do))
+        return {step: counts for step, counts in totals.items() if counts.units}
+
     progress.stream_started = time.time()
     context.report(f"{progress.to_do:,} items to process; starting actors and loading the encoder")
-    start = reported = committed = time.perf_counter()
-    with progress.phase("stream"):
+    start = committed = time.perf_counter()
+    monitored = session.monitor.phase("index", total=progress.to_do, steps=steps)
+    with progress.phase("stream"), monitored:
         try:
             for row in iter_rows(written):
                 if row is not None:
@@ -246,9 +286,6 @@ def stream(
                 if pending.num_items >= spec.commit_items or (pending.rows and is_due):
                     _commit(context, listing, pending)
                     pending, committed = Pending(), now
-                if now - reported > 5:
-                    context.report(progress.line(now - start))
-                    reported = now
                 session.check()
         finally:
             if pending.rows and session.may_commit:
@@ -257,13 +294,18 @@ def stream(
 
 
 def _commit(context: Context, listing: Listing, pending: Pending) -> None:
-    writer = context.writer
+    writer, start = context.writer, time.perf_counter()
     if pending.fragments:
         writer.commit(pending.fragments, pending.replaced)
     else:
         writer.renew()  # writing only rejects requires the lease as well
     writer.set_rejects(pending.rejects_with(listing.job.spec_digest), pending.item_ids)
-    context.progress.add_commit(pending)
+    commit_seconds().observe(time.perf_counter() - start)
+    progress = context.progress
+    progress.add_commit(pending)
+    context.session.monitor.update(
+        committed=progress.new + progress.replaced, rejected=progress.rejected
+    )
     context.session.record("running")
 
 

@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from pipeline.config import Spec, Uri
 from pipeline.index import JOBS
+from pipeline.index.monitor import Show, ignore
 from pipeline.index.reader import Index, open_dataset, open_folder
 from pipeline.index.session import Session
 
@@ -66,6 +67,7 @@ def run(
     *,
     job: str,
     report: Callable[[str], None],
+    show: Show = ignore,
     is_dry: bool = False,
     lease_seconds: float = 60.0,
 ) -> Progress:
@@ -82,7 +84,8 @@ def run(
     Args:
         spec: Options.
         job: Identifier of the job.
-        report: Called with each progress line.
+        report: Called with each sentence about the job.
+        show: Called with snapshots of the progress.
         is_dry: Whether only to report what would be done.
         lease_seconds: Lifetime of the lease without renewal, in seconds.
 
@@ -97,7 +100,7 @@ def run(
         _report_plan(spec, index, report)
         return progress
     with Session(
-        spec.index, spec, "maintain", job, lambda: asdict(progress), lease_seconds
+        spec.index, spec, "maintain", job, lambda: asdict(progress), lease_seconds, show
     ) as session:
         _compact(spec, session, progress, report)
         _clean(spec, session, progress, report)
@@ -132,19 +135,21 @@ def _compact(
     progress.fragments_before = progress.fragments = len(dataset.get_fragments())
     tasks = _plan(spec, dataset).tasks
     start = time.perf_counter()
-    for number, task in enumerate(tasks, 1):
-        rewritten = task.execute(dataset)
-        metrics = session.writer.commit_compaction([rewritten])
-        progress.merged += metrics.fragments_removed
-        progress.fragments += metrics.fragments_added - metrics.fragments_removed
-        progress.commits += 1
-        session.record("running")
-        elapsed = time.perf_counter() - start
-        report(
-            f"{number:,}/{len(tasks):,} groups of fragments merged,"
-            f" {progress.fragments:,} fragments, {progress.merged / elapsed:,.1f} fragments/s"
-        )
-        session.check()
+    with session.monitor.phase("compact", "groups of fragments", len(tasks)):
+        for number, task in enumerate(tasks, 1):
+            rewritten = task.execute(dataset)
+            metrics = session.writer.commit_compaction([rewritten])
+            progress.merged += metrics.fragments_removed
+            progress.fragments += metrics.fragments_added - metrics.fragments_removed
+            progress.commits += 1
+            session.record("running")
+            session.monitor.update(number)
+            elapsed = time.perf_counter() - start
+            report(
+                f"{number:,}/{len(tasks):,} groups of fragments merged,"
+                f" {progress.fragments:,} fragments, {progress.merged / elapsed:,.1f} fragments/s"
+            )
+            session.check()
 
 
 def _clean(
@@ -152,7 +157,8 @@ def _clean(
 ) -> None:
     """Removes old versions and unused files."""
     session.check()
-    stats = session.writer.clean(timedelta(hours=spec.retain_hours))
+    with session.monitor.phase("remove old versions"):
+        stats = session.writer.clean(timedelta(hours=spec.retain_hours))
     progress.versions = stats.old_versions
     progress.freed_bytes = stats.bytes_removed
     report(f"{stats.old_versions:,} versions removed, {stats.bytes_removed / 1e6:,.1f} MB")

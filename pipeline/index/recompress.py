@@ -22,6 +22,7 @@ from pydantic import Field, PositiveInt
 from pipeline.codecs import Codec
 from pipeline.config import Spec, SpecError, Uri
 from pipeline.index.artefacts import Sample
+from pipeline.index.capacity import check_capacity
 from pipeline.index.columns import (
     Representation,
     Sweep,
@@ -45,6 +46,7 @@ from pipeline.index.fitting import (
 )
 from pipeline.index.info import EncoderInfo, RepresentationInfo, tap_names
 from pipeline.index.listing import CONTENT, content_hashes
+from pipeline.index.monitor import Show, ignore
 from pipeline.index.positions import decode_positions
 from pipeline.index.reader import Index, get_fragment, part_uri
 from pipeline.index.session import Session
@@ -52,7 +54,7 @@ from pipeline.index.stages import ColumnCollector, Compress
 from pipeline.index.token_columns import TAP, token_batches, with_taps
 from pipeline.index.trained import check_compressors
 from pipeline.registry import COMPRESSORS, ENCODERS
-from pipeline.stage import Resources
+from pipeline.stage import Profile, Resources
 from pipeline.taps import APPENDED_STATISTICS, Tap
 from pipeline.tokens import TokenBatch, lists_of
 
@@ -84,7 +86,7 @@ class RecompressSpec(Spec):
     """SQL condition over the columns of the items, which restricts the sample."""
 
 
-class RecompressResources(Spec):
+class RecompressResources(Profile):
     """Resources profile of the recompression job."""
 
     compress: Resources = Resources(num_cpus=1.0, num_threads=2)
@@ -97,6 +99,7 @@ def run(
     *,
     job: str,
     report: Callable[[str], None] = log.info,
+    show: Show = ignore,
     lease_seconds: float = 60.0,
 ) -> Progress:
     """Runs the job until all columns have been filled. Ray must be connected to a cluster.
@@ -105,7 +108,8 @@ def run(
         spec: Spec of the job.
         resources: Resources profile of the job.
         job: Identifier of the job.
-        report: Called with each progress line.
+        report: Called with each sentence about the job.
+        show: Called with snapshots of the progress.
         lease_seconds: Lifetime of the lease without renewal, in seconds.
 
     Raises:
@@ -113,6 +117,7 @@ def run(
         LeaseHeld: Another job is writing to the index.
         Stopped: SIGTERM was received. Finished work is committed and the lease is released.
     """
+    check_capacity(resources)
     wanted = all_representations(spec)
     index = Index(spec.index)
     encoder_info, item_field = stored_encoder(index, spec.source)
@@ -131,7 +136,9 @@ def run(
     if fitted := [r for r in wanted if needs_fit(r)]:
         check_sample(spec, encoder_info, item_field, fitted)
     progress = Progress()
-    with Session(spec.index, spec, "recompress", job, progress.summary, lease_seconds) as session:
+    with Session(
+        spec.index, spec, "recompress", job, progress.summary, lease_seconds, show
+    ) as session:
         learned = _prepare_columns(session, spec, encoder_info, wanted)
         dataset = session.writer.dataset
         incomplete = incomplete_fragments(dataset, [r.id for r in wanted])
@@ -158,8 +165,12 @@ def run(
                 "num_threads": resources.compress.num_threads,
             }
             rows = [{"fragment": fragment} for fragment in fragments]
-            filled = fill_fragments(FillFragment, constructor_kwargs, rows, resources.compress)
-            commit_filled(session, filled, spec.commit_fragments, progress, report)
+            filled = fill_fragments(
+                FillFragment, constructor_kwargs, rows, resources.compress, resources
+            )
+            commit_filled(
+                session, filled, resources.compress, spec.commit_fragments, progress, report
+            )
         for sentence in compressor_remarks(dataset, wanted):
             report(sentence)
     return progress
@@ -262,11 +273,11 @@ def _prepare_columns(
             check_same_settings(r, encoder_info, stored)
             learned[r.id] = load_learned_state(spec.index, stored)
             continue
-        learned[r.id] = (
-            ray.get(_fit.remote(spec, encoder_info, r))
-            if needs_fit(r)
-            else trained_state(r, encoder_info)
-        )
+        if needs_fit(r):
+            with session.monitor.phase(f"fit {r.id}"):
+                learned[r.id] = ray.get(_fit.remote(spec, encoder_info, r))
+        else:
+            learned[r.id] = trained_state(r, encoder_info)
         added += fitted_fields(spec.index, r, encoder_info, learned[r.id])
     session.writer.add_columns(added)
     return learned
@@ -304,6 +315,7 @@ class FillFragment:
         read = time.perf_counter()
         collector = ColumnCollector()
         for rows, tokens in token_batches(table, self.stage.encoder_info):
+            tokens = tokens.to(self.compressor.device)
             collector.add(self.item_field, rows, self.compressor.columns(tokens, self.item_field))
         if table.num_rows:
             filled, _ = collector.join(table.select(["_rowid"]), (self.item_field,))

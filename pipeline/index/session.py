@@ -13,14 +13,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
+from ray.data.context import (
+    DEFAULT_DOWNSTREAM_CAPACITY_BACKPRESSURE_RATIO,
+    DEFAULT_EXECUTION_NO_PROGRESS_TIMEOUT_S,
+)
+from ray.data.exceptions import ExecutionTimeoutError
 
 from pipeline.atomic import write_atomic
 from pipeline.config import JobError, Spec, SpecError, Stopped, dump_yaml
-from pipeline.index import JOBS
+from pipeline.index import JOBS, PROGRESS
+from pipeline.index.metrics import JobMetrics
+from pipeline.index.monitor import Monitor, Show, Snapshot, ignore
 from pipeline.index.reader import open_dataset, open_folder, part_uri
 from pipeline.index.writer import IndexWriter, LeaseLost
+from pipeline.stage import Profile
 
 log = logging.getLogger("maxray.session")
+
+#: Interval at which the progress is stored in a local index, and in one in object storage, in
+#: seconds.
+SAVE_SECONDS, REMOTE_SAVE_SECONDS = 1.0, 10.0
 
 
 class Session:
@@ -33,6 +45,12 @@ class Session:
         job: Identifier of the job.
         summary: Returns the counts to record. Called for each write of the record.
         lease_seconds: Lifetime of the lease in seconds, renewed after a quarter of it.
+        show: Called with snapshots of the progress.
+
+    Attributes:
+        folder: URI of the record.
+        monitor: Monitor to which the job reports its phases and counts.
+        writer: Writer of the index.
     """
 
     def __init__(
@@ -43,10 +61,20 @@ class Session:
         job: str,
         summary: Callable[[], dict[str, Any]],
         lease_seconds: float,
+        show: Show = ignore,
     ):
         self.index, self.spec, self.kind, self.job = index, spec, kind, job
         self._summary = summary
         self.folder = part_uri(index, JOBS, job)
+        self._progress_file = part_uri(self.folder, PROGRESS)
+        is_local = "://" not in index or index.startswith("file:")
+        record = JobMetrics(kind, index).record if ray.is_initialized() else ignore
+        self.monitor = Monitor(
+            Snapshot(job, kind, index),
+            (show, record),
+            lambda text: write_atomic(self._progress_file, text),
+            SAVE_SECONDS if is_local else REMOTE_SAVE_SECONDS,
+        )
         self._lease_seconds = lease_seconds
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -65,6 +93,7 @@ class Session:
         except BaseException:
             self._end()
             raise
+        self.monitor.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
@@ -93,6 +122,11 @@ class Session:
             return True
 
     def _end(self) -> None:
+        self.monitor.stop()
+        with contextlib.suppress(OSError, ValueError):
+            storage, path = open_folder(self._progress_file)
+            if storage.exists(path):
+                storage.rm_file(path)
         self._ended.set()
         self._renewer.join(timeout=5)
         try:
@@ -137,13 +171,19 @@ class Session:
         write_atomic(f"{self.folder}/summary.json", json.dumps(record, indent=1))
 
 
-def configure_ray_data() -> None:
+def configure_ray_data(profile: Profile = Profile()) -> None:  # noqa: B008 - immutable
     """Configures Ray Data for the streams of jobs."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
-    # One row (a unit or a fragment number) per block, the granularity of scheduling and of the work
-    # lost when a process dies.
-    context.target_max_block_size = 1
+    # By default one row (a unit or a fragment number) per block, the granularity of scheduling and
+    # of the work lost when a process dies.
+    context.target_max_block_size = profile.block_bytes
+    context.execution_no_progress_timeout_s = (
+        profile.no_progress_seconds or DEFAULT_EXECUTION_NO_PROGRESS_TIMEOUT_S
+    )
+    context.downstream_capacity_backpressure_ratio = (
+        profile.backpressure_ratio or DEFAULT_DOWNSTREAM_CAPACITY_BACKPRESSURE_RATIO
+    )
     context.raise_original_map_exception = True  # preserves a `SpecError` of a stage
 
 
@@ -159,6 +199,11 @@ def iter_rows(dataset: ray.data.Dataset) -> Iterator[dict[str, Any] | None]:
             for row in dataset.iter_rows():
                 rows.put(row)
             rows.put(StopIteration)
+        except ExecutionTimeoutError:
+            seconds = dataset.context.execution_no_progress_timeout_s
+            problem = f"no stage has made progress for {seconds:g} s"
+            advice = "set no_progress_seconds of the profile if units take longer"
+            rows.put(JobError(f"{problem}; {advice}, or look for a stage without actors"))
         except BaseException as error:  # re-raised in the thread of the caller
             rows.put(error)
 

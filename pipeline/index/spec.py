@@ -14,7 +14,7 @@ from pipeline.index.reader import part_uri
 from pipeline.registry import ENCODERS, SOURCES, EncoderSpec, SourceSpec
 from pipeline.schema import present_reason
 from pipeline.sources import Source
-from pipeline.stage import Resources
+from pipeline.stage import Profile, Resources
 from pipeline.taps import TapName
 
 Items = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -97,7 +97,7 @@ class IndexSpec(Spec):
         return ListingJob(index, folder, self.source, spec_digest, reasons, self.payload())
 
 
-class IndexResources(Spec):
+class IndexResources(Profile):
     """Resources profile of the index job."""
 
     read: Resources = Resources(num_cpus=0.25, max_actors=2)

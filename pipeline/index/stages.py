@@ -311,12 +311,17 @@ class TokenCompressor(LoadedStage):
     """A loaded `Compress`.
 
     Representations that differ only in the codec are compressed once.
+
+    Attributes:
+        device: Device for vectors from the object store or an index. Ray shows a GPU only to
+            processes that reserve one.
     """
 
     name = Compress.name
 
     def __init__(self, stage: Compress):
         self.stage = stage
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
         methods: dict[str, Method] = {}
         for r in stage.representations:
             learned = stage.learned.get(r.id, LearnedState())
@@ -361,7 +366,8 @@ class TokenCompressor(LoadedStage):
         collector = ColumnCollector()
         for item_field in self.stage.item_fields:
             for rows, batch in token_batches(items, self.stage.encoder_info, item_field):
-                collector.add(item_field, rows, self.columns(batch, item_field))
+                columns = self.columns(batch.to(self.device), item_field)
+                collector.add(item_field, rows, columns)
         others = items.drop_columns(list(token_columns(items)))
         return Processed(*collector.join(others, self.stage.item_fields))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -29,8 +30,9 @@ from pipeline.index.reader import part_uri
 from pipeline.index.session import configure_ray_data
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress, Encode, Prepare, Represent, needs_preparing
+from pipeline.meter import meter
 from pipeline.schema import ITEM
-from pipeline.stage import Resources, Stage, chain, map_batches, packed_table
+from pipeline.stage import Resources, Stage, Unit, chain, map_batches, packed_table
 from pipeline.taps import Tap, single_layer_taps
 
 
@@ -87,25 +89,71 @@ def encode_stage(
 
 
 def read_units(
-    listing_job: ListingJob, shards: Sequence[int], unit_items: int, pool: Resources
+    listing_job: ListingJob,
+    shards: Sequence[int],
+    unit_items: int,
+    pool: Resources,
+    job: str | None = None,
 ) -> ray.data.Dataset:
-    """Returns a lazy dataset of packed units. Ray tasks read them from the shards."""
+    """Returns a lazy dataset of packed units. Ray tasks read them from the shards.
 
-    def read(block: DataBatch) -> Iterator[pa.Table]:
+    Args:
+        listing_job: Settings of the listing.
+        shards: Shards with items to process.
+        unit_items: Maximum number of items per unit.
+        pool: Resources of the tasks.
+        job: Identifier of the job whose progress is counted, if any.
+    """
+    read = partial(unit_reader.read_units, listing_job, unit_items=unit_items)
+    return unit_dataset(read, shards, pool, job)
+
+
+def unit_dataset(
+    read: Callable[[int], Iterator[Unit]],
+    shards: Sequence[int],
+    pool: Resources,
+    job: str | None = None,
+) -> ray.data.Dataset:
+    """Returns a lazy dataset of the units that a function reads from each shard, in Ray tasks."""
+
+    def read_block(block: DataBatch) -> Iterator[pa.Table]:
         keep_memory()
         start = time.perf_counter()
         for shard in block["shard"]:
-            for unit in unit_reader.read_units(listing_job, int(shard), unit_items):
+            for unit in read(int(shard)):
                 unit.seconds["read"] = time.perf_counter() - start
+                if job is not None:
+                    meter(job).add("read", unit.num_entries, 1, unit.seconds["read"])
                 yield packed_table([unit])
                 start = time.perf_counter()
 
     rows = [{"shard": shard} for shard in shards]
     return ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-        read,
+        read_block,
         batch_size=None,
         num_cpus=pool.num_cpus,
+        num_gpus=pool.num_gpus,
+        memory=pool.memory_bytes,
         compute=ray.data.TaskPoolStrategy(size=min(pool.max_actors, len(rows))),
+    )
+
+
+def write_units(
+    units: ray.data.Dataset,
+    index: str,
+    pool: Resources,
+    units_per_fragment: int,
+    job: str | None = None,
+) -> ray.data.Dataset:
+    """Returns a lazy dataset with one row (`fragments.WRITTEN`) per fragment of units."""
+    return map_batches(
+        units,
+        WriteFragments,
+        {"index": index, "job": job},
+        pool,
+        batch_size=max(1, units_per_fragment),
+        batch_format="pyarrow",
+        zero_copy_batch=True,
     )
 
 
@@ -118,6 +166,7 @@ def written_fragments(
     learned: Mapping[str, LearnedState],
     stored_columns: Sequence[str],
     schema: pa.Schema,
+    job: str | None = None,
 ) -> ray.data.Dataset:
     """Returns a lazy dataset with one row (`fragments.WRITTEN`) per fragment that was written.
 
@@ -130,8 +179,9 @@ def written_fragments(
         learned: Learned state of the fitted representations, by id.
         stored_columns: Names of the shared columns of the encoder to store.
         schema: Schema of the index.
+        job: Identifier of the job whose progress is counted, if any.
     """
-    configure_ray_data()
+    configure_ray_data(resources)
     representations = all_representations(spec)
     item_fields = represented_fields(representations)
     groups: list[tuple[list[Stage], Resources]] = []
@@ -152,14 +202,8 @@ def written_fragments(
         groups.append(([Represent(encode, compress)], resources.encode))
     else:
         groups += [([encode], resources.encode), ([compress], resources.compress)]
-    units = read_units(listing_job, shards, spec.unit_items, resources.read)
+    units = read_units(listing_job, shards, spec.unit_items, resources.read, job)
     payload = listing_job.build_source().payload
-    return map_batches(
-        chain(units, groups, [*ITEM.names, *payload.names]),
-        WriteFragments,
-        {"index": part_uri(spec.index)},
-        resources.write,
-        batch_size=max(1, spec.fragment_items // spec.unit_items),
-        batch_format="pyarrow",
-        zero_copy_batch=True,
-    )
+    processed = chain(units, groups, [*ITEM.names, *payload.names], job)
+    num_units = spec.fragment_items // spec.unit_items
+    return write_units(processed, part_uri(spec.index), resources.write, num_units, job)

@@ -25,8 +25,10 @@ from pydantic import Field, PositiveInt
 from pipeline.candidates import Generator, TextGenerator
 from pipeline.config import Spec, SpecError, Uri, dump_stored, within
 from pipeline.index.artefacts import save_artefact
+from pipeline.index.capacity import check_capacity
 from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
 from pipeline.index.info import CandidatesInfo, vectors_identity
+from pipeline.index.monitor import Show, ignore
 from pipeline.index.reader import Index, get_fragment, part_uri
 from pipeline.index.recompress import incomplete_fragments
 from pipeline.index.session import Session
@@ -35,7 +37,7 @@ from pipeline.schema import with_metadata
 from pipeline.search.candidates_sample import draw_sample
 from pipeline.search.query import AnyQuery
 from pipeline.search.representations import representation_info
-from pipeline.stage import Resources
+from pipeline.stage import Profile, Resources
 
 log = logging.getLogger("maxray.candidates")
 
@@ -70,7 +72,7 @@ class CandidatesJobSpec(Spec):
     """Number of fragments per commit."""
 
 
-class CandidatesResources(Spec):
+class CandidatesResources(Profile):
     """Resources profile of the job."""
 
     fit: Resources = Resources(num_cpus=1.0, num_threads=2)
@@ -87,6 +89,7 @@ def run(
     queries: Sequence[AnyQuery] = (),
     refit: bool = False,
     report: Callable[[str], None] = log.info,
+    show: Show = ignore,
     lease_seconds: float = 60.0,
 ) -> Progress:
     """Fits a generator unless it exists, and computes the missing codes.
@@ -99,7 +102,8 @@ def run(
         job: Identifier of the job.
         queries: Past queries to which the generator is fitted, all of the same kind.
         refit: Whether to fit the generator again.
-        report: Called with each progress line.
+        report: Called with each sentence about the job.
+        show: Called with snapshots of the progress.
         lease_seconds: Lifetime of the lease without renewal, in seconds.
 
     Raises:
@@ -109,8 +113,11 @@ def run(
         Stopped: SIGTERM was received. Finished work is committed and the lease is released.
     """
     check(spec, refit=refit)
+    check_capacity(resources)
     progress = Progress(seconds={"read": 0.0, "encode": 0.0, "write": 0.0})
-    with Session(spec.index, spec, "candidates", job, progress.summary, lease_seconds) as session:
+    with Session(
+        spec.index, spec, "candidates", job, progress.summary, lease_seconds, show
+    ) as session:
         column, former = _prepare(session, spec, resources, queries, refit, report)
         dataset = session.writer.dataset
         progress.fragments = len(dataset.get_fragments())
@@ -125,8 +132,12 @@ def run(
                 "num_threads": resources.encode.num_threads,
             }
             rows = [{"fragment": number} for number in missing]
-            filled = fill_fragments(FillCodes, constructor_kwargs, rows, resources.encode)
-            commit_filled(session, filled, spec.commit_fragments, progress, report)
+            filled = fill_fragments(
+                FillCodes, constructor_kwargs, rows, resources.encode, resources
+            )
+            commit_filled(
+                session, filled, resources.encode, spec.commit_fragments, progress, report
+            )
         for sentence in _remarks(Index(spec.index), column):
             report(sentence)
         if former:
@@ -245,7 +256,8 @@ def _prepare(
     else:
         task = _fit.options(**resources.fit.task_options)
         call = task.remote(spec, representation.name, list(queries))
-    artefact = ray.get(call)
+    with session.monitor.phase(f"fit {generator}"):
+        artefact = ray.get(call)
     info = CandidatesInfo(
         name=f"{source}_{generator}_{revision}_candidates",
         generator=dump_stored(spec.generator),

@@ -15,8 +15,9 @@ import httpx2
 import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
-#: Prefixes of the exported metrics: Maxray's and Ray Serve's.
-EXPORTED = re.compile(r"ray_(maxray|serve)_")
+#: Prefixes of the exported metrics: those of the server and of Ray Serve. The metrics of jobs on
+#: the same cluster contain the URIs of indexes.
+EXPORTED = re.compile(r"ray_(maxray_(?!job_|step_|commit_)|serve_)")
 SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30]
 SIZES: list[float] = [1, 2, 4, 8, 16, 32, 64]
 

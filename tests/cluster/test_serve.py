@@ -1,9 +1,7 @@
-"""Tests of the configuration files for Ray Serve, KubeRay and Grafana."""
+"""Tests of the configuration files for Ray Serve and KubeRay."""
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from pipeline.serve.settings import ServeSpec
 from tests.conftest import ROOT
 
 FILES = sorted((ROOT / "cluster/serve").glob("*.yaml"))
-DASHBOARD = json.loads((ROOT / "cluster/grafana/serving.json").read_text())
 
 
 def serve_config(path: Path) -> dict:
@@ -53,43 +50,3 @@ def test_builds_from_arguments_of_ray():
         call_builder(app.build, {"indexes.i.uri": "x", "indexes.i.num_shards": "no"})
     with pytest.raises(SpecError, match="evaluations.folder"):
         call_builder(app.build, {"indexes.i.uri": "x", "evaluations.folder": "s3://b/x"})
-
-
-def test_dashboard_panels_do_not_overlap():
-    panels = DASHBOARD["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    used = set()
-    for panel in panels:
-        box = panel["gridPos"]
-        assert box["x"] + box["w"] <= 24
-        area = {
-            (x, y)
-            for x in range(box["x"], box["x"] + box["w"])
-            for y in range(box["y"], box["y"] + box["h"])
-        }
-        assert not area & used, panel["title"]
-        used |= area
-        for target in panel.get("targets", []):
-            assert target["expr"].count("(") == target["expr"].count(")")
-
-
-def test_ray_metrics_of_dashboard_exist():
-    import ray
-
-    files = "serve/_private/**/*.py", "dashboard/modules/reporter/**/*.py"
-    folder = Path(ray.__file__).parent
-    source = "".join(path.read_text() for pattern in files for path in folder.glob(pattern))
-    exported = set(re.findall(r'"((?:serve|node)_\w+)"', source))
-    expressions = " ".join(
-        t["expr"] for panel in DASHBOARD["panels"] for t in panel.get("targets", [])
-    )
-    used = set(re.findall(r"ray_((?:serve|node)_\w+)", expressions))
-    assert {re.sub("_(total|bucket|sum|count)$", "", name) for name in used} <= exported
-
-
-def test_maxray_metrics_of_dashboard_exist():
-    source = (ROOT / "pipeline/serve/metrics.py").read_text()
-    exported = set(re.findall(r'"(maxray_\w+)"', source))
-    expressions = [t["expr"] for panel in DASHBOARD["panels"] for t in panel.get("targets", [])]
-    used = set(re.findall(r"ray_(maxray_\w+)", " ".join(expressions)))
-    assert {re.sub("_(total|bucket|sum|count)$", "", name) for name in used} == exported

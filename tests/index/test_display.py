@@ -1,0 +1,153 @@
+"""Displays of progress, on a real pseudo-terminal and as lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+
+from pipeline.config import SpecError
+from pipeline.index import display
+from pipeline.index.display import describe, open_display
+from pipeline.index.monitor import Snapshot, StepState
+from tests.conftest import ROOT
+from tests.terminal import Terminal
+
+SNAPSHOT = Snapshot(
+    "job-1",
+    "index",
+    "uri",
+    phase="index",
+    done=448,
+    total=1024,
+    rate=12.3,
+    seconds_left=46.8,
+    seconds=40.0,
+    counts={"committed": 256, "rejected": 0},
+    steps=(
+        StepState("read", 512, 14.1, 0.12, 2),
+        StepState("encode", 448, 12.3, 0.98, 1),
+    ),
+    time=1.0,
+)
+
+
+def test_one_line():
+    assert describe(SNAPSHOT) == (
+        "index  448/1,024 items (44%)  12.3/s  0:47 left"
+        "  [read 14.1/s 12%  encode 12.3/s 98%]  committed 256  rejected 0"
+    )
+    listing = Snapshot(phase="list", unit="shards", done=3, total=10, counts={"listed": 3000})
+    assert describe(listing) == "list  3/10 shards (30%)  estimating the time left  listed 3,000"
+    assert describe(Snapshot(phase="load encoder")) == "load encoder"
+
+
+def test_plain_lines_are_printed_every_five_seconds(capsys, monkeypatch):
+    with open_display("plain") as shown:
+        shown.phase("start Ray")
+        shown.say("listed 3 items")
+        shown.show(SNAPSHOT)
+        monkeypatch.setattr(display, "PLAIN_SECONDS", 0.0)
+        shown.show(SNAPSHOT)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first[8:] == " listed 3 items" and second[8:] == f" {describe(SNAPSHOT)}"
+
+
+def test_json_lines(capsys):
+    with open_display("json") as shown:
+        shown.phase("start Ray")
+        shown.say("listed 3 items")
+        shown.show(SNAPSHOT)
+        shown.show(SNAPSHOT)  # within a second
+    start, message, progress = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (start["event"], start["phase"], start["total"]) == ("progress", "start Ray", None)
+    assert (message["event"], message["text"]) == ("message", "listed 3 items")
+    assert progress["steps"][1]["utilisation"] == 0.98
+    assert Snapshot.from_json(json.dumps(progress)) == SNAPSHOT
+
+
+def test_live_needs_a_terminal():
+    rule = "--progress must be auto, plain or json unless"
+    with pytest.raises(SpecError, match=rule), open_display("live"):
+        pass
+
+
+PROGRAM = """
+import os, subprocess, sys, time, logging
+from pipeline.index.display import open_display
+from pipeline.index.monitor import Snapshot
+SNAPSHOT = Snapshot.from_json(sys.argv[2])
+logging.basicConfig(stream=sys.stdout, level=logging.INFO)
+with open_display() as display:
+    display.phase("start Ray")
+    time.sleep(0.6)
+    display.show(SNAPSHOT)
+    time.sleep(0.6)
+    display.say("a sentence")
+    print("printed by Python")
+    logging.warning("logged by Python")
+    os.write(2, b"(raylet) written by C++ to stderr\\n")
+    os.write(1, b"foreign bar 10%\\rforeign bar 90%\\r\\n")
+    subprocess.run(["sh", "-c", "echo from a child process; printf unfinished >&2"])
+    time.sleep(0.6)
+    mode = sys.argv[1]
+    if mode == "exit":
+        import jobs
+        os._exit(jobs._report_error("stopped", 3))
+    if mode == "raise":
+        raise ValueError("unexpected")
+print("after the display")
+"""
+
+
+def run(mode: str, columns: int = 110) -> tuple[Terminal, str, int]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PROGRAM, mode, json.dumps(SNAPSHOT.to_dict())]
+    terminal = Terminal(command, environment, str(ROOT), columns)
+    text = terminal.read()
+    return terminal, text, terminal.close()
+
+
+def test_live_display_survives_foreign_output():
+    terminal, text, code = run("end")
+    assert code == 0
+    assert any("start Ray" in frame for frame in terminal.frames)
+    frame = next(f for f in reversed(terminal.frames) if "encode" in f)
+    lines = frame.splitlines()
+    assert "448/1,024 items (44%)" in frame and "98% busy" in frame and "1 process" in frame
+    assert sum("448/1,024" in line for line in lines) == 1  # drawn in place
+    sentences = [
+        "a sentence",
+        "printed by Python",
+        "WARNING:root:logged by Python",
+        "(raylet) written by C++ to stderr",
+        "foreign bar 90%",
+        "from a child process",
+    ]
+    for sentence in sentences:
+        (line,) = [line for line in lines if sentence in line]
+        assert "items" not in line and "10%" not in line
+        assert lines.index(line) < next(i for i, s in enumerate(lines) if "448/1,024" in s)
+    # Afterwards the display is gone, the sentences remain, and output goes to the terminal again.
+    for sentence in [*sentences, "unfinished", "after the display"]:
+        assert text.count(sentence) == 1, text
+    assert "448/1,024" not in text and terminal.screen.is_cursor_visible
+
+
+@pytest.mark.parametrize(("mode", "code"), [("exit", 3), ("raise", 1)])
+def test_errors_follow_the_live_display(mode, code):
+    terminal, text, exit_code = run(mode)
+    assert exit_code == code
+    assert (
+        text.splitlines()[-1] == {"exit": "error: stopped", "raise": "ValueError: unexpected"}[mode]
+    )
+    assert "448/1,024" not in text and terminal.screen.is_cursor_visible
+
+
+def test_narrow_terminal():
+    terminal, text, code = run("end", columns=40)
+    assert code == 0 and "after the display" in text
+    frame = next(f for f in reversed(terminal.frames) if "encode" in f)
+    assert max(map(len, frame.splitlines())) <= 40

@@ -246,6 +246,7 @@ def _print_key(arguments: Sequence[str]) -> None:
         help="rate limit of the key (default: the rate limit of the server)",
     )
     parser.add_argument("--evaluate", action="store_true", help="allow the key to run evaluations")
+    parser.add_argument("--delete", action="store_true", help="allow the key to delete items")
     args = vars(parser.parse(arguments))
     key = new_key()
     entry = {

@@ -103,6 +103,10 @@ def _item(item_id: str, index: str | None) -> _Call[wire.Item]:
     return _Call("GET", f"/v1/items/{_quoted(item_id)}", wire.Item, parameters={"index": index})
 
 
+def _delete(options: Mapping[str, Any]) -> _Call[wire.DeleteResponse]:
+    return _Call("DELETE", "/v1/items", wire.DeleteResponse, wire.DeleteRequest(**options))
+
+
 def _indexes() -> _Call[wire.IndexList]:
     return _Call("GET", "/v1/indexes", wire.IndexList)
 
@@ -289,6 +293,14 @@ class Client:
         """
         return self._response(_preview(item_id, index, media, seconds).arguments()).content
 
+    def delete_items(self, **options: Any) -> wire.DeleteResponse:
+        """Deletes items. Requires an access key with `delete: true`.
+
+        Args:
+            options: Fields of `wire.DeleteRequest`.
+        """
+        return self._send(_delete(options))
+
     def indexes(self) -> list[wire.IndexInfo]:
         """Returns the indexes to which the access key has access."""
         return self._send(_indexes()).indexes
@@ -426,6 +438,10 @@ class AsyncClient:
     ) -> bytes:
         """See `Client.preview`."""
         return (await self._response(_preview(item_id, index, media, seconds).arguments())).content
+
+    async def delete_items(self, **options: Any) -> wire.DeleteResponse:
+        """See `Client.delete_items`."""
+        return await self._send(_delete(options))
 
     async def indexes(self) -> list[wire.IndexInfo]:
         """See `Client.indexes`."""

@@ -22,6 +22,7 @@ from pipeline.serve import wire
 from pipeline.serve.calls import Handle, StageClient, Stages
 from pipeline.serve.errors import ApiError, from_spec_error
 from pipeline.serve.inputs import check_edje, check_text_queries, read_query, read_unencoded
+from pipeline.serve.library import WRITER
 from pipeline.serve.responses import hit_response, truncation_warnings
 from pipeline.serve.scheduler import Caller, gather_or_cancel
 from pipeline.serve.served import Served, ServedIndexes
@@ -29,6 +30,8 @@ from pipeline.serve.settings import ServeSpec
 
 #: Offset between the row numbers of consecutive shards, which identifies the shard of a row.
 SHARD_ROWS = 1 << 40
+#: `Retry-After` of a deletion while another job writes to the index, in seconds.
+RETRY_WRITE_SECONDS = 60
 #: Names of the reranking stages in metrics and in `durations_ms`.
 RERANK_STAGES = {"vectors": "rerank", "edje": "edje"}
 
@@ -358,6 +361,37 @@ class Engine:
         caller = Caller(key, self.settings.timeouts.describe_s)
         look_up = self._stages.library.item
         return await self.calls.call("item", caller, look_up, served.name, served.edition, item_id)
+
+    async def delete(
+        self,
+        served: Served,
+        item_ids: list[str] | None,
+        filter: str | None,
+        is_dry: bool,
+        key: str,
+    ) -> dict[str, int]:
+        """Deletes items, and serves the new version.
+
+        Returns:
+            The number of items that were `selected`, are `unknown` and were `deleted`.
+
+        Raises:
+            ApiError: The filter is invalid, or another job is writing to the index.
+        """
+        caller = Caller(key, self.settings.timeouts.delete_s)
+        arguments = served.name, item_ids, filter, is_dry
+        try:
+            counts = await self.calls.call(
+                "delete", caller, self._stages.library.delete, *arguments
+            )
+        except ApiError as error:
+            if error.field == WRITER:
+                message = "another job is writing to the index"
+                raise ApiError("conflict", message, retry_after=RETRY_WRITE_SECONDS) from None
+            raise
+        if counts["deleted"]:
+            await self.indexes.refresh(served.name)
+        return counts
 
     async def preview(
         self, served: Served, item_id: str, media: str, seconds: float | None, key: str

@@ -10,7 +10,7 @@ from pipeline.serve.auth import Auth
 from pipeline.serve.engine import Engine
 from pipeline.serve.errors import ApiError
 from pipeline.serve.evaluations import EvaluationStore
-from pipeline.serve.keys import Key
+from pipeline.serve.keys import ANONYMOUS, Key
 from pipeline.serve.metrics import Metrics
 from pipeline.serve.scheduler import FairSlots
 from pipeline.serve.served import Served
@@ -80,6 +80,14 @@ class Gateway:
     def visible_indexes(self, key: Key) -> list[str]:
         """Returns the names of the indexes to which a key has access."""
         return [name for name in self.engine.indexes.names if key.can_access(name)]
+
+    def check_delete(self, key: Key) -> None:
+        """Raises `ApiError` if a key is not allowed to delete items."""
+        if not key.delete:
+            message = f"the key {key.name} is not allowed to delete items"
+            if key is ANONYMOUS:
+                message = "deleting requires an access key with `delete: true`"
+            raise ApiError("forbidden", message)
 
     def evaluations(self, key: Key) -> EvaluationStore:
         """Returns the store of the evaluations.

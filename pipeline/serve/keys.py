@@ -5,11 +5,13 @@ from which a random key of this length cannot be recovered. The file of the keys
 optionally below `keys:`. It is reloaded when it changes, so removing an entry revokes a key:
 
     keys:
-      - name: ann                    # name in logs. Metrics contain the first digits of the hash
-        sha256: 5e88...              # python -m jobs.serve key --name ann indexes: [cranfield]
-        # default: all expires: 2027-01-01          # default: never requests_per_second: 20      #
-        default: limits.requests_per_second of the server evaluate: true               # allows
-        evaluations; default: false
+      - name: ann                  # name in logs; metrics contain the first digits of the hash
+        sha256: 5e88...            # python -m jobs.serve key --name ann
+        indexes: [cranfield]       # default: all
+        expires: 2027-01-01        # default: never
+        requests_per_second: 20    # default: limits.requests_per_second of the server
+        evaluate: true             # allows evaluations; default: false
+        delete: true               # allows deletions; default: false
 
 The environment variable MAXRAY_KEYS can contain the same text instead of a file.
 """
@@ -53,6 +55,8 @@ class Key(Spec):
     """Rate limit of the key. If null, the rate limit of the server is used."""
     evaluate: bool = False
     """Allows the key to run evaluations."""
+    delete: bool = False
+    """Allows the key to delete items."""
 
     @property
     def label(self) -> str:

@@ -231,6 +231,23 @@ async def item(
     return wire.Item(index=served.name, version=served.version, **row)
 
 
+@api.delete("/items", tags=["indexes"], summary="Delete items")
+async def delete_items(
+    request: Request, body: wire.DeleteRequest, key: KeyDependency, gateway: GatewayDependency
+) -> wire.DeleteResponse:
+    """Deletes the given items, or all items that satisfy a filter, in the index itself.
+
+    Requires an access key with `delete: true`. If a job is writing to the index, the response is
+    409. If the source still lists a deleted item, the next run of the index job adds it again.
+    """
+    gateway.check_delete(key)
+    served = gateway.served(key, body.index)
+    request_id = _log(request, index=served.name, dry_run=body.dry_run)
+    counts = await gateway.engine.delete(served, body.item_ids, body.filter, body.dry_run, key.name)
+    version = gateway.engine.indexes[served.name].version
+    return wire.DeleteResponse(request_id=request_id, index=served.name, version=version, **counts)
+
+
 @api.get(
     "/previews/{item_id:path}",
     tags=["indexes"],

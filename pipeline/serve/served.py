@@ -86,6 +86,7 @@ class ServedIndexes:
         self._settings, self._stages, self._count = settings, stages, count
         self._served: dict[str, Served] = {}
         self._refreshing: asyncio.Task | None = None
+        self._locks = {name: asyncio.Lock() for name in settings.indexes}
 
     async def start(self) -> None:
         """Opens all indexes and starts to check them periodically for new versions.
@@ -108,14 +109,25 @@ class ServedIndexes:
         while True:
             await asyncio.sleep(self._settings.reload_interval_s)
             for name in self._settings.indexes:
-                try:
-                    await self._refresh(name)
-                except Exception as error:  # the current version remains in service
-                    self._count("reload_failed", "gateway")
-                    log.warning("index %s could not be reloaded: %s", name, error)
+                await self.refresh(name)
+
+    async def refresh(self, name: str) -> None:
+        """Serves the newest version of an index.
+
+        If it cannot be opened, the present version remains in service.
+        """
+        try:
+            await self._refresh(name)
+        except Exception as error:
+            self._count("reload_failed", "gateway")
+            log.warning("index %s could not be reloaded: %s", name, error)
 
     async def _refresh(self, name: str) -> None:
         """Serves the newest version of an index as soon as all shards have opened it."""
+        async with self._locks[name]:  # an earlier version must not replace a later one
+            await self._open(name)
+
+    async def _open(self, name: str) -> None:
         spec = self._settings.indexes[name]
         current = self._served.get(name)
         served = await asyncio.to_thread(_open_newest, name, spec, current)

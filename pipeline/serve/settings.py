@@ -192,6 +192,8 @@ class Timeouts(Spec):
     """Time limit for reading the metadata and explanations of the hits, in seconds."""
     preview_s: PositiveFloat = 30
     """Time limit for creating a preview, in seconds."""
+    delete_s: PositiveFloat = 60
+    """Time limit for a deletion, in seconds. A deletion that has started continues after it."""
     body_s: PositiveFloat = 30
     """Time limit for receiving the body of a request, in seconds."""
     drain_s: PositiveFloat = 30

@@ -619,6 +619,44 @@ class IndexList(Response):
 # -- evaluations -----------------------------------------------------------------------------------
 
 
+class DeleteRequest(Request):
+    """Items to delete, selected by either `item_ids` or `filter`."""
+
+    index: Name | None = None
+    """Name of the index. Optional if the access key can access only one index."""
+    item_ids: Annotated[list[Id], Field(min_length=1, max_length=100_000)] | None = None
+    """Ids of the items to delete."""
+    filter: Annotated[str, StringConstraints(max_length=10_000)] | None = None
+    """Lance SQL expression over the columns of the items, such as `source = 'old'`. All items that
+    satisfy it are deleted."""
+    dry_run: bool = False
+    """Counts the items without deleting them."""
+
+    @model_validator(mode="after")
+    def _check_selection(self) -> DeleteRequest:
+        if (self.item_ids is None) == (self.filter is None):
+            raise ValueError("a request with either item_ids or filter")
+        return self
+
+
+class DeleteResponse(Response):
+    """Result of a deletion."""
+
+    request_id: str
+    """Id of the request."""
+    index: str
+    """Name of the index."""
+    version: int
+    """Version that this gateway serves after the deletion. Other gateways follow within
+    `reload_interval_s`."""
+    selected: int
+    """Number of items that were selected."""
+    unknown: int
+    """Number of given ids that the index does not contain."""
+    deleted: int
+    """Number of items that were deleted."""
+
+
 class EvaluationRequest(Request):
     """Evaluation of an index, either on `queries` with `qrels` or on a benchmark of the server."""
 

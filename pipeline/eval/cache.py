@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import posixpath
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import fsspec
@@ -82,13 +84,48 @@ class Cache:
             files.mv(former, self._folder, recursive=True)
 
     def read(self, key: str, entry_type: type[EntryT]) -> EntryT | None:
-        """Returns the entry of a key, or None if it is missing or corrupted."""
+        """Returns the entry of a key, or None if it is missing or corrupted.
+
+        Records the use of an entry in a local folder, for `remove_unused`.
+        """
         with (
             contextlib.suppress(FileNotFoundError, UnicodeDecodeError, ValidationError),
             fsspec.open(self._path(key), "r", encoding="utf-8") as file,
         ):
-            return entry_type.model_validate_json(file.read())
+            entry = entry_type.model_validate_json(file.read())
+            if "://" not in self._folder:
+                with contextlib.suppress(OSError):  # a folder that is read-only
+                    os.utime(self._path(key))
+            return entry
         return None
+
+    def remove_unused(self, age: timedelta, *, is_dry: bool = False) -> tuple[int, int]:
+        """Removes the entries that have not been used for a given time.
+
+        In object storage, that is the time since they were written.
+
+        Args:
+            age: Time without use after which an entry is removed.
+            is_dry: Whether only to count the entries.
+
+        Returns:
+            The number of removed entries and their size in bytes.
+        """
+        files, folder = fsspec.url_to_fs(self._folder, use_listings_cache=False)
+        if not files.exists(folder):
+            return 0, 0
+        oldest = datetime.now(UTC) - age
+        removed = num_bytes = 0
+        for name, info in files.find(folder, detail=True).items():
+            modified = files.modified(name)
+            modified = modified if modified.tzinfo else modified.replace(tzinfo=UTC)
+            if not name.endswith(".json") or modified > oldest:
+                continue
+            if not is_dry:
+                files.rm_file(name)
+            removed += 1
+            num_bytes += info["size"]
+        return removed, num_bytes
 
     def write(self, key: str, entry: CacheEntry) -> None:
         """Writes an entry atomically."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import time
@@ -16,6 +17,7 @@ from jobs import delete as delete_job
 from jobs import maintain as maintain_job
 from pipeline import config, open_index
 from pipeline.config import SpecError, Stopped
+from pipeline.eval.cache import Cache, CachedGrounding
 from pipeline.index import delete, job, maintain
 from pipeline.index.reader import ITEMS, Index
 from pipeline.index.session import Session
@@ -228,6 +230,8 @@ def test_invalid_deletions(uri, tmp_path, arguments, message):
         (["--fragment-items", "0"], "fragment_items must be greater than 0, got 0"),
         (["--deleted", "1.5"], "deleted must be less than or equal to 1, got 1.5"),
         (["--retain-hours", "-1"], "retain_hours must be greater than or equal to 0, got -1"),
+        (["--retain-days", "-1"], "--retain-days must be at least 0, got -1"),
+        (["--evaluations", "/nowhere"], "--evaluations must be the output folder of"),
     ],
 )
 def test_invalid_maintenance(uri, arguments, message):
@@ -235,3 +239,25 @@ def test_invalid_maintenance(uri, arguments, message):
         maintain_job.main([uri, *arguments])
     with pytest.raises(SpecError, match="index must be the URI of an index"):
         maintain_job.main(["/nowhere"])
+
+
+def test_unused_results_of_evaluations_are_removed(uri, tmp_path, capsys):
+    output = tmp_path / "evaluation"
+    output.mkdir()
+    (output / "results.json").write_text("{}")
+    cache = Cache(str(output))
+    for key in ("old", "used", "new"):
+        cache.write(key, CachedGrounding(numbers={"IoU": 0.5}))
+    for key in ("old", "used"):
+        os.utime(output / f"entries/{key}.json", (0, 0))
+    assert cache.read("used", CachedGrounding) is not None
+
+    maintain_job.main([uri, "--evaluations", str(output), "--dry-run"])
+    assert "1 cached results would be removed" in capsys.readouterr().out
+    assert len(list((output / "entries").iterdir())) == 3
+    maintain_job.main([uri, "--evaluations", str(output), "--retain-days", "1"])
+    assert "1 cached results removed" in capsys.readouterr().out
+    assert {path.stem for path in (output / "entries").iterdir()} == {"used", "new"}
+    assert (output / "results.json").exists()
+    maintain_job.main([uri, "--evaluations", str(output), "--retain-days", "0"])
+    assert not list((output / "entries").iterdir())

@@ -18,6 +18,7 @@ BENCHES = {
     "candidates": "candidate generators against exact search: build time, recall, latency",
     "candidates_peers": "other systems for multi-vector search on the same vectors",
     "compress": "time and memory of each compressor; their share of indexing",
+    "driver": "empty units through the stream of the index job; scaling of sleeping actors",
     "encode": "image and text encoders: attention statistics, throughput, number of actors",
     "fusion": "the fused score against MaxSim on judged collections",
     "maxsim": "MaxSim on CPUs against a padded einsum and the peak rates of the machine",

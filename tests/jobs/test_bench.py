@@ -110,6 +110,24 @@ def test_the_pages_bench(cluster, tmp_path):
     assert list(memory["MiB"])[-1] == "30"
 
 
+@pytest.mark.heavy
+def test_the_driver_bench(cluster, tmp_path):
+    record = tmp_path / "figures.json"
+    sizes = ("--units", "80", "--shards", "2", "--actors", "1", "2", "--sleep", "0.05")
+    few = ("--in-flight", "2", "--ratios", "4", "--block-bytes", "1", "65536")
+    process = start_job("jobs.bench", "driver", *sizes, *few, "--out", str(record), address=cluster)
+    out, error = process.communicate(timeout=280)
+    assert process.returncode == 0, error
+    figures = json.loads(record.read_text())["figures"]
+    assert set(figures) == {"empty", "scheduling", "sleeping"}
+    runs = [run for figure in figures.values() for run in figure["runs"]]
+    assert all(run["rates"]["median"] > 0 for run in runs)
+    assert {run["block_bytes"] for run in figures["empty"]["runs"]} == {1, 65536}
+    for run in figures["sleeping"]["runs"]:  # actors cannot be faster than their sleep
+        assert run["rates"]["median"] < 1.2 * run["actors"] / 0.05
+    assert "of the ideal" in out
+
+
 METHODS = ("samer", "attention_clustering", "hpool,linkage=rows", "spatial", "adaptive_eos")
 
 

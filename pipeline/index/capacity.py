@@ -46,7 +46,7 @@ def check_capacity(profile: Profile, nodes: Sequence[Mapping[str, Any]] | None =
                 rule = f"at most {largest:g}, {description} of the largest node of the cluster"
                 raise SpecError(f"{name}.{field}", needed, rule, note=note)
             # Tasks and reused processes release their resources, actors keep them.
-            if name in TASKS or (pool.reuse_processes and not pool.num_gpus):
+            if name in TASKS or pool.reuses_processes:
                 continue
             left -= needed * pool.min_actors
             if left < 0:

@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 from pipeline.search.previews import ByteRange, MediaPart
 from pipeline.serve import wire
 from pipeline.serve.conditional import entity_tag, is_current, not_modified, requested_range
+from pipeline.serve.errors import ApiError, error_response
 from pipeline.serve.routes import (
     PREVIEW_HEADERS,
     GatewayDependency,
@@ -65,7 +66,6 @@ async def facets(
         200: {"content": {"video/*": {}, "audio/*": {}, "image/*": {}}},
         206: {"description": "Part of the file", "content": {"video/*": {}, "audio/*": {}}},
         304: {"description": "The client has the current file"},
-        416: {"description": "The range is not in the file"},
     },
 )
 async def media(
@@ -109,7 +109,10 @@ async def media(
 
         return StreamingResponse(stream(), media_type=part.media_type, headers=headers)
     if not part.data:
-        return Response(status_code=416, headers={"Content-Range": f"bytes */{part.size}"})
+        message = f"the range must be in the file of {part.size:,} bytes"
+        response = error_response(request, ApiError("range_not_satisfiable", message, "Range"))
+        response.headers["Content-Range"] = f"bytes */{part.size}"
+        return response
     end = part.start + len(part.data)
     headers["Content-Range"] = f"bytes {part.start}-{end - 1}/{part.size}"
     return Response(part.data, status_code=206, media_type=part.media_type, headers=headers)

@@ -16,7 +16,8 @@ export function bytes(value) {
 /** Returns the description of a representation, such as "hpool, float16, 32 vectors, 24.6 kB". */
 export function describeRepresentation(representation, size) {
   if (!representation) return "";
-  const parts = [representation.compressor ?? "", representation.codec ?? ""];
+  const { compressor, codec } = representation;
+  const parts = [compressor === "none" ? "uncompressed" : (compressor ?? ""), codec ?? ""];
   if (size) {
     const vectors = size.vectors_per_item;
     parts.push(`${vectors.toFixed(vectors < 100 && vectors % 1 ? 1 : 0)} vectors`);

@@ -43,7 +43,7 @@ def write_corpus(folder: Path) -> list[dict[str, Any]]:
     media.write_audio(folder / "sound/talk.wav", media.tones(3))
     media.write_audio(folder / "sound/long.wav", media.tones(80))
     names = ("clip.mp4", "talk.wav", "long.wav")
-    transcripts = [{"id": name, "text": "some words"} for name in names]
+    transcripts = [{"id": i, "text": "some words", "start": 0, "end": 3} for i in names]
     (folder / "transcripts.jsonl").write_text("\n".join(map(json.dumps, transcripts)))
     clips = {"name": "video", "path": str(folder / "clips"), "window_seconds": 10, "fps": 1}
     return [

@@ -229,7 +229,7 @@ def test_item_as_query(client, searcher, index, score):
     for item_id, representation in itertools.product(["wing/1", "bread/2"], ["full", "hpool_4"]):
         options = {"score": score, "k": 4}
         query = stored_query(searcher.index, item_id, representation)
-        expected = searcher.search(
+        (expected,) = searcher.search(
             searcher.encoders.transform(query, representation), representation, **options
         )
         hits = client.search(

@@ -2,7 +2,7 @@
 
 import { $, h, replace } from "./dom.js";
 import { facetFilter, parseFacetFilter } from "./state.js";
-import { count, describeRepresentation } from "./text.js";
+import { count } from "./text.js";
 
 const SCORES = {
   maxsim: "MaxSim",
@@ -89,8 +89,6 @@ export function fillControls(state, indexes, facets) {
     const name = state[`rep${suffix}`] || info?.default_representation || "";
     setOptions($(`rep${suffix}`), names, name);
     setOptions($(`rerank${suffix}`), reranking, state[`rerank${suffix}`]);
-    const found = searched.find((representation) => representation.name === name.split("@")[0]);
-    $(`rep${suffix}-note`).textContent = describeRepresentation(found, sizeOf(name, facets));
   }
   const representation = currentRepresentation(state, info);
   const scores = representation?.scores ?? ["maxsim"];

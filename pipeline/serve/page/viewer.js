@@ -38,7 +38,7 @@ export class Viewer {
     this.#dialog.addEventListener("click", (event) => {
       if (event.target === this.#dialog) page.close();
     });
-    window.addEventListener("resize", () => this.#paint());
+    window.addEventListener("resize", () => this.isOpen && this.#paint());
   }
 
   get isOpen() {

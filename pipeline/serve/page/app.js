@@ -59,6 +59,7 @@ function go(change, { replace: isReplacing = false } = {}) {
 }
 
 async function show(next) {
+  if (!next.index && indexes.length) next.index = indexes[0].name;
   const withoutItem = (other) => formatState({ ...other, open: "" });
   const isSameSearch = image === shownImage && withoutItem(next) === withoutItem(state);
   state = next;

@@ -194,7 +194,7 @@ def test_back_button_closes_the_item(browser, page_url):
     browser.find("#viewer[open]")
     browser.driver.back()
     browser.wait("!document.querySelector('#viewer[open]')")
-    assert len(browser.hits()) == 10
+    assert len(browser.hits()) == 9
 
 
 def test_video(browser, page_url):

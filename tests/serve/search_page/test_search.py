@@ -47,7 +47,7 @@ def test_search_by_text(browser, page_url, client):
     assert state_of(browser)["q"] == QUERY
     first = browser.find("li.hit")
     assert f"{expected[0].score:.3f}" in first.text
-    assert browser.texts("#status")[0].startswith("10 hits in ")
+    assert browser.texts("#status")[0].startswith("9 hits in ")
     assert browser.texts("li.hit mark")
     (measure,) = browser.run(
         "return performance.getEntriesByName('maxray-draw').map((e) => e.duration)"
@@ -126,7 +126,7 @@ def test_facets_and_filter(browser, page_url, client):
         ({"k": "many"}, "k", "k must be"),
         ({"rep": "nope"}, "rep", "nope"),
         ({"candidates": "lemur"}, "candidates", "lemur"),
-        ({"rerank": "vectors:nope"}, "rerank", "nope"),
+        ({"rerank": "vectors:nope", "depth": "8"}, "rerank", "nope"),
         ({"rerank": "vectors:full", "depth": "99"}, "depth", "at most 50"),
         ({"score": "hybrid", "rep": "caption_full", "index": "nope"}, "index", "nope"),
     ],
@@ -300,7 +300,7 @@ def test_memory_is_stable(browser, page_url):
             "document.getElementById('search-form').requestSubmit();",
             f"harbour {number % 7}",
         )
-        browser.wait("document.querySelectorAll('li.hit[data-item]').length === 10")
+        browser.wait("document.querySelectorAll('li.hit[data-item]').length === 9")
         if number in (50, 199):
             browser.driver.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
             metrics = browser.driver.execute_cdp_cmd("Runtime.getHeapUsage", {})

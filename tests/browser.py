@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-#: Names of the browser, of which the first that is installed is used, and of its driver.
+#: Names of the browser, in order of preference, and of its driver.
 BROWSERS, DRIVER = ("chromium", "google-chrome"), "chromedriver"
 FLAGS = (
     "--headless=new",

@@ -35,7 +35,7 @@ VIEWS: dict[str, tuple[dict[str, str], int, int]] = {
 
 
 def take(browser: Browser, url: str, name: str, folder: Path) -> None:
-    """Takes one screenshot and writes it with a palette of 128 colours, which is much smaller."""
+    """Takes one screenshot and writes it with a palette of 255 colours, which is smaller."""
     state, width, height = VIEWS[name]
     browser.resize(width, height)
     browser.open(f"{url}/?{urlencode(state)}")
@@ -57,7 +57,7 @@ def take(browser: Browser, url: str, name: str, folder: Path) -> None:
         " return e.naturalWidth || box.top > innerHeight || box.bottom < 0; })"
     )
     image = Image.open(io.BytesIO(browser.driver.get_screenshot_as_png())).convert("RGB")
-    small = image.quantize(128, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    small = image.quantize(255, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     small.save(folder / f"{name}.png", optimize=True)
 
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 #: Maximum number of bytes of a media file that are read at once.
 MAX_PART_BYTES = 2 << 20
-#: Maximum number of files of which the state at the last check is kept.
+#: Maximum number of files whose state at the last check is kept.
 MAX_CHECKED_FILES = 10_000
 
 

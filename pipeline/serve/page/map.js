@@ -1,6 +1,6 @@
 /** Similarity maps, drawn from the numbers of the API on a canvas over an image, or on words. */
 
-import { alpha, colour, css, position, textColour, wordValue } from "./color.js";
+import { alpha, colour, css, position, textColour, wordValue } from "./colours.js";
 import { h } from "./dom.js";
 
 /**
@@ -109,7 +109,7 @@ export function mappedText(text, words, onHover) {
   const paint = (view) => {
     for (const [span, word] of spans) {
       const at = position(wordValue(word, view.token), view.range);
-      const isShown = at !== null && at > 0.15 && view.opacity > 0;
+      const isShown = at !== null && at > 0.25 && view.opacity > 0;
       span.style.backgroundColor = isShown ? css(at) : "";
       span.style.color = isShown ? textColour(at) : "";
       const isSelected =

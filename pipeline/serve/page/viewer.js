@@ -1,7 +1,7 @@
 /** Item view: an item with its similarity map, in one or in two representations. */
 
 import { Media, getJson, mediaUrl, previewUrl, search, segment } from "./api.js";
-import { contributionRange, css, position, similarityRange, textColour } from "./color.js";
+import { contributionRange, css, position, similarityRange, textColour } from "./colours.js";
 import { $, append, copyText, h, replace } from "./dom.js";
 import { scores, title } from "./hits.js";
 import { drawBoxes, drawLegend, drawRegions, drawStrip, mappedText, wordAt } from "./map.js";

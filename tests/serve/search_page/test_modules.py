@@ -82,12 +82,12 @@ def test_edited_filters_have_no_facets(page, filter):
     assert page.module("state.js", expression) is None
 
 
-# -- color.js --------------------------------------------------------------------------------------
+# -- colours.js ------------------------------------------------------------------------------------
 
 
 def test_luminance_of_the_scale_decreases(page):
     values = page.module(
-        "color.js", "Array.from({length: 101}, (_, i) => m.luminance(m.colour(i / 100)))"
+        "colours.js", "Array.from({length: 101}, (_, i) => m.luminance(m.colour(i / 100)))"
     )
     assert all(a > b for a, b in itertools.pairwise(values))
     assert values[0] > 0.85 and values[-1] < 0.08
@@ -95,7 +95,7 @@ def test_luminance_of_the_scale_decreases(page):
 
 def test_text_on_the_scale_has_contrast(page):
     pairs = page.module(
-        "color.js",
+        "colours.js",
         "Array.from({length: 101}, (_, i) => [m.luminance(m.colour(i / 100)),"
         " m.textColour(i / 100)])",
     )
@@ -107,7 +107,7 @@ def test_text_on_the_scale_has_contrast(page):
 
 def test_positions(page):
     expression = "[0, 1, 2, 3, NaN, null].map((v) => m.position(v, [1, 2]))"
-    assert page.module("color.js", expression) == [0, 0, 1, 1, None, None]
+    assert page.module("colours.js", expression) == [0, 0, 1, 1, None, None]
 
 
 def test_range_over_all_hits(page):
@@ -116,9 +116,9 @@ def test_range_over_all_hits(page):
         {"matches": [{"similarity": 0.9, "contribution": 0.5, "weight": 1}]},
         {"matches": [{"similarity": 0.4, "contribution": 0.2, "weight": 0.5}]},
     ]
-    low, high = page.module("color.js", f"m.similarityRange({js(hits)})")
+    low, high = page.module("colours.js", f"m.similarityRange({js(hits)})")
     assert (low, high) == (pytest.approx(0.0), 0.9)
-    assert page.module("color.js", f"m.contributionRange({js(hits)})") == [0, 0.5]
+    assert page.module("colours.js", f"m.contributionRange({js(hits)})") == [0, 0.5]
 
 
 # -- ranks.js --------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
 
 from tests.serve.search_page.conftest import PAGE
 
+FOLDER = Path(__file__).parent
 pytestmark = [pytest.mark.browser, pytest.mark.heavy]
 
 VIEWS = [
@@ -55,7 +57,7 @@ def test_access_key(browser, page_url, url):
 
 
 def test_rate_limit(browser, page_url, url):
-    """A key that has sent too many requests is told so, and can try again."""
+    """The page reports that a key has sent too many requests, and offers to try again."""
     browser.open(f"{url}/")
     browser.find("#key-dialog[open] #key-input").send_keys("mr_limited\n")
     for _ in range(6):
@@ -123,70 +125,9 @@ def test_facets_are_optional(browser, page_url):
 # -- accessibility ---------------------------------------------------------------------------------
 
 #: Controls without a name, images without a text alternative, and duplicate ids.
-PROBLEMS = """
-const problems = [];
-const isShown = (e) => e.checkVisibility({visibilityProperty: true});
-for (const e of document.querySelectorAll('button, a[href], input, select, [role=slider]')) {
-  if (!isShown(e) || e.closest('[aria-hidden=true]')) continue;
-  const name = e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.[0]?.textContent;
-  if (!name) problems.push('no name: ' + e.outerHTML.slice(0, 100));
-}
-for (const e of document.querySelectorAll('img')) {
-  if (!e.hasAttribute('alt')) problems.push('no alt: ' + e.outerHTML.slice(0, 100));
-}
-const ids = [...document.querySelectorAll('[id]')].map((e) => e.id);
-ids.filter((id, i) => ids.indexOf(id) !== i).forEach((id) => problems.push('duplicate: ' + id));
-for (const e of document.querySelectorAll('[aria-describedby], [aria-labelledby]')) {
-  const names = ['aria-describedby', 'aria-labelledby'];
-  const ids = names.flatMap((name) => (e.getAttribute(name) ?? '').split(' '));
-  for (const id of ids.filter(Boolean)) {
-    if (!document.getElementById(id)) problems.push('no element: ' + id);
-  }
-}
-return problems;
-"""
+PROBLEMS = (FOLDER / "names.js").read_text("utf-8")
 #: Texts whose contrast with their background is below that of WCAG AA.
-CONTRAST = """
-const parse = (text) => {
-  const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
-  return text.startsWith('color(') ? [255 * r, 255 * g, 255 * b, a] : [r, g, b, a];
-};
-const luminance = ([r, g, b]) => {
-  const [x, y, z] = [r, g, b].map((c) =>
-    c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4);
-  return 0.2126 * x + 0.7152 * y + 0.0722 * z;
-};
-const over = ([r, g, b, a], below) => [r, g, b].map((c, i) => a * c + (1 - a) * below[i]);
-const background = (element) => {
-  const layers = [];
-  for (let e = element; e; e = e.parentElement) {
-    layers.push(parse(getComputedStyle(e).backgroundColor));
-    if (e.tagName === 'DIALOG') break;
-  }
-  return layers.reverse().reduce((below, layer) => over(layer, below), [255, 255, 255]);
-};
-const problems = new Set();
-const open = document.querySelector('dialog[open]');
-const walker = document.createTreeWalker(open ?? document.body, NodeFilter.SHOW_TEXT);
-while (walker.nextNode()) {
-  const e = walker.currentNode.parentElement;
-  if (!walker.currentNode.textContent.trim() || !e.checkVisibility({visibilityProperty: true})) {
-    continue;
-  }
-  if (e.closest('.visually-hidden, :disabled, option, svg, .skip')) continue;
-  const style = getComputedStyle(e);
-  const below = background(e);
-  const text = over(parse(style.color), below);
-  const [low, high] = [luminance(text), luminance(below)].sort((a, b) => a - b);
-  const ratio = (high + 0.05) / (low + 0.05);
-  const size = parseFloat(style.fontSize);
-  const isLarge = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
-  if (ratio < (isLarge ? 3 : 4.5)) {
-    problems.add(`${ratio.toFixed(2)}: ${e.tagName}.${e.className} ${e.textContent.slice(0, 30)}`);
-  }
-}
-return [...problems];
-"""
+CONTRAST = (FOLDER / "contrast.js").read_text("utf-8")
 
 
 @pytest.mark.parametrize("state", VIEWS, ids=lambda state: state.get("view", "-".join(state)))

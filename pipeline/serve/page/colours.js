@@ -31,7 +31,7 @@ export function colour(at) {
 
 /** Opacity of a position. Low values are transparent, so that the page remains readable. */
 export function alpha(at, opacity) {
-  return opacity * Math.min(1, 0.12 + 1.1 * at);
+  return opacity * Math.min(1, 1.1 * at ** 1.6);
 }
 
 /** Returns a CSS colour at a position. */

@@ -27,6 +27,10 @@ MEDIA_HEADERS = {
     "Accept-Ranges": "bytes",
     "Content-Security-Policy": "default-src 'none'; sandbox",
 }
+#: Media types of the files.
+MEDIA_CONTENT: dict[str, dict] = {
+    kind: {} for kind in ("video/*", "audio/*", "image/*", "application/octet-stream")
+}
 
 
 @api.get("/indexes/{name}/facets", tags=["indexes"], summary="Get the facets of an index")
@@ -63,8 +67,8 @@ async def facets(
     summary="Get the media file of an item",
     response_class=Response,
     responses={
-        200: {"content": {"video/*": {}, "audio/*": {}, "image/*": {}}},
-        206: {"description": "Part of the file", "content": {"video/*": {}, "audio/*": {}}},
+        200: {"content": MEDIA_CONTENT},
+        206: {"description": "Part of the file", "content": MEDIA_CONTENT},
         304: {"description": "The client has the current file"},
     },
 )

@@ -108,7 +108,8 @@ def _size(index: Index, name: str, num_items: int) -> RepresentationSize | None:
 
 def _examples(index: Index, groups: Counter[tuple[str, ...]]) -> list[str]:
     """Returns short texts of items, of as many modalities and sources as possible."""
-    columns = ["title", "caption", "text"]
+    stored = index.schema.names
+    columns = [name for name in ("title", "caption", "text") if name in stored]
     by_group = []
     for values, _ in groups.most_common(NUM_EXAMPLES):
         pairs = zip(FACET_COLUMNS, values, strict=True)
@@ -128,7 +129,7 @@ def _example(row: dict[str, Any]) -> str:
     >>> _example({"caption": None, "title": "On wings .", "text": "The lift of a wing"})
     'On wings'
     """
-    text = row["caption"] or row["title"] or row["text"] or ""
+    text = next((row[name] for name in ("caption", "title", "text") if row.get(name)), "")
     words = re.split(r"[\n.?!]", text.strip())[0].split()
     while len(" ".join(words)) > MAX_EXAMPLE_CHARS:
         words.pop()

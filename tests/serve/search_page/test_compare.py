@@ -106,6 +106,7 @@ def test_evaluations(browser, page_url):
             scores=["maxsim"],
             measures=["nDCG@10", "RR@10"],
             judged="item",
+            k=50,
         )
         client.wait_for(evaluation.id)
     browser.open(f"{page_url}?view=evaluations")

@@ -10,9 +10,9 @@ r"""Serves indexes over HTTP: search, reranking, encoding and evaluation.
          -d '{"query": "how does a slipstream change the lift of a wing", "k": 3}'
 
 Each index has the name of its folder. Without access keys (--keys), the server listens only on the
-loopback interface. On Ctrl-C or SIGTERM, it drains in-flight requests and exits. The API is
-documented at /docs and /openapi.json. To start the same application on a cluster, run
-`serve deploy cluster/serve/cranfield.yaml`.
+loopback interface. On Ctrl-C or SIGTERM, it drains in-flight requests and exits. The search page is
+at /, and the API is documented at /docs and /openapi.json. To start the same application on a
+cluster, run `serve deploy cluster/serve/cranfield.yaml`.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def serve(settings: ServeSpec, host: str, port: int) -> None:
     try:
         ray_serve.run(build(settings), name=APPLICATION, route_prefix="/")
         names = ", ".join(settings.indexes)
-        jobs.say(f"serving {names} on {address}; API documentation: {address}/docs")
+        jobs.say(f"serving {names}; search page: {address}/; API documentation: {address}/docs")
         threading.Event().wait()
     finally:
         jobs.say("draining in-flight requests")

@@ -363,3 +363,5 @@ class Hit:
     passages: tuple[Passage, ...] = ()  # best first
     parts: ScoreParts = ScoreParts()
     reranked: Reranked | None = None
+    modality: str | None = None
+    source: str | None = None

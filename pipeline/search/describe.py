@@ -86,6 +86,8 @@ def describe_in_slices(
                 passages=passages,
                 parts=_parts(ranking, i, total_weights[query]),
                 reranked=ranking.reranked[i] if ranking.reranked else None,
+                modality=row.get("modality"),
+                source=row.get("source"),
             )
             hits[-1].append(hit)
     return hits
@@ -95,7 +97,7 @@ def _stored_rows(
     rankings: Sequence[Ranking], index: Index, info: RepresentationInfo, *, explain: bool
 ) -> dict[str, dict[str, Any]]:
     """Reads the columns of the ranked items that are part of hits. Returns them by item id."""
-    columns = ["title", info.text_column, "span"]
+    columns = ["source", "modality", "title", info.text_column, "span"]
     if explain:
         columns += info.token_columns
     stored = [column for column in columns if column in index.schema.names]

@@ -8,29 +8,24 @@ item therefore shows which parts its vectors can distinguish.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 
-from pipeline.config import SpecError
-from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Passage
 from pipeline.search.explain import (
     NO_SPAN,
     Box,
     Times,
-    assigned_vectors,
     contributions,
     find_passages,
-    prefix_assignment,
     token_location,
 )
 from pipeline.search.query import AnyQuery, Queries
 from pipeline.search.searcher import Searcher
+from pipeline.search.stored_items import read_stored_item
 
 
 @dataclass(frozen=True)
@@ -47,6 +42,7 @@ class Word:
         credit: Part of the MaxSim score from the word's vectors, summed over the query tokens.
             Words that share a vector are each credited with all of it.
         contribution: Credit in terms of `explain.contributions`, which is small for stop words.
+        vector: Position of the vector that represents the first token of the word, or -1 for none.
     """
 
     text: str
@@ -56,6 +52,7 @@ class Word:
     similarities: np.ndarray
     credit: float
     contribution: float
+    vector: int = -1
 
 
 @dataclass(frozen=True)
@@ -132,6 +129,7 @@ class SimilarityMap:
                 ],
                 "credit": round(word.credit, 4),
                 "contribution": round(word.contribution, 4),
+                "vector": None if word.vector < 0 else word.vector,
             }
             for word in self.words
         ]
@@ -184,10 +182,9 @@ def similarity_map(
     name = info.name
     given = query if isinstance(query, Queries) else [query]
     queries = searcher.queries(given, name, idf_power)
-    item = _stored_item(searcher, item_id, info)
-    stored_ND = searcher.index.codec(name).decode(item.row[info.column], info.dim)[0]
-    stored_ND = stored_ND.astype(np.float32)
-    output_T = _assigned_vectors(item, info, stored_ND)
+    item = read_stored_item(searcher.index, item_id, info)
+    stored_ND = item.vectors(searcher.index)
+    output_T = item.assigned_vectors(stored_ND)
     vectors_ND = torch.from_numpy(stored_ND[: info.max_vectors])
     sim_MN = (queries.tokens[0] @ vectors_ND.T).numpy()
     weighted_MN = sim_MN * queries.token_weights[0].numpy()[:, None]
@@ -200,8 +197,8 @@ def similarity_map(
         for parts_M in (weighted_MN.max(axis=1), contribution_M)
     )
     text = item.value(info.text_column)
-    spans_T2, extents_T6, confidence_T = _positions(item, info.positions)
-    words = _words(text or "", spans_T2, extents_T6, sim_MT, credit_T, contribution_T)
+    spans_T2, extents_T6, confidence_T = item.positions()
+    words = _words(text or "", spans_T2, extents_T6, output_T, sim_MT, credit_T, contribution_T)
     tokens = queries.token_texts[0]
     positions = spans_T2, extents_T6, text, confidence_T
     passages = find_passages(tokens, weighted_MN, output_T, *positions)
@@ -214,88 +211,11 @@ def _overlap(one: Sequence[int], other: Sequence[int]) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 
 
-@dataclass(frozen=True)
-class _StoredItem:
-    """Stored columns of one item.
-
-    Attributes:
-        row: Table with one row.
-        num_tokens: Number T of input tokens.
-    """
-
-    row: pa.Table
-    num_tokens: int
-
-    def value(self, column: str | None) -> Any:
-        """Returns the value of a column.
-
-        Returns None if the column is missing or the value is null.
-        """
-        return _value(self.row, column)
-
-
-def _value(row: pa.Table, column: str | None) -> Any:
-    return row[column][0].as_py() if column in row.column_names else None
-
-
-def _stored_item(searcher: Searcher, item_id: str, info: RepresentationInfo) -> _StoredItem:
-    """Reads the columns of an item that are needed for a map.
-
-    Raises:
-        SpecError: The item does not exist, or lacks positions or vectors.
-    """
-    schema = searcher.index.schema
-    columns = [*info.positions.values(), info.assignment_column, info.column, info.text_column]
-    stored = [column for column in columns if column is not None and column in schema.names]
-    row = searcher.index.items([item_id], stored)
-    if not row.num_rows:
-        raise SpecError("item_id", item_id, "the id of an item in the index")
-    positions = (_value(row, column) for column in info.positions.values())
-    num_tokens = next((len(values) for values in positions if values is not None), None)
-    if num_tokens is None:
-        rule = "an item with stored token positions (keep_positions)"
-        raise SpecError("item_id", item_id, rule, "has no token positions")
-    if not row[info.column].is_valid()[0].as_py():
-        raise SpecError(
-            "item_id", item_id, f"an item with vectors in {info.name}", "has no vectors"
-        )
-    return _StoredItem(row.combine_chunks(), num_tokens)
-
-
-def _assigned_vectors(
-    item: _StoredItem, info: RepresentationInfo, stored_ND: np.ndarray
-) -> np.ndarray:
-    """Returns the vector that each input token is assigned to, -1 for none: (T,)."""
-    if info.is_uncompressed:
-        return np.arange(item.num_tokens)
-    assignment = item.value(info.assignment_column)
-    if assignment is None or info.assignment_form is None:
-        rule = "a representation with stored token assignments (keep_assignment)"
-        note = "; memtok and seqresize do not assign tokens to vectors"
-        raise SpecError("representation", info.name, rule, "has no token assignments", note)
-    assignment = prefix_assignment(assignment, info.assignment_form, stored_ND, info.max_vectors)
-    return assigned_vectors(assignment, info.assignment_form, item.num_tokens)
-
-
-def _positions(
-    item: _StoredItem, columns: Mapping[str, str]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the spans (T, 2), extents (T, 6) and confidences (T,) of the tokens of an item."""
-    spans, extents, confidence = (
-        item.value(columns.get(kind)) for kind in ("spans", "extents", "confidence")
-    )
-    size = item.num_tokens
-    return (
-        np.full((size, 2), NO_SPAN) if spans is None else np.array(spans),
-        np.full((size, 6), np.nan) if extents is None else np.array(extents, float),
-        np.full(size, np.nan) if confidence is None else np.array(confidence, float),
-    )
-
-
 def _words(
     text: str,
     spans_T2: np.ndarray,
     extents_T6: np.ndarray,
+    output_T: np.ndarray,
     sim_MT: np.ndarray,
     credit_T: np.ndarray,
     contribution_T: np.ndarray,
@@ -328,6 +248,7 @@ def _words(
                 similarities,
                 credit=float(credit_T[start:stop].max()),
                 contribution=float(contribution_T[start:stop].max()),
+                vector=int(output_T[start]),
             )
         )
     return words

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from pipeline.config import SpecError
-from pipeline.serve import routes, wire
+from pipeline.serve import browse, routes, search_page, wire
 from pipeline.serve.errors import (
     CODES,
     ApiError,
@@ -51,7 +51,8 @@ def create_app(create_gateway: Callable[[], Awaitable[Gateway]]) -> FastAPI:
         responses={"default": {"model": wire.ErrorResponse, "description": "Error"}},
     )
     app.include_router(routes.public)
-    app.include_router(routes.api)
+    app.include_router(browse.api)
+    app.include_router(search_page.page)
     app.add_middleware(Guard)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(SpecError, _spec_error)

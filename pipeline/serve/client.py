@@ -131,7 +131,7 @@ def _file(name: str, path: str) -> _Call[wire.Response]:
 
 def _query(query: AnyQuery) -> wire.Query:
     """Converts a query to its HTTP representation."""
-    if isinstance(query, str | wire.Vectors | wire.Image):
+    if isinstance(query, str | wire.Vectors | wire.Image | wire.StoredItem):
         return query
     if isinstance(query, bytes):
         return wire.Image(image=base64.b64encode(query).decode())

@@ -14,12 +14,14 @@ import numpy as np
 
 from pipeline.config import SpecError
 from pipeline.schema import Reranked
+from pipeline.search.facets import IndexFacets
 from pipeline.search.options import SearchOptions
+from pipeline.search.previews import ByteRange, MediaPart
 from pipeline.search.query import Queries, Unencoded
 from pipeline.search.score import Ranking
 from pipeline.search.shards import merge_rankings
 from pipeline.serve import wire
-from pipeline.serve.calls import Handle, StageClient, Stages
+from pipeline.serve.calls import Handle, Method, StageClient, Stages
 from pipeline.serve.errors import ApiError, from_spec_error
 from pipeline.serve.inputs import check_edje, check_text_queries, read_query, read_unencoded
 from pipeline.serve.library import WRITER
@@ -170,8 +172,26 @@ class Engine:
                     [read[i] for i in positions],
                 )
                 encoded |= zip(positions, results, strict=True)
+        for i, query in enumerate(read):
+            if isinstance(query, wire.StoredItem):
+                encoded[i] = await self._stored_query(served, query, info.name, key)
         texts = map(wire.query_text, queries)
         return [encoded[i].with_texts([text]) for i, text in enumerate(texts)]
+
+    async def _stored_query(
+        self, served: Served, query: wire.StoredItem, representation: str, key: str
+    ) -> Queries:
+        """Returns the stored vectors of an item as a query."""
+        caller = Caller(key, self.settings.timeouts.encode_s)
+        arguments = query.item, representation, query.box, query.times
+        return await self.calls.call(
+            "item",
+            caller,
+            self._stages.library.stored_query,
+            served.name,
+            served.edition,
+            *arguments,
+        )
 
     async def _search_shard(
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
@@ -393,19 +413,42 @@ class Engine:
             await self.indexes.refresh(served.name)
         return counts
 
+    async def facets(self, served: Served, key: str) -> IndexFacets:
+        """Returns the facets of an index, the sizes of its representations, and examples."""
+        caller = Caller(key, self.settings.timeouts.search_s)
+        look_up = self._stages.library.facets
+        return await self.calls.call("facets", caller, look_up, served.name, served.edition)
+
     async def preview(
-        self, served: Served, item_id: str, media: str, seconds: float | None, key: str
+        self,
+        served: Served,
+        item_id: str,
+        media: str,
+        seconds: float | None,
+        width: int | None,
+        key: str,
     ) -> tuple[bytes, str]:
         """Returns the image or audio of an item as an encoded file, with its media type.
 
         Raises:
             ApiError: The item has no preview, or its file is no longer available.
         """
-        arguments = served.name, served.edition, item_id, media, seconds
+        preview = self._stages.library.preview
+        return await self._read_file(served, preview, key, item_id, media, seconds, width)
+
+    async def media(self, served: Served, item_id: str, range: ByteRange, key: str) -> MediaPart:
+        """Returns a part of the file of an item.
+
+        Raises:
+            ApiError: The item has no file, or its file is no longer available.
+        """
+        return await self._read_file(served, self._stages.library.media, key, item_id, range)
+
+    async def _read_file(self, served: Served, method: Method, key: str, *arguments: Any) -> Any:
         caller = Caller(key, self.settings.timeouts.preview_s)
         try:
             return await self.calls.call(
-                "preview", caller, self._stages.library.preview, *arguments
+                "preview", caller, method, served.name, served.edition, *arguments
             )
         except ApiError as error:
             if error.field == "item_id":  # the item does not exist or has no preview

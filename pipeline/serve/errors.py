@@ -21,6 +21,7 @@ STATUS: dict[ErrorCode, int] = {
     "conflict": 409,
     "gone": 410,
     "too_large": 413,
+    "range_not_satisfiable": 416,
     "rate_limited": 429,
     "internal": 500,
     "unavailable": 503,

@@ -51,6 +51,8 @@ TRACEBACK_PREFIXES = ("Traceback ", '  File "')
 FILES = re.compile(
     r"(report\.html|metrics\.csv|per_query\.csv|table\.md|[a-z_]+\.png|runs/[^/]+\.trec)"
 )
+#: File with the texts of the queries of a request. Those of a benchmark are not stored.
+QUERIES = "queries.jsonl"
 _TEXT_SUFFIXES = (".html", ".csv", ".md")
 #: Interval at which the evaluator polls the folder, in seconds.
 POLL_SECONDS = 0.5
@@ -213,7 +215,7 @@ class EvaluationStore:
             progress=[redact(line) for line in progress],
             error=redact(state["error"]) if state.get("error") else None,
             results=_results(folder / "out") if is_done else [],
-            files=sorted(_files(folder / "out")) if is_done else [],
+            files=sorted(_files(folder)) if is_done else [],
         )
 
     def names(self) -> list[str]:
@@ -232,16 +234,22 @@ class EvaluationStore:
             ApiError: The evaluation or the file does not exist.
         """
         folder = self._path(name)
-        if path not in _files(folder / "out"):
+        if path not in _files(folder):
             raise ApiError("not_found", f"unknown file {path!r} of the evaluation")
         index = self._read_file(folder, "request.json")["index"]
         try:
-            data = (folder / "out" / path).read_bytes()
+            data = (folder / ("" if path == QUERIES else "out") / path).read_bytes()
         except FileNotFoundError:  # deleted concurrently
             raise _unknown(name) from None
         if path.endswith(_TEXT_SUFFIXES):
             data = self._redactor(index, folder)(data.decode()).encode()
-        types = {"html": "text/html", "csv": "text/csv", "md": "text/markdown", "png": "image/png"}
+        types = {
+            "html": "text/html",
+            "csv": "text/csv",
+            "md": "text/markdown",
+            "png": "image/png",
+            "jsonl": "application/jsonl",
+        }
         return data, types.get(path.rpartition(".")[2], "text/plain")
 
     def cancel(self, name: str) -> None:
@@ -443,7 +451,7 @@ def _write_queries(folder: Path, queries: dict[str, str], qrels: dict[str, dict[
         message = "qrels must have grades for at least one of the queries"
         raise ApiError("invalid_argument", message, "qrels")
     lines = (json.dumps({"_id": i, "text": text}, ensure_ascii=True) for i, text in queries.items())
-    (folder / "queries.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    (folder / QUERIES).write_text("".join(f"{line}\n" for line in lines), "utf-8")
     (folder / "qrels").mkdir()
     rows = [f"{q}\t{d}\t{g}\n" for q, graded in qrels.items() for d, g in graded.items()]
     table = "".join(["query-id\tcorpus-id\tscore\n", *rows])
@@ -463,14 +471,17 @@ def _results(out: Path) -> list[wire.EvaluationResult]:
     ]
 
 
-def _files(out: Path) -> set[str]:
+def _files(folder: Path) -> set[str]:
+    """Returns the names of the files that can be downloaded."""
+    out = folder / "out"
     if not out.is_dir():
         return set()
+    queries = {QUERIES} if (folder / QUERIES).is_file() else set()
     paths = (
         [*out.iterdir(), *(out / "runs").glob("*")] if (out / "runs").is_dir() else out.iterdir()
     )
     names = {path.relative_to(out).as_posix() for path in paths if path.is_file()}
-    return {name for name in names if FILES.fullmatch(name)}
+    return queries | {name for name in names if FILES.fullmatch(name)}
 
 
 def _remove(folder: Path) -> None:

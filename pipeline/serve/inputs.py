@@ -142,21 +142,27 @@ def check_edje(served: Served, queries: Sequence[wire.Query], field: str) -> Non
         message = f"{field} must be vectors, got 'edje' (indexes.{served.name}.edje is not set)"
         raise ApiError("invalid_argument", message, field)
     for position, query in enumerate(queries):
-        if isinstance(query, wire.Vectors | wire.Composed):
+        if isinstance(query, wire.Vectors | wire.Composed | wire.StoredItem):
             kind = wire.query_kind(query)
             rule = "a text or an image for edje"
             error = query_error(QUERY_KINDS.get(kind, kind), rule, position, len(queries))
             raise from_spec_error(error)
 
 
-def read_query(query: wire.Query, info: RepresentationInfo, limits: Limits) -> Queries | Unencoded:
+def read_query(
+    query: wire.Query, info: RepresentationInfo, limits: Limits
+) -> Queries | Unencoded | wire.StoredItem:
     """Converts a query to vectors or to an input of the encoder of a representation.
+
+    Items of the index are returned unchanged.
 
     Raises:
         SpecError: The query is invalid, or the encoder does not support its kind.
     """
     if isinstance(query, wire.Vectors):
         return _read_vectors(query)
+    if isinstance(query, wire.StoredItem):
+        return query
     unencoded = read_unencoded(query, limits)
     kind = "image" if isinstance(unencoded, bytes) else "composed"
     if not isinstance(unencoded, str) and kind not in info.encoder.query_kinds:

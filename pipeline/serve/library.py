@@ -6,7 +6,8 @@ import functools
 import io
 import json
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import soundfile
@@ -17,7 +18,10 @@ from pipeline.index.delete import DeleteSpec
 from pipeline.index.reader import Edition, open_edition
 from pipeline.index.writer import LeaseHeld
 from pipeline.schema import ITEM
-from pipeline.search.previews import Previews
+from pipeline.search.facets import IndexFacets, index_facets
+from pipeline.search.previews import ByteRange, MediaPart, Previews, media_type, thumbnail
+from pipeline.search.query import Queries
+from pipeline.search.stored_items import stored_query
 from pipeline.serve.outcomes import logged, returns_errors
 from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.scheduler import Caller, FairScheduler
@@ -42,6 +46,10 @@ class Library:
             for name, served in indexes.items()
         }
         self._indexes = indexes
+        self._facets = {
+            name: Versions(functools.partial(_open_facets, served))
+            for name, served in indexes.items()
+        }
         self._item_scheduler = FairScheduler(_run_calls, workers=LIBRARY_THREADS)
         self._preview_scheduler = FairScheduler(_run_calls, workers=LIBRARY_THREADS)
         self._delete_scheduler = FairScheduler(_run_calls, workers=1)
@@ -108,6 +116,7 @@ class Library:
         item_id: str,
         media: str,
         seconds: float | None,
+        width: int | None,
         caller: Caller,
     ) -> tuple[bytes, str]:
         """Returns the image or audio of an item as an encoded file, with its media type.
@@ -118,6 +127,7 @@ class Library:
             item_id: Id of the item.
             media: "image" or "audio".
             seconds: Time of a video frame in the parent, in seconds.
+            width: Maximum width and height of the image in pixels, or None for the full size.
             caller: The access key, and the time limit in seconds.
 
         Raises:
@@ -125,21 +135,89 @@ class Library:
                 was indexed (field `documents`).
         """
         with logged("preview", media=media):
-            call = functools.partial(self._preview, index, edition, item_id, media, seconds)
+            arguments = index, edition, item_id, media, seconds, width
+            call = functools.partial(self._preview, *arguments)
             (content,) = await self._preview_scheduler.run(caller, None, [call])
             return content
 
     def _preview(
-        self, index: str, edition: Edition, item_id: str, media: str, seconds: float | None
+        self,
+        index: str,
+        edition: Edition,
+        item_id: str,
+        media: str,
+        seconds: float | None,
+        width: int | None,
     ) -> tuple[bytes, str]:
         previews = self._versions[index].get(edition)
         if media == "image":
             image = previews.image(item_id, seconds)
-            return image, _media_type(image)
+            image = image if width is None else thumbnail(image, width)
+            return image, media_type(image)
         samples, rate, _ = previews.audio(item_id)
         wave = io.BytesIO()
         soundfile.write(wave, samples, rate, format="WAV", subtype="PCM_16")
         return wave.getvalue(), "audio/wav"
+
+    @returns_errors
+    async def media(
+        self, index: str, edition: Edition, item_id: str, range: ByteRange, caller: Caller
+    ) -> MediaPart:
+        """Returns a part of the file of an item.
+
+        Raises:
+            SpecError: The item has no file, or its file has been removed or modified since it was
+                indexed (field `documents`).
+        """
+        with logged("media"):
+            call = functools.partial(self._media, index, edition, item_id, range)
+            (part,) = await self._preview_scheduler.run(caller, None, [call])
+            return part
+
+    def _media(self, index: str, edition: Edition, item_id: str, range: ByteRange) -> MediaPart:
+        return self._versions[index].get(edition).media(item_id, range)
+
+    @returns_errors
+    async def facets(self, index: str, edition: Edition, caller: Caller) -> IndexFacets:
+        """Returns the facets of an index, the sizes of its representations, and examples."""
+        with logged("facets"):
+            call = functools.partial(self._facets[index].get, edition)
+            (facets,) = await self._item_scheduler.run(caller, None, [call])
+            return facets
+
+    @returns_errors
+    async def stored_query(
+        self,
+        index: str,
+        edition: Edition,
+        item_id: str,
+        representation: str,
+        box: Sequence[float] | None,
+        times: Sequence[float] | None,
+        caller: Caller,
+    ) -> Queries:
+        """Returns the stored vectors of an item, or of a part of it, as a query.
+
+        Raises:
+            SpecError: See `pipeline.search.stored_items.stored_query`.
+        """
+        with logged("stored_query"):
+            arguments = index, edition, item_id, representation, box, times
+            call = functools.partial(self._stored_query, *arguments)
+            (query,) = await self._item_scheduler.run(caller, None, [call])
+            return query
+
+    def _stored_query(
+        self,
+        index: str,
+        edition: Edition,
+        item_id: str,
+        representation: str,
+        box: Sequence[float] | None,
+        times: Sequence[float] | None,
+    ) -> Queries:
+        opened = self._versions[index].get(edition).index
+        return stored_query(opened, item_id, representation, box, times)
 
 
 def _run_calls(group: None, calls: list[Callable[[], Any]]) -> Generator[None, None, list[Any]]:
@@ -164,12 +242,6 @@ def _open_previews(served: ServedIndex, edition: Edition) -> Previews:
     return Previews(open_edition(served.uri, edition), served.documents, only_indexed=True)
 
 
-def _media_type(image: bytes) -> str:
-    """Determines the media type of an encoded image from its first bytes.
-
-    >>> _media_type(b"RIFF....WEBP")
-    'image/webp'
-    """
-    if image.startswith(b"\x89PNG"):
-        return "image/png"
-    return "image/webp" if image[8:12] == b"WEBP" else "image/jpeg"
+def _open_facets(served: ServedIndex, edition: Edition) -> IndexFacets:
+    found = index_facets(open_edition(served.uri, edition))
+    return replace(found, examples=served.examples or found.examples)

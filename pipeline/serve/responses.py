@@ -47,6 +47,8 @@ def hit_response(
         title=hit.title,
         text=hit.text,
         span=hit.span,
+        modality=hit.modality,
+        source=hit.source,
         parts=wire.ScoreParts.model_validate(asdict(hit.parts)),
         first_stage=first_stage,
         edje=joint,
@@ -98,6 +100,7 @@ def _representation(served: Served, info: RepresentationInfo) -> wire.Representa
     default = served.default_candidates(info, "maxsim")
     candidates = list(generators(served.index, info))
     scores = list(VECTOR_SCORES) if info.pooled_column else ["maxsim"]
+    stored = ["item"] if info.dim == info.encoder.dim else []
     return wire.Representation(
         name=info.name,
         role="search",
@@ -106,7 +109,7 @@ def _representation(served: Served, info: RepresentationInfo) -> wire.Representa
         codec=info.codec["name"],
         dim=info.dim,
         scores=[*scores, FUSED] if BM25 in candidates else scores,
-        queries=[*info.encoder.query_kinds, "vectors"],
+        queries=[*info.encoder.query_kinds, "vectors", *stored],
         candidates=[EXACT, *candidates],
         default_candidates=default.generator if default else EXACT,
         has_token_frequencies=artefact_name(served.index, info) is not None,

@@ -12,6 +12,7 @@ from fastapi.responses import PlainTextResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from pipeline.serve import wire
+from pipeline.serve.conditional import is_current, not_modified, preview_tag
 from pipeline.serve.engine import Timer
 from pipeline.serve.errors import ApiError
 from pipeline.serve.evaluations import EvaluationStore
@@ -39,6 +40,8 @@ def _key(
 
 KeyDependency = Annotated[Key, Depends(_key)]
 GatewayDependency = Annotated[Gateway, Depends(_gateway)]
+#: Headers of previews, which a browser may keep for the user of the access key.
+PREVIEW_HEADERS = {"Cache-Control": "private, max-age=300", "X-Content-Type-Options": "nosniff"}
 public = APIRouter()
 api = APIRouter(prefix="/v1")
 
@@ -276,15 +279,28 @@ async def preview(
             "Default: the middle of the item.",
         ),
     ] = None,
+    width: Annotated[
+        int | None,
+        Query(
+            ge=16,
+            le=4096,
+            description="Maximum width and height of the image in pixels, for thumbnails. "
+            "Default: the full size.",
+        ),
+    ] = None,
 ) -> Response:
     """Returns the image (JPEG, PNG or WebP) or the audio (WAV) of an item."""
     if "what" in request.query_params:
         raise ApiError("invalid_argument", "field 'what' was renamed to 'media'", "what")
     served = gateway.served(key, index)
     _log(request, index=served.name, media=media)
-    data, media_type = await gateway.engine.preview(served, item_id, media, seconds, key.name)
-    headers = {"Cache-Control": "private, max-age=300", "X-Content-Type-Options": "nosniff"}
-    return Response(data, media_type=media_type, headers=headers)
+    etag = preview_tag(served, item_id, media, seconds, width)
+    if is_current(request, etag):
+        return not_modified(etag, PREVIEW_HEADERS)
+    data, media_type = await gateway.engine.preview(
+        served, item_id, media, seconds, width, key.name
+    )
+    return Response(data, media_type=media_type, headers={**PREVIEW_HEADERS, "ETag": etag})
 
 
 # -- evaluations -----------------------------------------------------------------------------------

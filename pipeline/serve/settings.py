@@ -110,6 +110,9 @@ class ServedIndex(Spec):
     fusion: FusionSpec = DEFAULT_FUSION
     """Settings of the fused score for requests that set none: a mapping, or the path of a file that
     `jobs.evaluate --fit-fusion` wrote."""
+    examples: list[str] = Field(default_factory=list)
+    """Example queries that the search page offers. If empty, short texts of some items are
+    offered."""
     edje: Uri | None = None
     """Folder of an EDJE model for reranking. The index must contain the tokens of its adapter, see
     docs/tutorials/reranking.md."""

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.config import RenamedField
+from pipeline.config import RenamedField, SpecError
 from pipeline.scores import Score
 from pipeline.search.fusion import Fusion
 
@@ -33,6 +33,8 @@ Text = Annotated[str, StringConstraints(min_length=1, max_length=100_000)]
 #: Relevance grade of a document.
 Grade = Annotated[int, Field(ge=-1000, le=1000)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Request(BaseModel):
@@ -73,6 +75,7 @@ ErrorCode = Literal[
     "conflict",  # 409
     "gone",  # 410: the source file of a preview was removed or modified
     "too_large",  # 413
+    "range_not_satisfiable",  # 416: the requested range of bytes is not in the file
     "rate_limited",  # 429
     "internal",  # 500
     "unavailable",  # 503: overloaded, restarting or a stage is down; see `Retry-After`
@@ -126,23 +129,51 @@ class Composed(Image):
     """Text of the query."""
 
 
+class StoredItem(Request):
+    """Query given as an item of the index, whose stored vectors are the token vectors."""
+
+    item: Id
+    """Id of the item. Its vectors in the searched representation are used."""
+    box: tuple[Fraction, Fraction, Fraction, Fraction] | None = None
+    """Part of the page, image or frame as (x0, y0, x1, y1) in [0, 1]. Only the vectors of tokens
+    whose centre is in the box are used."""
+    times: tuple[Seconds, Seconds] | None = None
+    """Start and end in the parent, in seconds. Only the vectors of tokens that overlap with the
+    interval are used."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> StoredItem:
+        if self.box and (self.box[0] >= self.box[2] or self.box[1] >= self.box[3]):
+            raise SpecError("box", list(self.box), "x0, y0, x1, y1 with x0 < x1 and y0 < y1")
+        if self.times and self.times[0] >= self.times[1]:
+            raise SpecError("times", list(self.times), "a start before an end")
+        return self
+
+
 def query_kind(query: Any) -> str:
     """Returns the kind of a query, which determines the schema for its validation."""
     if isinstance(query, Mapping):
-        return "composed" if "text" in query else "image" if "image" in query else "vectors"
-    kinds: dict[type, str] = {Vectors: "vectors", Image: "image", Composed: "composed"}
-    return kinds.get(type(query), "text")
+        kinds = {"text": "composed", "image": "image", "item": "item"}
+        return next((kind for field, kind in kinds.items() if field in query), "vectors")
+    classes: dict[type, str] = {
+        Vectors: "vectors",
+        Image: "image",
+        Composed: "composed",
+        StoredItem: "item",
+    }
+    return classes.get(type(query), "text")
 
 
 Query = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[Vectors, Tag("vectors")]
     | Annotated[Image, Tag("image")]
-    | Annotated[Composed, Tag("composed")],
+    | Annotated[Composed, Tag("composed")]
+    | Annotated[StoredItem, Tag("item")],
     Discriminator(query_kind),
 ]
 #: Kinds of queries, which pydantic inserts into the paths of validation errors.
-QUERY_KINDS = ("text", "vectors", "image", "composed")
+QUERY_KINDS = ("text", "vectors", "image", "composed", "item")
 
 
 def query_text(query: Query) -> str | None:
@@ -248,7 +279,7 @@ class SearchRequest(SearchOptions):
     """Search with one query."""
 
     query: Query
-    """The query: a text, an image, a text with an image, or token vectors."""
+    """The query: a text, an image, a text with an image, token vectors, or an item of the index."""
 
 
 class BatchSearchRequest(SearchOptions):
@@ -331,6 +362,8 @@ class Word(Response):
     Each of several words that share a vector has all of its credit."""
     contribution: float
     """Like `credit`, for the score beyond its mean. It is small for stop words."""
+    vector: int | None = None
+    """Position of the vector that represents the word, or null if no vector represents it."""
 
 
 class Map(Response):
@@ -396,6 +429,10 @@ class Hit(Response):
     """Text of the item."""
     span: dict[str, Any] | None
     """Location of the item in its parent, such as a page number or a time range."""
+    modality: str | None = None
+    """Modality of the item, such as `text` or `image`."""
+    source: str | None = None
+    """Name of the source that the item was read from."""
     parts: ScoreParts | None = None
     """Components of the score."""
     first_stage: FirstStage | None = None
@@ -500,7 +537,7 @@ class RerankRequest(Request):
     """Representation that `vectors` scores with, or a prefix `NAME@K`. Default: the default
     representation."""
     query: Query
-    """The query: a text, an image, a text with an image, or token vectors."""
+    """The query: a text, an image, a text with an image, token vectors, or an item of the index."""
     item_ids: Annotated[list[Id], Field(min_length=1, max_length=10_000)]
     """Ids of the items to score."""
     k: Annotated[int, Field(ge=1, le=10_000)] | None = None
@@ -579,7 +616,7 @@ class Representation(Response):
     """Dimension of the vectors."""
     scores: list[str]
     """Scores that the representation supports."""
-    queries: list[Literal["text", "image", "composed", "vectors"]]
+    queries: list[Literal["text", "image", "composed", "vectors", "item"]]
     """Kinds of queries that the representation supports."""
     candidates: list[str] = []
     """Values of `candidates` that the representation supports: `exact` and the names of its
@@ -607,6 +644,54 @@ class IndexInfo(Response):
     """Whether hits can be reranked by EDJE."""
     columns: dict[str, str]
     """Columns that a filter can use, with their Arrow types."""
+
+
+class FacetValue(Response):
+    """Value of a column with the number of items that have it."""
+
+    value: str
+    """The value."""
+    count: int
+    """Number of items."""
+
+
+class Facet(Response):
+    """Values of a column that a filter can use."""
+
+    column: str
+    """Name of the column."""
+    values: list[FacetValue]
+    """The most frequent values, in descending order of their counts."""
+    num_values: int
+    """Number of different values."""
+
+
+class RepresentationSize(Response):
+    """Size of a representation, estimated from a sample of the items."""
+
+    name: str
+    """Name of the representation."""
+    vectors_per_item: float
+    """Mean number of vectors per item."""
+    bytes_per_item: float
+    """Mean size of the vectors of an item, in bytes."""
+
+
+class IndexFacets(Response):
+    """Facets of the items of an index, sizes of its representations, and example queries."""
+
+    index: str
+    """Name of the index."""
+    version: int
+    """Version of the index."""
+    num_items: int
+    """Number of items."""
+    facets: list[Facet]
+    """Facets."""
+    sizes: list[RepresentationSize]
+    """Sizes of the representations."""
+    examples: list[str]
+    """Example queries: those in the settings of the server, else short texts of some items."""
 
 
 class IndexList(Response):

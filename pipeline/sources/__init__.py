@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, Generic
+from typing import Any, BinaryIO, ClassVar, Generic
 
 import numpy as np
 import pyarrow as pa
@@ -140,6 +141,34 @@ class Source(ABC, Generic[ComponentSpecT]):
             Unreadable, OSError: The item has no file, or the file cannot be read.
         """
         raise Unreadable(NO_PREVIEW, f"modality {item['modality']} has no file")
+
+    def file_state(self, item: dict[str, Any]) -> Any:
+        """Returns a value that changes whenever the file of an indexed item is replaced or written.
+
+        It is read without the content of the file. None means that there is no such value.
+
+        Args:
+            item: The row of the item, with the metadata as a mapping.
+
+        Raises:
+            Unreadable, OSError: The file cannot be read.
+        """
+        return None
+
+    def open_file(self, item: dict[str, Any]) -> AbstractContextManager[tuple[BinaryIO, int, int]]:
+        """Opens the media file of an indexed item.
+
+        Args:
+            item: The row of the item, with the metadata as a mapping.
+
+        Returns:
+            A context with a seekable stream, the position of the first byte of the file in the
+            stream, and the size of the file in bytes.
+
+        Raises:
+            Unreadable, OSError: The item has no media file, or it cannot be read.
+        """
+        raise Unreadable(NO_PREVIEW, f"modality {item['modality']} has no media file")
 
     def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
         """Returns an encoded image of an indexed item, for previews.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import fsspec
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
@@ -132,6 +134,20 @@ def _size(fs: AbstractFileSystem, path: str, size: int) -> int:
     except OSError:
         pass
     return size
+
+
+def file_state(fs: AbstractFileSystem, path: str) -> Any:
+    """Returns a value that changes whenever a file is replaced or written, or None if unknown.
+
+    The time of the last status change cannot be set by a program, in contrast to the modification
+    time.
+    """
+    if isinstance(fs, LocalFileSystem):
+        status = os.stat(path)
+        times = status.st_mtime_ns, status.st_ctime_ns
+        return status.st_dev, status.st_ino, status.st_size, *times
+    info = fs.info(path)
+    return next(((info["size"], str(info[k])) for k in ("ETag", "LastModified") if k in info), None)
 
 
 def escape(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import itertools
 import shutil
 import tarfile
@@ -24,11 +25,12 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.decoding.untrusted import TAR_ERRORS, TarArchive, check_regular, open_file
 from pipeline.schema import Item, Reject, detail_with_file, item_id_problem, payload_schema
-from pipeline.sources import Source, make_revision
+from pipeline.sources import NO_PREVIEW, Source, make_revision
 from pipeline.sources.files import (
     SPECIAL_FILE_SIZE,
     escape,
     existing_root,
+    file_state,
     find_files,
     resolve_folder,
 )
@@ -39,6 +41,8 @@ ARCHIVE, ZIP = ".tar", ".zip"
 BYTES_PER_SHARD = 64 << 20
 #: Maximum size of a caption or metadata file in an archive.
 SIDECAR_BYTES = 1 << 20
+#: Maximum size of a compressed archive member that is read into memory for a preview.
+MAX_BUFFERED_BYTES = 64 << 20
 SIDECARS = (".txt", ".caption", ".json")
 
 
@@ -274,6 +278,26 @@ class MediaSource(Source[MediaSpecT]):
         """Returns the current content hash of an item's file, or a hash of its size and date."""
         file = self.find_file(item["parent_id"], item["metadata"] or {})
         return config.digest(self._content(file, None))
+
+    def file_state(self, item: dict[str, Any]) -> Any:
+        """Returns a value that changes whenever the file or archive of an item is written."""
+        file = self.find_file(item["parent_id"], item["metadata"] or {})
+        return file_state(*self.resolve_path(file))
+
+    @contextmanager
+    def open_file(self, item: dict[str, Any]) -> Iterator[tuple[BinaryIO, int, int]]:
+        """Opens the file of an item. A compressed archive member is read into memory."""
+        file = self.find_file(item["parent_id"], item["metadata"] or {})
+        if file.row is None and file.deflated is None:
+            with open_file(*self.resolve_path(file)) as stream:
+                size = stream.seek(0, 2) if file.offset is None else file.size or 0
+                yield stream, file.offset or 0, size
+            return
+        if (file.size or 0) > MAX_BUFFERED_BYTES:
+            raise Unreadable(NO_PREVIEW, "a compressed archive member that is too large")
+        with self._open(file) as content:
+            data = content.read(MAX_BUFFERED_BYTES)
+        yield io.BytesIO(data), 0, len(data)
 
     def _content(self, file: MediaFile, path: str | None) -> Any:
         fs, path_in_fs = self.resolve_path(file)

@@ -21,7 +21,13 @@ from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.decoding.untrusted import check_regular
 from pipeline.schema import Item, Reject, item_id_problem, payload_schema
 from pipeline.sources import Source, make_revision
-from pipeline.sources.files import escape, existing_root, find_files, resolve_folder
+from pipeline.sources.files import (
+    escape,
+    existing_root,
+    file_state,
+    find_files,
+    resolve_folder,
+)
 
 SUFFIX = ".pdf"
 #: One task processes one shard. Small shards balance the load of the tasks.
@@ -214,6 +220,11 @@ class Pages(Source["Pages.Spec"]):
         """Returns the hash of the current content of the document to which an item belongs."""
         with self._local_path(item["parent_id"]) as path:
             return config.digest(_content(path))
+
+    def file_state(self, item: dict[str, Any]) -> Any:
+        """Returns a value that changes whenever the document of an item is written."""
+        fs, folder = self._folder
+        return file_state(fs, f"{folder}/{item['parent_id']}")
 
     def _decode_document(self, document: str, items: Sequence[Item]) -> Iterator[Item | Reject]:
         numbers = [int(item.span[1]) for item in items if item.span]

@@ -27,6 +27,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "mr_none": {"name": "none", "indexes": []},
     "mr_old": {"name": "old", "expires": "2020-01-01"},
     "mr_slow": {"name": "slow", "requests_per_second": 0.01},
+    "mr_limited": {"name": "limited", "requests_per_second": 0.01},
 }
 
 

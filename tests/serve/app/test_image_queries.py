@@ -19,7 +19,12 @@ def test_image_queries(serving_once, checkpoint, tmp_path):
     uri, photo = str(tmp_path / "index"), photos["3.png"]
     url = serving_once({"indexes": {"i": {"uri": uri}}}, "images")
     with Client(url, tries=20) as client:
-        assert client.indexes()[0].representations[0].queries == ["text", "image", "vectors"]
+        assert client.indexes()[0].representations[0].queries == [
+            "text",
+            "image",
+            "vectors",
+            "item",
+        ]
         searcher = open_index(uri)
         assert client.search(photo, k=1).hits[0].item_id == "3.png"
         for query in (photo, "a bird"):
@@ -50,7 +55,7 @@ def test_composed_queries(serving_once, checkpoint, tmp_path):
     url = serving_once({"indexes": {"i": {"uri": uri, "num_shards": 2}}}, "composed")
     query = Composed("but in red", photo)
     with Client(url, tries=20) as client:
-        kinds = ["text", "image", "composed", "vectors"]
+        kinds = ["text", "image", "composed", "vectors", "item"]
         assert client.indexes()[0].representations[0].queries == kinds
         searcher = open_index(uri)
         for name in ("full", "hpool_8"):

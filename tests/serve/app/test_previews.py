@@ -18,12 +18,14 @@ from PIL import Image
 from pipeline import config
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.search.previews import MAX_PART_BYTES
 from pipeline.serve import wire
 from tests import media
 from tests.pdfs import Page, pdf
 
 PAGE, PHOTO, LETTER = "a.pdf#page=1", "red.png", "letter.txt"
 AUDIO, CLIP = "talk.wav#t=0,3", "clip.mp4#t=0,3.033"
+LONG = "long.wav#t=0,80"
 
 pytestmark = pytest.mark.heavy
 
@@ -39,7 +41,9 @@ def write_corpus(folder: Path) -> list[dict[str, Any]]:
     (folder / "photos/photos.jsonl").write_text(json.dumps(line))
     media.write_video(folder / "clips/clip.mp4", media.frame_times(4, 1), keyframe_every=1)
     media.write_audio(folder / "sound/talk.wav", media.tones(3))
-    transcripts = [{"id": name, "text": "some words"} for name in ("clip.mp4", "talk.wav")]
+    media.write_audio(folder / "sound/long.wav", media.tones(80))
+    names = ("clip.mp4", "talk.wav", "long.wav")
+    transcripts = [{"id": i, "text": "some words", "start": 0, "end": 3} for i in names]
     (folder / "transcripts.jsonl").write_text("\n".join(map(json.dumps, transcripts)))
     clips = {"name": "video", "path": str(folder / "clips"), "window_seconds": 10, "fps": 1}
     return [
@@ -47,7 +51,7 @@ def write_corpus(folder: Path) -> list[dict[str, Any]]:
         {"name": "text", "path": str(folder / "texts")},
         {"name": "images", "path": str(folder / "photos/photos.jsonl"), "collection": "photos"},
         clips,
-        {"name": "audio", "path": str(folder / "sound")},
+        {"name": "audio", "path": str(folder / "sound"), "window_seconds": 80},
     ]
 
 
@@ -67,7 +71,7 @@ def http(serving_here, folder) -> httpx2.Client:
     }
     spec = config.parse(IndexSpec, data)
     progress = job.run(spec, IndexResources(), job="1", report=lambda line: None)
-    assert progress.indexed == 5
+    assert progress.indexed == 6
     url = serving_here({"indexes": {"previews": {"uri": str(folder / "index")}}}, "previews")
     with httpx2.Client(base_url=url, timeout=60) as http:
         yield http
@@ -137,6 +141,98 @@ def test_rejects_invalid_parameters(http):
     assert message == "field 'what' was renamed to 'media'"
 
 
+@pytest.mark.parametrize(("item_id", "width"), [(PAGE, 40), (PHOTO, 32), (CLIP, 24)])
+def test_thumbnails(http, item_id, width):
+    full = read_image(preview(http, item_id))
+    small = read_image(preview(http, item_id, width=width))
+    assert max(small.shape[:2]) == width < max(full.shape[:2])
+    assert small.shape[0] / small.shape[1] == pytest.approx(full.shape[0] / full.shape[1], rel=0.06)
+    for wrong in (0, 15, 5000, "wide"):
+        error_message(preview(http, item_id, width=wrong), 422, "invalid_argument")
+
+
+def test_entity_tags_of_previews(http):
+    response = preview(http, PAGE, width=40)
+    etag = response.headers["etag"]
+    url = f"/v1/previews/{quote(PAGE, safe='')}"
+    headers = {"If-None-Match": etag}
+    again = http.get(url, params={"width": 40}, headers=headers)
+    assert (again.status_code, again.content) == (304, b"")
+    assert http.get(url, params={"width": 41}, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("item_id", "file", "kind"),
+    [
+        (PHOTO, "photos/red.png", "image/png"),
+        (CLIP, "clips/clip.mp4", "video/mp4"),
+        (AUDIO, "sound/talk.wav", "audio/wav"),
+    ],
+)
+def test_media_files(http, folder, item_id, file, kind):
+    content, url = (folder / file).read_bytes(), f"/v1/media/{quote(item_id, safe='')}"
+    response = http.get(url)
+    assert response.status_code == 200 and response.content == content
+    assert response.headers["content-type"] == kind
+    assert response.headers["accept-ranges"] == "bytes"
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["content-security-policy"] == "default-src 'none'; sandbox"
+    size, etag = len(content), response.headers["etag"]
+    for header, start, end in (
+        ("bytes=0-", 0, size),
+        ("bytes=10-19", 10, 20),
+        (f"bytes={size - 5}-{size + 100}", size - 5, size),
+        ("bytes=-7", size - 7, size),
+    ):
+        part = http.get(url, headers={"Range": header})
+        assert part.status_code == 206 and part.content == content[start:end]
+        assert part.headers["content-range"] == f"bytes {start}-{end - 1}/{size}"
+    part = http.get(url, headers={"Range": f"bytes={size}-"})
+    assert part.status_code == 416 and part.headers["content-range"] == f"bytes */{size}"
+    assert http.get(url, headers={"If-None-Match": etag}).status_code == 304
+    headers = {"Range": "bytes=1-2", "If-Range": etag}
+    assert http.get(url, headers=headers).status_code == 206
+    headers["If-Range"] = '"other"'
+    assert http.get(url, headers=headers).content == content
+
+
+def test_media_of_large_files(http, folder):
+    """A file of several parts is sent completely, and a range in parts of 2 MiB."""
+    part = http.get(f"/v1/media/{quote(LONG, safe='')}", headers={"Range": "bytes=0-"})
+    long = (folder / "sound/long.wav").read_bytes()
+    assert part.content == long[:MAX_PART_BYTES]
+    assert part.headers["content-range"] == f"bytes 0-{MAX_PART_BYTES - 1}/{len(long)}"
+    assert http.get(f"/v1/media/{quote(LONG, safe='')}").content == long
+
+
+@pytest.mark.parametrize("item_id", [PAGE, LETTER, "nobody", "../transcripts.jsonl"])
+def test_rejects_items_without_media_file(http, item_id):
+    error_message(http.get(f"/v1/media/{quote(item_id, safe='')}"), 404, "not_found")
+
+
+def test_part_of_an_item_as_query(http):
+    """A region of a page, and an interval of audio, are queries."""
+    page = {"query": {"item": PAGE, "box": [0, 0, 1, 1]}, "explain": "matches", "k": 2}
+    hits = http.post("/v1/search", json=page).json()["hits"]
+    assert hits[0]["item_id"] == PAGE and hits[0]["modality"] == "page"
+    whole = {match["query_token"] for match in hits[0]["matches"]}
+    assert {"harbour", "Lisbon"} <= whole
+    # "the" begins at 20 of 200 points, and "harbour" is at 44 to 86 points.
+    page["query"]["box"] = [0.2, 0, 0.45, 1]
+    hits = http.post("/v1/search", json=page).json()["hits"]
+    assert {match["query_token"] for match in hits[0]["matches"]} == {"harbour"}
+    audio = {"query": {"item": AUDIO, "times": [0, 3]}, "k": 3}
+    hits = http.post("/v1/search", json=audio).json()["hits"]
+    assert {hit["item_id"] for hit in hits} == {AUDIO, CLIP, LONG}  # with the same words
+
+
+def test_facets(http):
+    facets = http.get("/v1/indexes/previews/facets").json()
+    counts = {facet["column"]: facet["values"] for facet in facets["facets"]}
+    modalities = {value["value"]: value["count"] for value in counts["modality"]}
+    assert modalities == {"text": 1, "page": 1, "image": 1, "video": 1, "audio": 2}
+
+
 @pytest.mark.parametrize(
     ("item_id", "file", "parameters"),
     [
@@ -159,6 +255,8 @@ def test_rejects_removed_or_modified_file(http, folder, item_id, file, parameter
         path.write_bytes(bytes(other))
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         error_message(preview(http, item_id, **parameters), 410, "gone")
+        if item_id != PAGE:
+            error_message(http.get(f"/v1/media/{quote(item_id, safe='')}"), 410, "gone")
     finally:
         path.write_bytes(content)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.search.maps import similarity_map
 from pipeline.search.searcher import open_index
+from pipeline.search.stored_items import stored_query
 from pipeline.serve import wire
 from pipeline.serve.client import AsyncClient, ServerError
 
@@ -219,3 +220,53 @@ def test_invalid_request_does_not_fail_concurrent_ones(url, searcher):
     assert isinstance(error, ServerError) and error.problem.field == "filter"
     for response in responses:
         assert_same(response.hits, searcher.search("heat", k=3))
+
+
+@pytest.mark.parametrize("index", INDEXES)
+@pytest.mark.parametrize("score", ["maxsim", "hybrid"])
+def test_item_as_query(client, searcher, index, score):
+    """Searches by the stored vectors of an item of any shard."""
+    for item_id, representation in itertools.product(["wing/1", "bread/2"], ["full", "hpool_4"]):
+        options = {"score": score, "k": 4}
+        query = stored_query(searcher.index, item_id, representation)
+        (expected,) = searcher.search(
+            searcher.encoders.transform(query, representation), representation, **options
+        )
+        hits = client.search(
+            wire.StoredItem(item=item_id), index=index, representation=representation, **options
+        ).hits
+        assert_same(hits, expected)
+        assert hits[0].item_id == item_id
+        assert (hits[0].modality, hits[0].source) == ("text", "test")
+
+
+@pytest.mark.parametrize(
+    ("query", "options", "field"),
+    [
+        ({"item": "nobody"}, {}, "query.item"),
+        ({"item": "wing/1", "box": [0, 0, 1, 1]}, {}, "query.box"),
+        ({"item": "wing/1", "times": [0, 1]}, {}, "query.times"),
+        ({"item": "wing/1", "box": [1, 0, 0, 1]}, {}, "query.box"),
+        ({"item": "wing/1", "box": [0, 0, 1, 2]}, {}, "query.box[3]"),
+        ({"item": "wing/1", "times": [1, 1]}, {}, "query.times"),
+        ({"item": ""}, {}, "query.item"),
+        ({"item": "wing/1", "page": 1}, {}, "query.page"),
+        ({"item": "wing/1"}, {"rerank": {"method": "edje"}}, "rerank.method"),
+        ({"item": "wing/1"}, {"idf_power": 1}, "idf_power"),
+    ],
+)
+def test_rejects_invalid_item_queries(http, query, options, field):
+    response = http.post("/v1/search", json={"query": query, "index": "texts", **options})
+    error = wire.ErrorResponse.model_validate_json(response.content).error
+    assert (response.status_code, error.field) == (422, field), error
+
+
+def test_item_as_query_with_rerank(client):
+    hits = client.search(
+        wire.StoredItem(item="wing/1"),
+        index="texts",
+        representation="hpool_2",
+        rerank=wire.Rerank(representation="full", rerank_depth=6),
+        k=2,
+    ).hits
+    assert hits[0].item_id == "wing/1" and hits[0].first_stage is not None

@@ -1,0 +1,136 @@
+"""Facets of the items of an index, sizes of its representations and example queries."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.index.reader import Index, quote
+
+#: Columns with facets.
+FACET_COLUMNS = ("modality", "source")
+#: Maximum number of values of a facet.
+MAX_VALUES = 50
+#: Number of items from which the size of a representation is estimated.
+SAMPLE_ITEMS = 64
+#: Number of example queries, and their maximum length in characters.
+NUM_EXAMPLES, MAX_EXAMPLE_CHARS = 6, 90
+
+
+@dataclass(frozen=True)
+class Facet:
+    """Values of a column with the number of items that have them.
+
+    Attributes:
+        column: Name of the column.
+        values: (value, number of items), the most frequent values first.
+        num_values: Number of different values, which may exceed the length of `values`.
+    """
+
+    column: str
+    values: list[tuple[str, int]]
+    num_values: int
+
+
+@dataclass(frozen=True)
+class RepresentationSize:
+    """Size of a representation, estimated from a sample of the items.
+
+    Attributes:
+        name: Name of the representation.
+        vectors_per_item: Mean number of vectors per item that has any.
+        bytes_per_item: Mean size of these vectors, in bytes.
+    """
+
+    name: str
+    vectors_per_item: float
+    bytes_per_item: float
+
+
+@dataclass(frozen=True)
+class IndexFacets:
+    """Facets of an index, sizes of its representations and example queries."""
+
+    facets: list[Facet]
+    sizes: list[RepresentationSize]
+    examples: list[str]
+
+
+def index_facets(index: Index) -> IndexFacets:
+    """Computes the facets of an index.
+
+    The values of the facet columns of all items are counted. Sizes and examples are estimated from
+    a sample of the items.
+    """
+    groups: Counter[tuple[str, ...]] = Counter()
+    for batch in index.batches(FACET_COLUMNS, batch_rows=1 << 16):
+        table = pa.Table.from_batches([batch]).group_by([*FACET_COLUMNS])
+        counted = table.aggregate([([], "count_all")])
+        for row in counted.to_pylist():
+            groups[tuple(row[column] for column in FACET_COLUMNS)] += row["count_all"]
+    facets = []
+    for position, column in enumerate(FACET_COLUMNS):
+        counts: Counter[str] = Counter()
+        for values, count in groups.items():
+            counts[values[position]] += count
+        ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+        facets.append(Facet(column, ordered[:MAX_VALUES], len(ordered)))
+    num_items = sum(groups.values())
+    sizes = [_size(index, name, num_items) for name in index.representations()]
+    return IndexFacets(facets, [size for size in sizes if size], _examples(index, groups))
+
+
+def _size(index: Index, name: str, num_items: int) -> RepresentationSize | None:
+    """Estimates the size of a representation from items that are evenly spaced in storage order.
+
+    Returns None if no item has vectors. If the sampled items have none, such as the captions of a
+    few photos among texts, the first items with vectors are used.
+    """
+    info, codec = index.representation(name), index.codec(name)
+    rows = np.unique(np.linspace(0, max(num_items - 1, 0), SAMPLE_ITEMS).astype(int)).tolist()
+    with index.corruption_errors():
+        column = index.dataset.take(rows[:num_items], columns=[info.column])[info.column]
+        if column.null_count == len(column):
+            filter = f"`{info.column}` IS NOT NULL"
+            table = index.dataset.to_table([info.column], filter=filter, limit=SAMPLE_ITEMS)
+            column = table[info.column]
+    length = pc.mean(pc.list_value_length(column)).as_py()
+    if length is None:
+        return None
+    return RepresentationSize(name, length, length * codec.token_bytes(info.dim))
+
+
+def _examples(index: Index, groups: Counter[tuple[str, ...]]) -> list[str]:
+    """Returns short texts of items, of as many modalities and sources as possible."""
+    stored = index.schema.names
+    columns = [name for name in ("title", "caption", "text") if name in stored]
+    by_group = []
+    for values, _ in groups.most_common(NUM_EXAMPLES):
+        pairs = zip(FACET_COLUMNS, values, strict=True)
+        filter = " AND ".join(f"{column} = {quote(value)}" for column, value in pairs)
+        with index.corruption_errors():
+            table = index.dataset.to_table(columns, filter=filter, limit=2 * NUM_EXAMPLES)
+        texts = [_example(row) for row in table.to_pylist()]
+        by_group.append([text for text in dict.fromkeys(texts) if text])
+    longest = max(map(len, by_group), default=0)
+    texts = [group[i] for i in range(longest) for group in by_group if i < len(group)]
+    return list(dict.fromkeys(texts))[:NUM_EXAMPLES]
+
+
+def _example(row: dict[str, Any]) -> str:
+    """Returns the caption, the title or the first words of an item as a query.
+
+    >>> _example({"caption": None, "title": "On wings .", "text": "The lift of a wing"})
+    'On wings'
+    """
+    text = next((row[name] for name in ("caption", "title", "text") if row.get(name)), "")
+    words = re.split(r"[\n.?!]", text.strip())[0].split()
+    while len(" ".join(words)) > MAX_EXAMPLE_CHARS:
+        words.pop()
+    return " ".join(words)

@@ -1,0 +1,622 @@
+/** The search page: its state, its views and the searches that they show. */
+
+import { Media, getJson, getKey, search, setKey } from "./api.js";
+import {
+  CONTROLS,
+  clearErrors,
+  currentRepresentation,
+  fillControls,
+  indexInfo,
+  showFieldError,
+  sizeOf,
+} from "./controls.js";
+import { $, h, replace } from "./dom.js";
+import { Evaluations } from "./evaluations.js";
+import { hitCard } from "./hits.js";
+import { dataUrl, imageOf, readImage } from "./images.js";
+import { Judge, setUpExport } from "./judge.js";
+import { changes, kendall, lost, overlap } from "./ranks.js";
+import { formatState, hasQuery, parseState, searchBody } from "./state.js";
+import { bytes, describeRepresentation, milliseconds } from "./text.js";
+import { Viewer } from "./viewer.js";
+
+let state = parseState(location.search);
+let image = history.state?.image ?? null;
+let indexes = [];
+const facetsByIndex = new Map();
+let controller = new AbortController();
+let media = new Media();
+/** Query image of the shown results. */
+let shownImage = null;
+/** Columns of the shown results: {side, label, response, hits, representation}. */
+let columns = [];
+
+const viewer = new Viewer({
+  close: () => go({ open: "" }),
+  step: (by) => {
+    const hits = openColumn()?.hits ?? [];
+    const at = hits.findIndex((hit) => hit.item_id === state.open);
+    const next = hits[at + by];
+    if (next) go({ open: next.item_id }, { replace: true });
+  },
+  similar: (hit, part) => searchByItem(hit, part),
+});
+const evaluations = new Evaluations({
+  href: (change) => `./${formatState({ ...state, open: "", ...change })}`,
+  go,
+});
+
+// -- state ------------------------------------------------------------------------------------
+
+/** Changes the state and shows it. The change is an entry of the history of the browser. */
+function go(change, { replace: isReplacing = false } = {}) {
+  const next = { ...state, ...change };
+  const url = formatState(next) || "./";
+  const entry = { image };
+  if (isReplacing) history.replaceState(entry, "", url);
+  else history.pushState(entry, "", url);
+  return show(next);
+}
+
+async function show(next) {
+  if (!next.index && indexes.length) next.index = indexes[0].name;
+  const withoutItem = (other) => formatState({ ...other, open: "" });
+  const isSameSearch = image === shownImage && withoutItem(next) === withoutItem(state);
+  state = next;
+  if (isSameSearch && columns.length) {
+    showItem();
+    return;
+  }
+  await update();
+}
+
+window.addEventListener("popstate", (event) => {
+  image = event.state?.image ?? null;
+  show(parseState(location.search));
+});
+
+/** Shows the current state: loads what the view needs, and searches. */
+async function update() {
+  controller.abort();
+  controller = new AbortController();
+  const { signal } = controller;
+  columns = [];
+  shownImage = image;
+  clearErrors();
+  hideBanner();
+  document.body.dataset.view = state.view;
+  for (const link of document.querySelectorAll("nav a[data-view]")) {
+    const isCurrent = link.dataset.view === state.view;
+    link.toggleAttribute("aria-current", isCurrent);
+    if (isCurrent) link.setAttribute("aria-current", "page");
+    link.href = `./${formatState({ ...state, open: "", evaluation: "", view: link.dataset.view })}`;
+  }
+  showQueryPart();
+  try {
+    if (!indexes.length) indexes = (await getJson("v1/indexes", {}, signal)).indexes;
+    if (!indexes.length) {
+      showEmpty("No index", "This access key cannot access any index of the server.");
+      return;
+    }
+    if (!state.index) state.index = indexes[0].name;
+    if (state.view === "compare" && !state.rep2) chooseSides();
+    fillControls(state, indexes, facetsByIndex.get(state.index));
+    if (!indexInfo(state, indexes)) {
+      showError({ field: "index", message: `unknown index '${state.index}'` });
+      return;
+    }
+    loadFacets(signal);
+    if (state.view === "evaluations") {
+      await evaluations.show($("results"), state, signal);
+      return;
+    }
+    if (!hasQuery(state, image)) {
+      showStart();
+      return;
+    }
+    await runSearch(signal);
+  } catch (error) {
+    if (error.name !== "AbortError" && !signal.aborted) showError(error);
+  }
+}
+
+/** Compares the default representation with the smallest one, if the URL names none. */
+function chooseSides() {
+  const info = indexInfo(state, indexes);
+  const found = (info?.representations ?? []).filter(({ role }) => role === "search");
+  const left = state.rep || info?.default_representation || "";
+  const other = found.find(({ name }) => name !== left)?.name ?? left;
+  state.rep = left;
+  state.rep2 = other;
+}
+
+/** Loads the facets after the first results, which do not need them. */
+async function loadFacets(signal) {
+  const name = state.index;
+  if (facetsByIndex.has(name)) {
+    fillExamples();
+    return;
+  }
+  try {
+    const facets = await getJson(`v1/indexes/${encodeURIComponent(name)}/facets`, {}, signal);
+    facetsByIndex.set(name, facets);
+  } catch {
+    return; // the page works without facets
+  }
+  if (signal.aborted || state.index !== name) return;
+  if (!$("search-form").contains(document.activeElement) || document.activeElement === $("q")) {
+    const draft = $("q").value;
+    fillControls(state, indexes, facetsByIndex.get(name));
+    $("q").value = draft;
+  }
+  columns.forEach(fillColumnHead);
+  fillExamples();
+}
+
+function fillExamples() {
+  const examples = facetsByIndex.get(state.index)?.examples ?? [];
+  const chips = examples.map((text) =>
+    h(
+      "a.chip",
+      {
+        href: `./${formatState({ ...state, q: text, item: "", box: "", times: "", open: "" })}`,
+        on: {
+          click: (event) => {
+            if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+            event.preventDefault();
+            image = null;
+            go({ q: text, item: "", box: "", times: "", open: "" });
+          },
+        },
+      },
+      text,
+    ),
+  );
+  const isShown = chips.length > 0 && state.view !== "evaluations" && !hasQuery(state, image);
+  $("examples").hidden = !isShown;
+  replace($("examples"), h("span.facet-name", {}, "Try"), chips);
+}
+
+// -- query ------------------------------------------------------------------------------------
+
+/** Shows the image or the item that is part of the query, with a button that removes it. */
+function showQueryPart() {
+  const part = $("query-part");
+  part.hidden = !(state.item || image);
+  if (part.hidden) {
+    part.replaceChildren();
+    return;
+  }
+  const remove = h(
+    "button.icon",
+    {
+      type: "button",
+      "aria-label": "Remove from the query",
+      on: {
+        click: () => {
+          image = null;
+          go({ item: "", box: "", times: "", open: "" });
+          $("q").focus();
+        },
+      },
+    },
+    "✕",
+  );
+  if (state.item) {
+    const kind = state.box || state.times ? "part of " : "like ";
+    replace(part, h("span.query-item", { title: state.item }, kind, state.item), remove);
+  } else {
+    replace(part, h("img", { src: dataUrl(image), alt: "Query image" }), remove);
+  }
+}
+
+async function useImage(file) {
+  clearErrors();
+  try {
+    image = await readImage(file);
+  } catch (error) {
+    showFieldError({ field: "query", message: `Query image: ${error.message}` });
+    return;
+  }
+  columns = [];
+  go({ item: "", box: "", times: "", open: "", q: $("q").value });
+}
+
+function searchByItem(hit, part = {}) {
+  image = null;
+  go({
+    view: state.view === "compare" ? "compare" : "search",
+    q: "",
+    item: hit.item_id,
+    box: part.box ? part.box.join(",") : "",
+    times: part.times ? part.times.join(",") : "",
+    open: "",
+  });
+  window.scrollTo({ top: 0 });
+}
+
+// -- results ----------------------------------------------------------------------------------
+
+async function runSearch(signal) {
+  viewer.close();
+  showLoading();
+  const sides = state.view === "compare" ? ["a", "b"] : ["a"];
+  const found = await Promise.allSettled(
+    sides.map((side) => search({ ...searchBody(state, image, side), explain: "matches" }, signal)),
+  );
+  if (signal.aborted) return;
+  const failures = found
+    .map((result, i) => ({ error: result.reason, side: sides[i] }))
+    .filter(({ error }) => error);
+  if (failures.length) {
+    const { error, side } = failures[0];
+    if (error.name !== "AbortError") showError(error, side);
+    return;
+  }
+  performance.mark("maxray-answer");
+  columns = sides.map((side, i) => {
+    const response = found[i].value;
+    const hits = response.hits.filter((hit) => hit.item_id !== state.item);
+    hits.forEach((hit, rank) => (hit.rank = rank + 1));
+    const info = indexInfo(state, indexes);
+    const representation = currentRepresentation(state, info, side);
+    return { side, response, hits, representation, label: response.representation };
+  });
+  drawResults();
+  performance.measure("maxray-draw", "maxray-answer");
+  if (state.open) showItem();
+}
+
+function drawResults() {
+  media.release();
+  media = new Media();
+  const results = $("results");
+  results.removeAttribute("aria-busy");
+  const judge = new Judge(state, image);
+  const reference = columns[0].hits.map((hit) => hit.item_id);
+  const moved = columns[1] ? changes(columns[1].hits.map((hit) => hit.item_id), reference) : null;
+  const parts = columns.map((column, i) => {
+    const canSearchItems = column.representation?.queries.includes("item") ?? false;
+    const cards = column.hits.map((hit) =>
+      hitCard(hit, {
+        index: state.index,
+        media,
+        judge,
+        canSearchItems,
+        href: () => `./${formatState({ ...state, open: hit.item_id })}`,
+        open: () => go({ open: hit.item_id }),
+        similar: () => searchByItem(hit),
+        change: i && moved ? moved.get(hit.item_id) : null,
+      }),
+    );
+    column.head = h("div.column-head");
+    fillColumnHead(column);
+    const list = cards.length
+      ? h("ol.hits", {}, cards)
+      : h("div.empty", {}, h("h2", {}, "No hits"), h("p", {}, emptyHint()));
+    return h("div.column", { dataset: { side: column.side } }, column.head, list, lostList(i));
+  });
+  replace(results, comparison(), h("div.columns", { class: `columns count-${parts.length}` }, parts));
+  const warnings = columns.flatMap(({ response }) => response.warnings);
+  if (warnings.length) showBanner(warnings.join(" "), "warning");
+  $("status").textContent = statusText();
+}
+
+function statusText() {
+  const [first] = columns;
+  const total = Math.max(...columns.map(({ response }) => response.durations_ms.total));
+  const number = first.hits.length;
+  const text = `${number} ${number === 1 ? "hit" : "hits"} in ${milliseconds(total)}`;
+  return `${text} · ${first.response.index}, version ${first.response.version}`;
+}
+
+function emptyHint() {
+  return state.filter
+    ? "No item matches the filter and the query. Remove or change the filter."
+    : "The index has no items with vectors in this representation.";
+}
+
+/** Shows the representation, its size and the duration of each stage above a column. */
+function fillColumnHead(column) {
+  const size = sizeOf(column.response.representation, facetsByIndex.get(state.index));
+  const { durations_ms: durations, representation, candidates, reranked } = column.response;
+  const stages = Object.entries(durations).filter(([name]) => name !== "total");
+  replace(
+    column.head,
+    h("h2", {}, representation),
+    h("p.note", {}, describeRepresentation(column.representation, size)),
+    h(
+      "p.note",
+      { title: stages.map(([name, value]) => `${name} ${milliseconds(value)}`).join(", ") },
+      `${milliseconds(durations.total)} · ${candidates} candidates`,
+      reranked ? " · reranked" : "",
+    ),
+  );
+  column.bytes = size?.bytes_per_item ?? null;
+  const summary = $("comparison");
+  if (summary && columns.length === 2) fillComparison(summary);
+}
+
+function comparison() {
+  if (columns.length < 2) return null;
+  const element = h("dl", { id: "comparison" });
+  fillComparison(element);
+  return element;
+}
+
+/** Shows how much of the left ranking the right one retains, and what it costs. */
+function fillComparison(element) {
+  const [left, right] = columns.map((column) => column.hits.map((hit) => hit.item_id));
+  const k = Math.max(left.length, right.length);
+  const tau = kendall(left, right);
+  const [one, other] = columns;
+  const ms = columns.map(({ response }) => response.durations_ms.total);
+  const rows = [
+    [`overlap@${k}`, `${Math.round(100 * overlap(left, right, k))} %`],
+    ["Kendall's τ", tau === null ? "–" : tau.toFixed(2)],
+    ["time", `${milliseconds(ms[0])} → ${milliseconds(ms[1])}`],
+  ];
+  if (one.bytes && other.bytes) {
+    const share = other.bytes / one.bytes;
+    const sizes = `${bytes(one.bytes)} → ${bytes(other.bytes)}`;
+    rows.push(["vectors per item", `${sizes} (${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %)`]);
+  }
+  replace(
+    element,
+    rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+  );
+}
+
+/** Lists the hits of the left column that the right one lost. */
+function lostList(column) {
+  if (column !== 1) return null;
+  const [left, right] = columns.map(({ hits }) => hits.map((hit) => hit.item_id));
+  const ids = lost(right, left);
+  if (!ids.length) return null;
+  const items = ids.map((id) => {
+    const hit = columns[0].hits.find((other) => other.item_id === id);
+    const href = `./${formatState({ ...state, open: id })}`;
+    const open = (event) => {
+      event.preventDefault();
+      go({ open: id });
+    };
+    return h(
+      "li",
+      {},
+      h("span.rank", {}, hit.rank),
+      h("a", { href, on: { click: open } }, hit.title || id),
+      h("span.id", {}, id),
+    );
+  });
+  return h("div.lost", {}, h("h3", {}, `Lost (${ids.length})`), h("ul", {}, items));
+}
+
+function openColumn() {
+  return columns.find(({ hits }) => hits.some((hit) => hit.item_id === state.open));
+}
+
+/** Opens or closes the item view, as the state says. */
+function showItem() {
+  const column = openColumn();
+  if (!state.open || !column) {
+    const wasOpen = viewer.isOpen;
+    viewer.close();
+    if (wasOpen && lastOpened) {
+      const selector = `[data-item="${CSS.escape(lastOpened)}"] .hit-title a`;
+      document.querySelector(selector)?.focus();
+    }
+    return;
+  }
+  lastOpened = state.open;
+  viewer.open(
+    column.hits.find((hit) => hit.item_id === state.open),
+    {
+      state,
+      image,
+      sides: columns,
+      canSearchItems: column.representation?.queries.includes("item") ?? false,
+      judge: new Judge(state, image),
+      hasKey: Boolean(getKey()),
+    },
+  );
+}
+let lastOpened = null;
+
+function showLoading() {
+  media.release();
+  columns = [];
+  const skeleton = () => h("li.hit.skeleton", { "aria-hidden": "true" }, h("span"), h("span"));
+  const results = $("results");
+  results.setAttribute("aria-busy", "true");
+  replace(results, h("ol.hits", {}, Array.from({ length: 4 }, skeleton)));
+  $("status").textContent = "Searching …";
+}
+
+function showStart() {
+  viewer.close();
+  columns = [];
+  const info = indexInfo(state, indexes);
+  const number = info?.num_items.toLocaleString("en-GB");
+  const text =
+    state.view === "compare"
+      ? "Run one query with two representations, and see what the smaller one loses and why."
+      : "Search by text, by an image, or by both. Open a hit to see which parts match.";
+  showEmpty(`${number} items in ${info?.name}`, text);
+}
+
+function showEmpty(heading, text) {
+  const results = $("results");
+  results.removeAttribute("aria-busy");
+  $("status").textContent = "";
+  replace(results, h("div.empty", {}, h("h2", {}, heading), h("p", {}, text)));
+}
+
+// -- errors -----------------------------------------------------------------------------------
+
+function showError(error, side) {
+  const results = $("results");
+  results.removeAttribute("aria-busy");
+  $("status").textContent = "";
+  replace(results);
+  columns = [];
+  if (error.status === 401) {
+    const text = getKey()
+      ? `The server rejected the access key: ${error.message}.`
+      : "This server requires an access key.";
+    showEmpty("Access key required", text);
+    results.firstChild.append(
+      h("button.primary", { type: "button", on: { click: askForKey } }, "Enter the access key"),
+    );
+    askForKey();
+    return;
+  }
+  if (showFieldError(error, side)) {
+    showEmpty("The search is not valid", "Correct the marked field and search again.");
+    return;
+  }
+  const messages = {
+    network: "The server cannot be reached. Check that it is running.",
+    rate_limited: "This access key has sent too many requests.",
+    unavailable: `The server is overloaded or restarting: ${error.message}.`,
+    timeout: `The search took too long: ${error.message}.`,
+    forbidden: `The server refused the request: ${error.message}.`,
+  };
+  const details = error.requestId ? ` (request ${error.requestId})` : "";
+  showBanner(`${messages[error.code] ?? error.message}${details}`, "error", true);
+  if (!(error.code in messages) && error.status === undefined) console.error(error);
+}
+
+function showBanner(text, kind, canRetry = false) {
+  const banner = $("banner");
+  banner.className = kind;
+  banner.hidden = false;
+  const retry = h("button.quiet-button", { type: "button", on: { click: update } }, "Try again");
+  replace(banner, h("span", {}, text), canRetry ? retry : null);
+}
+
+function hideBanner() {
+  $("banner").hidden = true;
+  $("banner").replaceChildren();
+}
+
+// -- access key -------------------------------------------------------------------------------
+
+function askForKey() {
+  const dialog = $("key-dialog");
+  if (viewer.isOpen) viewer.close();
+  $("key-input").value = "";
+  $("key-remove").hidden = !getKey();
+  if (!dialog.open) dialog.showModal();
+  $("key-input").focus();
+}
+
+function changeKey(key) {
+  setKey(key);
+  $("key-dialog").close();
+  indexes = [];
+  facetsByIndex.clear();
+  columns = [];
+  update();
+}
+
+// -- events -----------------------------------------------------------------------------------
+
+$("search-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const q = $("q").value;
+  const change = { q, open: "" };
+  if (q.trim()) Object.assign(change, { item: "", box: "", times: "" });
+  columns = [];
+  go({ ...change, ...controlValues() });
+});
+
+for (const name of CONTROLS) {
+  $(name).addEventListener("change", () => {
+    const change = controlValues();
+    if (name === "index") {
+      Object.assign(change, { rep: "", rep2: "", rerank: "", rerank2: "", filter: "" });
+      Object.assign(change, { score: "maxsim", candidates: "", item: "", box: "", times: "" });
+    }
+    if (name === "rep") Object.assign(change, { candidates: "" });
+    go({ ...change, q: $("q").value, open: "" });
+  });
+}
+
+function controlValues() {
+  return Object.fromEntries(CONTROLS.map((name) => [name, $(name).value]));
+}
+
+for (const link of document.querySelectorAll("nav a[data-view], .brand")) {
+  link.addEventListener("click", (event) => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    const view = link.dataset.view;
+    if (view) {
+      go({ view, open: "", evaluation: "" });
+    } else {
+      image = null;
+      go({ ...parseState(""), index: state.index });
+    }
+  });
+}
+
+$("image-button").addEventListener("click", () => $("image-file").click());
+$("image-file").addEventListener("change", () => {
+  const [file] = $("image-file").files;
+  if (file) useImage(file);
+  $("image-file").value = "";
+});
+document.addEventListener("paste", (event) => {
+  const file = imageOf(event.clipboardData);
+  if (!file) return;
+  event.preventDefault();
+  useImage(file);
+});
+document.addEventListener("dragover", (event) => {
+  if (![...event.dataTransfer.types].includes("Files")) return;
+  event.preventDefault();
+  document.body.classList.add("dropping");
+});
+document.addEventListener("dragleave", (event) => {
+  if (!event.relatedTarget) document.body.classList.remove("dropping");
+});
+document.addEventListener("drop", (event) => {
+  document.body.classList.remove("dropping");
+  event.preventDefault();
+  const file = imageOf(event.dataTransfer);
+  if (file) useImage(file);
+  else if (event.dataTransfer.files.length) {
+    showFieldError({ field: "query", message: "Query image: the file must be an image." });
+  }
+});
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) {
+    return;
+  }
+  if (event.target.matches("input, select, textarea")) return;
+  if (event.key === "/") {
+    event.preventDefault();
+    $("q").focus();
+    $("q").select();
+  }
+  const steps = { j: 1, k: -1 };
+  if (event.key in steps) {
+    const links = [...document.querySelectorAll(".hit-title a")];
+    const at = links.indexOf(document.activeElement);
+    links[Math.min(Math.max(at + steps[event.key], 0), links.length - 1)]?.focus();
+  }
+});
+
+$("key-button").addEventListener("click", askForKey);
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const key = $("key-input").value.trim();
+  if (key) changeKey(key);
+});
+$("key-remove").addEventListener("click", () => changeKey(""));
+
+const narrow = window.matchMedia("(max-width: 720px)");
+$("options").open = !narrow.matches;
+setUpExport();
+update();

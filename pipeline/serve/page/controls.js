@@ -1,0 +1,187 @@
+/** The form: representations, scores, filters and the errors of the API at their fields. */
+
+import { $, h, replace } from "./dom.js";
+import { facetFilter, parseFacetFilter } from "./state.js";
+import { count } from "./text.js";
+
+const SCORES = {
+  maxsim: "MaxSim",
+  single_vector: "single vector",
+  hybrid: "hybrid",
+  fused: "fused (with BM25)",
+};
+/** Controls of the fields of a request, as named in the errors of the API. */
+const FIELDS = {
+  index: "index",
+  query: "q",
+  representation: "rep",
+  score: "score",
+  weights: "score",
+  fusion: "score",
+  candidates: "candidates",
+  num_candidates: "candidates",
+  k: "k",
+  group_by: "group",
+  filter: "filter",
+  "rerank.rerank_depth": "depth",
+  rerank: "rerank",
+};
+/** Fields of the state that are set by a control of the same id. */
+export const CONTROLS = [
+  "index",
+  "rep",
+  "rerank",
+  "rep2",
+  "rerank2",
+  "score",
+  "candidates",
+  "depth",
+  "k",
+  "group",
+  "filter",
+];
+
+/** Returns the id of the control of a field of a request, or null. */
+export function controlOf(field, side = "a") {
+  if (!field) return null;
+  const names = Object.keys(FIELDS).filter((name) => field === name || field.startsWith(`${name}.`));
+  const name = names.sort((a, b) => b.length - a.length)[0];
+  const id = FIELDS[name] ?? null;
+  return side === "b" && (id === "rep" || id === "rerank") ? `${id}2` : id;
+}
+
+/** Shows an error of the API at its field. Returns false if no control shows the field. */
+export function showFieldError(error, side) {
+  const id = controlOf(error.field, side);
+  const control = id && $(id);
+  const message = id && $(`${id}-error`);
+  if (!control || !message) return false;
+  control.setAttribute("aria-invalid", "true");
+  message.textContent = error.message;
+  message.hidden = false;
+  if (id !== "q") $("options").open = true;
+  return true;
+}
+
+export function clearErrors() {
+  for (const message of document.querySelectorAll(".field-error")) {
+    message.hidden = true;
+    message.textContent = "";
+  }
+  for (const control of document.querySelectorAll("[aria-invalid]")) {
+    control.removeAttribute("aria-invalid");
+  }
+}
+
+/** Fills the controls with the values of a state and the options of its index. */
+export function fillControls(state, indexes, facets) {
+  const info = indexInfo(state, indexes);
+  setOptions($("index"), indexes.map(({ name }) => [name, name]), info?.name ?? state.index);
+  const searched = (info?.representations ?? []).filter(({ role }) => role === "search");
+  const names = searched.map((representation) => [
+    representation.name,
+    optionLabel(representation, sizeOf(representation.name, facets)),
+  ]);
+  const reranking = [["", "no reranking"]];
+  reranking.push(...searched.map(({ name }) => [`vectors:${name}`, `MaxSim of ${name}`]));
+  if (info?.edje) reranking.push(["edje", "EDJE"]);
+  for (const suffix of ["", "2"]) {
+    const name = state[`rep${suffix}`] || info?.default_representation || "";
+    setOptions($(`rep${suffix}`), names, name);
+    setOptions($(`rerank${suffix}`), reranking, state[`rerank${suffix}`]);
+  }
+  const representation = currentRepresentation(state, info);
+  const scores = representation?.scores ?? ["maxsim"];
+  setOptions($("score"), scores.map((name) => [name, SCORES[name] ?? name]), state.score);
+  const generators = representation?.candidates ?? [];
+  const chosen = representation?.default_candidates ?? "exact";
+  setOptions(
+    $("candidates"),
+    [["", `default (${chosen})`], ...generators.map((name) => [name, name])],
+    state.candidates,
+  );
+  $("k").value = state.k;
+  $("depth").value = state.depth;
+  $("group").value = state.group;
+  $("filter").value = state.filter;
+  $("q").value = state.q;
+  fillFacets(facets, state.filter);
+}
+
+/** Returns the index of a state. The first one is the default. */
+export function indexInfo(state, indexes) {
+  return indexes.find(({ name }) => name === state.index) ?? (state.index ? null : indexes[0]);
+}
+
+/** Returns the searched representation of a state, or undefined. A prefix NAME@K is that of NAME. */
+export function currentRepresentation(state, info, side = "a") {
+  const given = side === "b" ? state.rep2 : state.rep;
+  const name = (given || info?.default_representation || "").split("@")[0];
+  return info?.representations.find((representation) => representation.name === name);
+}
+
+/** Returns the size of a representation, or of a prefix NAME@K of one, or null if unknown. */
+export function sizeOf(name, facets) {
+  const [column, prefix] = (name ?? "").split("@");
+  const size = facets?.sizes.find((other) => other.name === column);
+  if (!size) return null;
+  const share = prefix ? Math.min(1, Number(prefix) / size.vectors_per_item) : 1;
+  return {
+    vectors_per_item: share * size.vectors_per_item,
+    bytes_per_item: share * size.bytes_per_item,
+  };
+}
+
+function optionLabel(representation, size) {
+  if (!size) return representation.name;
+  const vectors = Math.round(size.vectors_per_item);
+  return `${representation.name} (${vectors} ${vectors === 1 ? "vector" : "vectors"})`;
+}
+
+function setOptions(select, options, value) {
+  const all = options.some(([name]) => name === value) ? options : [...options, [value, value]];
+  replace(
+    select,
+    all.map(([name, label]) => h("option", { value: name, selected: name === value }, label)),
+  );
+  select.value = value;
+}
+
+/** Shows the facets as chips. A filter that was edited by hand has no pressed chips. */
+function fillFacets(facets, filter) {
+  const columns = (facets?.facets ?? []).map(({ column }) => column);
+  const selected = parseFacetFilter(filter, columns);
+  const groups = (facets?.facets ?? []).map((facet) => {
+    if (facet.num_values < 2) return null;
+    const chips = facet.values.map(({ value, count: number }) => {
+      const isPressed = Boolean(selected?.[facet.column].includes(value));
+      const chip = h(
+        "button.chip",
+        {
+          type: "button",
+          "aria-pressed": String(isPressed),
+          disabled: selected === null,
+          dataset: { value: `${facet.column}=${value}` },
+        },
+        value,
+        h("span.count", {}, count(number)),
+      );
+      chip.addEventListener("click", () => {
+        const values = selected[facet.column];
+        const changed = isPressed ? values.filter((v) => v !== value) : [...values, value];
+        $("filter").value = facetFilter({ ...selected, [facet.column]: changed });
+        $("filter").dispatchEvent(new Event("change", { bubbles: true }));
+      });
+      return chip;
+    });
+    return h(
+      "div.facet",
+      { role: "group", "aria-label": facet.column },
+      h("span.facet-name", {}, facet.column),
+      chips,
+    );
+  });
+  const focused = document.activeElement?.dataset.value; // the chip is replaced by a new one
+  replace($("facets"), groups);
+  if (focused) $("facets").querySelector(`[data-value="${CSS.escape(focused)}"]`)?.focus();
+}

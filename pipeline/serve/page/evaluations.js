@@ -1,0 +1,367 @@
+/** Evaluations of the server: a list, a table with a Pareto plot, and queries that a budget loses. */
+
+import { getBlob, getJson, getText } from "./api.js";
+import { download, h, replace, svg } from "./dom.js";
+import { pareto } from "./ranks.js";
+import { bytes, parseCsv } from "./text.js";
+
+const PLOT = { width: 640, height: 340, left: 56, right: 16, top: 16, bottom: 44 };
+/** Number of queries that a comparison of two rows shows on either side. */
+const NUM_QUERIES = 15;
+
+export class Evaluations {
+  #page;
+
+  /**
+   * @param {object} page
+   * @param {function} page.href Returns the URL of a change of the state.
+   * @param {function} page.go Changes the state.
+   */
+  constructor(page) {
+    this.#page = page;
+  }
+
+  /** Shows the list, or the evaluation of the state. */
+  async show(container, state, signal) {
+    document.getElementById("status").textContent = "";
+    replace(container, h("p.note", {}, "Loading evaluations …"));
+    if (state.evaluation) await this.#showOne(container, state, signal);
+    else await this.#showList(container, signal);
+  }
+
+  #link(text, change) {
+    const link = h("a", { href: this.#page.href(change) }, text);
+    link.addEventListener("click", (event) => {
+      if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+      event.preventDefault();
+      this.#page.go({ open: "", ...change });
+    });
+    return link;
+  }
+
+  async #showList(container, signal) {
+    let evaluations;
+    try {
+      ({ evaluations } = await getJson("v1/evaluations", {}, signal));
+    } catch (error) {
+      if (error.code !== "not_found" && error.code !== "forbidden") throw error;
+      replace(
+        container,
+        h("div.empty", {}, h("h2", {}, "No evaluations"), h("p", {}, `${error.message}.`)),
+      );
+      return;
+    }
+    if (!evaluations.length) {
+      const text = "Create one with POST /v1/evaluations or the Python client.";
+      replace(container, h("div.empty", {}, h("h2", {}, "No evaluations"), h("p", {}, text)));
+      return;
+    }
+    const rows = evaluations.map((evaluation) =>
+      h(
+        "tr",
+        {},
+        h("th", { scope: "row" }, this.#link(evaluation.id, { evaluation: evaluation.id })),
+        h("td.word", {}, evaluation.index),
+        h("td.word", {}, h(`span.badge.${evaluation.state}`, {}, evaluation.state)),
+        h("td.word", {}, evaluation.created.slice(0, 16).replace("T", " ")),
+        h("td", {}, evaluation.results.length || "–"),
+      ),
+    );
+    const head = ["Evaluation", "Index", "State", "Created (UTC)", "Rows"];
+    replace(container, h("h2", {}, "Evaluations"), table(head, rows));
+  }
+
+  async #showOne(container, state, signal) {
+    const id = state.evaluation;
+    const path = `v1/evaluations/${encodeURIComponent(id)}`;
+    const evaluation = await getJson(path, {}, signal);
+    const back = h("p", {}, this.#link("← All evaluations", { evaluation: "" }));
+    const heading = h("h2", {}, `Evaluation of ${evaluation.index}`);
+    if (evaluation.state !== "done") {
+      const log = h("pre", {}, evaluation.progress.join("\n"));
+      const message = evaluation.error ? h("p.bad", {}, evaluation.error) : null;
+      const badge = h(`span.badge.${evaluation.state}`, {}, evaluation.state);
+      replace(container, back, heading, badge, message, log);
+      return;
+    }
+    const [metrics, perQuery, queries] = await Promise.all([
+      getText(`${path}/files/metrics.csv`, signal).then(parseCsv),
+      getText(`${path}/files/per_query.csv`, signal).then(parseCsv),
+      evaluation.files.includes("queries.jsonl")
+        ? getText(`${path}/files/queries.jsonl`, signal).then(parseQueries)
+        : new Map(),
+    ]);
+    const measures = Object.keys(evaluation.results[0]?.measures ?? {});
+    const files = evaluation.files.map((name) => {
+      const button = h("button.link", { type: "button" }, name);
+      button.addEventListener("click", async () => {
+        download(name.split("/").at(-1), await getBlob(`${path}/files/${encodePath(name)}`));
+      });
+      return button;
+    });
+    const measure = measures.includes("nDCG@10") ? "nDCG@10" : measures[0];
+    replace(
+      container,
+      back,
+      heading,
+      h("p.note", {}, `${id} · finished ${(evaluation.finished ?? "").slice(0, 16)} UTC`),
+      this.#plotArea(metrics, measures, measure),
+      this.#metricsTable(metrics, measures),
+      this.#queriesArea(evaluation, perQuery, queries, measures, measure),
+      h("details", {}, h("summary", {}, "Files"), h("div.row.wrap", {}, files)),
+    );
+  }
+
+  #plotArea(metrics, measures, first) {
+    const holder = h("div.plot");
+    const select = h(
+      "select",
+      { id: "plot-measure" },
+      measures.map((name) => h("option", { value: name, selected: name === first }, name)),
+    );
+    const draw = () => replace(holder, plot(metrics, select.value));
+    select.addEventListener("change", draw);
+    draw();
+    return h(
+      "section",
+      { "aria-label": "Quality and size" },
+      h("div.row", {}, h("h3", {}, "Quality and size"), h("label", { for: "plot-measure" }, "Measure"),
+        select),
+      holder,
+    );
+  }
+
+  /** Returns the table of the results, which a click on a column heading sorts. */
+  #metricsTable(metrics, measures) {
+    const columns = [
+      ...measures,
+      ["retention", "% of reference", (v) => (100 * v).toFixed(1)],
+      ["p_reference", "p (vs. reference)", (v) => (v < 0.001 ? "<0.001" : v.toFixed(3))],
+      ["vectors_per_item", "vectors", (v) => v.toFixed(1)],
+      ["all_bytes", "bytes per item", bytes],
+      ["median_ms", "ms per query", (v) => v.toFixed(1)],
+    ].map((column) => (Array.isArray(column) ? column : [column, column, (v) => v.toFixed(3)]));
+    const shown = columns.filter(([name]) => metrics.some((row) => row[name]));
+    const body = h("tbody");
+    const fill = (rows) =>
+      replace(
+        body,
+        rows.map((row) =>
+          h(
+            "tr",
+            { class: row.pareto === "True" ? "front" : "" },
+            h("th", { scope: "row" }, rowName(row)),
+            shown.map(([name, , format]) =>
+              h("td", {}, row[name] ? format(Number(row[name])) : "–"),
+            ),
+          ),
+        ),
+      );
+    fill(metrics);
+    const head = h("tr", {}, h("th", { scope: "col" }, "Representation"));
+    for (const [name, label] of shown) {
+      const button = h("button.link", { type: "button" }, label);
+      const cell = h("th", { scope: "col" }, button);
+      button.addEventListener("click", () => {
+        const isDescending = cell.getAttribute("aria-sort") !== "descending";
+        head.querySelectorAll("[aria-sort]").forEach((other) => other.removeAttribute("aria-sort"));
+        cell.setAttribute("aria-sort", isDescending ? "descending" : "ascending");
+        const sign = isDescending ? -1 : 1;
+        fill([...metrics].sort((a, b) => sign * (Number(a[name]) - Number(b[name]))));
+      });
+      head.append(cell);
+    }
+    return h(
+      "div.scroll",
+      { tabindex: "0", role: "region", "aria-label": "Results" },
+      h("table", {}, h("thead", {}, head), body),
+    );
+  }
+
+  /** Compares two rows query by query. Each query opens in the side-by-side view. */
+  #queriesArea(evaluation, perQuery, queries, measures, first) {
+    const runs = [...new Set(perQuery.map((row) => row.run))];
+    if (runs.length < 2) return null;
+    const choose = (id, label, value) => [
+      h("label", { for: id }, label),
+      h("select", { id }, runs.map((run) => h("option", { value: run, selected: run === value }, run))),
+    ];
+    const full = runs.find((run) => run.startsWith("full.")) ?? runs[0];
+    const smallest = runs.filter((run) => run !== full && run !== "bm25");
+    const controls = h(
+      "div.row.wrap",
+      {},
+      choose("run-a", "From", full),
+      choose("run-b", "to", smallest.at(-1) ?? runs[1]),
+    );
+    const lists = h("div.columns.count-2");
+    const draw = () => {
+      const [a, b] = ["run-a", "run-b"].map((id) => controls.querySelector(`#${id}`).value);
+      const changes = queryChanges(perQuery, a, b, first);
+      const losses = changes.filter(({ change }) => change < 0).slice(0, NUM_QUERIES);
+      const gains = changes.filter(({ change }) => change > 0).reverse().slice(0, NUM_QUERIES);
+      replace(
+        lists,
+        this.#queryList(`Lost in ${b}`, losses, evaluation, queries, a, b),
+        this.#queryList(`Won in ${b}`, gains, evaluation, queries, a, b),
+      );
+    };
+    controls.addEventListener("change", draw);
+    draw();
+    return h(
+      "section",
+      { "aria-label": "Queries" },
+      h("h3", {}, `Queries by change of ${first}`),
+      controls,
+      lists,
+    );
+  }
+
+  #queryList(heading, changes, evaluation, queries, a, b) {
+    const rows = changes.map(({ id, change }) => {
+      const text = queries.get(id);
+      const view = { view: "compare", index: evaluation.index, q: text, evaluation: "" };
+      const sides = { rep: representationOf(a), rep2: representationOf(b) };
+      const label = text ?? `query ${id}`;
+      return h(
+        "li",
+        {},
+        h(`span.change.${change < 0 ? "down" : "up"}`, {}, signed(change)),
+        text ? this.#link(label, { ...view, ...sides, filter: "" }) : label,
+      );
+    });
+    const content = rows.length ? h("ol.queries", {}, rows) : h("p.note", {}, "None.");
+    return h("div.column", {}, h("h4", {}, heading), content);
+  }
+}
+
+/** Returns the change of a measure per query from one run to another, in ascending order. */
+export function queryChanges(rows, a, b, measure) {
+  const values = (run) =>
+    new Map(rows.filter((row) => row.run === run).map((row) => [row.query_id, Number(row[measure])]));
+  const [before, after] = [values(a), values(b)];
+  return [...before]
+    .filter(([id]) => after.has(id))
+    .map(([id, value]) => ({ id, change: after.get(id) - value }))
+    .sort((one, other) => one.change - other.change);
+}
+
+/** Returns the representation of a run such as "hpool_16.maxsim", or "" for a baseline. */
+function representationOf(run) {
+  const found = /^(.+)\.(?:maxsim|hybrid|fused)$/.exec(run);
+  return found ? found[1] : "";
+}
+
+function parseQueries(text) {
+  const lines = text.split("\n").filter(Boolean).map((line) => JSON.parse(line));
+  return new Map(lines.map(({ _id: id, text: query }) => [id, query]));
+}
+
+function encodePath(path) {
+  return path.split("/").map(encodeURIComponent).join("/");
+}
+
+function rowName(row) {
+  return row.score && row.score !== row.representation
+    ? `${row.representation} · ${row.score}`
+    : row.representation;
+}
+
+function signed(value) {
+  return `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(2)}`;
+}
+
+function table(head, rows) {
+  return h(
+    "div.scroll",
+    { tabindex: "0", role: "region", "aria-label": "Evaluations" },
+    h(
+      "table",
+      {},
+      h("thead", {}, h("tr", {}, head.map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, rows),
+    ),
+  );
+}
+
+/** Draws quality against bytes per item. Points can be focused, and their names are shown. */
+function plot(metrics, measure) {
+  const points = metrics
+    .filter((row) => Number(row.all_bytes) > 0 && row[measure])
+    .map((row) => ({ row, size: Number(row.all_bytes), quality: Number(row[measure]) }));
+  if (!points.length) return h("p.note", {}, "No row of this evaluation has stored vectors.");
+  const { width, height, left, right, top, bottom } = PLOT;
+  const logs = points.map(({ size }) => Math.log10(size));
+  const [x0, x1] = [Math.min(...logs) - 0.1, Math.max(...logs) + 0.1];
+  const qualities = points.map(({ quality }) => quality);
+  const margin = Math.max(0.005, 0.08 * (Math.max(...qualities) - Math.min(...qualities)));
+  const [y0, y1] = [Math.min(...qualities) - margin, Math.max(...qualities) + margin];
+  const x = (size) => left + ((Math.log10(size) - x0) / (x1 - x0)) * (width - left - right);
+  const y = (quality) => height - bottom - ((quality - y0) / (y1 - y0)) * (height - top - bottom);
+  const label = svg("text", { class: "plot-label", x: left, y: top - 2 });
+  const children = [];
+  for (const size of ticks(x0, x1)) {
+    children.push(
+      svg("line", { class: "grid", x1: x(size), x2: x(size), y1: top, y2: height - bottom }),
+      svg("text", { class: "tick", x: x(size), y: height - bottom + 18, "text-anchor": "middle" },
+        bytes(size)),
+    );
+  }
+  for (let i = 0; i <= 4; i++) {
+    const quality = y0 + (i / 4) * (y1 - y0);
+    children.push(
+      svg("line", { class: "grid", x1: left, x2: width - right, y1: y(quality), y2: y(quality) }),
+      svg("text", { class: "tick", x: left - 8, y: y(quality) + 4, "text-anchor": "end" },
+        quality.toFixed(3)),
+    );
+  }
+  const front = pareto(points);
+  children.push(
+    svg("polyline", {
+      class: "front-line",
+      points: front.map(({ size, quality }) => `${x(size)},${y(quality)}`).join(" "),
+    }),
+    svg("text", { class: "tick", x: (left + width - right) / 2, y: height - 6,
+      "text-anchor": "middle" }, "bytes per item (logarithmic)"),
+  );
+  for (const point of points) {
+    const name = `${rowName(point.row)}: ${measure} ${point.quality.toFixed(3)}, ` +
+      bytes(point.size);
+    const show = () => (label.textContent = name);
+    children.push(
+      svg(
+        "circle",
+        {
+          class: front.includes(point) ? "point front" : "point",
+          cx: x(point.size),
+          cy: y(point.quality),
+          r: 6,
+          tabindex: 0,
+          role: "img",
+          "aria-label": name,
+          on: { pointerenter: show, focus: show },
+        },
+        svg("title", {}, name),
+      ),
+    );
+  }
+  return svg(
+    "svg",
+    { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `${measure} by bytes per item` },
+    children,
+    label,
+  );
+}
+
+/** Returns sizes of 1, 2 or 5 times a power of ten inside a range of logarithms. */
+function ticks(low, high) {
+  const found = [];
+  const steps = high - low > 2.5 ? [1] : high - low > 1.2 ? [1, 3] : [1, 2, 5];
+  for (let power = Math.floor(low); power <= Math.ceil(high); power++) {
+    for (const step of steps) {
+      const size = step * 10 ** power;
+      if (Math.log10(size) >= low && Math.log10(size) <= high) found.push(size);
+    }
+  }
+  return found;
+}

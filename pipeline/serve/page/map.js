@@ -1,0 +1,168 @@
+/** Similarity maps, drawn from the numbers of the API on a canvas over an image, or on words. */
+
+import { alpha, colour, css, position, textColour, wordValue } from "./colours.js";
+import { h } from "./dom.js";
+
+/**
+ * Draws the boxes of words in the colours of their values.
+ *
+ * @param {HTMLCanvasElement} canvas Canvas over the image.
+ * @param {object[]} words Words of a map with boxes.
+ * @param {object} view
+ * @param {number|null} view.token Query token, or null for all.
+ * @param {[number, number]} view.range Values at the ends of the colour scale.
+ * @param {number} view.opacity Opacity of the highest value.
+ * @param {object|null} view.selected Word whose vector is outlined.
+ * @param {number|null} view.seconds Time of the frame, for videos.
+ */
+export function drawBoxes(canvas, words, view) {
+  const ratio = window.devicePixelRatio || 1;
+  const width = Math.max(1, Math.round(canvas.clientWidth * ratio));
+  const height = Math.max(1, Math.round(canvas.clientHeight * ratio));
+  if (canvas.width !== width || canvas.height !== height) {
+    canvas.width = width;
+    canvas.height = height;
+  }
+  const context = canvas.getContext("2d");
+  context.clearRect(0, 0, width, height);
+  for (const word of words) {
+    if (!isVisible(word, view.seconds)) continue;
+    const at = position(wordValue(word, view.token), view.range);
+    if (at === null || at <= 0) continue;
+    const [red, green, blue] = colour(at);
+    context.fillStyle = `rgb(${red} ${green} ${blue} / ${alpha(at, view.opacity)})`;
+    context.fillRect(...rectangle(word.box, width, height));
+  }
+  if (view.selected) {
+    context.lineWidth = Math.max(1, 1.5 * ratio);
+    context.strokeStyle = "#0b63b5";
+    for (const word of words) {
+      const isSame = word === view.selected || sameVector(word, view.selected);
+      if (isSame && isVisible(word, view.seconds)) {
+        context.strokeRect(...rectangle(word.box, width, height));
+      }
+    }
+  }
+}
+
+/** Outlines the regions of the stored vectors, each in a colour of its own. */
+export function drawRegions(canvas, words, view) {
+  drawBoxes(canvas, [], { ...view, selected: null });
+  const context = canvas.getContext("2d");
+  for (const word of words) {
+    if (!isVisible(word, view.seconds)) continue;
+    if (word.vector === null || word.vector === undefined) continue;
+    const hue = (word.vector * 137.508) % 360;
+    context.fillStyle = `hsl(${hue} 75% 50% / ${0.55 * view.opacity + 0.05})`;
+    context.fillRect(...rectangle(word.box, canvas.width, canvas.height));
+  }
+}
+
+function rectangle([x0, y0, x1, y1], width, height) {
+  return [x0 * width, y0 * height, (x1 - x0) * width, (y1 - y0) * height];
+}
+
+function isVisible(word, seconds) {
+  if (!word.box) return false;
+  if (!word.times || seconds === null || seconds === undefined) return true;
+  return word.times[0] <= seconds + 0.05 && seconds <= word.times[1] + 0.05;
+}
+
+export function sameVector(word, other) {
+  return word.vector !== null && word.vector !== undefined && word.vector === other.vector;
+}
+
+/** Returns the smallest word at a position in [0, 1], or null. */
+export function wordAt(words, x, y, seconds) {
+  let best = null;
+  let area = Infinity;
+  for (const word of words) {
+    if (!isVisible(word, seconds)) continue;
+    const [x0, y0, x1, y1] = word.box;
+    const size = (x1 - x0) * (y1 - y0);
+    if (x >= x0 && x <= x1 && y >= y0 && y <= y1 && size < area) {
+      best = word;
+      area = size;
+    }
+  }
+  return best;
+}
+
+/** Returns a text with a span per word, and a function that colours them. */
+export function mappedText(text, words, onHover) {
+  const points = Array.from(text);
+  const spans = [];
+  const paragraph = h("p.mapped", { tabindex: "0", "aria-label": "Text with similarities" });
+  let done = 0;
+  for (const word of [...words].sort((a, b) => a.span[0] - b.span[0])) {
+    const [start, end] = word.span;
+    if (start < done || end <= start) continue;
+    if (start > done) paragraph.append(points.slice(done, start).join(""));
+    const span = h("span.word", {}, points.slice(start, end).join(""));
+    span.addEventListener("pointerenter", () => onHover(word));
+    span.addEventListener("pointerleave", () => onHover(null));
+    paragraph.append(span);
+    spans.push([span, word]);
+    done = end;
+  }
+  if (done < points.length) paragraph.append(points.slice(done).join(""));
+  const paint = (view) => {
+    for (const [span, word] of spans) {
+      const at = position(wordValue(word, view.token), view.range);
+      const isShown = at !== null && at > 0.25 && view.opacity > 0;
+      span.style.backgroundColor = isShown ? css(at) : "";
+      span.style.color = isShown ? textColour(at) : "";
+      const isSelected =
+        view.selected && (word === view.selected || sameVector(word, view.selected));
+      span.classList.toggle("selected", Boolean(isSelected));
+    }
+  };
+  return { paragraph, paint };
+}
+
+/**
+ * Draws the similarity over time of an item of a video or audio file.
+ *
+ * @param {HTMLCanvasElement} canvas
+ * @param {object[]} words Words with times.
+ * @param {{start: number, end: number}} span Times of the item in seconds.
+ * @param {object} view See `drawBoxes`.
+ */
+export function drawStrip(canvas, words, span, view) {
+  const ratio = window.devicePixelRatio || 1;
+  canvas.width = Math.max(1, Math.round(canvas.clientWidth * ratio));
+  canvas.height = Math.max(1, Math.round(canvas.clientHeight * ratio));
+  const context = canvas.getContext("2d");
+  context.clearRect(0, 0, canvas.width, canvas.height);
+  const values = stripValues(words, span, view, canvas.width);
+  values.forEach((at, x) => {
+    if (at === null || at <= 0) return;
+    context.fillStyle = css(at);
+    const height = Math.max(2, at * canvas.height);
+    context.fillRect(x, canvas.height - height, 1, height);
+  });
+}
+
+/** Returns the highest position in the colour scale of the words at each of `width` times. */
+export function stripValues(words, { start, end }, view, width) {
+  const values = new Array(width).fill(null);
+  for (const word of words) {
+    if (!word.times || end <= start) continue;
+    const at = position(wordValue(word, view.token), view.range);
+    if (at === null) continue;
+    const column = (seconds) => ((seconds - start) / (end - start)) * width;
+    const first = Math.max(0, Math.floor(column(word.times[0])));
+    const last = Math.min(width - 1, Math.max(first, Math.ceil(column(word.times[1])) - 1));
+    for (let x = first; x <= last; x++) values[x] = Math.max(values[x] ?? 0, at);
+  }
+  return values;
+}
+
+/** Draws the colour scale of a legend. */
+export function drawLegend(canvas) {
+  const context = canvas.getContext("2d");
+  for (let x = 0; x < canvas.width; x++) {
+    context.fillStyle = css(x / (canvas.width - 1));
+    context.fillRect(x, 0, 1, canvas.height);
+  }
+}

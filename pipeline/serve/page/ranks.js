@@ -1,0 +1,59 @@
+/** Differences between two rankings of the same query. */
+
+/** Returns the share of the first k ids of one ranking that the other has among its first k. */
+export function overlap(one, other, k) {
+  const first = one.slice(0, k);
+  const rest = new Set(other.slice(0, k));
+  const most = Math.max(first.length, rest.size);
+  return most ? first.filter((id) => rest.has(id)).length / most : 1;
+}
+
+/**
+ * Returns the change of each id of `ranking` relative to `reference`.
+ *
+ * @returns {Map<string, {kind: "same"|"up"|"down"|"new", by: number, from: number|null}>}
+ */
+export function changes(ranking, reference) {
+  const before = new Map(reference.map((id, i) => [id, i + 1]));
+  const result = new Map();
+  ranking.forEach((id, i) => {
+    const from = before.get(id) ?? null;
+    const by = from === null ? 0 : from - (i + 1);
+    const kind = from === null ? "new" : by > 0 ? "up" : by < 0 ? "down" : "same";
+    result.set(id, { kind, by: Math.abs(by), from });
+  });
+  return result;
+}
+
+/** Returns the ids that `reference` has and `ranking` lacks. */
+export function lost(ranking, reference) {
+  const present = new Set(ranking);
+  return reference.filter((id) => !present.has(id));
+}
+
+/** Returns Kendall's tau over the ids that both rankings have, or null for fewer than two. */
+export function kendall(one, other) {
+  const rank = new Map(other.map((id, i) => [id, i]));
+  const common = one.filter((id) => rank.has(id)).map((id) => rank.get(id));
+  const pairs = (common.length * (common.length - 1)) / 2;
+  if (!pairs) return null;
+  let sum = 0;
+  for (let i = 0; i < common.length; i++) {
+    for (let j = i + 1; j < common.length; j++) sum += common[i] < common[j] ? 1 : -1;
+  }
+  return sum / pairs;
+}
+
+/** Returns the points that no other point of at most the same size equals or exceeds. */
+export function pareto(points) {
+  const sorted = [...points].sort((a, b) => a.size - b.size || b.quality - a.quality);
+  const front = [];
+  let best = -Infinity;
+  for (const point of sorted) {
+    if (point.quality > best) {
+      front.push(point);
+      best = point.quality;
+    }
+  }
+  return front;
+}

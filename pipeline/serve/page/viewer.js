@@ -1,0 +1,589 @@
+/** Item view: an item with its similarity map, in one or in two representations. */
+
+import { Media, getJson, mediaUrl, previewUrl, search, segment } from "./api.js";
+import { contributionRange, css, position, similarityRange, textColour } from "./colours.js";
+import { $, append, copyText, h, replace } from "./dom.js";
+import { scores, title } from "./hits.js";
+import { drawBoxes, drawLegend, drawRegions, drawStrip, mappedText, wordAt } from "./map.js";
+import { searchBody } from "./state.js";
+import { asCurl, asPython, place, time } from "./text.js";
+
+/** Minimum width and height of a selected region, as a fraction of the image. */
+const MIN_REGION = 0.01;
+const PAGE_WIDTH = 1600;
+
+/**
+ * Item view in a modal dialog.
+ *
+ * @param {object} page
+ * @param {function} page.close Called when the user closes the view.
+ * @param {function} page.step Opens the previous (-1) or the next (1) hit.
+ * @param {function} page.similar Searches with an item, or a part of it, as the query.
+ */
+export class Viewer {
+  #dialog = $("viewer");
+  #page;
+  #media = new Media();
+  #controller = new AbortController();
+  #panes = [];
+  #view = { token: null, pinned: null, opacity: 0.75, selected: null, regions: false };
+
+  constructor(page) {
+    this.#page = page;
+    this.#dialog.addEventListener("cancel", (event) => {
+      event.preventDefault();
+      page.close();
+    });
+    this.#dialog.addEventListener("keydown", (event) => this.#onKey(event));
+    this.#dialog.addEventListener("click", (event) => {
+      if (event.target === this.#dialog) page.close();
+    });
+    window.addEventListener("resize", () => this.isOpen && this.#paint());
+  }
+
+  get isOpen() {
+    return this.#dialog.open;
+  }
+
+  /**
+   * Shows an item.
+   *
+   * @param {object} hit Hit of the item.
+   * @param {object} context
+   * @param {object} context.state State of the page.
+   * @param {string|null} context.image Query image in base64.
+   * @param {{side: string, label: string, hits: object[]}[]} context.sides Columns, each with a
+   *   representation and the hits that share its colour scale.
+   * @param {boolean} context.canSearchItems Whether an item can be the query.
+   * @param {Judge} context.judge Judgments of the query.
+   */
+  open(hit, context) {
+    this.#reset();
+    this.#hit = hit;
+    this.#context = context;
+    const close = h(
+      "button.icon-button",
+      { type: "button", "aria-label": "Close", on: { click: () => this.#page.close() } },
+      "✕",
+    );
+    const step = (by, label, sign) =>
+      h(
+        "button.icon-button",
+        { type: "button", "aria-label": label, on: { click: () => this.#page.step(by) } },
+        sign,
+      );
+    this.#chips = h("div.chips.tokens", { role: "group", "aria-label": "Query tokens" });
+    this.#legend = h("div.legend");
+    this.#note = h("p.note", { role: "status" });
+    this.#stage = h("div.stage", { class: `stage sides-${context.sides.length}` });
+    this.#details = h("div.details");
+    replace(
+      this.#dialog,
+      h(
+        "header.viewer-top",
+        {},
+        h("h2", { id: "viewer-title" }, title(hit)),
+        h("span.meta", {}, hit.modality ? h("span.badge", {}, hit.modality) : null, place(hit.span)),
+        h("span.spacer"),
+        step(-1, "Previous hit", "‹"),
+        step(1, "Next hit", "›"),
+        close,
+      ),
+      h(
+        "div.viewer-body",
+        {},
+        this.#stage,
+        h(
+          "aside.panel",
+          { "aria-label": "Explanation" },
+          h("h3", {}, "Query tokens"),
+          this.#chips,
+          h("p.hint", {}, "Hover over a token to see its map, click to pin it. Hover over a word " +
+            "or patch to see which tokens it serves."),
+          this.#legend,
+          this.#controls(),
+          this.#note,
+          this.#details,
+        ),
+      ),
+    );
+    for (const side of context.sides) this.#addPane(side);
+    this.#fillDetails();
+    if (!this.#dialog.open) this.#dialog.showModal();
+    close.focus();
+    this.#loadItem();
+    this.#panes.forEach((pane) => this.#loadMap(pane));
+  }
+
+  close() {
+    this.#reset();
+    if (this.#dialog.open) this.#dialog.close();
+    this.#dialog.replaceChildren();
+  }
+
+  // -- parts ------------------------------------------------------------------------------------
+
+  #hit;
+  #context;
+  #item = null;
+  #chips;
+  #legend;
+  #note;
+  #stage;
+  #details;
+  #player = null;
+
+  #reset() {
+    this.#controller.abort();
+    this.#controller = new AbortController();
+    this.#media.release();
+    this.#media = new Media();
+    this.#panes = [];
+    this.#item = null;
+    this.#player = null;
+    Object.assign(this.#view, { token: null, pinned: null, selected: null, regions: false });
+  }
+
+  #controls() {
+    const opacity = h("input", {
+      type: "range",
+      id: "opacity",
+      min: "0",
+      max: "1",
+      step: "0.05",
+      value: this.#view.opacity,
+    });
+    opacity.addEventListener("input", () => {
+      this.#view.opacity = Number(opacity.value);
+      this.#paint();
+    });
+    const regions = h("input", { type: "checkbox", id: "regions" });
+    regions.addEventListener("change", () => {
+      this.#view.regions = regions.checked;
+      this.#paint();
+    });
+    return h(
+      "div.map-controls",
+      {},
+      h("label", { for: "opacity" }, "Opacity"),
+      opacity,
+      h("label.check", { for: "regions" }, regions, "Regions of the stored vectors"),
+    );
+  }
+
+  /** Adds the image, the player or the text of the item for one representation. */
+  #addPane(side) {
+    const hit = this.#hit;
+    const pane = { ...side, map: null, words: [], canvas: null, text: null, seconds: null };
+    pane.element = h("figure.pane");
+    if (this.#context.sides.length > 1) {
+      pane.element.append(h("figcaption", {}, side.label));
+    }
+    const isTimed = hit.span?.unit === "seconds";
+    if (hit.modality === "page" || hit.modality === "image" || hit.modality === "video") {
+      pane.element.append(this.#imageArea(pane));
+    }
+    if (isTimed) pane.element.append(this.#timeArea(pane));
+    pane.textArea = h("div.text-area", {}, hit.text ? h("p.mapped", {}, hit.text) : null);
+    pane.element.append(pane.textArea);
+    this.#panes.push(pane);
+    this.#stage.append(pane.element);
+  }
+
+  #imageArea(pane) {
+    const hit = this.#hit;
+    const isVideo = hit.modality === "video";
+    const alt = isVideo ? `Frame of ${title(hit)}` : title(hit);
+    const image = h("img", { alt, decoding: "async" });
+    pane.canvas = h("canvas", { "aria-hidden": "true" });
+    pane.region = h("span.selection", { hidden: true });
+    const area = h(`div.image-area.${hit.modality}`, {}, image, pane.canvas, pane.region);
+    image.addEventListener("load", () => this.#paint());
+    pane.image = image;
+    const failed = () => {
+      area.replaceChildren(h("p.missing", {}, "The image of this item is not available."));
+      pane.canvas = null;
+    };
+    pane.showFrame = (seconds) => {
+      pane.seconds = seconds;
+      const parameters = isVideo ? { seconds, width: 960 } : { width: PAGE_WIDTH };
+      this.#media.load(image, previewUrl(this.#context.state.index, hit.item_id, parameters), failed);
+    };
+    pane.showFrame(isVideo ? firstTime(hit) : null);
+    pane.canvas.addEventListener("pointermove", (event) => this.#onPointer(pane, event));
+    pane.canvas.addEventListener("pointerleave", () => this.#select(null));
+    this.#enableRegions(pane);
+    return area;
+  }
+
+  /** Adds the player and the similarity strip of a video or audio item. */
+  #timeArea(pane) {
+    const hit = this.#hit;
+    const { start, end } = hit.span;
+    const isFirst = !this.#panes.length;
+    const strip = h("canvas.similarity-strip", {
+      role: "slider",
+      tabindex: "0",
+      "aria-label": "Time",
+      "aria-valuemin": start,
+      "aria-valuemax": end,
+    });
+    pane.strip = strip;
+    const marker = h("span.marker");
+    pane.seek = (seconds, shouldShow = true) => {
+      const at = Math.min(Math.max(seconds, start), end);
+      pane.time = at;
+      marker.style.left = `${(100 * (at - start)) / (end - start || 1)}%`;
+      strip.setAttribute("aria-valuenow", at.toFixed(2));
+      strip.setAttribute("aria-valuetext", time(at));
+      if (pane.showFrame && shouldShow) pane.showFrame(Number(at.toFixed(3)));
+    };
+    const seekAll = (seconds) => {
+      this.#panes.forEach((other) => other.seek?.(seconds));
+      if (this.#player) this.#player.currentTime = seconds;
+    };
+    strip.addEventListener("click", (event) => {
+      const box = strip.getBoundingClientRect();
+      seekAll(start + ((event.clientX - box.left) / box.width) * (end - start));
+    });
+    strip.addEventListener("keydown", (event) => {
+      const steps = { ArrowRight: 0.5, ArrowLeft: -0.5, Home: -Infinity, End: Infinity };
+      if (!(event.key in steps)) return;
+      event.preventDefault();
+      event.stopPropagation();
+      seekAll(Math.min(Math.max(pane.time + steps[event.key], start), end));
+    });
+    const parts = [];
+    if (isFirst) {
+      const tag = hit.modality === "video" ? "video" : "audio";
+      const player = h(tag, { controls: true, preload: "metadata", "aria-label": title(hit) });
+      const url = mediaUrl(this.#context.state.index, hit.item_id);
+      this.#media.load(player, url, () =>
+        player.replaceWith(h("p.missing", {}, "The file of this item is not available.")),
+      );
+      player.addEventListener("loadedmetadata", () => (player.currentTime = firstTime(hit)), {
+        once: true,
+      });
+      player.addEventListener("timeupdate", () => {
+        this.#panes.forEach((other) => other.seek?.(player.currentTime, false));
+      });
+      this.#player = player;
+      parts.push(player);
+    }
+    parts.push(
+      h(
+        "div.time-area",
+        {},
+        h("span.time", {}, time(start)),
+        h("span.strip-holder", {}, strip, marker),
+        h("span.time", {}, time(end)),
+      ),
+    );
+    pane.seek(firstTime(hit), false);
+    return parts.length > 1 ? h("div", {}, parts) : parts[0];
+  }
+
+  /** Lets the user draw a rectangle on the image, which becomes the query. */
+  #enableRegions(pane) {
+    const { canvas, region } = pane;
+    let start = null;
+    const at = (event) => {
+      const box = canvas.getBoundingClientRect();
+      const share = (value, low, size) => Math.min(1, Math.max(0, (value - low) / size));
+      return [share(event.clientX, box.left, box.width), share(event.clientY, box.top, box.height)];
+    };
+    canvas.addEventListener("pointerdown", (event) => {
+      if (event.pointerType === "touch") return; // a touch scrolls
+      start = at(event);
+      canvas.setPointerCapture(event.pointerId);
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      if (!start) return;
+      showRegion(region, sorted(start, at(event)));
+    });
+    canvas.addEventListener("pointerup", (event) => {
+      if (!start) return;
+      const box = sorted(start, at(event));
+      start = null;
+      if (box[2] - box[0] < MIN_REGION || box[3] - box[1] < MIN_REGION) {
+        region.hidden = true;
+        return;
+      }
+      this.#offerRegion(box, pane.seconds);
+    });
+  }
+
+  #offerRegion(box, seconds) {
+    const rounded = box.map((value) => Number(value.toFixed(4)));
+    const part = { box: rounded };
+    if (this.#hit.modality === "video" && seconds !== null) {
+      part.times = [Math.max(0, seconds - 0.5), seconds + 0.5].map((t) => Number(t.toFixed(3)));
+    }
+    const holder = this.#details.querySelector(".region-offer");
+    if (!holder || !this.#context.canSearchItems) return;
+    const button = h("button.primary", { type: "button" }, "Search with the selected region");
+    button.addEventListener("click", () => this.#page.similar(this.#hit, part));
+    replace(holder, button);
+    button.scrollIntoView({ block: "nearest" });
+  }
+
+  #fillDetails() {
+    const hit = this.#hit;
+    const { state, image, sides, canSearchItems, judge } = this.#context;
+    const similar = canSearchItems
+      ? h(
+          "button.quiet-button",
+          { type: "button", on: { click: () => this.#page.similar(hit) } },
+          "More like this",
+        )
+      : null;
+    const body = searchBody(state, image, sides[0].side);
+    const url = new URL("./", document.baseURI).href;
+    const copy = (label, text) => {
+      const button = h("button.quiet-button", { type: "button" }, label);
+      button.addEventListener("click", () => copyText(text(), button));
+      return button;
+    };
+    replace(
+      this.#details,
+      h("div.region-offer"),
+      h("div.row", {}, similar, judge.buttons(hit)),
+      h("h3", {}, "Score"),
+      h("p.scores", {}, scores(hit)),
+      this.#passages(),
+      h("h3", {}, "Item"),
+      h("dl.item", {}, h("dt", {}, "id"), h("dd", {}, hit.item_id)),
+      h("h3", {}, "This search"),
+      h(
+        "div.row",
+        {},
+        copy("Copy as curl", () => asCurl(`${url}v1/search`, body, this.#context.hasKey)),
+        copy("Copy as Python", () => asPython(url.replace(/\/$/, ""), body)),
+      ),
+    );
+  }
+
+  #passages() {
+    const hit = this.#hit;
+    const passages = hit.passages ?? [];
+    if (!passages.length) return null;
+    const points = Array.from(hit.text ?? "");
+    const rows = passages.map((passage) => {
+      const [start, end] = passage.span;
+      const text = start >= 0 ? points.slice(start, end).join("") : "Region of the image";
+      const part = passage.box ? { box: clamp(passage.box) } : {};
+      if (passage.times) part.times = passage.times;
+      const buttons = [];
+      if (this.#context.canSearchItems && (passage.box || passage.times)) {
+        buttons.push(
+          h(
+            "button.link",
+            { type: "button", on: { click: () => this.#page.similar(hit, part) } },
+            "More like this part",
+          ),
+        );
+      }
+      if (passage.times && hit.span?.unit === "seconds") {
+        const [from] = passage.times;
+        const jump = () => {
+          this.#panes.forEach((pane) => pane.seek?.(from));
+          if (this.#player) this.#player.currentTime = from;
+        };
+        const label = `Go to ${time(from)}`;
+        buttons.push(h("button.link", { type: "button", on: { click: jump } }, label));
+      }
+      return h("li", {}, h("span.passage", {}, text), buttons);
+    });
+    return [h("h3", {}, "Best passages"), h("ol.passages", {}, rows)];
+  }
+
+  async #loadItem() {
+    const { state } = this.#context;
+    const signal = this.#controller.signal;
+    try {
+      const path = `v1/items/${segment(this.#hit.item_id)}`;
+      this.#item = await getJson(path, { index: state.index }, signal);
+    } catch {
+      return; // the view shows what the hit contains
+    }
+    const list = this.#details.querySelector("dl.item");
+    if (!list) return;
+    const rows = [
+      ["parent", this.#item.parent_id],
+      ["source", this.#item.source],
+      ...Object.entries(this.#item.metadata ?? {}).map(([name, value]) => [
+        name,
+        typeof value === "string" ? value : JSON.stringify(value),
+      ]),
+    ];
+    append(list, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+  }
+
+  // -- maps -------------------------------------------------------------------------------------
+
+  async #loadMap(pane) {
+    const { state, image } = this.#context;
+    const { rerank, candidates, group_by: group, filter, ...body } = searchBody(
+      state,
+      image,
+      pane.side,
+    );
+    const request = { ...body, k: 1, ids: [this.#hit.item_id], score: "maxsim", explain: "map" };
+    pane.element.setAttribute("aria-busy", "true");
+    try {
+      const response = await search(request, this.#controller.signal);
+      pane.map = response.hits[0]?.map ?? null;
+      pane.words = pane.map?.words ?? [];
+      pane.matches = response.hits[0]?.matches ?? [];
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      this.#note.textContent = `No similarity map: ${error.message}`;
+    } finally {
+      pane.element.removeAttribute("aria-busy");
+    }
+    if (!pane.map) {
+      this.#note.textContent ||= "This item has no similarity map in this representation.";
+      this.#paint();
+      return;
+    }
+    const inText = pane.words.filter((word) => word.span[0] >= 0);
+    if (this.#hit.text && inText.length) {
+      pane.text = mappedText(this.#hit.text, inText, (word) => this.#select(word));
+      replace(pane.textArea, pane.text.paragraph);
+    }
+    if (pane === this.#panes.find((other) => other.map)) this.#fillTokens(pane);
+    this.#paint();
+  }
+
+  #fillTokens(pane) {
+    const chip = (label, token) => {
+      const button = h("button.chip", { type: "button", "aria-pressed": "false" }, label);
+      button.dataset.token = token === null ? "all" : token;
+      button.addEventListener("pointerenter", () => this.#show(token));
+      button.addEventListener("pointerleave", () => this.#show(this.#view.pinned));
+      button.addEventListener("focus", () => this.#show(token));
+      button.addEventListener("blur", () => this.#show(this.#view.pinned));
+      button.addEventListener("click", () => {
+        this.#view.pinned = this.#view.pinned === token ? null : token;
+        this.#show(this.#view.pinned);
+      });
+      return button;
+    };
+    const tokens = pane.map.query_tokens.map((text, i) => chip(text, i));
+    replace(this.#chips, chip("All", null), tokens);
+  }
+
+  #show(token) {
+    this.#view.token = token;
+    this.#paint();
+  }
+
+  #select(word) {
+    if (this.#view.selected === word) return;
+    this.#view.selected = word;
+    this.#paint();
+  }
+
+  #onPointer(pane, event) {
+    const box = pane.canvas.getBoundingClientRect();
+    const x = (event.clientX - box.left) / box.width;
+    const y = (event.clientY - box.top) / box.height;
+    this.#select(wordAt(pane.words, x, y, pane.seconds));
+  }
+
+  #range(pane) {
+    const hits = [...pane.hits, { matches: pane.matches ?? [] }];
+    return this.#view.token === null ? contributionRange(hits) : similarityRange(hits);
+  }
+
+  #paint() {
+    for (const pane of this.#panes) {
+      const view = { ...this.#view, range: this.#range(pane), seconds: pane.seconds };
+      if (pane.canvas) {
+        if (this.#view.regions) drawRegions(pane.canvas, pane.words, view);
+        else drawBoxes(pane.canvas, pane.words, view);
+      }
+      if (pane.strip) drawStrip(pane.strip, pane.words, this.#hit.span, view);
+      pane.text?.paint(view);
+    }
+    this.#paintLegend();
+    this.#paintChips();
+  }
+
+  #paintLegend() {
+    const pane = this.#panes.find((other) => other.map);
+    if (!pane) {
+      this.#legend.replaceChildren();
+      return;
+    }
+    const [low, high] = this.#range(pane);
+    const isAll = this.#view.token === null;
+    if (!this.#legend.firstChild) {
+      const canvas = h("canvas", { width: "160", height: "10", "aria-hidden": "true" });
+      drawLegend(canvas);
+      this.#legend.append(h("span.low"), canvas, h("span.high"), h("span.what"));
+    }
+    this.#legend.querySelector(".low").textContent = low.toFixed(2);
+    this.#legend.querySelector(".high").textContent = high.toFixed(2);
+    this.#legend.querySelector(".what").textContent = isAll
+      ? "contribution to the score, same scale for all hits"
+      : "similarity, same scale for all hits";
+  }
+
+  /** Marks the shown token, and colours the tokens by their similarity to the selected word. */
+  #paintChips() {
+    const { selected, token, pinned } = this.#view;
+    const pane = this.#panes.find((other) => other.map);
+    const range = pane ? similarityRange([...pane.hits, { matches: pane.matches }]) : [0, 1];
+    for (const button of this.#chips.children) {
+      const number = button.dataset.token === "all" ? null : Number(button.dataset.token);
+      const isPressed = number === token || (number !== null && number === pinned);
+      button.setAttribute("aria-pressed", String(isPressed));
+      const value = selected && number !== null ? selected.similarities[number] : null;
+      const at = value === null || value === undefined ? null : position(value, range);
+      button.style.backgroundColor = at === null ? "" : css(at);
+      button.style.color = at === null ? "" : textColour(at);
+      button.title = at === null ? "" : `similarity ${value.toFixed(3)}`;
+    }
+  }
+
+  #onKey(event) {
+    if (event.target.matches("input, textarea, video, audio")) return;
+    const steps = { ArrowLeft: -1, ArrowRight: 1, k: -1, j: 1 };
+    if (event.key in steps && !event.ctrlKey && !event.metaKey && !event.altKey) {
+      event.preventDefault();
+      this.#page.step(steps[event.key]);
+    }
+    const frames = { ",": -1, ".": 1 };
+    if (event.key in frames && this.#hit?.span?.unit === "seconds") {
+      const rate = this.#item?.metadata?.fps || 25;
+      const pane = this.#panes[0];
+      const seconds = pane.time + frames[event.key] / rate;
+      this.#panes.forEach((other) => other.seek?.(seconds));
+      if (this.#player) this.#player.currentTime = seconds;
+    }
+  }
+}
+
+/** Returns the time at which an item matches best, or the middle of the item. */
+function firstTime(hit) {
+  const found = (hit.passages ?? []).find((passage) => passage.times);
+  if (found) return (found.times[0] + found.times[1]) / 2;
+  return (hit.span.start + hit.span.end) / 2;
+}
+
+function sorted([x0, y0], [x1, y1]) {
+  return [Math.min(x0, x1), Math.min(y0, y1), Math.max(x0, x1), Math.max(y0, y1)];
+}
+
+function clamp(box) {
+  return box.map((value) => Math.min(1, Math.max(0, value)));
+}
+
+function showRegion(element, [x0, y0, x1, y1]) {
+  element.hidden = false;
+  element.style.left = `${100 * x0}%`;
+  element.style.top = `${100 * y0}%`;
+  element.style.width = `${100 * (x1 - x0)}%`;
+  element.style.height = `${100 * (y1 - y0)}%`;
+}

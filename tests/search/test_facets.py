@@ -1,0 +1,33 @@
+"""Tests of facets, sizes and examples of an index."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from pipeline.index.reader import Index
+from pipeline.search.facets import index_facets
+
+
+def test_facets_and_sizes(index_uri):
+    index = Index(index_uri)
+    found = index_facets(index)
+    rows = index.dataset.to_table(columns=["modality", "source"]).to_pylist()
+    for facet in found.facets:
+        counts = Counter(row[facet.column] for row in rows)
+        assert dict(facet.values) == counts and facet.num_values == len(counts)
+    assert [facet.column for facet in found.facets] == ["modality", "source"]
+
+    sizes = {size.name: size for size in found.sizes}
+    assert set(sizes) == set(index.representations())
+    for name, size in sizes.items():
+        lengths = [n for _, _, lengths in index.tokens(name) for n in lengths.tolist()]
+        mean = sum(lengths) / len(lengths)
+        assert size.vectors_per_item == pytest.approx(mean)
+        assert size.bytes_per_item == pytest.approx(mean * 384 * 2)  # float16
+
+
+def test_examples_are_short_texts_of_items(index_uri):
+    examples = index_facets(Index(index_uri)).examples
+    assert "On wing/1" in examples and len(set(examples)) == len(examples) == 6

@@ -1,0 +1,133 @@
+"""Tests of the side-by-side view and of the evaluations."""
+
+from __future__ import annotations
+
+from urllib.parse import urlencode
+
+import pytest
+
+from pipeline.serve.client import Client
+from tests.serve.search_page.conftest import PAGE
+
+pytestmark = [pytest.mark.browser, pytest.mark.heavy]
+
+QUERY = "fresh fish in the harbour of Lisbon"
+
+
+def open_comparison(browser, page_url: str, **state: str) -> None:
+    state = {"view": "compare", "q": QUERY, "k": "5", "rep": "full", "rep2": "random_1", **state}
+    browser.open(f"{page_url}?{urlencode(state)}")
+    browser.wait("document.querySelector('#comparison')")
+
+
+def test_columns_and_measures(browser, page_url):
+    open_comparison(browser, page_url)
+    with Client(page_url, tries=3) as client:
+        left, right = (
+            [hit.item_id for hit in client.search(QUERY, index="items", representation=r, k=5).hits]
+            for r in ("full", "random_1")
+        )
+    assert browser.hits("[data-side=a]") == left and browser.hits("[data-side=b]") == right
+    overlap = len({*left} & {*right}) / 5
+    assert browser.texts("#comparison dt")[0] == "overlap@5"
+    assert browser.texts("#comparison dd")[0] == f"{round(100 * overlap)} %"
+    badges = browser.texts("[data-side=b] .hit-title .change .visually-hidden")
+    for item_id, text in zip(right, badges, strict=True):
+        by = left.index(item_id) - right.index(item_id) if item_id in left else None
+        expected = (
+            "not among the hits on the left"
+            if by is None
+            else "same rank as on the left"
+            if by == 0
+            else f"{'up' if by > 0 else 'down'} {abs(by)} from rank {left.index(item_id) + 1} "
+            "on the left"
+        )
+        assert text == expected
+    assert browser.texts(".lost .id") == [item_id for item_id in left if item_id not in right]
+    browser.wait("document.querySelector('#comparison').textContent.includes('vectors per item')")
+    browser.wait(
+        "document.querySelector('[data-side=b] .column-head').textContent.includes('1 vec')"
+    )
+    assert browser.errors() == []
+
+
+def test_maps_of_both_representations(browser, page_url):
+    open_comparison(browser, page_url, rep2="hpool_2", open=PAGE)
+    browser.find("#viewer[open] .tokens .chip")
+    browser.wait("document.querySelectorAll('.pane .word').length > 10")
+    browser.wait("[...document.querySelectorAll('.image-area img')].every((e) => e.naturalWidth)")
+    assert browser.texts(".pane figcaption") == ["full", "hpool_2"]
+    assert len(browser.all(".pane canvas")) == 2
+    # Two vectors have two colours, and each word of the page has one of them.
+    browser.find("#regions").click()
+    colours = browser.run(
+        """
+        const canvas = document.querySelectorAll('.pane canvas')[1];
+        const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        const found = {};
+        for (let i = 0; i < data.length; i += 4) {
+          if (data[i + 3]) {
+            const key = [...data.slice(i, i + 4)].join();
+            found[key] = (found[key] ?? 0) + 1;
+          }
+        }
+        return Object.values(found).filter((count) => count > 200).length;
+        """
+    )
+    assert colours == 2
+    assert browser.errors() == []
+
+
+def test_view_chooses_a_second_representation(browser, page_url):
+    browser.open(f"{page_url}?view=compare&q=harbour")
+    browser.wait("document.querySelector('#comparison')")
+    assert browser.texts(".column-head h2") == ["full", "hpool_2"]
+    browser.choose("#rep2", "random_1")
+    browser.wait("document.querySelectorAll('.column-head h2')[1]?.textContent === 'random_1'")
+
+
+def test_error_of_the_right_column(browser, page_url):
+    browser.open(f"{page_url}?view=compare&q=harbour&rep=full&rep2=nope")
+    browser.wait("!document.querySelector('#rep2-error').hidden")
+    assert "nope" in browser.find("#rep2-error").text
+
+
+def test_evaluations(browser, page_url):
+    browser.open(f"{page_url}?view=evaluations")
+    browser.wait("document.querySelector('#results .empty, #results table')")
+    queries = {"q1": "fish at the market", "q2": "lift of a wing", "q3": "golden crust"}
+    qrels = {"q1": {"fish": 1}, "q2": {"wing": 1}, "q3": {"bread": 1}}
+    with Client(page_url, tries=3) as client:
+        evaluation = client.evaluate(
+            queries=queries,
+            qrels=qrels,
+            index="items",
+            representations=["full", "random_1"],
+            scores=["maxsim"],
+            measures=["nDCG@10", "RR@10"],
+            judged="item",
+            k=50,
+        )
+        client.wait_for(evaluation.id)
+    browser.open(f"{page_url}?view=evaluations")
+    link = browser.find("#results table a")
+    assert link.text == evaluation.id
+    link.click()
+    browser.wait("document.querySelectorAll('.plot circle').length === 2")
+    rows = browser.texts("#results tbody th")
+    assert {"full · maxsim", "random_1 · maxsim"} <= set(rows)
+    browser.run(
+        "[...document.querySelectorAll('thead button')].find((b) => b.textContent === 'RR@10')"
+        ".click()"
+    )
+    assert browser.find("th[aria-sort=descending]").text.startswith("RR@10")
+    browser.run("document.querySelector('.plot circle').focus()")
+    assert "nDCG@10" in browser.texts(".plot-label")[0]
+    # A query of either list opens in the side-by-side view.
+    links = browser.all(".queries a")
+    if links:
+        text = links[0].text
+        links[0].click()
+        browser.wait("document.querySelector('#comparison')")
+        assert browser.run("return document.getElementById('q').value") == text
+    assert browser.errors() == []

@@ -1,0 +1,252 @@
+"""Tests of the item view: similarity maps, regions as queries, video and audio."""
+
+from __future__ import annotations
+
+from urllib.parse import urlencode
+
+import pytest
+
+from pipeline.serve.client import Client
+from tests.serve.search_page.conftest import AUDIO, CLIP, PAGE
+
+pytestmark = [pytest.mark.browser, pytest.mark.heavy]
+
+QUERY = "fresh fish in Lisbon"
+CANVAS = ".image-area canvas"
+
+
+def open_item(browser, page_url: str, item_id: str, query: str = QUERY, **state: str) -> None:
+    state = {"q": query, "open": item_id, "k": "20", **state}
+    browser.open(f"{page_url}?{urlencode(state)}")
+    browser.find("#viewer[open] .tokens .chip")
+
+
+def wait_for_image(browser) -> None:
+    browser.wait("[...document.querySelectorAll('.image-area img')].every((e) => e.naturalWidth)")
+
+
+def word_box(page_url: str, text: str, **options: str) -> list[float]:
+    """Returns the box of a word of the page."""
+    with Client(page_url, tries=3) as client:
+        hits = client.search(QUERY, index="items", k=1, ids=[PAGE], explain="map", **options).hits
+    (word,) = [word for word in hits[0].map.words if word.text == text]
+    return list(word.box)
+
+
+def hover_token(browser, text: str) -> None:
+    browser.run(
+        "[...document.querySelectorAll('.tokens .chip')]"
+        ".find((e) => e.textContent === arguments[0])"
+        ".dispatchEvent(new PointerEvent('pointerenter'))",
+        text,
+    )
+
+
+def test_map_of_a_page(browser, page_url):
+    open_item(browser, page_url, PAGE)
+    wait_for_image(browser)
+    assert browser.texts(".tokens .chip") == ["All", "fresh", "fish", "in", "lisbon"] or (
+        browser.texts(".tokens .chip") == ["All", "fresh", "fish", "in", "Lisbon"]
+    )
+    fish, other = word_box(page_url, "fish"), word_box(page_url, "every")
+    hover_token(browser, "fish")
+    red, green, blue, alpha = browser.pixels(CANVAS, fish)
+    assert alpha > 120 and red > green > blue  # the upper end of the scale
+    assert browser.pixels(CANVAS, other)[3] < alpha / 2
+    assert browser.pixels(CANVAS, (0.9, 0.0, 1.0, 0.05))[3] == 0  # nothing outside of words
+    browser.choose("#opacity", "0.2")
+    assert browser.pixels(CANVAS, fish)[3] < alpha / 2
+    browser.choose("#opacity", "0")
+    assert browser.pixels(CANVAS, fish)[3] == 0
+    assert browser.errors() == []
+
+
+def test_tokens_are_pinned(browser, page_url):
+    open_item(browser, page_url, PAGE)
+    wait_for_image(browser)
+    chips = browser.all(".tokens .chip")
+    assert [chip.get_attribute("aria-pressed") for chip in chips[:2]] == ["true", "false"]
+    browser.run("arguments[0].click(); arguments[0].blur();", chips[2])
+    pressed = browser.texts(".tokens .chip[aria-pressed=true]")
+    assert pressed == ["fish"]
+    assert "similarity" in browser.texts(".legend .what")[0]
+    browser.run("arguments[0].click(); arguments[0].blur();", chips[2])
+    assert browser.texts(".tokens .chip[aria-pressed=true]") == ["All"]
+    assert "contribution" in browser.texts(".legend .what")[0]
+
+
+def test_scale_is_that_of_all_hits(browser, page_url):
+    open_item(browser, page_url, PAGE)
+    ranges = []
+    for _ in range(2):
+        hover_token(browser, "fish")
+        ranges.append([browser.texts(f".legend .{end}")[0] for end in ("low", "high")])
+        browser.find("#viewer header button[aria-label='Next hit']").click()
+        browser.find("#viewer[open] .tokens .chip")
+    assert ranges[0] == ranges[1]
+
+
+def test_inverse_map(browser, page_url):
+    """A word shows which query tokens it serves."""
+    open_item(browser, page_url, PAGE)
+    wait_for_image(browser)
+    x0, y0, x1, y1 = word_box(page_url, "fish")
+    browser.run(
+        """
+        const canvas = document.querySelector(arguments[0]);
+        const box = canvas.getBoundingClientRect();
+        canvas.dispatchEvent(new PointerEvent('pointermove', {bubbles: true,
+          clientX: box.left + arguments[1] * box.width,
+          clientY: box.top + arguments[2] * box.height}));
+        """,
+        CANVAS,
+        (x0 + x1) / 2,
+        (y0 + y1) / 2,
+    )
+    titles = browser.run(
+        "return Object.fromEntries([...document.querySelectorAll('.tokens .chip')]"
+        ".map((e) => [e.textContent, Number(e.title.split(' ')[1])]))"
+    )
+    assert titles["fish"] == max(titles[name] for name in ("fresh", "fish", "in"))
+    assert "fish" in browser.texts(".word.selected")
+    # The box of the word is outlined.
+    assert browser.pixels(CANVAS, (x0, y0, x1, y1))[2] > 0
+
+
+def test_text_items_are_coloured(browser, page_url):
+    open_item(browser, page_url, "fish")
+    hover_token(browser, "fish")
+    colours = browser.run(
+        "return Object.fromEntries([...document.querySelectorAll('.word')]"
+        ".map((e) => [e.textContent, e.style.backgroundColor]))"
+    )
+    assert colours["fish"] and not colours["each"]
+    assert "🐟 Fresh fish is sold" in browser.texts(".mapped")[0]
+
+
+def test_image_patches(browser, page_url):
+    open_item(browser, page_url, "red.png", "a red square", index="shapes")
+    wait_for_image(browser)
+    assert browser.pixels(CANVAS, (0, 0, 1, 1))[3] > 0
+    browser.find("#regions").click()
+    assert browser.pixels(CANVAS, (0, 0, 1, 1))[3] > 0
+    assert browser.errors() == []
+
+
+def test_region_as_query(browser, page_url):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    open_item(browser, page_url, PAGE)
+    wait_for_image(browser)
+    canvas = browser.find(CANVAS)
+    width, height = canvas.size["width"], canvas.size["height"]
+    x0, y0, x1, y1 = word_box(page_url, "Lisbon")
+    actions = ActionChains(browser.driver)
+    left, top = (x0 - 0.02 - 0.5) * width, (y0 - 0.05 - 0.5) * height
+    actions.move_to_element_with_offset(canvas, round(left), round(top)).click_and_hold()
+    actions.move_by_offset(round((x1 - x0 + 0.04) * width), round((y1 - y0 + 0.1) * height))
+    actions.release().perform()
+    browser.find(".region-offer button").click()
+    browser.wait("document.querySelector('.query-item')?.textContent.startsWith('part of')")
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length > 0")
+    assert PAGE not in browser.hits() and "boats" in browser.hits()[:3]
+    assert browser.errors() == []
+
+
+def test_part_of_a_passage_as_query(browser, page_url):
+    open_item(browser, page_url, PAGE)
+    browser.find(".passages .link").click()
+    browser.wait("document.querySelector('.query-item')")
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length > 0")
+    assert browser.errors() == []
+
+
+def test_keyboard(browser, page_url):
+    from selenium.webdriver.common.keys import Keys
+
+    browser.open(f"{page_url}?{urlencode({'q': QUERY})}")
+    browser.wait_for_results()
+    body = browser.find("body")
+    body.send_keys("j")
+    titles = browser.all(".hit-title a")
+    assert browser.driver.switch_to.active_element == titles[0]
+    titles[0].send_keys("j")
+    browser.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    browser.find("#viewer[open] .tokens .chip")
+    second = browser.hits()[1]
+    assert browser.texts("#viewer dl.item dd")[0] == second
+    browser.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
+    browser.wait(
+        "document.querySelector('#viewer dl.item dd')?.textContent !== arguments[0]", second
+    )
+    browser.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
+    browser.wait("!document.querySelector('#viewer[open]')")
+    assert (
+        browser.run("return document.activeElement.closest('li.hit').dataset.item")
+        == (browser.hits()[2])
+    )
+
+
+def test_back_button_closes_the_item(browser, page_url):
+    browser.open(f"{page_url}?{urlencode({'q': QUERY})}")
+    browser.wait_for_results()
+    browser.find(".hit-title a").click()
+    browser.find("#viewer[open]")
+    browser.driver.back()
+    browser.wait("!document.querySelector('#viewer[open]')")
+    assert len(browser.hits()) == 9
+
+
+def test_video(browser, page_url):
+    open_item(browser, page_url, CLIP, "a storm at the lighthouse")
+    wait_for_image(browser)
+    browser.wait("document.querySelector('video').readyState >= 1")
+    assert browser.run("return document.querySelector('video').duration") == pytest.approx(
+        8, abs=1.1
+    )
+    # Speech is at 3 to 5 of 8 seconds.
+    hover_token(browser, "lighthouse")
+    assert browser.pixels(".similarity-strip", (0.4, 0, 0.6, 1))[3] > 0
+    assert browser.pixels(".similarity-strip", (0, 0, 0.3, 1))[3] == 0
+    strip = browser.find(".similarity-strip")
+    browser.run(
+        """
+        const box = arguments[0].getBoundingClientRect();
+        arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true,
+          clientX: box.left + 0.75 * box.width, clientY: box.top + 5}));
+        """,
+        strip,
+    )
+    browser.wait("Math.abs(document.querySelector('video').currentTime - 6) < 0.3")
+    browser.wait("document.querySelector('.image-area img').src.includes('seconds=6')")
+    assert float(strip.get_attribute("aria-valuenow")) == pytest.approx(6.02, abs=0.1)
+    browser.find("#viewer .viewer-top button[aria-label=Close]").send_keys(".")
+    browser.wait("document.querySelector('video').currentTime > 6.5")
+    assert browser.errors() == []
+
+
+def test_audio(browser, page_url):
+    from selenium.webdriver.common.keys import Keys
+
+    open_item(browser, page_url, AUDIO, "what you can do for your country")
+    browser.wait("document.querySelector('audio').readyState >= 1")
+    assert browser.pixels(".similarity-strip", (0.55, 0, 0.7, 1))[3] > 0
+    button = next(b for b in browser.all(".passages .link") if b.text.startswith("Go to 0:0"))
+    button.click()
+    browser.wait("Math.abs(document.querySelector('audio').currentTime - 6.5) < 1.2")
+    strip = browser.find(".similarity-strip")
+    strip.send_keys(Keys.HOME)
+    browser.wait("document.querySelector('audio').currentTime === 0")
+    assert browser.errors() == []
+
+
+def test_missing_media(browser, page_url, corpus):
+    path = corpus / "photos/red.png"
+    content, moved = path.read_bytes(), path.with_suffix(".moved")
+    path.rename(moved)
+    try:
+        open_item(browser, page_url, "red.png", "a red photo", rep="caption_full")
+        browser.wait("document.querySelector('.image-area .missing')")
+    finally:
+        moved.rename(path)
+        assert path.read_bytes() == content

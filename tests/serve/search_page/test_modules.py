@@ -1,0 +1,241 @@
+"""Tests of the modules of the page that need neither a server of items nor the document."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+
+pytestmark = [pytest.mark.browser, pytest.mark.heavy]
+
+
+@pytest.fixture
+def page(browser, page_url):
+    browser.open(page_url)
+    return browser
+
+
+def js(value: object) -> str:
+    return json.dumps(value)
+
+
+# -- state.js --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"q": "lift & drag? 100 % #1", "k": "20"},
+        {"item": "a/b.pdf#page=1", "box": "0.1,0.2,0.3,0.4", "view": "compare", "rep2": "x@8"},
+        {"filter": "title = 'it''s + 1'", "rerank": "vectors:full", "depth": "5"},
+    ],
+)
+def test_state_survives_the_url(page, change):
+    expression = f"m.parseState(m.formatState({{...m.DEFAULTS, ...{js(change)}}}))"
+    state = page.module("state.js", expression)
+    defaults = page.module("state.js", "m.DEFAULTS")
+    assert state == {**defaults, **change}
+    assert page.module("state.js", "m.formatState(m.DEFAULTS)") == ""
+
+
+def test_search_bodies(page):
+    def body(change: dict, image: str | None = None, side: str = "a") -> dict:
+        arguments = f"{{...m.DEFAULTS, ...{js(change)}}}, {js(image)}, {js(side)}"
+        return page.module("state.js", f"m.searchBody({arguments})")
+
+    assert body({"q": " wing ", "index": "i"}) == {"query": "wing", "index": "i", "k": 10}
+    assert body({"q": "a"}, "AA")["query"] == {"text": "a", "image": "AA"}
+    assert body({}, "AA")["query"] == {"image": "AA"}
+    item = body({"item": "x", "box": "0,0,0.5,1", "times": "1,2"})
+    assert item["query"] == {"item": "x", "box": [0, 0, 0.5, 1], "times": [1, 2]}
+    assert item["k"] == 11  # the item itself is not shown
+    sides = {"q": "a", "rep": "full", "rep2": "hpool_4", "rerank2": "vectors:full", "depth": "7"}
+    assert body(sides)["representation"] == "full" and "rerank" not in body(sides)
+    right = body(sides, None, "b")
+    assert right["representation"] == "hpool_4"
+    assert right["rerank"] == {"method": "vectors", "representation": "full", "rerank_depth": 7}
+    assert body({"q": "a", "k": "many"})["k"] == "many"  # the API names the field
+
+
+@pytest.mark.parametrize(
+    "selected",
+    [
+        {"modality": ["page"], "source": []},
+        {"modality": ["page", "text"], "source": ["it's", "a, 'b'"]},
+        {"modality": [], "source": []},
+    ],
+)
+def test_facet_filters(page, selected):
+    columns = js(["modality", "source"])
+    expression = f"m.parseFacetFilter(m.facetFilter({js(selected)}), {columns})"
+    assert page.module("state.js", expression) == selected
+
+
+@pytest.mark.parametrize(
+    "filter", ["title = 'x'", "modality = 'a' OR 1 = 1", "modality = 'a", "modality <> 'a'"]
+)
+def test_edited_filters_have_no_facets(page, filter):
+    expression = f"m.parseFacetFilter({js(filter)}, {js(['modality'])})"
+    assert page.module("state.js", expression) is None
+
+
+# -- colours.js ------------------------------------------------------------------------------------
+
+
+def test_luminance_of_the_scale_decreases(page):
+    values = page.module(
+        "colours.js", "Array.from({length: 101}, (_, i) => m.luminance(m.colour(i / 100)))"
+    )
+    assert all(a > b for a, b in itertools.pairwise(values))
+    assert values[0] > 0.85 and values[-1] < 0.08
+
+
+def test_text_on_the_scale_has_contrast(page):
+    pairs = page.module(
+        "colours.js",
+        "Array.from({length: 101}, (_, i) => [m.luminance(m.colour(i / 100)),"
+        " m.textColour(i / 100)])",
+    )
+    for luminance, text in pairs:
+        other = 1.0 if text == "#ffffff" else 0.0
+        low, high = sorted((luminance, other))
+        assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
+def test_positions(page):
+    expression = "[0, 1, 2, 3, NaN, null].map((v) => m.position(v, [1, 2]))"
+    assert page.module("colours.js", expression) == [0, 0, 1, 1, None, None]
+
+
+def test_range_over_all_hits(page):
+    """The scale begins at the lowest mean similarity and ends at the highest similarity."""
+    hits = [
+        {"matches": [{"similarity": 0.9, "contribution": 0.5, "weight": 1}]},
+        {"matches": [{"similarity": 0.4, "contribution": 0.2, "weight": 0.5}]},
+    ]
+    low, high = page.module("colours.js", f"m.similarityRange({js(hits)})")
+    assert (low, high) == (pytest.approx(0.0), 0.9)
+    assert page.module("colours.js", f"m.contributionRange({js(hits)})") == [0, 0.5]
+
+
+# -- ranks.js --------------------------------------------------------------------------------------
+
+
+def test_ranks_equal_literal_implementations(page):
+    generator = random.Random(0)
+    for _ in range(5):
+        one, other = (generator.sample("abcdefghij", 7) for _ in range(2))
+        k = generator.randint(1, 8)
+        both = f"{js(one)}, {js(other)}"
+        found = page.module("ranks.js", f"m.overlap({both}, {k})")
+        assert found == pytest.approx(len({*one[:k]} & {*other[:k]}) / min(k, 7))
+        common = [i for i in one if i in other]
+        pairs = [*itertools.combinations(common, 2)]
+        signs = [math.copysign(1, other.index(b) - other.index(a)) for a, b in pairs]
+        assert page.module("ranks.js", f"m.kendall({both})") == pytest.approx(
+            sum(signs) / len(pairs)
+        )
+        assert page.module("ranks.js", f"m.lost({both})") == [i for i in other if i not in one]
+        changes = page.module("ranks.js", f"[...m.changes({both})]")
+        for item_id, change in changes:
+            from_rank = other.index(item_id) + 1 if item_id in other else None
+            by = 0 if from_rank is None else from_rank - one.index(item_id) - 1
+            kinds = {True: "up", False: "down"}
+            kind = "new" if from_rank is None else "same" if not by else kinds[by > 0]
+            assert change == {"kind": kind, "by": abs(by), "from": from_rank}
+
+
+def test_pareto_front(page):
+    points = [(4, 0.5), (2, 0.4), (2, 0.3), (8, 0.5), (8, 0.9), (1, 0.1)]
+    given = [{"size": size, "quality": quality} for size, quality in points]
+    front = page.module("ranks.js", f"m.pareto({js(given)})")
+    assert [(p["size"], p["quality"]) for p in front] == [(1, 0.1), (2, 0.4), (4, 0.5), (8, 0.9)]
+
+
+# -- text.js ---------------------------------------------------------------------------------------
+
+
+def test_pieces_count_code_points(page):
+    """A character outside the Basic Multilingual Plane has one position, as in the API."""
+    found = page.module("text.js", f"m.pieces({js('🐟 fish 🐟')}, [[2, 6], [4, 6]])")
+    assert found == [
+        {"text": "🐟 ", "marked": False},
+        {"text": "fish", "marked": True},
+        {"text": " 🐟", "marked": False},
+    ]
+
+
+def test_snippet_contains_the_highlights(page):
+    words = [f"word{i}" for i in range(300)]
+    text = " ".join(words)
+    start = text.index("word200")
+    found = page.module("text.js", f"m.snippet({js(text)}, [[{start}, {start + 7}]], 100)")
+    shown = "".join(piece["text"] for piece in found)
+    assert [piece["text"] for piece in found if piece["marked"]] == ["word200"]
+    assert shown.startswith("… word") and shown.endswith(" …") and len(shown) < 110
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "expected"),
+    [
+        ("bytes", 12, "12 B"),
+        ("bytes", 24_576, "24.6 kB"),
+        ("bytes", 150_000_000, "150 MB"),
+        ("time", 65.2, "1:05"),
+        ("time", 3723, "1:02:03"),
+        ("milliseconds", 7.25, "7.3 ms"),
+        ("milliseconds", 2300, "2.3 s"),
+    ],
+)
+def test_numbers(page, function, value, expected):
+    assert page.module("text.js", f"m.{function}({value})") == expected
+
+
+def test_copied_commands(page):
+    body = {"query": "it's", "k": 3, "rerank": {"method": "vectors"}}
+    curl = page.module("text.js", f"m.asCurl('http://h/v1/search', {js(body)}, true)")
+    assert "'http://h/v1/search'" in curl and "Bearer $MAXRAY_KEY" in curl
+    assert "it'\\''s" in curl
+    code = page.module("text.js", f"m.asPython('http://h', {js(body)})")
+    compile(code, "copied", "exec")
+    assert 'client.search("it\'s", k=3, rerank={"method": "vectors"})' in code
+    item = {"query": {"item": "a#t=1,2", "times": [1, 2]}, "k": 3}
+    code = page.module("text.js", f"m.asPython('http://h', {js(item)})")
+    compile(code, "copied", "exec")
+    assert 'wire.StoredItem(item="a#t=1,2", times=[1, 2])' in code
+
+
+def test_csv(page):
+    text = 'a,b\n1,"x, ""y"""\n2,\n'
+    found = page.module("text.js", f"m.parseCsv({js(text)})")
+    assert found == [{"a": "1", "b": 'x, "y"'}, {"a": "2", "b": ""}]
+
+
+# -- judge.js, map.js ------------------------------------------------------------------------------
+
+
+def test_qrels(page):
+    judged = {"q1": {"text": "x", "grades": {"a": 1, "b c": 0}}}
+    assert page.module("judge.js", f"m.qrels({js(judged)})") == 'q1 0 a 1\nq1 0 "b\\u0020c" 0\n'
+    assert page.module("judge.js", f"m.queryLines({js(judged)})") == '{"_id":"q1","text":"x"}\n'
+
+
+def test_values_of_a_strip(page):
+    words = [
+        {"times": [0, 1], "similarities": [0.5], "contribution": 0.1},
+        {"times": [1, 2], "similarities": [1.0], "contribution": 0.2},
+        {"times": None, "similarities": [9.0], "contribution": 9},
+    ]
+    view = {"token": 0, "range": [0, 1]}
+    span = {"start": 0, "end": 4}
+    found = page.module("map.js", f"m.stripValues({js(words)}, {js(span)}, {js(view)}, 8)")
+    assert found == [0.5, 0.5, 1, 1, None, None, None, None]
+
+
+def test_smallest_word_at_a_position(page):
+    words = [{"box": [0, 0, 1, 1]}, {"box": [0.4, 0.4, 0.6, 0.6]}, {"box": None}]
+    assert page.module("map.js", f"m.wordAt({js(words)}, 0.5, 0.5, null)") == words[1]
+    assert page.module("map.js", f"m.wordAt({js(words)}, 0.1, 0.5, null)") == words[0]

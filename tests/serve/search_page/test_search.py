@@ -1,0 +1,309 @@
+"""Tests of searching, of the results and of the state of the page."""
+
+from __future__ import annotations
+
+import base64
+import time
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import pytest
+
+from pipeline.serve.client import Client
+from tests.serve.search_page.conftest import ATTACK, AUDIO, CLIP, PAGE
+
+pytestmark = [pytest.mark.browser, pytest.mark.heavy]
+
+QUERY = "fish at the harbour"
+
+
+@pytest.fixture
+def client(page_url) -> Client:
+    return Client(page_url, tries=3)
+
+
+def open_search(browser, page_url: str, **state: str) -> None:
+    browser.open(f"{page_url}?{urlencode(state)}")
+    browser.wait_for_results()
+
+
+def state_of(browser) -> dict[str, str]:
+    query = urlsplit(browser.driver.current_url).query
+    return {name: values[0] for name, values in parse_qs(query).items()}
+
+
+def test_search_by_text(browser, page_url, client):
+    from selenium.webdriver.common.keys import Keys
+
+    browser.open(page_url)
+    browser.wait("document.querySelector('#results h2')")
+    assert "11 items in items" in browser.texts("#results h2")
+    browser.run("document.activeElement.blur()")
+    browser.find("body").send_keys("/")  # focuses the search box
+    assert browser.run("return document.activeElement.id") == "q"
+    browser.find("#q").send_keys(QUERY, Keys.ENTER)
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length")
+    expected = client.search(QUERY, index="items", explain="matches").hits
+    assert browser.hits() == [hit.item_id for hit in expected]
+    assert state_of(browser)["q"] == QUERY
+    first = browser.find("li.hit")
+    assert f"{expected[0].score:.3f}" in first.text
+    assert browser.texts("#status")[0].startswith("9 hits in ")
+    assert browser.texts("li.hit mark")
+    (measure,) = browser.run(
+        "return performance.getEntriesByName('maxray-draw').map((e) => e.duration)"
+    )
+    assert measure < 150
+    assert browser.errors() == []
+    origin = "{0.scheme}://{0.netloc}".format(urlsplit(page_url))
+    urls = [url for url in browser.requested_urls() if not url.startswith("data:")]
+    assert urls and all(url.startswith(origin) for url in urls)
+
+
+def test_cards_of_all_modalities(browser, page_url):
+    open_search(browser, page_url, q="harbour lighthouse country", k="20")
+    modalities = browser.run(
+        "return Object.fromEntries([...document.querySelectorAll('li.hit[data-item]')]"
+        ".map((e) => [e.dataset.item, e.dataset.modality]))"
+    )
+    assert (modalities[PAGE], modalities[CLIP], modalities[AUDIO]) == ("page", "video", "audio")
+    browser.run(
+        "document.querySelectorAll('li.hit').forEach((e) => "
+        "(e.style.contentVisibility = 'visible'));"
+        "document.querySelectorAll('img').forEach((e) => (e.loading = 'eager'))"
+    )
+    browser.wait("[...document.querySelectorAll('.frame img')].every((e) => e.naturalWidth)")
+    assert browser.all(f'[data-item="{PAGE}"] .frame .box')
+    assert len(browser.all(f'[data-item="{CLIP}"] .strip img')) == 3
+    assert browser.all(f'[data-item="{CLIP}"] .time-bar .hot')
+    assert browser.all(f'[data-item="{AUDIO}"] .time-bar .hot')
+    assert browser.errors() == []
+
+
+def test_state_and_back_button(browser, page_url):
+    open_search(browser, page_url, q=QUERY, rep="hpool_2", k="3", filter="modality = 'text'")
+    first = browser.hits()
+    assert len(first) == 3 and browser.texts(".column-head h2") == ["hpool_2"]
+    assert browser.run("return document.getElementById('rep').value") == "hpool_2"
+    browser.choose("#k", "2")
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length === 2")
+    assert state_of(browser)["k"] == "2"
+    browser.driver.back()
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length === 3")
+    assert (
+        browser.hits() == first and browser.run("return document.getElementById('k').value") == "3"
+    )
+    browser.driver.forward()
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length === 2")
+
+
+def test_facets_and_filter(browser, page_url, client):
+    open_search(browser, page_url, q=QUERY)
+    chip = ".facet[aria-label=modality] .chip"
+    browser.find(chip)
+    assert "text6" in browser.texts(chip)
+    browser.run(
+        "[...document.querySelectorAll(arguments[0])].find((e) => "
+        "e.textContent.startsWith('page')).click()",
+        chip,
+    )
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length === 1")
+    assert browser.hits() == [PAGE]
+    assert browser.run("return document.getElementById('filter').value") == "modality = 'page'"
+    browser.choose("#filter", "item_id = 'bread'")
+    browser.wait("document.querySelector('li.hit')?.dataset.item === 'bread'")
+    assert all(not element.is_enabled() for element in browser.all(chip))
+    browser.choose("#filter", "item_id = 'nobody'")
+    browser.wait("document.querySelector('.empty')")
+    assert "No hits" in browser.texts(".empty h2")
+
+
+@pytest.mark.parametrize(
+    ("state", "control", "text"),
+    [
+        ({"filter": "modality ="}, "filter", "does not parse"),
+        ({"k": "0"}, "k", "k must be"),
+        ({"k": "51"}, "k", "at most 50"),
+        ({"k": "many"}, "k", "k must be"),
+        ({"rep": "nope"}, "rep", "nope"),
+        ({"candidates": "lemur"}, "candidates", "lemur"),
+        ({"rerank": "vectors:nope", "depth": "8"}, "rerank", "nope"),
+        ({"rerank": "vectors:full", "depth": "99"}, "depth", "at most 50"),
+        ({"score": "hybrid", "rep": "caption_full", "index": "nope"}, "index", "nope"),
+    ],
+)
+def test_errors_at_their_fields(browser, page_url, state, control, text):
+    open_search(browser, page_url, q=QUERY, **state)
+    element = browser.find(f"#{control}-error")
+    assert text in element.text and element.is_displayed()
+    assert browser.find(f"#{control}").get_attribute("aria-invalid") == "true"
+    assert browser.texts(".field-error:not([hidden])") == [element.text]
+
+
+def test_rerank_and_scores(browser, page_url, client):
+    open_search(browser, page_url, q=QUERY, rep="random_1", rerank="vectors:full", depth="8", k="4")
+    options = {"method": "vectors", "representation": "full", "rerank_depth": 8}
+    expected = client.search(
+        QUERY, index="items", representation="random_1", rerank=options, k=4
+    ).hits
+    assert browser.hits() == [hit.item_id for hit in expected]
+    assert f"first stage: rank {expected[0].first_stage.rank}" in browser.find("li.hit").text
+    browser.choose("#score", "hybrid")
+    browser.wait("document.querySelector('.scores')?.textContent.includes('single vector')")
+
+
+def test_examples(browser, page_url):
+    browser.open(page_url)
+    chip = browser.find("#examples a.chip")
+    text = chip.text
+    chip.click()
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length")
+    assert state_of(browser)["q"] == text
+
+
+def test_more_like_this(browser, page_url, client):
+    open_search(browser, page_url, q="harbour", k="3")
+    item_id = browser.hits()[0]
+    browser.find("li.hit .actions .link").click()
+    browser.wait("document.querySelector('.query-item')")
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length === 3")
+    response = client._http.post(
+        "/v1/search", json={"query": {"item": item_id}, "index": "items", "k": 4}
+    )
+    expected = [hit["item_id"] for hit in response.json()["hits"]]
+    assert expected[0] == item_id and browser.hits() == expected[1:]
+    assert state_of(browser)["item"] == item_id
+    browser.find("#query-part button").click()
+    browser.wait("!document.querySelector('.query-item')")
+
+
+def drop(browser, image: bytes, name: str = "query.png", kind: str = "image/png") -> None:
+    """Drops a file on the page."""
+    browser.run(
+        """
+        const bytes = Uint8Array.from(atob(arguments[0]), (c) => c.charCodeAt(0));
+        const transfer = new DataTransfer();
+        transfer.items.add(new File([bytes], arguments[1], {type: arguments[2]}));
+        for (const type of ['dragover', 'drop']) {
+          document.body.dispatchEvent(new DragEvent(type, {dataTransfer: transfer, bubbles: true,
+            cancelable: true}));
+        }
+        """,
+        base64.b64encode(image).decode(),
+        name,
+        kind,
+    )
+
+
+def test_search_by_image(browser, page_url, corpus):
+    browser.open(f"{page_url}?index=shapes")
+    browser.wait("document.querySelector('#results h2')")
+    drop(browser, (corpus / "squares/green.png").read_bytes())
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length === 5")
+    assert browser.hits()[0] == "green.png"
+    assert browser.find("#query-part img").is_displayed()
+    browser.find("#query-part button").click()
+    browser.wait("document.querySelector('#query-part').hidden")
+    assert browser.errors() == []
+
+
+def test_pasted_image_and_back_button(browser, page_url, corpus):
+    browser.open(f"{page_url}?index=shapes&q=square")
+    browser.wait_for_results()
+    browser.run(
+        """
+        const bytes = Uint8Array.from(atob(arguments[0]), (c) => c.charCodeAt(0));
+        const transfer = new DataTransfer();
+        transfer.items.add(new File([bytes], 'a.png', {type: 'image/png'}));
+        document.dispatchEvent(new ClipboardEvent('paste', {clipboardData: transfer,
+          bubbles: true, cancelable: true}));
+        """,
+        base64.b64encode((corpus / "squares/red.png").read_bytes()).decode(),
+    )
+    # The tiny encoder supports no composed queries, which the API reports at the query.
+    browser.wait("!document.querySelector('#q-error').hidden")
+    browser.find("#q").clear()
+    browser.run("document.querySelector('#search-form').requestSubmit()")
+    browser.wait("document.querySelector('li.hit')?.dataset.item === 'red.png'")
+    browser.driver.back()
+    browser.driver.back()
+    browser.wait("document.querySelector('#query-part').hidden")
+    browser.driver.forward()
+    browser.driver.forward()
+    browser.wait("document.querySelector('li.hit')?.dataset.item === 'red.png'")
+    assert browser.find("#query-part img").is_displayed()
+
+
+def test_rejects_files_that_are_no_images(browser, page_url):
+    browser.open(f"{page_url}?index=shapes")
+    browser.wait("document.querySelector('#results h2')")
+    drop(browser, b"GIF89a?", "x.png")
+    browser.wait("document.querySelector('#q-error').textContent.includes('not an image')")
+    drop(browser, b"text", "x.txt", "text/plain")
+    browser.wait("document.querySelector('#q-error').textContent.includes('must be an image')")
+
+
+def test_markup_in_items_is_not_parsed(browser, page_url):
+    open_search(browser, page_url, q="attack", k="20")
+    assert any(ATTACK in text for text in browser.texts("li.hit .hit-title"))
+    assert any("<script>" in text for text in browser.texts("li.hit .snippet"))
+    for item_id in browser.hits()[:3]:
+        browser.open(f"{page_url}?{urlencode({'q': 'attack', 'k': 20, 'open': item_id})}")
+        browser.find("#viewer[open] .chip")
+        browser.wait("document.querySelector('#viewer dl.item').children.length > 2")
+    assert browser.run("return window.hacked") is None
+    assert not browser.all("#results script, #viewer script, img[onerror]")
+    open_search(browser, page_url, q=ATTACK, filter="1 = '<b>'", index="items")
+    assert browser.run("return window.hacked") is None
+
+
+def test_policy_is_enforced(browser, page_url):
+    browser.open(page_url)
+    browser.find("#results h2")
+    assert browser.errors() == []
+    browser.run(
+        "const s = document.createElement('script'); s.textContent = 'window.hacked = 1';"
+        "document.body.append(s);"
+        "const i = document.createElement('img'); i.src = 'https://example.com/x.png';"
+        "document.body.append(i);"
+    )
+    time.sleep(0.5)
+    assert browser.run("return window.hacked") is None
+    messages = "\n".join(browser.errors())
+    assert "Content Security Policy" in messages and "script-src" in messages
+    assert not any("example.com" in url for url in browser.requested_urls()) or (
+        "img-src" in messages
+    )
+
+
+def test_judgments(browser, page_url):
+    open_search(browser, page_url, q=QUERY, k="2")
+    item_id = browser.hits()[0]
+    buttons = browser.all("li.hit .judge button")
+    buttons[0].click()
+    assert buttons[0].get_attribute("aria-pressed") == "true"
+    assert browser.find("#judge-export").text == "Export 1 judgment"
+    open_search(browser, page_url, q=QUERY, k="2")
+    assert browser.find("li.hit .judge button").get_attribute("aria-pressed") == "true"
+    text = browser.module("judge.js", "m.qrels(m.judgments())")
+    assert text.endswith(f" 0 {item_id} 1\n")
+    browser.find("li.hit .judge button").click()
+    assert not browser.find("#judge-export").is_displayed()
+
+
+def test_memory_is_stable(browser, page_url):
+    """200 searches release their images and listeners."""
+    open_search(browser, page_url, q="harbour")
+    heap = []
+    for number in range(200):
+        browser.run(
+            "document.getElementById('q').value = arguments[0];"
+            "document.getElementById('search-form').requestSubmit();",
+            f"harbour {number % 7}",
+        )
+        browser.wait("document.querySelectorAll('li.hit[data-item]').length === 9")
+        if number in (50, 199):
+            browser.driver.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
+            metrics = browser.driver.execute_cdp_cmd("Runtime.getHeapUsage", {})
+            heap.append(metrics["usedSize"])
+    assert heap[1] < 1.3 * heap[0] + 1e6
+    assert browser.errors() == []

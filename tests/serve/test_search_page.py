@@ -1,0 +1,112 @@
+"""Tests of the files of the search page over HTTP, without a browser."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from pipeline.serve import search_page
+from pipeline.serve.search_page import assets
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "pipeline/serve/page"
+#: Maximum size of all files of the page, in bytes.
+MAX_BYTES = 150_000
+
+
+@pytest.fixture
+def anonymous(url) -> httpx2.Client:
+    with httpx2.Client(base_url=url, timeout=30) as http:
+        yield http
+
+
+def test_page_weight():
+    assert set(assets()) == {path.name for path in FOLDER.iterdir()}
+    assert sum(len(asset.content) for asset in assets().values()) < MAX_BYTES
+
+
+def test_files_are_package_data():
+    text = (ROOT / "pyproject.toml").read_text()
+    (patterns,) = re.findall(r"^pipeline = \[(.*)\]", text, re.MULTILINE)
+    suffixes = {Path(name).suffix for name in assets()}
+    assert suffixes == set(re.findall(r'"serve/page/\*(\.\w+)"', patterns))
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.js")), ids=lambda path: path.name)
+def test_modules_insert_no_markup(path):
+    """Texts of items are untrusted, so no function that parses markup is used."""
+    text = path.read_text()
+    for name in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "DOMParser",
+    ):
+        assert name not in text
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+
+
+def test_document(anonymous):
+    response = anonymous.get("/")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(
+        part.split(" ", 1) for part in response.headers["content-security-policy"].split("; ")
+    )
+    assert policy["default-src"] == "'none'" and policy["script-src"] == "'self'"
+    assert "unsafe" not in response.headers["content-security-policy"]
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["x-frame-options"] == "DENY"
+    for name in re.findall(r'(?:src|href)="(page/[^"]+)"', response.text):
+        assert anonymous.get(f"/{name}").status_code == 200
+    assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=", response.text)
+
+
+@pytest.mark.parametrize("name", sorted(search_page.assets()))
+def test_assets(anonymous, name):
+    response = anonymous.get(f"/page/{name}")
+    assert response.content == (FOLDER / name).read_bytes()
+    assert response.headers["content-type"] == assets()[name].media_type
+    assert response.headers["content-security-policy"] == search_page.POLICY
+    etag = response.headers["etag"]
+    again = anonymous.get(f"/page/{name}", headers={"If-None-Match": etag})
+    assert (again.status_code, again.content) == (304, b"") and again.headers["etag"] == etag
+    changed = anonymous.get(f"/page/{name}", headers={"If-None-Match": '"other"'})
+    assert changed.status_code == 200
+    head = anonymous.head(f"/page/{name}")
+    assert head.status_code == 200 and head.content == b""
+
+
+@pytest.mark.parametrize("path", ["/page/app.py", "/page/..%2Fapp.py", "/page/", "/page/a/b.js"])
+def test_serves_no_other_files(anonymous, path):
+    response = anonymous.get(path)
+    assert response.status_code == 404 and response.json()["error"]["code"] == "not_found"
+
+
+def test_data_requires_key(anonymous):
+    for path in ("/v1/indexes/texts/facets", "/v1/media/wing", "/v1/indexes"):
+        assert anonymous.get(path).status_code == 401
+
+
+def test_facets(http, client):
+    found = http.get("/v1/indexes/texts/facets").json()
+    assert found["index"] == "texts" and found["num_items"] == 8
+    assert found["facets"][0] == {
+        "column": "modality",
+        "values": [{"value": "text", "count": 8}],
+        "num_values": 1,
+    }
+    sizes = {size["name"]: size["vectors_per_item"] for size in found["sizes"]}
+    assert sizes["hpool_4"] == 4 and sizes["full"] > 4
+    assert all(client.search(text, index="texts", k=1).hits for text in found["examples"])
+
+
+def test_facets_respect_keys(url):
+    with httpx2.Client(base_url=url, headers={"Authorization": "Bearer mr_few"}) as http:
+        assert http.get("/v1/indexes/texts/facets").status_code == 200
+        assert http.get("/v1/indexes/whole/facets").status_code == 404

@@ -4,6 +4,7 @@
 <index>/rejects.lance    rejected items with the reason
 <index>/artefacts/       fitted state of compressors and codecs, named by hash
 <index>/jobs/<job>/      resolved spec, listing, progress and summary of each job
+<index>/lease/           expiry of the lease of the current writer
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from pipeline.config import SpecError, absolute, within
 
 ITEMS, REJECTS, ARTEFACTS, JOBS = "items.lance", "rejects.lance", "artefacts", "jobs"
+LEASE = "lease"
 PARTS = (ITEMS, REJECTS, ARTEFACTS, JOBS)
 
 

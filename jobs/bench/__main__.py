@@ -17,6 +17,7 @@ import jobs
 BENCHES = {
     "candidates": "candidate generators against exact search: build time, recall, latency",
     "candidates_peers": "other systems for multi-vector search on the same vectors",
+    "commits": "commits, lease renewals, opening and filters against the number of fragments",
     "compress": "time and memory of each compressor; their share of indexing",
     "encode": "image and text encoders: attention statistics, throughput, number of actors",
     "fusion": "the fused score against MaxSim on judged collections",

@@ -29,6 +29,7 @@ from pipeline.index.reader import part_uri
 from pipeline.index.session import configure_ray_data
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress, Encode, Prepare, Represent, needs_preparing
+from pipeline.index.units import UnitRange
 from pipeline.schema import ITEM
 from pipeline.stage import Resources, Stage, chain, map_batches, packed_table
 from pipeline.taps import Tap, single_layer_taps
@@ -87,20 +88,20 @@ def encode_stage(
 
 
 def read_units(
-    listing_job: ListingJob, shards: Sequence[int], unit_items: int, pool: Resources
+    listing_job: ListingJob, ranges: Sequence[UnitRange], pool: Resources
 ) -> ray.data.Dataset:
-    """Returns a lazy dataset of packed units. Ray tasks read them from the shards."""
+    """Returns a lazy dataset of packed units. A Ray task reads each range of units."""
 
     def read(block: DataBatch) -> Iterator[pa.Table]:
         keep_memory()
         start = time.perf_counter()
-        for shard in block["shard"]:
-            for unit in unit_reader.read_units(listing_job, int(shard), unit_items):
+        for values in zip(*(block[name].tolist() for name in UnitRange._fields), strict=True):
+            for unit in unit_reader.read_units(listing_job, UnitRange(*values)):
                 unit.seconds["read"] = time.perf_counter() - start
                 yield packed_table([unit])
                 start = time.perf_counter()
 
-    rows = [{"shard": shard} for shard in shards]
+    rows = [units._asdict() for units in ranges]
     return ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         read,
         batch_size=None,
@@ -113,7 +114,7 @@ def written_fragments(
     spec: IndexSpec,
     resources: IndexResources,
     listing_job: ListingJob,
-    shards: Sequence[int],
+    ranges: Sequence[UnitRange],
     encoder_info: EncoderInfo,
     learned: Mapping[str, LearnedState],
     stored_columns: Sequence[str],
@@ -125,7 +126,7 @@ def written_fragments(
         spec: Spec of the index job.
         resources: Resources profile of the job.
         listing_job: Settings of the listing.
-        shards: Shards with items to process.
+        ranges: Units with items to process.
         encoder_info: Description of the encoder.
         learned: Learned state of the fitted representations, by id.
         stored_columns: Names of the shared columns of the encoder to store.
@@ -152,13 +153,14 @@ def written_fragments(
         groups.append(([Represent(encode, compress)], resources.encode))
     else:
         groups += [([encode], resources.encode), ([compress], resources.compress)]
-    units = read_units(listing_job, shards, spec.unit_items, resources.read)
+    units = read_units(listing_job, ranges, resources.read)
     payload = listing_job.build_source().payload
     return map_batches(
         chain(units, groups, [*ITEM.names, *payload.names]),
         WriteFragments,
-        {"index": part_uri(spec.index)},
+        {"index": part_uri(spec.index), "max_bytes": spec.fragment_bytes},
         resources.write,
+        # Of large items, a fragment has fewer: they should not wait long for their commit.
         batch_size=max(1, spec.fragment_items // spec.unit_items),
         batch_format="pyarrow",
         zero_copy_batch=True,

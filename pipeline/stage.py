@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
 from pipeline.config import Spec, SpecError
 from pipeline.decoding import Unreadable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Errors that are caused by the machine rather than by the item. The next run retries the item.
 RETRYABLE = (TimeoutError, OSError, MemoryError)
-#: Environment variable that sets the default of `Resources.reuse_processes`, 0 or 1.
+#: Environment variable with the value of `Resources.reuse_processes` where that is None, 0 or 1.
 REUSE_PROCESSES = "MAXRAY_REUSE_PROCESSES"
 
 
@@ -48,14 +48,12 @@ class Resources(Spec):
     """Maximum number of actors in the pool."""
     num_threads: PositiveInt = 1
     """Number of threads that torch and BLAS use in each actor."""
-    reuse_processes: bool = Field(
-        default_factory=lambda: os.environ.get(REUSE_PROCESSES, "0") == "1"
-    )
+    reuse_processes: bool | None = None
     """Run in worker processes that Ray keeps for later jobs, instead of in actors, whose processes
     end with the job. Small jobs on a running cluster start faster, by about four seconds of CPU
     time per stage. A process keeps the models of its last two stages in memory. Stages with a GPU
-    always run in actors. The environment variable `MAXRAY_REUSE_PROCESSES` sets the default, 0 or
-    1."""
+    always run in actors. Null stands for the environment variable `MAXRAY_REUSE_PROCESSES`, 0 (the
+    default) or 1, when the job starts."""
 
     @model_validator(mode="after")
     def _check_resources(self) -> Resources:
@@ -65,6 +63,15 @@ class Resources(Spec):
         if self.num_gpus > 1 and self.num_gpus % 1:
             raise SpecError("num_gpus", self.num_gpus, "a whole number or less than 1")
         return self
+
+    @property
+    def reuses_processes(self) -> bool:
+        """True if the stage runs in processes that Ray keeps for later jobs."""
+        if self.num_gpus:
+            return False
+        if self.reuse_processes is None:
+            return os.environ.get(REUSE_PROCESSES, "0") == "1"
+        return self.reuse_processes
 
     @property
     def task_options(self) -> dict[str, float]:
@@ -301,7 +308,7 @@ def map_batches(
     from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
     options |= resources.task_options
-    if not resources.reuse_processes or resources.num_gpus:
+    if not resources.reuses_processes:
         return dataset.map_batches(
             function_class,
             fn_constructor_kwargs=dict(arguments),

@@ -55,8 +55,11 @@ def test_only_reused_processes_remain_after_a_job():
 
 def test_default_is_an_environment_variable(monkeypatch):
     monkeypatch.setenv(REUSE_PROCESSES, "1")
-    assert parse(Resources, {}).reuse_processes
-    with actor_pools():
-        assert not parse(Resources, {}).reuse_processes
+    resources = parse(Resources, {})
+    assert resources.reuses_processes
+    assert not parse(Resources, {"num_gpus": 0.5}).reuses_processes
+    assert not parse(Resources, {"reuse_processes": False}).reuses_processes
+    with actor_pools():  # the variable is read when a job starts, not when a profile is parsed
+        assert not resources.reuses_processes
     monkeypatch.delenv(REUSE_PROCESSES)
-    assert not parse(Resources, {}).reuse_processes
+    assert not resources.reuses_processes

@@ -1,21 +1,21 @@
 """Generates training pairs from the pages of `jobs/data/pages`, without the judged queries.
 
     python -m jobs.data.make_page_pairs --out out/agc/pages
+    python -m jobs.data.make_page_pairs --out out/agc/pages_short --words 120
 
 Every fourth sentence of a page is a query, and the document is the rest of the page. The judged
 queries and the complete pages are written separately, for validation. Pages without such sentences
-are not trained.
+are not trained. `--words` reduces the computation.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jobs
+from jobs.data.make_text_pairs import first_words, write_pairs
 from pipeline.config import absolute
 from pipeline.decoding import Unreadable
 from pipeline.decoding.pdf import describe, read_pages
@@ -31,29 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Writes documents.jsonl, train.jsonl and judged.jsonl."""
     parser = jobs.parser(__doc__)
     parser.add_argument("--out", default="out/agc/pages", help="output folder")
-    folder = Path(absolute(parser.parse_args(arguments).out))
-    documents, pairs, queries = [], [], {}
+    parser.add_argument("--words", type=jobs.positive, help="words per document (default: all)")
+    args = parser.parse_args(arguments)
+    documents, pairs = [], []
     for page_id, text in texts():
-        documents.append({"document_id": page_id, "text": text})
+        documents.append({"document_id": page_id, "text": first_words(text, args.words)})
         found, rest = split(text)
         if rest:
-            documents.append({"document_id": f"{page_id}/rest", "text": rest})
+            text = first_words(rest, args.words)
+            documents.append({"document_id": f"{page_id}/rest", "text": text})
             pairs += [{"query": query, "document_id": f"{page_id}/rest"} for query in found]
-    for line in (PAGES / "queries.jsonl").read_text("utf-8").splitlines():
-        query = json.loads(line)
-        queries[query["_id"]] = query["text"]
-    stored = {document["document_id"] for document in documents}
-    with (PAGES / "qrels/test.tsv").open(encoding="utf-8") as file:
-        judged = [
-            {"query": queries[row["query-id"]], "document_id": row["corpus-id"]}
-            for row in csv.DictReader(file, delimiter="\t")
-            if int(row["score"]) > 0 and row["corpus-id"] in stored
-        ]
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("documents", documents), ("train", pairs), ("judged", judged)):
-        content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(content, encoding="utf-8")
-    print(f"{len(pairs)} pairs and {len(judged)} judgments of {len(queries)} queries: {folder}")
+    print(write_pairs(Path(absolute(args.out)), documents, pairs, PAGES))
 
 
 def texts() -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jobs
@@ -27,17 +27,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--queries", type=jobs.positive, help="judged queries (default: all)")
     args = parser.parse_args(arguments)
     folder = Path(absolute(args.out))
-    documents, pairs, queries = [], [], {}
+    documents, pairs = [], []
     for document_id, title, text in titles():
-        if args.words is not None:
-            text = " ".join(text.split()[: args.words])
-        documents.append({"document_id": document_id, "text": text})
+        documents.append({"document_id": document_id, "text": first_words(text, args.words)})
         pairs.append({"query": title, "document_id": document_id})
-    for line in (CRANFIELD / "queries.jsonl").read_text("utf-8").splitlines()[: args.queries]:
+    print(write_pairs(folder, documents, pairs, CRANFIELD, args.queries))
+
+
+def first_words(text: str, count: int | None) -> str:
+    """Returns the first `count` words of a text, or the text if `count` is None."""
+    return text if count is None else " ".join(text.split()[:count])
+
+
+def write_pairs(
+    folder: Path,
+    documents: Sequence[Mapping[str, str]],
+    pairs: Sequence[Mapping[str, str]],
+    collection: Path,
+    num_queries: int | None = None,
+) -> str:
+    """Writes documents.jsonl, train.jsonl and judged.jsonl, and returns a summary.
+
+    Args:
+        folder: Output folder.
+        documents: Objects with `document_id` and `text`.
+        pairs: Training pairs, with `query` and `document_id`.
+        collection: BEIR folder with the judged queries.
+        num_queries: Number of judged queries; all if it is None.
+    """
+    queries = {}
+    for line in (collection / "queries.jsonl").read_text("utf-8").splitlines()[:num_queries]:
         query = json.loads(line)
         queries[query["_id"]] = query["text"]
     stored = {document["document_id"] for document in documents}
-    with (CRANFIELD / "qrels/test.tsv").open(encoding="utf-8") as file:
+    with (collection / "qrels/test.tsv").open(encoding="utf-8") as file:
         judged = [
             {"query": queries[row["query-id"]], "document_id": row["corpus-id"]}
             for row in csv.DictReader(file, delimiter="\t")
@@ -47,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, rows in (("documents", documents), ("train", pairs), ("judged", judged)):
         content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(content, encoding="utf-8")
-    print(f"{len(pairs)} pairs and {len(judged)} judgments of {len(queries)} queries: {folder}")
+    return f"{len(pairs)} pairs and {len(judged)} judgments of {len(queries)} queries: {folder}"
 
 
 if __name__ == "__main__":

@@ -122,6 +122,8 @@ def url(serving, index_uri, keys_file, tmp_path_factory) -> str:
         "keys": str(keys_file),
         "limits": {"max_k": 100, "max_batch_queries": 150, "max_body_bytes": 100_000, "burst": 5},
         "evaluations": {"folder": str(tmp_path_factory.mktemp("evaluations"))},
+        # Tests run beside others, on machines of any speed.
+        "timeouts": {"encode_s": 25, "filter_s": 20, "search_s": 25, "describe_s": 25},
     }
     return serving(settings, "both")
 

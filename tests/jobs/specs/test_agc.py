@@ -155,8 +155,12 @@ def test_a_dry_run_on_sentences_of_pages(tmp_path, monkeypatch, capsys):
     )
     text_by_id = {document["document_id"]: document["text"] for document in documents}
     assert not any(pair["query"] in text_by_id[pair["document_id"]] for pair in pairs)
+    make_page_pairs.main(["--words", "120"])
+    assert capsys.readouterr().out.startswith("219 pairs and 109 judgments of 54 queries")
+    lengths = [len(json.loads(line)["text"].split()) for line in (folder / "documents.jsonl").open()]
+    assert max(lengths) == 120 > min(lengths)
     train.main([str(SPECS / "pages.yaml"), "--dry-run"])
-    assert len(capsys.readouterr().out.splitlines()) == 7
+    assert len(capsys.readouterr().out.splitlines()) == 21
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,6 +17,7 @@ import jobs
 BENCHES = {
     "candidates": "candidate generators against exact search: build time, recall, latency",
     "candidates_peers": "other systems for multi-vector search on the same vectors",
+    "commits": "commits, lease renewals, opening and filters against the number of fragments",
     "compress": "time and memory of each compressor; their share of indexing",
     "driver": "empty units through the stream of the index job; scaling of sleeping actors",
     "encode": "image and text encoders: attention statistics, throughput, number of actors",

@@ -27,6 +27,7 @@ import jobs
 from jobs.bench.harness import Bench, Repeats, table
 from pipeline.index.session import configure_ray_data, iter_rows
 from pipeline.index.stream import unit_dataset, write_units
+from pipeline.index.units import UnitRange
 from pipeline.index.writer import open_or_create
 from pipeline.schema import ITEM, Item
 from pipeline.stage import LoadedStage, Processed, Profile, Resources, Stage, Unit, chain
@@ -35,6 +36,8 @@ from pipeline.stage import LoadedStage, Processed, Profile, Resources, Stage, Un
 RESERVED_CPUS = 0.01
 #: Units per fragment.
 FRAGMENT_UNITS = 8
+#: Maximum size of a fragment, which these units do not reach.
+FRAGMENT_BYTES = 1 << 30
 #: Part of the results that is measured, without the beginning and the last units.
 MEASURED = (0.1, 0.95)
 
@@ -143,9 +146,12 @@ def _run(setting: Setting, num_units: int, index: str) -> dict[str, float]:
     )
     shared = Resources(num_cpus=RESERVED_CPUS, max_actors=2, reuse_processes=False)
     read = partial(_read, num_units, setting.shards, bool(setting.sleep_s))
-    units = unit_dataset(read, range(setting.shards), shared)
+    ranges = [UnitRange(shard) for shard in range(setting.shards)]
+    units = unit_dataset(read, ranges, shared)
     processed = chain(units, [([_Sleep(setting.sleep_s)], pool)], ITEM.names)
-    written = write_units(processed, f"{index}/items.lance", shared, FRAGMENT_UNITS)
+    written = write_units(
+        processed, f"{index}/items.lance", shared, FRAGMENT_UNITS, FRAGMENT_BYTES
+    )
     arrivals: list[tuple[float, float]] = []
     for row in iter_rows(written):
         if row is not None:
@@ -159,12 +165,12 @@ def _run(setting: Setting, num_units: int, index: str) -> dict[str, float]:
     }
 
 
-def _read(num_units: int, shards: int, has_item: bool, shard: int) -> Iterator[Unit]:
+def _read(num_units: int, shards: int, has_item: bool, units: UnitRange) -> Iterator[Unit]:
     """Yields the units of a shard. They have one item or none."""
     item = Item("item", "item", "bench", "text", "r1", text="text").row()
     items = pa.Table.from_pylist([item] if has_item else [], schema=ITEM)
-    for number in range(shard, num_units, shards):
-        yield Unit(f"{shard:06d}-{number:06d}", items, extra={"replaces": {}, "gone": 0})
+    for number in range(units.shard, num_units, shards):
+        yield Unit(f"{units.shard:06d}-{number:06d}", items, extra={"replaces": {}, "gone": 0})
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from pipeline.index.progress import Progress
 from pipeline.index.reader import part_uri
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress, Encode, Represent
+from pipeline.index.units import UnitRange
 from pipeline.index.writer import IndexWriter
 from pipeline.registry import ENCODERS
 from pipeline.stage import run_stage
@@ -66,10 +67,9 @@ def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
         spec.source,
         digest({}),
         wants=encoder.supported_inputs(spec.encoder),
+        limits=spec.unit_limits,
     )
-    num_shards = listing.plan(listing_job, None)
-    for shard in range(num_shards):
-        listing.list_shard(listing_job, shard)
+    num_shards = len(listing.list_source(listing_job))
 
     encoder_info = EncoderInfo.from_encoder(ENCODERS.build(spec.encoder), spec.encoder)
     fields = encoder_fields(encoder_info, spec.keep_positions)
@@ -108,15 +108,15 @@ def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
 
     started = time.perf_counter()
     for shard in range(num_shards):
-        for unit in unit_reader.read_units(listing_job, shard, spec.unit_items):
+        for unit in unit_reader.read_units(listing_job, UnitRange(shard)):
             seconds["read"] += time.perf_counter() - started
             unit = run_stage(stage, unit)
             for name, spent in unit.seconds.items():
                 seconds[name] = seconds.get(name, 0.0) + spent
             tables.append(unit.items)
-            if len(tables) * spec.unit_items >= spec.fragment_items:
+            if sum(table.num_rows for table in tables) >= spec.fragment_items:
                 write()
-            if uncommitted >= spec.commit_items:
+            if spec.commit_items and uncommitted >= spec.commit_items:
                 commit()
             started = time.perf_counter()
     if tables:

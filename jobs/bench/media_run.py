@@ -70,13 +70,11 @@ def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
         listed = listing.ListingJob(
             f"{folder}/index", f"{folder}/job", source.spec, "", (), source.wants
         )
-        shards = range(listing.plan(listed, None))
-        for shard in shards:
-            listing.list_shard(listed, shard)
+        ranges = [r for tally in listing.list_source(listed) for r in tally.ranges]
         configure_ray_data()
         pool = Resources(num_cpus=1, max_actors=processes)
         # As in the index job, an actor receives the blocks.
-        counted = read_units(listed, shards, 64, pool).map_batches(
+        counted = read_units(listed, ranges, pool).map_batches(
             Count,
             fn_constructor_kwargs={"kind": kind},
             batch_size=1,

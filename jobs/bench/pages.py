@@ -23,7 +23,7 @@ import pypdfium2 as pdfium
 import yaml
 
 import jobs
-from jobs.bench.commits import commits
+from jobs.bench.commit_history import commits
 from jobs.bench.harness import (
     Bench,
     Repeats,

@@ -24,7 +24,6 @@ from pipeline.decoding import pdf
 from pipeline.sources.pages import Pages
 
 NEEDS = ("text", "image")
-UNIT_PAGES = 64  # default of the index job
 
 
 def main() -> None:
@@ -43,14 +42,12 @@ def source_stage(spec: Pages.Spec, processes: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder, jobs.cluster():
         listed = listing.ListingJob(f"{folder}/index", f"{folder}/job", spec, "", (), NEEDS)
-        shards = range(listing.plan(listed, None))
-        for shard in shards:
-            listing.list_shard(listed, shard)
+        ranges = [r for tally in listing.list_source(listed) for r in tally.ranges]
         configure_ray_data()
         pool = Resources(num_cpus=1, max_actors=processes)
         arrivals = [
             (from_ipc(row["items"]).num_rows, time.perf_counter())
-            for row in iter_rows(read_units(listed, shards, UNIT_PAGES, pool))
+            for row in iter_rows(read_units(listed, ranges, pool))
             if row is not None
         ]
     pages = sum(num_pages for num_pages, _ in arrivals[1:])

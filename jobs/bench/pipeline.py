@@ -22,7 +22,7 @@ import lance
 import yaml
 
 import jobs
-from jobs.bench.commits import commits
+from jobs.bench.commit_history import commits
 from jobs.bench.harness import Bench, Repeats, run_apart, table
 from pipeline.config import SpecError
 from pipeline.index.reader import ITEMS, part_uri

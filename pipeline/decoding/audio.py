@@ -260,6 +260,25 @@ def is_audio(head: bytes) -> bool:
     return head.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")) or head[4:8] == b"ftyp"
 
 
+def read_header(path: str) -> dict[str, Any]:
+    """Returns the `duration` in seconds according to the header of a file.
+
+    It is not compared with the audio, unlike that of `describe`, and missing if it is unknown.
+
+    Raises:
+        Unreadable: The file cannot be opened.
+    """
+    try:
+        return {"duration": soundfile.info(path).duration}
+    except soundfile.LibsndfileError:
+        pass
+    try:
+        with av.open(path) as container:
+            return {"duration": container.duration / av.time_base} if container.duration else {}
+    except (av.FFmpegError, ValueError) as error:
+        raise Unreadable("corrupted audio", str(error)) from None
+
+
 def describe(path: str) -> dict[str, Any]:
     """Returns the `duration` in seconds, the `sample_rate` and the number of `channels` of a file.
 

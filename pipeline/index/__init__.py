@@ -4,6 +4,7 @@
 <index>/rejects.lance    rejected items with the reason
 <index>/artefacts/       fitted state of compressors and codecs, named by hash
 <index>/jobs/<job>/      resolved spec, listing, progress and summary of each job
+<index>/lease/           expiry of the lease of the current writer
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pipeline.config import SpecError, absolute, within
 ITEMS, REJECTS, ARTEFACTS, JOBS = "items.lance", "rejects.lance", "artefacts", "jobs"
 #: State of a running job in its folder.
 PROGRESS = "progress.json"
+LEASE = "lease"
 PARTS = (ITEMS, REJECTS, ARTEFACTS, JOBS)
 
 

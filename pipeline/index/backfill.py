@@ -111,7 +111,6 @@ def run(
             "version": writer.dataset.version,
             "listed": listed,
             "stage": CacheTokens(encode),
-            "unit_items": spec.unit_items,
             "num_threads": resources.encode.num_threads,
         }
         rows = [{"fragment": f, "shards": json.dumps(shards_by_fragment[f])} for f in incomplete]
@@ -133,9 +132,8 @@ def _shards_by_fragment(
 ) -> dict[int, list[int]]:
     """Maps each fragment to the shards of the source that contain its unchanged rows."""
     read = resources.read
-    num_shards = ray.get(tasks.plan.options(**read.task_options).remote(listed, None))
     task = _list_shard.options(**read.task_options)
-    results = tasks.map_shards(task, listed, range(num_shards), read.max_actors, session.check)
+    results = tasks.list_shards(listed, None, read.max_actors, session.check, task)
     shards: dict[int, list[int]] = {}
     for shard, fragments in results:
         for fragment in fragments:
@@ -144,9 +142,11 @@ def _shards_by_fragment(
 
 
 @ray.remote
-def _list_shard(listed: ListingJob, shard: int) -> tuple[int, list[int]]:
+def _list_shard(
+    listed: ListingJob, shard: int, description: dict[str, Any]
+) -> tuple[int, list[int]]:
     """Lists a shard. Returns its number and the fragments that contain its unchanged rows."""
-    listing.list_shard(listed, shard)
+    listing.list_shard(listed, shard, description)
     return shard, unit_reader.stored_fragments(listed, shard)
 
 
@@ -201,14 +201,13 @@ class CacheFragment:
         version: int,
         listed: ListingJob,
         stage: CacheTokens,
-        unit_items: int,
         num_threads: int,
     ):
         import torch
 
         torch.set_num_threads(num_threads)
         self.index, self.listed = Index(index, version), listed
-        self.stage, self.unit_items = stage.load(), unit_items
+        self.stage = stage.load()
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
         """Fills the fragments of a batch and returns the JSON of a `FilledFragment` for each."""
@@ -230,7 +229,7 @@ class CacheFragment:
         row_ids = dict(zip(table["item_id"].to_pylist(), table["_rowid"].to_pylist(), strict=True))
         tables, num_tried = [], 0
         for shard in shards:
-            units = unit_reader.stored_units(self.listed, shard, number, row_ids, self.unit_items)
+            units = unit_reader.stored_units(self.listed, shard, number, row_ids)
             for unit, num_unread in units:
                 num_tried += unit.items.num_rows + num_unread
                 items = run_stage(self.stage, unit).items

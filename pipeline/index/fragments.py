@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,10 @@ from lance.fragment import FragmentMetadata, write_fragments
 
 from pipeline.index.positions import encode_positions
 from pipeline.index.reader import ITEMS, part_uri
+from pipeline.index.units import UnitLimits
 from pipeline.meter import meter
 from pipeline.schema import REJECT
+from pipeline.sources import ItemSize
 from pipeline.stage import Unit, from_ipc, to_ipc
 
 #: Result of a write: the metadata that the driver needs for the commit, without the data.
@@ -29,28 +32,31 @@ WRITTEN = pa.schema(
 
 
 class WriteFragments:
-    """Actor that writes units to one Lance fragment. The driver commits the fragment later.
+    """Actor that writes units to Lance fragments. The driver commits the fragments later.
 
     Args:
         index: URI of the index.
+        max_bytes: Maximum size of the rows of a fragment in memory, unless it has a single unit.
         job: Identifier of the job whose progress is counted, if any.
     """
 
-    def __init__(self, index: str, job: str | None = None):
-        self.uri, self._job = part_uri(index, ITEMS), job
+    def __init__(self, index: str, max_bytes: int, job: str | None = None):
+        self.uri, self.max_bytes, self._job = part_uri(index, ITEMS), max_bytes, job
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """Writes packed units to one fragment and returns a row of `WRITTEN`."""
+        """Writes packed units to one or more fragments and returns a row of `WRITTEN`."""
         start = time.perf_counter()
         units = [Unit.unpack(block, i) for i in range(block.num_rows)]
         tables = [unit.items for unit in units if unit.items.num_rows]
-        fragments, item_ids, num_bytes = [], [], 0
-        if tables:
+        fragments: list[FragmentMetadata] = []
+        item_ids: list[str] = []
+        num_bytes = 0
+        for group in self._groups(tables):
             # Units lack the columns of a field that none of their items has.
-            table = pa.concat_tables(tables, promote_options="default")
-            item_ids = table["item_id"].to_pylist()
-            num_bytes = table.nbytes
-            fragments = write_table(table, self.uri)
+            table = pa.concat_tables(group, promote_options="default")
+            item_ids += table["item_id"].to_pylist()
+            num_bytes += table.nbytes
+            fragments += write_table(table, self.uri)
         replaces: dict[str, list[str]] = {}
         written_ids = set(item_ids)  # an item whose new revision was rejected keeps its old row
         for unit in units:
@@ -78,6 +84,11 @@ class WriteFragments:
             "rejects": to_ipc(pa.concat_tables([unit.rejects for unit in units])).to_pybytes(),
         }
         return pa.Table.from_pylist([row], schema=WRITTEN)
+
+    def _groups(self, tables: list[pa.Table]) -> Iterator[list[pa.Table]]:
+        """Yields the tables of each fragment."""
+        limits = UnitLimits(max(1, len(tables)), self.max_bytes)
+        return limits.split((table, ItemSize(table.nbytes)) for table in tables)
 
 
 def write_table(table: pa.Table, uri: str) -> list[FragmentMetadata]:

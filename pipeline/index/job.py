@@ -21,6 +21,7 @@ from pipeline.config import JobError
 from pipeline.index import tasks
 from pipeline.index.capacity import check_capacity
 from pipeline.index.checks import check, check_reasons, check_resources
+from pipeline.index.compaction import FragmentMerger
 from pipeline.index.fitting import LearnedState, fitted_fields, needs_fit, trained_state
 from pipeline.index.fragments import Pending
 from pipeline.index.listing import ListingJob, ShardTally
@@ -31,6 +32,7 @@ from pipeline.index.progress import Progress
 from pipeline.index.session import Session, iter_rows
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stream import encode_stage, written_fragments
+from pipeline.index.units import UnitRange
 from pipeline.index.writer import IndexWriter
 from pipeline.meter import Totals, read_board, start_board
 from pipeline.registry import ENCODERS
@@ -41,6 +43,8 @@ log = logging.getLogger("maxray.index")
 
 #: Statuses of listed items that the job processes.
 TO_DO = ("new", "changed", "duplicate", "foreign")
+#: Maximum share of the time that commits take.
+MAX_COMMIT_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,15 @@ class Context:
     def map_shards(self, task: Any, job: ListingJob, shards: Iterable[int]) -> Iterator[Any]:
         """Runs a task for each shard with the resources of `read` and yields the results."""
         read = self.resources.read
+        arguments = ((shard,) for shard in shards)
         bound_task = task.options(**read.task_options)
-        return tasks.map_shards(bound_task, job, shards, read.max_actors, self.session.check)
+        return tasks.map_shards(bound_task, job, arguments, read.max_actors, self.session.check)
+
+    def list_shards(self, job: ListingJob, limit: int | None = None) -> Iterator[ShardTally]:
+        """Plans and lists a source with the resources of `read` and yields the tallies."""
+        read = self.resources.read
+        task = tasks.list_shard.options(**read.task_options)
+        return tasks.list_shards(job, limit, read.max_actors, self.session.check, task)
 
 
 @dataclass(frozen=True)
@@ -84,13 +95,13 @@ class Listing:
     Attributes:
         job: Settings that the tasks share.
         num_shards: Number of shards.
-        shards_to_do: Shards with items to process.
+        ranges: Units with items to process, divided into tasks.
         num_unreadable: Number of unreadable parts of the source.
     """
 
     job: ListingJob
     num_shards: int
-    shards_to_do: tuple[int, ...]
+    ranges: tuple[UnitRange, ...]
     num_unreadable: int
 
 
@@ -160,24 +171,24 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
     task_options = context.resources.read.task_options
     with context.phase("index ids"):
         writer.index_ids()
-    with context.phase("plan"):
-        num_shards = ray.get(tasks.plan.options(**task_options).remote(job, limit))
     tallies: list[ShardTally] = []
     num_listed = 0
-    with context.phase("list", "shards", num_shards):
-        for tally in context.map_shards(tasks.list_shard, job, range(num_shards)):
+    with context.phase("list", "shards"):
+        for tally in context.list_shards(job, limit):
             tallies.append(tally)
             num_listed += sum(tally.counts.values())
             context.session.monitor.update(done=len(tallies), listed=num_listed)
             if tally.solved:
                 writer.set_rejects(REJECT.empty_table(), tally.solved)
+    tallies.sort(key=lambda tally: tally.shard)
+    num_shards = len(tallies)
     counts = {tally.shard: tally.counts for tally in tallies}
     with context.phase("mark duplicates"):
         duplicates = ray.get(tasks.mark_duplicates.options(**task_options).remote(job, num_shards))
         counts.update(duplicates)
     # Recorded after listing: otherwise later shards would count these rejects as already known.
     with context.phase("record rejects"):
-        shards = sorted(tally.shard for tally in tallies if tally.num_unlisted)
+        shards = [tally.shard for tally in tallies if tally.num_unlisted]
         for rejects, num_known in context.map_shards(tasks.unlisted_rejects, job, shards):
             progress.rejected_before += num_known
             progress.rejected += rejects.num_rows
@@ -194,9 +205,11 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
         f" {total['changed']:,} changed, {total['done']:,} already indexed,"
         f" {progress.rejected_before:,} already rejected"
     )
-    shards_to_do = (s for s in sorted(counts) if any(counts[s][status] for status in TO_DO))
+    to_do = [t for t in tallies if any(counts[t.shard][status] for status in TO_DO)]
+    # Finished items that turned out to be duplicates have to be processed, but have no range.
+    ranges = tuple(r for t in to_do for r in t.ranges or [UnitRange(t.shard)])
     num_unreadable = sum(tally.num_unreadable for tally in tallies)
-    return Listing(job, num_shards, tuple(shards_to_do), num_unreadable)
+    return Listing(job, num_shards, ranges, num_unreadable)
 
 
 def fit_columns(
@@ -232,9 +245,7 @@ def _calibration(context: Context, listing: Listing) -> tuple[ListingJob, int]:
     job = spec.listing_job(f"{context.session.folder}/fit")
     task_options = context.resources.read.task_options
     with context.phase("list the calibration source"):
-        num_shards = ray.get(tasks.plan.options(**task_options).remote(job, None))
-        for _ in context.map_shards(tasks.list_shard, job, range(num_shards)):
-            pass
+        num_shards = sum(1 for _ in context.list_shards(job))
         ray.get(tasks.mark_duplicates.options(**task_options).remote(job, num_shards))
     return job, num_shards
 
@@ -243,14 +254,14 @@ def stream(
     context: Context, listing: Listing, columns: ColumnPlan, learned: Mapping[str, LearnedState]
 ) -> None:
     """Encodes, compresses, writes and commits all items that have to be processed."""
-    if not listing.shards_to_do:
+    if not listing.ranges:
         return
     spec, progress, session = context.spec, context.progress, context.session
     written = written_fragments(
         spec,
         context.resources,
         listing.job,
-        listing.shards_to_do,
+        listing.ranges,
         columns.encoder_info,
         learned,
         columns.encoder_columns,
@@ -259,7 +270,8 @@ def stream(
     )
     # If the job dies, committed fragments persist and the next run recomputes the others.
     pending = Pending()
-    before = progress.done
+    before, interval = progress.done, spec.commit_seconds
+    merger = FragmentMerger(context.writer, context.resources.write)
 
     def steps() -> dict[str, Totals] | None:
         totals = read_board(session.job)
@@ -282,15 +294,24 @@ def stream(
                     progress.first_written = progress.first_written or time.time()
                     pending.add(row)
                 now = time.perf_counter()
-                is_due = now - committed > spec.commit_seconds
-                if pending.num_items >= spec.commit_items or (pending.rows and is_due):
+                if pending.rows and (now - committed > interval or _is_full(spec, pending)):
                     _commit(context, listing, pending)
-                    pending, committed = Pending(), now
+                    merger.step()
+                    pending, committed = Pending(), time.perf_counter()
+                    # Commits take longer the more fragments the index has.
+                    interval = max(spec.commit_seconds, (committed - now) / MAX_COMMIT_SHARE)
                 session.check()
         finally:
             if pending.rows and session.may_commit:
                 _commit(context, listing, pending)
+        merger.finish()
     context.report(progress.line(time.perf_counter() - start))
+
+
+def _is_full(spec: IndexSpec, pending: Pending) -> bool:
+    """Checks whether the written fragments should be committed before the interval has passed."""
+    is_full = spec.commit_items is not None and pending.num_items >= spec.commit_items
+    return is_full or pending.num_bytes >= spec.commit_bytes
 
 
 def _commit(context: Context, listing: Listing, pending: Pending) -> None:

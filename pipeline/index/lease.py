@@ -1,4 +1,9 @@
-"""Lease for writing to an index, which is stored as a config entry of its dataset."""
+"""Lease for writing to an index.
+
+Its holder is a config entry of the dataset of the items. Renewals are written to a small file, so
+that their cost does not depend on the size of the index, whose commits rewrite its list of
+fragments.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,12 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+import fsspec
 from lance import LanceDataset
+
+from pipeline.atomic import write_atomic
 
 #: Key of the config entry.
 LEASE_KEY = "maxray.lease"
@@ -65,6 +73,52 @@ class Lease:
         """
         text = dataset.config().get(LEASE_KEY)
         return cls(**json.loads(text)) if text else None
+
+    def renewed(self, folder: str) -> Lease:
+        """Returns the lease with the expiry of its last renewal.
+
+        Args:
+            folder: URI of the folder with the files of leases.
+        """
+        return replace(self, expires=max(self.expires, LeaseFile(folder, self.owner).read()))
+
+
+class LeaseFile:
+    """File with the expiry of a lease.
+
+    Only the holder writes it. The next holder removes it, which tells a holder that was suspended
+    that it has lost the lease.
+
+    Args:
+        folder: URI of the folder with the files of leases.
+        owner: Unique id of the holder.
+    """
+
+    def __init__(self, folder: str, owner: str):
+        self._uri = f"{folder}/{owner}.json"
+
+    def exists(self) -> bool:
+        """Checks whether the file exists."""
+        storage, path = fsspec.url_to_fs(self._uri, use_listings_cache=False)
+        return storage.exists(path)
+
+    def read(self) -> float:
+        """Returns the expiry in seconds since 1970, or 0 if the file does not exist."""
+        storage, path = fsspec.url_to_fs(self._uri, use_listings_cache=False)
+        try:
+            return float(json.loads(storage.cat_file(path))["expires"])
+        except FileNotFoundError:
+            return 0.0
+
+    def write(self, expires: float) -> None:
+        """Replaces the expiry."""
+        write_atomic(self._uri, json.dumps({"expires": expires}))
+
+    def remove(self) -> None:
+        """Removes the file if it exists."""
+        storage, path = fsspec.url_to_fs(self._uri, use_listings_cache=False)
+        if storage.exists(path):
+            storage.rm(path)
 
 
 def _host() -> str:

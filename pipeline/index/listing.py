@@ -1,19 +1,22 @@
 """Listing of a source: determines shard by shard which items are new, changed, done or rejected.
 
-A job first *plans* (splits the source into numbered shards), then *lists* each shard in a task
-(scans it and looks up its ids in the index) and finally marks duplicate ids. The results are small
-files in the folder of the job. The driver holds only a few counts per shard. `unit_reader` reads
-the listed items.
+A job *plans* in a task (divides the source into numbered shards, which the driver receives while
+the task walks through the source), *lists* each shard in another task (scans it and looks up its
+ids in the index) and finally marks duplicate ids. The results are small files in the folder of the
+job, which the listing tasks write. The driver holds only a few counts per shard. `unit_reader`
+reads the listed items.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import fsspec
@@ -23,9 +26,10 @@ import pyarrow as pa
 
 from pipeline.config import ComponentSpec
 from pipeline.index.reader import ITEMS, REJECTS, corruption_errors, id_filter, part_uri, quote
+from pipeline.index.units import UnitLimits, UnitRange, unit_ranges
 from pipeline.registry import SOURCES
 from pipeline.schema import REJECT, Item, Reject, present_reason
-from pipeline.sources import Source
+from pipeline.sources import ItemSize, Source
 
 #: Statuses of a listed item.
 STATUSES = ("new", "changed", "done", "rejected", "duplicate", "foreign")
@@ -37,11 +41,16 @@ LISTED = pa.schema(
         pa.field("hash", pa.uint64()),  # hash of the item id
         pa.field("status", pa.int8()),  # index into `STATUSES`
         pa.field("fragment", pa.int64()),  # fragment of its row, of any revision; -1 without a row
+        pa.field("unit", pa.int64()),  # number of its unit in the shard
     ]
 )
+#: Key of the description of a shard in the metadata of its table.
+SHARD_KEY = b"maxray.shard"
 
 #: Number of ids per query of the index.
 LOOKUP = 1024
+#: Number of files that are read at the same time.
+READ_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,7 @@ class ListingJob:
         retry_rejects: Present names of the reasons whose rejects are retried although nothing
             changed.
         wants: Item fields that the encoder reads.
+        limits: Limits of units.
     """
 
     index: str
@@ -64,6 +74,7 @@ class ListingJob:
     spec_digest: str
     retry_rejects: tuple[str, ...] = ()
     wants: tuple[str, ...] = ("text",)
+    limits: UnitLimits = field(default_factory=UnitLimits)
 
     def build_source(self) -> Source:
         """Builds the source, which is restricted to the inputs that the encoder reads."""
@@ -100,6 +111,7 @@ class ShardTally:
         num_unlisted: Number of entries that could not be listed.
         num_unreadable: Number of unreadable parts of the source, which may contain more items.
         solved: Ids of indexed items that are still among the rejects.
+        ranges: Units to process, divided into tasks.
     """
 
     shard: int
@@ -107,44 +119,48 @@ class ShardTally:
     num_unlisted: int
     num_unreadable: int
     solved: list[str]
+    ranges: list[UnitRange]
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries of the shard."""
+        return sum(self.counts.values()) + self.num_unlisted
 
 
-def plan(job: ListingJob, limit: int | None) -> int:
-    """Divides the source into shards and writes the description of each shard to a file.
+def plan(job: ListingJob) -> Iterator[dict[str, Any]]:
+    """Yields the shards of the source."""
+    yield from job.build_source().shards()
 
-    Returns the number of shards.
+
+def list_source(job: ListingJob, limit: int | None = None) -> list[ShardTally]:
+    """Plans and lists a source in this process. See `tasks.list_shards` for jobs."""
+    tallies: list[ShardTally] = []
+    for shard, value in enumerate(plan(job)):
+        left = None if limit is None else limit - sum(tally.num_entries for tally in tallies)
+        if left == 0:
+            break
+        tallies.append(list_shard(job, shard, {"shard": value, "limit": left}))
+    return tallies
+
+
+def list_shard(job: ListingJob, shard: int, description: dict[str, Any]) -> ShardTally:
+    """Scans a shard, determines the status of each item and writes it to a file.
 
     Args:
         job: Settings of the listing.
-        limit: Maximum number of items, in listing order. With a limit, shards are scanned
-            sequentially until it is reached.
+        shard: Number of the shard.
+        description: The `shard` of the source, and the `limit` of its number of entries or None.
     """
-    source = job.build_source()
-    num_shards, left = 0, limit
-    for shard in source.shards():
-        if left is not None:
-            if left <= 0:
-                break
-            shard = {"shard": shard, "limit": left}
-            left -= sum(1 for _ in scan(source, shard))
-        else:
-            shard = {"shard": shard, "limit": None}
-        with fsspec.open(job.file("shards", num_shards), "w", auto_mkdir=True) as file:
-            json.dump(shard, file)
-        num_shards += 1
-    return num_shards
-
-
-def list_shard(job: ListingJob, shard: int) -> ShardTally:
-    """Scans a shard, determines the status of each item and writes it to a file."""
     source = job.build_source()
     dataset = _dataset(part_uri(job.index, ITEMS))
     rejected = _dataset(part_uri(job.index, REJECTS))
-    columns: dict[str, list] = {name: [] for name in LISTED.names}
+    columns: dict[str, list] = {name: [] for name in LISTED.names if name != "unit"}
     listed_items: list[list[Any]] = []
     unlisted: list[tuple[int, Reject]] = []
     solved: list[str] = []
-    for chunk in chunks(scan(source, job.read_json("shards", shard)), LOOKUP):
+    sizes: list[ItemSize] = []
+    parents: list[str] = []
+    for chunk in chunks(scan(source, description), LOOKUP):
         items = [(position, entry) for position, entry in chunk if isinstance(entry, Item)]
         unlisted += [(p, entry) for p, entry in chunk if isinstance(entry, Reject)]
         stored = _stored(dataset, [item.item_id for _, item in items])
@@ -160,8 +176,13 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
             columns["hash"].append(id_hash(item.item_id))
             columns["status"].append(status)
             columns["fragment"].append(fragment)
+            sizes.append(source.item_size(description["shard"], item))
+            parents.append(item.parent_id)
         solved += _ids_among(rejected, done)
-    table = pa.table(columns, schema=LISTED)
+    limits = job.limits.with_items(source.unit_limit(description["shard"]))
+    units_N = limits.unit_numbers(columns["position"], sizes)
+    metadata = {SHARD_KEY: json.dumps(description)}
+    table = pa.table({**columns, "unit": units_N}, schema=LISTED.with_metadata(metadata))
     _write_table(job.file("listed", shard), table)
     if source.stores_listing:
         with fsspec.open(job.file("items", shard), "w", auto_mkdir=True) as file:
@@ -176,7 +197,20 @@ def list_shard(job: ListingJob, shard: int) -> ShardTally:
         rejects = rejects.append_column(name, pa.array(values, type))
     _write_table(job.file("unlisted", shard), rejects)
     num_unreadable = sum(reject.retryable for _, reject in unlisted)
-    return ShardTally(shard, _count(table), len(unlisted), num_unreadable, solved)
+    counts = _count(table)
+    to_do_N = ~np.isin(np.array(columns["status"], np.int8), (DONE, REJECTED))
+    may_cut_N = np.ones(len(sizes), bool)
+    if not source.stores_listing:
+        may_cut_N[:] = False  # each task would list the shard again
+    elif source.copies_files:
+        may_cut_N[1:] = [a != b for a, b in itertools.pairwise(parents)]
+    ranges = unit_ranges(shard, units_N, sizes, to_do_N, may_cut_N)
+    return ShardTally(shard, counts, len(unlisted), num_unreadable, solved, ranges)
+
+
+def shard_description(listed: pa.Table) -> dict[str, Any]:
+    """Returns the description of a shard that `list_shard` stored with its table."""
+    return json.loads(listed.schema.metadata[SHARD_KEY])
 
 
 def unlisted_rejects(job: ListingJob, shard: int) -> tuple[pa.Table, int]:
@@ -324,7 +358,7 @@ def scan(source: Source, description: dict[str, Any]) -> Iterator[tuple[int, Ite
 
     Args:
         source: Source of the shard.
-        description: Description of the shard, as written by `plan`.
+        description: Description of the shard, see `list_shard`.
     """
     for position, entry in enumerate(source.scan(description["shard"])):
         if description["limit"] is not None and position >= description["limit"]:
@@ -372,7 +406,15 @@ def _known_rejects(
 
 def _hashes(job: ListingJob, kind: str, num_shards: int) -> list[np.ndarray]:
     """Returns the id hashes in the "listed" or "unlisted" file of each shard, (N,) uint64."""
-    return [job.read_table(kind, i)["hash"].to_numpy() for i in range(num_shards)]
+    return [table["hash"].to_numpy() for table in read_tables(job, kind, num_shards)]
+
+
+def read_tables(job: ListingJob, kind: str, num_shards: int) -> Iterator[pa.Table]:
+    """Yields the "listed" or "unlisted" table of each shard, reading several at the same time."""
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        for first in range(0, num_shards, READ_THREADS):
+            shards = range(first, min(first + READ_THREADS, num_shards))
+            yield from pool.map(lambda shard: job.read_table(kind, shard), shards)
 
 
 def _ids_among(rejected: lance.LanceDataset | None, item_ids: Sequence[str]) -> list[str]:

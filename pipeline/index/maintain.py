@@ -11,19 +11,18 @@ from datetime import datetime, timedelta
 from typing import cast
 
 from lance import LanceDataset
-from lance.optimize import Compaction, CompactionPlan
+from lance.optimize import CompactionPlan
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from pipeline.config import Spec, Uri
 from pipeline.index import JOBS
+from pipeline.index.compaction import MERGED_BYTES, MERGED_ITEMS, plan_compaction
 from pipeline.index.monitor import Show, ignore
 from pipeline.index.reader import Index, open_dataset, open_folder
 from pipeline.index.session import Session
 
 #: Files of a job's folder that are kept. The others are listings, which only the job itself reads.
 KEPT = ("summary.json", "spec.yaml")
-#: Rows that are read at the same time. A row may have thousands of vectors.
-BATCH_ROWS = 64
 
 
 class MaintainSpec(Spec):
@@ -31,8 +30,11 @@ class MaintainSpec(Spec):
 
     index: Uri
     """URI of the index."""
-    fragment_items: PositiveInt = 65_536
-    """Number of items per fragment. Smaller neighbouring fragments are merged."""
+    fragment_items: PositiveInt = MERGED_ITEMS
+    """Maximum number of items per fragment. Smaller neighbouring fragments are merged."""
+    fragment_bytes: PositiveInt = MERGED_BYTES
+    """Maximum size of a fragment in storage, in bytes, at the mean size of a row. Jobs that add
+    columns hold one fragment per actor in memory."""
     deleted: float = Field(0.1, ge=0, le=1)
     """Fraction of deleted rows from which a fragment is rewritten without them."""
     retain_hours: NonNegativeFloat = 24.0
@@ -117,13 +119,11 @@ def run(
 
 
 def _plan(spec: MaintainSpec, dataset: LanceDataset) -> CompactionPlan:
-    return Compaction.plan(
+    return plan_compaction(
         dataset,
-        {
-            "target_rows_per_fragment": spec.fragment_items,
-            "materialize_deletions_threshold": spec.deleted,
-            "batch_size": BATCH_ROWS,
-        },
+        spec.fragment_items,
+        spec.fragment_bytes,
+        materialize_deletions_threshold=spec.deleted,
     )
 
 
@@ -159,6 +159,7 @@ def _clean(
     session.check()
     with session.monitor.phase("remove old versions"):
         stats = session.writer.clean(timedelta(hours=spec.retain_hours))
+        session.writer.compact_rejects(timedelta(hours=spec.retain_hours))
     progress.versions = stats.old_versions
     progress.freed_bytes = stats.bytes_removed
     report(f"{stats.old_versions:,} versions removed, {stats.bytes_removed / 1e6:,.1f} MB")

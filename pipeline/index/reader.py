@@ -22,7 +22,7 @@ from pipeline import config
 from pipeline.atomic import check_writable
 from pipeline.config import JobError, SpecError, absolute, digest, within
 from pipeline.extras import MissingExtra, require_storage
-from pipeline.index import ITEMS, PARTS, REJECTS, missing_index
+from pipeline.index import ITEMS, LEASE, PARTS, REJECTS, missing_index
 from pipeline.index.artefacts import load_artefact
 from pipeline.index.info import (
     CandidatesInfo,
@@ -442,7 +442,10 @@ class Index:
         Returns None if it is free or its holder has died.
         """
         lease = Lease.from_dataset(self.dataset)
-        return None if lease is None or lease.is_free(time.time()) else lease
+        if lease is None or not lease.owner:
+            return None
+        lease = lease.renewed(part_uri(self.uri, LEASE))
+        return None if lease.is_free(time.time()) else lease
 
 
 def open_edition(uri: str, edition: Edition) -> Index:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from pipeline.config import Spec, Uri, digest, dump_stored
 from pipeline.index.columns import Representation, Sweep, all_representations, represented_fields
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import part_uri
+from pipeline.index.units import UnitLimits
 from pipeline.registry import ENCODERS, SOURCES, EncoderSpec, SourceSpec
 from pipeline.schema import present_reason
 from pipeline.sources import Source
@@ -18,6 +19,7 @@ from pipeline.stage import Profile, Resources
 from pipeline.taps import TapName
 
 Items = Annotated[int, Field(ge=1, le=1_000_000)]
+Bytes = Annotated[int, Field(ge=1 << 20, le=1 << 40)]
 
 
 class FitSample(Spec):
@@ -52,13 +54,25 @@ class IndexSpec(Spec):
     rerank: Uri | None = None
     """Folder of an EDJE whose adapter tokens are stored for reranking."""
     unit_items: Items = 64
-    """Number of items per unit, the granularity of reading, encoding and resuming."""
+    """Maximum number of items per unit, the granularity of reading, encoding and resuming."""
+    unit_bytes: Bytes = 128 << 20
+    """Maximum decoded size of a unit, in bytes, estimated from durations and sizes of files. A
+    larger item is a unit."""
+    unit_tokens: PositiveInt = 131_072
+    """Maximum number of tokens of the texts of a unit, at four bytes per token."""
     fragment_items: Items = 512
-    """Maximum number of items per written fragment."""
-    commit_items: Items = 1024
-    """Number of items per commit."""
+    """Maximum number of items per written fragment. Small fragments are merged while the job
+    runs."""
+    fragment_bytes: Bytes = 256 << 20
+    """Maximum size of a written fragment in memory, in bytes."""
     commit_seconds: PositiveFloat = 30.0
-    """Time in seconds after which fewer than `commit_items` items are committed."""
+    """Time in seconds between commits. Written fragments are visible after a commit; a job that is
+    killed loses those since the last one. The time increases if commits take more than 5 % of
+    it."""
+    commit_bytes: Bytes = 4 << 30
+    """Size of written fragments, in bytes, that are committed earlier."""
+    commit_items: Items | None = None
+    """Number of items that are committed earlier, or null for any number."""
     fit: FitSample = FitSample()
     """Sample on which compressors and codecs that need it are fitted."""
 
@@ -94,7 +108,14 @@ class IndexSpec(Spec):
         )
         index = part_uri(self.index)
         reasons = tuple(map(present_reason, retry_rejects))
-        return ListingJob(index, folder, self.source, spec_digest, reasons, self.payload())
+        return ListingJob(
+            index, folder, self.source, spec_digest, reasons, self.payload(), self.unit_limits
+        )
+
+    @property
+    def unit_limits(self) -> UnitLimits:
+        """Limits of units."""
+        return UnitLimits(self.unit_items, self.unit_bytes, self.unit_tokens)
 
 
 class IndexResources(Profile):

@@ -30,6 +30,7 @@ from pipeline.index.reader import part_uri
 from pipeline.index.session import configure_ray_data
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress, Encode, Prepare, Represent, needs_preparing
+from pipeline.index.units import UnitRange
 from pipeline.meter import meter
 from pipeline.schema import ITEM
 from pipeline.stage import Resources, Stage, Unit, chain, map_batches, packed_table
@@ -90,44 +91,41 @@ def encode_stage(
 
 def read_units(
     listing_job: ListingJob,
-    shards: Sequence[int],
-    unit_items: int,
+    ranges: Sequence[UnitRange],
     pool: Resources,
     job: str | None = None,
 ) -> ray.data.Dataset:
-    """Returns a lazy dataset of packed units. Ray tasks read them from the shards.
+    """Returns a lazy dataset of packed units. A Ray task reads each range of units.
 
     Args:
         listing_job: Settings of the listing.
-        shards: Shards with items to process.
-        unit_items: Maximum number of items per unit.
+        ranges: Units to read, divided into tasks.
         pool: Resources of the tasks.
         job: Identifier of the job whose progress is counted, if any.
     """
-    read = partial(unit_reader.read_units, listing_job, unit_items=unit_items)
-    return unit_dataset(read, shards, pool, job)
+    return unit_dataset(partial(unit_reader.read_units, listing_job), ranges, pool, job)
 
 
 def unit_dataset(
-    read: Callable[[int], Iterator[Unit]],
-    shards: Sequence[int],
+    read: Callable[[UnitRange], Iterator[Unit]],
+    ranges: Sequence[UnitRange],
     pool: Resources,
     job: str | None = None,
 ) -> ray.data.Dataset:
-    """Returns a lazy dataset of the units that a function reads from each shard, in Ray tasks."""
+    """Returns a lazy dataset of the units that a function reads, in a Ray task per range."""
 
     def read_block(block: DataBatch) -> Iterator[pa.Table]:
         keep_memory()
         start = time.perf_counter()
-        for shard in block["shard"]:
-            for unit in read(int(shard)):
+        for values in zip(*(block[name].tolist() for name in UnitRange._fields), strict=True):
+            for unit in read(UnitRange(*values)):
                 unit.seconds["read"] = time.perf_counter() - start
                 if job is not None:
                     meter(job).add("read", unit.num_entries, 1, unit.seconds["read"])
                 yield packed_table([unit])
                 start = time.perf_counter()
 
-    rows = [{"shard": shard} for shard in shards]
+    rows = [units._asdict() for units in ranges]
     return ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         read_block,
         batch_size=None,
@@ -143,13 +141,14 @@ def write_units(
     index: str,
     pool: Resources,
     units_per_fragment: int,
+    fragment_bytes: int,
     job: str | None = None,
 ) -> ray.data.Dataset:
-    """Returns a lazy dataset with one row (`fragments.WRITTEN`) per fragment of units."""
+    """Returns a lazy dataset with one row (`fragments.WRITTEN`) per group of units."""
     return map_batches(
         units,
         WriteFragments,
-        {"index": index, "job": job},
+        {"index": index, "max_bytes": fragment_bytes, "job": job},
         pool,
         batch_size=max(1, units_per_fragment),
         batch_format="pyarrow",
@@ -161,7 +160,7 @@ def written_fragments(
     spec: IndexSpec,
     resources: IndexResources,
     listing_job: ListingJob,
-    shards: Sequence[int],
+    ranges: Sequence[UnitRange],
     encoder_info: EncoderInfo,
     learned: Mapping[str, LearnedState],
     stored_columns: Sequence[str],
@@ -174,7 +173,7 @@ def written_fragments(
         spec: Spec of the index job.
         resources: Resources profile of the job.
         listing_job: Settings of the listing.
-        shards: Shards with items to process.
+        ranges: Units with items to process.
         encoder_info: Description of the encoder.
         learned: Learned state of the fitted representations, by id.
         stored_columns: Names of the shared columns of the encoder to store.
@@ -202,8 +201,11 @@ def written_fragments(
         groups.append(([Represent(encode, compress)], resources.encode))
     else:
         groups += [([encode], resources.encode), ([compress], resources.compress)]
-    units = read_units(listing_job, shards, spec.unit_items, resources.read, job)
+    units = read_units(listing_job, ranges, resources.read, job)
     payload = listing_job.build_source().payload
     processed = chain(units, groups, [*ITEM.names, *payload.names], job)
+    # Of large items, a fragment has fewer: they should not wait long for their commit.
     num_units = spec.fragment_items // spec.unit_items
-    return write_units(processed, part_uri(spec.index), resources.write, num_units, job)
+    return write_units(
+        processed, part_uri(spec.index), resources.write, num_units, spec.fragment_bytes, job
+    )

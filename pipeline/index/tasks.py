@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,35 +26,81 @@ from pipeline.index.token_columns import with_taps
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES
 from pipeline.tokens import TokenBatch
 
-plan = ray.remote(listing.plan)
 list_shard = ray.remote(listing.list_shard)
 mark_duplicates = ray.remote(listing.mark_duplicates)
 unlisted_rejects = ray.remote(listing.unlisted_rejects)
 stale_rows = ray.remote(listing.stale_rows)
 
 
+#: Shards per message of the planning task, and messages that wait for the driver.
+PLANNED_SHARDS, WAITING_MESSAGES = 8, 16
+
+
+@ray.remote(
+    num_cpus=0,  # it waits for the listing tasks, so it must not occupy their resources
+    num_returns="streaming",
+    _generator_backpressure_num_objects=WAITING_MESSAGES,
+)
+def _plan(job: ListingJob) -> Iterator[list[dict[str, Any]]]:
+    """Yields the shards of the source while it is walked through."""
+    yield from listing.chunks(listing.plan(job), PLANNED_SHARDS)
+
+
+def list_shards(
+    job: ListingJob,
+    limit: int | None,
+    max_running: int,
+    check: Callable[[], None],
+    task: Any,
+) -> Iterator[Any]:
+    """Plans and lists a source, and yields the results of the shards in the order of completion.
+
+    Args:
+        job: Settings of the listing.
+        limit: Maximum number of items, in listing order. With a limit, shards are listed one after
+            another until it is reached.
+        max_running: Maximum number of concurrent tasks.
+        check: Called between results. Raises an error to stop the job.
+        task: Ray task that is called like `listing.list_shard`.
+    """
+    messages = _plan.remote(job)
+    shards = enumerate(shard for message in messages for shard in ray.get(message))
+    if limit is None:
+        arguments = ((number, {"shard": shard, "limit": None}) for number, shard in shards)
+        yield from map_shards(task, job, arguments, max_running, check)
+        return
+    while limit and (planned := next(shards, None)) is not None:
+        number, shard = planned
+        tally = ray.get(task.remote(job, number, {"shard": shard, "limit": limit}))
+        limit -= tally.num_entries
+        check()
+        yield tally
+    if not limit:
+        ray.cancel(messages)
+
+
 def map_shards(
     task: Any,
     job: ListingJob,
-    shards: Iterable[int],
+    arguments: Iterable[Sequence[Any]],
     max_running: int,
     check: Callable[[], None],
 ) -> Iterator[Any]:
     """Runs a task for each shard and yields the results in the order of completion.
 
     Args:
-        task: Ray task that is called with the listing job and a shard.
+        task: Ray task that is called with the listing job and the arguments of a shard.
         job: Settings of the listing.
-        shards: Shards to process.
+        arguments: Further arguments of the task for each shard.
         max_running: Maximum number of concurrent tasks. Each starts a process, which on a small
             machine takes longer than the listing itself.
         check: Called between results. Raises an error to stop the job.
     """
     running: list[ray.ObjectRef] = []
-    shards = iter(shards)
+    arguments = iter(arguments)
     while True:
-        while len(running) < max_running and (shard := next(shards, None)) is not None:
-            running.append(task.remote(job, shard))
+        while len(running) < max_running and (values := next(arguments, None)) is not None:
+            running.append(task.remote(job, *values))
         if not running:
             return
         ready, running = ray.wait(running, timeout=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from pipeline.index.listing import (
     NEW,
     REJECTED,
     ListingJob,
-    chunks,
     disambiguated_id,
     id_hash,
+    read_tables,
     scan,
+    shard_description,
 )
+from pipeline.index.units import UnitLimits, UnitRange
 from pipeline.schema import MEDIA, Item, Reject, detail_with_file
 from pipeline.sources import Source, items_table
 from pipeline.stage import Unit
@@ -31,30 +34,29 @@ from pipeline.stage import Unit
 Chosen = tuple[dict[str, Any], list[tuple[int, Item]]]
 
 
-def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
-    """Yields the items of a shard that remain to be processed, in units.
+def read_units(job: ListingJob, units: UnitRange) -> Iterator[Unit]:
+    """Yields the items of a range of units that remain to be processed.
 
-    Units are formed by position in the listing, before finished items are skipped, so that a
-    resumed job forms the same units. If listed entries no longer exist, a final unit without items
-    counts them.
+    The listing divides all items of a shard into units, also finished ones, so that a resumed job
+    forms the same units. If listed entries no longer exist, a final unit without items counts them.
 
     Args:
         job: Settings of the listing.
-        shard: Shard of the source.
-        unit_items: Maximum number of listed entries per unit.
+        units: Units to read.
     """
-    source = job.build_source()
-    description = job.read_json("shards", shard)
+    source, shard = job.build_source(), units.shard
     listed = job.read_table("listed", shard)
+    description = shard_description(listed)
     positions, hashes = listed["position"].to_numpy(), listed["hash"].to_numpy()
     status, fragment = listed["status"].to_numpy(), listed["fragment"].to_numpy()
-    to_do = np.flatnonzero(~np.isin(status, (DONE, REJECTED)))
+    numbers = listed["unit"].to_numpy()
+    is_in_range = (numbers >= units.first) & ((numbers < units.end) | (units.end < 0))
+    to_do = np.flatnonzero(~np.isin(status, (DONE, REJECTED)) & is_in_range)
     # By id, not by position: an entry that has become unreadable shifts all later positions.
     rows_by_hash: dict[int, list[int]] = {}
     for row in to_do[::-1].tolist():
         rows_by_hash.setdefault(int(hashes[row]), []).append(row)
     # Entries that were added after the listing are left to the next run.
-    unit_items = min(unit_items, source.unit_limit(description["shard"]))
     entries = [
         (rows.pop(), position, entry)
         for position, entry in _entries(job, source, shard, description)
@@ -62,7 +64,7 @@ def read_units(job: ListingJob, shard: int, unit_items: int) -> Iterator[Unit]:
     ]
     wanted = [(p, entry) for row, p, entry in entries if status[row] in (NEW, CHANGED)]
     decoded = source.decode(description["shard"], wanted) if wanted else iter(())
-    for number, group in itertools.groupby(entries, lambda e: positions[e[0]] // unit_items):
+    for number, group in itertools.groupby(entries, lambda e: numbers[e[0]]):
         items: list[Item] = []
         rejects: list[Reject] = []
         replaces: dict[str, list[str]] = {}
@@ -99,7 +101,7 @@ def stored_fragments(job: ListingJob, shard: int) -> list[int]:
 
 
 def stored_units(
-    job: ListingJob, shard: int, fragment: int, item_ids: Container[str], unit_items: int
+    job: ListingJob, shard: int, fragment: int, item_ids: Container[str]
 ) -> Iterator[tuple[Unit, int]]:
     """Yields the stored items of a fragment, read again in the units of the index job.
 
@@ -110,31 +112,27 @@ def stored_units(
         shard: Shard of the source.
         fragment: Fragment of the index.
         item_ids: Ids of the requested items.
-        unit_items: Items per unit in the index job.
 
     Yields:
         (unit, num_unreadable): A unit, and the number of its items that are no longer readable.
     """
     source = job.build_source()
-    description = job.read_json("shards", shard)
     listed = job.read_table("listed", shard)
+    description = shard_description(listed)
     is_stored = (listed["status"].to_numpy() == DONE) & (listed["fragment"].to_numpy() == fragment)
-    hashes, positions = (
-        listed[name].to_numpy()[is_stored].tolist() for name in ("hash", "position")
-    )
+    hashes, numbers = (listed[name].to_numpy()[is_stored].tolist() for name in ("hash", "unit"))
     # Reversed, so that the first of repeated ids prevails.
-    position_by_hash = dict(zip(hashes[::-1], positions[::-1], strict=True))
-    unit_items = min(unit_items, source.unit_limit(description["shard"]))
+    unit_by_hash = dict(zip(hashes[::-1], numbers[::-1], strict=True))
     entries = [
-        (listed_position, position, entry)
+        (number, position, entry)
         for position, entry in _entries(job, source, shard, description)
         if isinstance(entry, Item)
         and entry.item_id in item_ids
-        and (listed_position := position_by_hash.pop(id_hash(entry.item_id), None)) is not None
+        and (number := unit_by_hash.pop(id_hash(entry.item_id), None)) is not None
     ]
     wanted = [(position, entry) for _, position, entry in entries]
     decoded = source.decode(description["shard"], wanted) if wanted else iter(())
-    for number, group in itertools.groupby(entries, lambda e: e[0] // unit_items):
+    for number, group in itertools.groupby(entries, lambda e: e[0]):
         results = [next(decoded) for _ in group]
         items = [result for result in results if isinstance(result, Item)]
         unit = Unit(f"{shard:06d}-{number:06d}", items_table(items, source.payload))
@@ -155,8 +153,7 @@ def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> Iter
     """
     salt = np.uint64(id_hash(f"sample {seed}"))
     ranked = []
-    for shard in range(num_shards):
-        table = job.read_table("listed", shard)
+    for shard, table in enumerate(read_tables(job, "listed", num_shards)):
         usable = table["status"].to_numpy() != DUPLICATE
         keys = (table["hash"].to_numpy() ^ salt)[usable]
         positions = table["position"].to_numpy()[usable]
@@ -166,16 +163,16 @@ def sample_items(job: ListingJob, num_shards: int, size: int, seed: int) -> Iter
     source = job.build_source()
     for shard in sorted({shard for _, shard, _ in ranked}):
         chosen = {position for _, s, position in ranked if s == shard}
-        description = job.read_json("shards", shard)
+        description = shard_description(job.read_table("listed", shard))
         wanted = [
             (p, entry)
             for p, entry in _entries(job, source, shard, description)
             if p in chosen and isinstance(entry, Item)
         ]
-        decoded = source.decode(description["shard"], wanted)
-        items = (item for item in decoded if isinstance(item, Item))
-        for chunk in chunks(items, min(LOOKUP, source.unit_limit(description["shard"]))):
-            yield items_table(chunk, source.payload)
+        for unit in _split(source, description["shard"], wanted, replace(job.limits, items=LOOKUP)):
+            decoded = source.decode(description["shard"], unit)
+            if items := [result for result in decoded if isinstance(result, Item)]:
+                yield items_table(items, source.payload)
 
 
 def choose(source: Source, limit: int | None, size: int) -> tuple[list[Chosen], int, list[Reject]]:
@@ -213,29 +210,35 @@ def choose(source: Source, limit: int | None, size: int) -> tuple[list[Chosen], 
 
 
 def decode_units(
-    source: Source, sample: Sequence[Chosen], unit_items: int
+    source: Source, sample: Sequence[Chosen], limits: UnitLimits
 ) -> Iterator[tuple[pa.Table, list[Reject]]]:
     """Yields the items of a sample and their rejects in units, which may contain several shards.
 
     Args:
         source: Source of the sample.
         sample: Items by shard.
-        unit_items: Maximum number of items per unit.
+        limits: Limits of the units.
     """
-    items: list[Item] = []
-    rejects: list[Reject] = []
-    for shard, wanted in sample:
-        limit = min(unit_items, source.unit_limit(shard))
-        for result in source.decode(shard, wanted):
-            if isinstance(result, Item):
-                items.append(result)
-            else:
-                rejects.append(result)
-            if len(items) + len(rejects) >= limit:
-                yield items_table(items, source.payload), rejects
-                items, rejects = [], []
-    if items or rejects:
+    entries = [
+        ((shard, *entry), source.item_size(shard, entry[1])) for shard, w in sample for entry in w
+    ]
+    limits = limits.with_items(min((source.unit_limit(shard) for shard, _ in sample), default=1))
+    for unit in limits.split(entries):
+        results: list[Item | Reject] = []
+        for _, group in itertools.groupby(unit, lambda entry: id(entry[0])):
+            rows = list(group)
+            results += source.decode(rows[0][0], [(p, item) for _, p, item in rows])
+        items = [result for result in results if isinstance(result, Item)]
+        rejects = [result for result in results if isinstance(result, Reject)]
         yield items_table(items, source.payload), rejects
+
+
+def _split(
+    source: Source, shard: dict[str, Any], entries: Sequence[tuple[int, Item]], limits: UnitLimits
+) -> Iterator[list[tuple[int, Item]]]:
+    """Splits entries of a shard into lists within the limits."""
+    sized = ((entry, source.item_size(shard, entry[1])) for entry in entries)
+    return limits.with_items(source.unit_limit(shard)).split(sized)
 
 
 def _entries(

@@ -5,6 +5,9 @@ which succeeds for only one of two concurrent writers. Taking it ends with a no-
 the *fence*: Lance rejects any append or update whose read version is older. A holder always commits
 with the version of its last commit as read version, so that a driver that was suspended beyond the
 expiry of its lease cannot add rows when it resumes.
+
+Renewals write a file (`lease.LeaseFile`) and do not commit. They only delay other jobs: the fence
+protects the index also if a renewal is lost or late.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from lance.fragment import FragmentMetadata
 from lance.optimize import Compaction, CompactionMetrics, RewriteResult
 
 from pipeline.config import JobError, SpecError
-from pipeline.index.lease import Lease
+from pipeline.index import LEASE
+from pipeline.index.lease import Lease, LeaseFile
 from pipeline.index.reader import (
     ITEMS,
     REJECTS,
@@ -41,7 +45,7 @@ from pipeline.index.reader import (
     open_dataset,
     part_uri,
 )
-from pipeline.schema import ITEM, REJECT
+from pipeline.schema import ITEM
 
 STORAGE_VERSION: Final = "2.2"
 
@@ -74,6 +78,7 @@ class IndexWriter:
         self.uri, self.job, self.ttl = uri, job, ttl
         self._owner = f"{job}-{secrets.token_hex(4)}"
         self._lock = threading.RLock()
+        self._rejected: set[str] | None = None
         self.dataset = open_or_create(uri)
         check_data_files(uri, self.dataset)
         self._take()
@@ -82,6 +87,8 @@ class IndexWriter:
 
     def _take(self) -> None:
         held = Lease.from_dataset(self.dataset)
+        folder = part_uri(self.uri, LEASE)
+        held = held.renewed(folder) if held and held.owner else held
         if held and not held.is_free(time.time()):
             problem, note = f"is being written by {held.describe()}", "; wait for it or stop it"
             raise LeaseHeld("index", self.uri, "an index without a writer", problem, note)
@@ -94,27 +101,29 @@ class IndexWriter:
                 raise SpecError(
                     "index", self.uri, "a writable URI", f"cannot be written ({first_line(error)})"
                 ) from None
-            winner = Lease.from_dataset(open_dataset(self.uri))
+            winner = Lease.from_dataset(open_dataset(self.uri))  # its first expiry
             holder = winner.describe() if winner else "another job"
             problem, note = f"is being written by {holder}", "; wait for it or stop it"
             raise LeaseHeld("index", self.uri, "an index without a writer", problem, note) from None
-        self._lease = lease
+        self._lease, self._file = lease, LeaseFile(folder, self._owner)
+        self._file.write(lease.expires)
         self._apply(self._fence)
+        if held and held.owner:
+            LeaseFile(folder, held.owner).remove()
 
     def _fence(self) -> None:
         no_op = LanceOperation.Project(self.dataset.lance_schema)
         self.dataset = LanceDataset.commit(self.dataset, no_op, read_version=self.dataset.version)
 
     def renew(self) -> None:
-        """Extends the lease.
+        """Extends the lease. Does not wait for commits.
 
         Raises:
             LeaseLost: Another job has taken the lease.
         """
-        with self._lock:
-            lease = replace(self._lease, expires=time.time() + self.ttl)
-            self._apply(lambda: self.dataset.update_config(lease.entry()))
-            self._lease = lease
+        if not self._file.exists():
+            self._check_lease(open_dataset(self.uri))
+        self._file.write(time.time() + self.ttl)
 
     def release(self) -> None:
         """Releases the lease.
@@ -124,6 +133,7 @@ class IndexWriter:
         with self._lock, contextlib.suppress(LeaseLost):
             free = replace(self._lease, owner="", expires=0.0)
             self._apply(lambda: self.dataset.update_config(free.entry()))
+        self._file.remove()
 
     def _apply(self, change: Callable[[], Any]) -> None:
         """Applies a change to the version of this writer's last commit.
@@ -146,8 +156,8 @@ class IndexWriter:
                 self.dataset = open_dataset(self.uri)
         self._check_lease()
 
-    def _check_lease(self) -> None:
-        held = Lease.from_dataset(self.dataset)
+    def _check_lease(self, dataset: LanceDataset | None = None) -> None:
+        held = Lease.from_dataset(dataset or self.dataset)
         if held is None or held.owner != self._owner:
             holder = held.describe() if held and held.owner else "another job, which has ended"
             raise LeaseLost(f"the lease on {self.uri} was taken by {holder}")
@@ -285,29 +295,47 @@ class IndexWriter:
     def set_rejects(self, rejects: pa.Table, solved: Sequence[str] = ()) -> None:
         """Records one reject per item id, and deletes the rejects of items that are now indexed.
 
+        New rejects are appended. Only items that were rejected before cause a search: their ids are
+        read once per job.
+
         Args:
             rejects: Rejects to record. They replace earlier rejects of the same items.
             solved: Ids of items that are now indexed.
         """
         uri = part_uri(self.uri, REJECTS)
-        try:
-            dataset = lance.dataset(uri)
-        except (ValueError, OSError):
-            if rejects.num_rows == 0:
-                return
-            dataset = lance.write_dataset(
-                REJECT.empty_table(), uri, data_storage_version=STORAGE_VERSION
-            )
-        if solved:
-            dataset.delete(id_filter(solved))
-        if rejects.num_rows:
-            last = {item_id: i for i, item_id in enumerate(rejects["item_id"].to_pylist())}
-            merge = (
-                dataset.merge_insert("item_id")
-                .when_matched_update_all()
-                .when_not_matched_insert_all()
-            )
-            merge.execute(rejects.take(list(last.values())))
+        dataset = _rejects(uri)
+        if self._rejected is None:
+            ids = dataset.to_table(columns=["item_id"])["item_id"].to_pylist() if dataset else []
+            self._rejected = set(ids)
+        last = {item_id: i for i, item_id in enumerate(rejects["item_id"].to_pylist())}
+        obsolete = self._rejected.intersection([*solved, *last])
+        if obsolete and dataset is not None:
+            dataset.delete(id_filter(sorted(obsolete)))
+        if last:
+            mode = "create" if dataset is None else "append"
+            rows = rejects.take(list(last.values()))
+            lance.write_dataset(rows, uri, mode=mode, data_storage_version=STORAGE_VERSION)
+        self._rejected -= obsolete
+        self._rejected.update(last)
+
+    def compact_rejects(self, older_than: timedelta) -> None:
+        """Merges the fragments of the rejects and removes their old versions.
+
+        Args:
+            older_than: Age from which versions are removed. The latest version is kept.
+        """
+        with self._lock:
+            self._check_lease()
+            if (dataset := _rejects(part_uri(self.uri, REJECTS))) is not None:
+                dataset.optimize.compact_files()
+                dataset.cleanup_old_versions(older_than, delete_unverified=True)
+
+
+def _rejects(uri: str) -> LanceDataset | None:
+    try:
+        return lance.dataset(uri)
+    except (ValueError, OSError):
+        return None
 
 
 def _is_conflict(error: Exception) -> bool:

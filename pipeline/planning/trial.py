@@ -219,7 +219,7 @@ class _Stages:
         if spec.rerank is not None:
             fields.append(rerank_field(spec.rerank, encoder_info))
         self._schema = pa.schema(fields)
-        self._source, self._unit_items = spec.build_source(), spec.unit_items
+        self._source, self._limits = spec.build_source(), spec.unit_limits
         self._clock = _Clock()
         self._tables: list[pa.Table] = []
         self._rejects: list[str] = []
@@ -228,13 +228,13 @@ class _Stages:
     def warm_up(self, sample: list[unit_reader.Chosen]) -> None:
         """Processes a few items without measuring them, because first calls are slow."""
         shard, wanted = sample[0]
-        for items, _ in unit_reader.decode_units(self._source, [(shard, wanted[:2])], 2):
+        for items, _ in unit_reader.decode_units(self._source, [(shard, wanted[:2])], self._limits):
             run_stage(self._stage, Unit("warm-up", items))
         self._compressor.num_tokens = 0
 
     def run(self, sample: list[unit_reader.Chosen], max_seconds: float) -> None:
         """Reads, encodes and compresses units until the time has passed."""
-        units = unit_reader.decode_units(self._source, sample, self._unit_items)
+        units = unit_reader.decode_units(self._source, sample, self._limits)
         end = time.perf_counter() + max_seconds
         while time.perf_counter() < end:
             with self._clock.measure("read"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, ClassVar, Generic
+from typing import Any, BinaryIO, ClassVar, Generic, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,20 @@ from pipeline.schema import ITEM, Item, Reject
 
 #: The reason of the error for items without an image or audio preview.
 NO_PREVIEW = "no preview"
+#: Bytes of UTF-8 text per token, an estimate.
+BYTES_PER_TOKEN = 4
+
+
+class ItemSize(NamedTuple):
+    """Estimated size of an item in memory, which limits the units of the index job.
+
+    Attributes:
+        num_bytes: Decoded size, in bytes.
+        num_tokens: Number of tokens of the text.
+    """
+
+    num_bytes: int = 0
+    num_tokens: int = 0
 
 
 class Source(ABC, Generic[ComponentSpecT]):
@@ -45,7 +59,7 @@ class Source(ABC, Generic[ComponentSpecT]):
     location_field: ClassVar[str] = "path"
     """The field of the spec with the location of the files."""
     max_unit_items: int = 1_000_000
-    """Maximum number of decoded items in memory at the same time."""
+    """Maximum number of items per unit."""
 
     def __init__(self, spec: ComponentSpecT, wants: tuple[str, ...] = ("text",)):
         self.spec, self.wants = spec, wants
@@ -61,8 +75,21 @@ class Source(ABC, Generic[ComponentSpecT]):
         return cls.provides
 
     def unit_limit(self, shard: dict[str, Any]) -> int:
-        """Returns the maximum number of decoded items of a shard in memory at the same time."""
+        """Returns the maximum number of items of a shard per unit."""
         return self.max_unit_items
+
+    def item_size(self, shard: dict[str, Any], item: Item) -> ItemSize:
+        """Returns the estimated size of a listed item of a shard when it is decoded.
+
+        It is computed from the listing only, so that every run divides a shard in the same way.
+        """
+        num_bytes = len((item.text or "").encode(errors="replace"))
+        return ItemSize(num_bytes, -(-num_bytes // BYTES_PER_TOKEN))
+
+    @property
+    def copies_files(self) -> bool:
+        """True if reading an item copies its whole file to this machine."""
+        return False
 
     @property
     def stores_listing(self) -> bool:
@@ -90,7 +117,11 @@ class Source(ABC, Generic[ComponentSpecT]):
 
     @abstractmethod
     def shards(self) -> Iterator[dict[str, Any]]:
-        """Yields shards of about a thousand items, described by JSON values."""
+        """Yields shards, described by JSON values.
+
+        A shard is listed by one task: 10,000 to 50,000 small items, or fewer items whose files are
+        large.
+        """
 
     @abstractmethod
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.sources.windows import MAX_UNIT_BYTES, WindowSource, WindowSpec
+from pipeline.sources.windows import MIN_AUDIO_RATE, WindowSource, WindowSpec
 
 
 class Audio(WindowSource["Audio.Spec"]):
@@ -33,10 +33,6 @@ class Audio(WindowSource["Audio.Spec"]):
     provides = ("item_id", "audio")
     suffixes = (".wav", ".flac", ".ogg", ".mp3", ".m4a", ".aac", ".opus")
     module = "audio"
-    files_per_shard = 16
+    files_per_shard = 4096
     modality = "audio"
-
-    def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
-        super().__init__(spec, wants)
-        if "audio" in wants:
-            self.max_unit_items = max(1, int(MAX_UNIT_BYTES / self._audio_bytes()))
+    min_rate = MIN_AUDIO_RATE

@@ -13,7 +13,7 @@ from pipeline import config
 from pipeline.config import ComponentSpec, SpecError, within
 from pipeline.registry import SOURCES, SourceSpec
 from pipeline.schema import Item, Reject
-from pipeline.sources import Source
+from pipeline.sources import ItemSize, Source
 
 
 class Combined(Source["Combined.Spec"]):
@@ -64,6 +64,15 @@ class Combined(Source["Combined.Spec"]):
     def unit_limit(self, shard: dict[str, Any]) -> int:
         """Returns the limit of the source that the shard belongs to."""
         return self._sources[shard["source"]].unit_limit(shard["shard"])
+
+    def item_size(self, shard: dict[str, Any], item: Item) -> ItemSize:
+        """Returns the size of an item according to its source."""
+        return self._sources[shard["source"]].item_size(shard["shard"], item)
+
+    @property
+    def copies_files(self) -> bool:
+        """True if at least one of the sources copies whole files."""
+        return any(source.copies_files for source in self._sources)
 
     @property
     def collections(self) -> tuple[str, ...]:

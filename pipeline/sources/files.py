@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import fsspec
@@ -17,6 +19,8 @@ from pipeline.extras import require_storage
 
 #: The size that `walk` yields for a pipe, a socket or a device, and for a link to one.
 SPECIAL_FILE_SIZE = -1
+#: Number of folders that are listed at the same time.
+LIST_THREADS = 16
 
 
 def open_root(uri: str) -> tuple[AbstractFileSystem, str]:
@@ -71,8 +75,9 @@ def resolve_folder(uri: str) -> tuple[AbstractFileSystem, str]:
 
 
 def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
-    """Yields all files below a folder, sorted by name, with one folder in memory at a time.
+    """Yields all files below a folder, sorted by name.
 
+    The next `LIST_THREADS` folders are listed in advance, because object stores answer slowly.
     Links are followed, except links to a folder that contains them.
 
     Yields:
@@ -81,15 +86,26 @@ def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
         or a device is `SPECIAL_FILE_SIZE`. `untrusted.open_file` rejects it.
     """
     pending: list[tuple[str, int | None]] = [(root, None)]  # None: a folder to be listed
-    while pending:
-        path, num_bytes = pending.pop()
-        if num_bytes is None:
-            try:
-                pending += sorted(_children(fs, path), reverse=True)
-                continue
-            except OSError:
-                pass
-        yield path[len(root) :].lstrip("/"), num_bytes
+    waiting = deque([root])  # folders in the order in which they are listed
+    listed: dict[str, Future[list[tuple[str, int | None]]]] = {}
+    pool = ThreadPoolExecutor(LIST_THREADS)
+    try:
+        while pending:
+            path, num_bytes = pending.pop()
+            if num_bytes is None:
+                while path not in listed or (waiting and len(listed) < LIST_THREADS):
+                    folder = waiting.popleft()
+                    listed[folder] = pool.submit(_children, fs, folder)
+                try:
+                    children = sorted(listed.pop(path).result(), reverse=True)
+                    pending += children
+                    waiting.extendleft(name for name, size in children if size is None)
+                    continue
+                except OSError:
+                    pass
+            yield path[len(root) :].lstrip("/"), num_bytes
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def find_files(uri: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
@@ -107,7 +123,9 @@ def find_files(uri: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int |
             yield file, num_bytes
 
 
-def _children(fs: AbstractFileSystem, folder: str) -> Iterator[tuple[str, int | None]]:
+def _children(fs: AbstractFileSystem, folder: str) -> list[tuple[str, int | None]]:
+    """Returns the paths and sizes of the files and folders in a folder, in any order."""
+    children: list[tuple[str, int | None]] = []
     for entry in fs.ls(folder, detail=True):
         path = entry["name"].rstrip("/")
         is_folder, size = entry["type"] == "directory", entry["size"] or 0
@@ -119,7 +137,8 @@ def _children(fs: AbstractFileSystem, folder: str) -> Iterator[tuple[str, int | 
         elif entry["type"] == "other":
             size = _size(fs, path, size)
         if path != folder:  # object stores may list a folder as its own child
-            yield path, None if is_folder else size
+            children.append((path, None if is_folder else size))
+    return children
 
 
 def _size(fs: AbstractFileSystem, path: str, size: int) -> int:

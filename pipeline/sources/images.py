@@ -18,7 +18,7 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import open_file
 from pipeline.schema import Item, Reject, item_id_problem
-from pipeline.sources import manifests
+from pipeline.sources import ItemSize, manifests
 from pipeline.sources.files import escape, existing_root, open_root
 from pipeline.sources.manifests import MalformedEntry, ManifestEntry, Table, to_json_value
 from pipeline.sources.media import (
@@ -38,8 +38,8 @@ CAPTION_SUFFIXES = (".txt", ".caption")
 #: Maximum number of images per unit if their text is recognised, which takes seconds per image.
 #: Small units make progress visible and are committed earlier.
 MAX_UNIT_SCANS = 8
-#: Maximum number of images per unit. An image takes a few megabytes.
-MAX_UNIT_IMAGES = 64
+#: Size of an image of unknown size in memory, in bytes.
+UNKNOWN_BYTES = 1 << 20
 #: Metadata fields that locate the file of an item. Manifest fields with these names are renamed.
 RESERVED = ("file", "bytes", "row", "deflated")
 
@@ -98,7 +98,7 @@ class Images(MediaSource["Images.Spec"]):
     containers: ClassVar[tuple[str, ...]] = (ARCHIVE, ZIP, manifests.TABLE_SUFFIX)
     lists = (*manifests.LINES_SUFFIXES, manifests.JSON_SUFFIX)
     module = "image"
-    files_per_shard = 256
+    files_per_shard = 10_000
     decodes_to_list = False
 
     def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
@@ -111,10 +111,16 @@ class Images(MediaSource["Images.Spec"]):
         return [name for name in self.payload.names if name in ("image", "scan")]
 
     def unit_limit(self, shard: dict[str, Any]) -> int:
-        """Returns how many items of a shard may be in memory at the same time."""
-        if "scan" in self.wants:
-            return MAX_UNIT_SCANS
-        return MAX_UNIT_IMAGES if self._columns else self.max_unit_items
+        """Returns the maximum number of items of a shard per unit."""
+        return MAX_UNIT_SCANS if "scan" in self.wants else self.max_unit_items
+
+    def item_size(self, shard: dict[str, Any], item: Item) -> ItemSize:
+        """Returns the size of an image, which is passed to the encoder as a file."""
+        size = super().item_size(shard, item)
+        if not self._columns:
+            return size
+        num_bytes = (item.handle or {}).get("size") or UNKNOWN_BYTES
+        return size._replace(num_bytes=size.num_bytes + num_bytes)
 
     def settings(self) -> dict[str, Any]:
         """Returns the options that affect the stored content. The locations of files do not."""

@@ -26,8 +26,8 @@ LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
 TABLE_SUFFIX = ".parquet"
 JSON_SUFFIX = ".json"
 #: Maximum numbers of rows and bytes per shard. Rows are small, but the files they name are not.
-ROWS_PER_SHARD = 256
-LINE_BYTES_PER_SHARD = 64 << 10
+ROWS_PER_SHARD = 4096
+LINE_BYTES_PER_SHARD = 1 << 20
 #: Table rows above this size contain files. Their row groups are not divided between shards.
 FILE_BYTES = 16 << 10
 #: Number of table rows in memory at the same time.

@@ -37,8 +37,8 @@ from pipeline.sources.files import (
 from pipeline.sources.zip_members import InflatedStream, zip_members
 
 ARCHIVE, ZIP = ".tar", ".zip"
-#: One task processes one shard. Small shards balance the load of the tasks.
-BYTES_PER_SHARD = 64 << 20
+#: A shard is listed by one task, which reads its files. Other tasks decode its items.
+BYTES_PER_SHARD = 256 << 20
 #: Maximum size of a caption or metadata file in an archive.
 SIDECAR_BYTES = 1 << 20
 #: Maximum size of a compressed archive member that is read into memory for a preview.
@@ -60,6 +60,7 @@ class MediaFile:
         annotation: Captions, title and metadata from a manifest.
         row: Row of the table at `path` that contains the bytes, or None for other files.
         deflated: Number of compressed bytes of a compressed archive member, or None.
+        header: Properties in the header of the file, if they are known.
     """
 
     id: str
@@ -71,6 +72,7 @@ class MediaFile:
     annotation: dict[str, Any] = field(default_factory=dict)
     row: int | None = None
     deflated: int | None = None
+    header: dict[str, Any] = field(default_factory=dict)
 
 
 class MediaSpec(config.ComponentSpec):
@@ -85,7 +87,10 @@ class MediaSpec(config.ComponentSpec):
     of the archive and the member, for archives that share keys."""
     revision: Literal["content", "stat"] = "content"
     """Detection of changed files: by `content`, or by `stat` (size and modification time or ETag).
-    `stat` reads no files and suits corpora that are too large to be read twice."""
+    With `content`, each file is read twice: a first time to be hashed, and if it is new or has
+    changed, a second time to be decoded. `stat` only decodes files. It suits large collections in
+    object storage, whose ETags change with the content. On a file system, it misses changes that
+    keep the size and the modification time, and it indexes copied files again."""
     max_file_bytes: int = Field(16 << 30, ge=1024)
     """Maximum size of a file or an archive member, in bytes."""
     limits: Limits = Limits(max_seconds=120.0)
@@ -125,6 +130,16 @@ class MediaSource(Source[MediaSpecT]):
     def decodes_to_list(self) -> bool:
         """True if the items of a file can only be listed by decoding it."""
 
+    @property
+    def measures_files(self) -> bool:
+        """True if listing reads the headers of files, see `read_header`."""
+        return False
+
+    @property
+    def copies_files(self) -> bool:
+        """True if the files are not on this machine."""
+        return not isinstance(self._folder[0], LocalFileSystem)
+
     def __init__(self, spec: MediaSpecT, wants: tuple[str, ...] = ("text",)):
         super().__init__(spec, wants)
         self.payload = payload_schema(self.provides, wants)
@@ -151,6 +166,13 @@ class MediaSource(Source[MediaSpecT]):
             path: Local path of the file.
             items: The items to decode.
         """
+
+    def read_header(self, path: str) -> dict[str, Any]:
+        """Returns properties in the header of a file, or nothing if they cannot be read.
+
+        The header may be wrong, so the properties serve only as estimates.
+        """
+        return {}
 
     def settings(self) -> dict[str, Any]:
         """Returns the options that affect the decoded content; they are part of revisions.
@@ -187,10 +209,11 @@ class MediaSource(Source[MediaSpecT]):
             if file.lower().endswith((*self.containers, *self.lists)):
                 yield from self.container_shards(file, num_bytes)
                 continue
-            size += max(num_bytes or 0, 0)
+            if self.spec.revision == "content" or self.decodes_to_list:  # files are read
+                size += max(num_bytes or 0, 0)
             if group and (len(group) == self.files_per_shard or size > BYTES_PER_SHARD):
                 yield {"files": group}
-                group, size = [], num_bytes or 0
+                group, size = [], max(num_bytes or 0, 0)
             group.append((file, num_bytes))
         if group:
             yield {"files": group}
@@ -230,13 +253,16 @@ class MediaSource(Source[MediaSpecT]):
             if file.size in (0, SPECIAL_FILE_SIZE):
                 with self._open(file):  # the size of a dangling link is 0, too
                     raise Unreadable("empty file")
-            if not self.decodes_to_list:
+            if not self.decodes_to_list and not self.measures_files:
                 revision = self._revision(file, None)
                 items = list(self.list_items(file, revision, None))
             else:
                 with self.local_path(file) as path:
                     revision = self._revision(file, path)
-                    items = list(self.list_items(file, revision, path))
+                    if self.measures_files:
+                        file = replace(file, header=self.read_header(path))
+                    listed_path = path if self.decodes_to_list else None
+                    items = list(self.list_items(file, revision, listed_path))
         except (Unreadable, OSError) as error:
             yield self._reject(file, escape(file.id), revision, error, "list")
             return

@@ -16,7 +16,7 @@ from pydantic import Field
 from pipeline import config
 from pipeline.decoding import Unreadable
 from pipeline.schema import Item, Reject, item_id_problem
-from pipeline.sources import Source, make_revision
+from pipeline.sources import ItemSize, Source, make_revision
 from pipeline.sources.audio import Audio
 from pipeline.sources.images import Images
 from pipeline.sources.manifests import to_json_value
@@ -102,8 +102,15 @@ class Mteb(Source["Mteb.Spec"]):
         return self._modalities != ("text",)
 
     def unit_limit(self, shard: dict[str, Any]) -> int:
-        """Returns the maximum number of decoded items in memory at the same time."""
+        """Returns the maximum number of items per unit."""
         return min([self.max_unit_items, *(s.unit_limit(shard) for s in self._media.values())])
+
+    def item_size(self, shard: dict[str, Any], item: Item) -> ItemSize:
+        """Returns the size of the text and of all files of a document."""
+        size = super().item_size(shard, item)
+        files = replace(item, text=None)
+        media = [source.item_size(shard, files) for source in self._media.values()]
+        return size._replace(num_bytes=size.num_bytes + sum(s.num_bytes for s in media))
 
     @functools.cached_property
     def payload(self) -> pa.Schema:
@@ -185,6 +192,7 @@ class Mteb(Source["Mteb.Spec"]):
             if problem := item_id_problem(item_id):
                 raise Unreadable("bad id", problem)
             content = self._content(row)
+            files = [file_content(row.get(name), name) for name in self._media]
             settings = {name: source.settings() for name, source in self._media.items()}
             title = row.get("title") if "text" in self._modalities else None
             text = document_text(row) if "text" in self._modalities else ""
@@ -197,7 +205,7 @@ class Mteb(Source["Mteb.Spec"]):
         except (Unreadable, OSError) as error:
             known = item_id if not item_id_problem(item_id) else f"row {number}"
             return self.reject(known, revision, error, "list")
-        file = MediaFile(item_id, item_id, None, row=number)
+        file = MediaFile(item_id, item_id, sum(len(f or b"") for f in files), row=number)
         return Item(
             item_id=item_id,
             parent_id=item_id,

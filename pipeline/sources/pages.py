@@ -20,7 +20,7 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.decoding.untrusted import check_regular
 from pipeline.schema import Item, Reject, item_id_problem, payload_schema
-from pipeline.sources import Source, make_revision
+from pipeline.sources import ItemSize, Source, make_revision
 from pipeline.sources.files import (
     escape,
     existing_root,
@@ -30,9 +30,11 @@ from pipeline.sources.files import (
 )
 
 SUFFIX = ".pdf"
-#: One task processes one shard. Small shards balance the load of the tasks.
-FILES_PER_SHARD = 8
-BYTES_PER_SHARD = 16 << 20
+#: A shard is listed by one task, which reads its files. Other tasks read its pages.
+FILES_PER_SHARD = 1024
+BYTES_PER_SHARD = 256 << 20
+#: Size of the JPEG file of a page per pixel, in bytes.
+BYTES_PER_PIXEL = 0.25
 #: Maximum number of pages per unit if their text is recognised, which takes seconds per page.
 #: Small units make progress visible and are committed earlier.
 MAX_UNIT_SCANS = 16
@@ -89,6 +91,16 @@ class Pages(Source["Pages.Spec"]):
         if "scan" in wants:
             self.max_unit_items = MAX_UNIT_SCANS
         self.payload = payload_schema(self.provides, wants)
+
+    @property
+    def stores_listing(self) -> bool:
+        """Returns True, because listing hashes and opens all documents."""
+        return True
+
+    def item_size(self, shard: dict[str, Any], item: Item) -> ItemSize:
+        """Returns the estimated size of the image of a page."""
+        has_image = bool({"image", "scan"} & set(self.payload.names))
+        return ItemSize(int(BYTES_PER_PIXEL * self.spec.max_pixels) if has_image else 0)
 
     def check(self) -> None:
         """Checks that the source contains documents and that the PDF library is installed.

@@ -31,8 +31,10 @@ from pipeline.sources.files import (
 
 TEXT_SUFFIXES = (".txt", ".md")
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
-FILES_PER_SHARD = 1000
-BYTES_PER_SHARD = 1 << 20
+FILES_PER_SHARD = 10_000
+BYTES_PER_SHARD = 16 << 20
+#: Number of bytes that are read at a time.
+BLOCK_BYTES = 1 << 20
 
 #: A longer line ends the reading of its file: a few megabytes of gzip may contain terabytes.
 MAX_SKIPPED_BYTES = 1 << 30
@@ -412,7 +414,7 @@ class Lines:
     def __iter__(self) -> Iterator[bytes]:
         compression = "gzip" if self._path.lower().endswith(".gz") else None
         with open_file(
-            self._fs, self._path, compression=compression, block_size=BYTES_PER_SHARD
+            self._fs, self._path, compression=compression, block_size=BLOCK_BYTES
         ) as stream:
             for offset, line in read_lines(stream, self._start, self._end, self._max_bytes):
                 self.offset = offset
@@ -448,9 +450,9 @@ def count_newlines(fs: AbstractFileSystem, path: str, end: int) -> int:
     cached = _cached_count(path, fs.ukey(path))
     if end < cached[0]:
         cached[:] = 0, 0
-    with fs.open(path, "rb", block_size=BYTES_PER_SHARD) as stream:
+    with fs.open(path, "rb", block_size=BLOCK_BYTES) as stream:
         stream.seek(cached[0])
-        while cached[0] < end and (data := stream.read(min(BYTES_PER_SHARD, end - cached[0]))):
+        while cached[0] < end and (data := stream.read(min(BLOCK_BYTES, end - cached[0]))):
             cached[:] = cached[0] + len(data), cached[1] + data.count(b"\n")
     return cached[1]
 

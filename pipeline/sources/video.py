@@ -10,8 +10,9 @@ import pyarrow as pa
 from pydantic import Field
 
 from pipeline.config import Spec
-from pipeline.schema import FRAME
-from pipeline.sources.windows import MAX_UNIT_BYTES, WindowSource, WindowSpec
+from pipeline.schema import FRAME, Item
+from pipeline.sources import ItemSize
+from pipeline.sources.windows import MIN_VIDEO_RATE, WindowSource, WindowSpec
 
 #: The options of each sampling method.
 SAMPLING_OPTIONS = {
@@ -77,16 +78,20 @@ class Video(WindowSource["Video.Spec"]):
     provides: ClassVar[tuple[str, ...]] = ("item_id", "frames", "audio")
     suffixes = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
     module = "video"
-    files_per_shard = 4  # decoding a minute of video takes seconds
+    files_per_shard = 1024
     modality = "video"
+    min_rate = MIN_VIDEO_RATE
 
-    def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
-        super().__init__(spec, wants)
-        item_bytes = self._audio_bytes() if "audio" in wants else 0.0
-        if "frames" in wants:
-            item_bytes += 3 * self.spec.max_pixels * self._max_frames()
-        if item_bytes:
-            self.max_unit_items = max(1, int(MAX_UNIT_BYTES / item_bytes))
+    def item_size(self, shard: dict[str, Any], item: Item) -> ItemSize:
+        """Returns the size of the decoded frames and audio of an item."""
+        size = super().item_size(shard, item)
+        if "frames" not in self.payload.names:
+            return size
+        info = item.handle["header"] or item.metadata or {}
+        max_pixels = self.spec.max_pixels
+        pixels = min(max_pixels, info.get("width", 0) * info.get("height", 0)) or max_pixels
+        num_frames = self._max_frames(self._seconds(item))
+        return size._replace(num_bytes=size.num_bytes + 3 * pixels * num_frames)
 
     def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
         """Returns the frame of an indexed item at a given time as a JPEG file.
@@ -116,13 +121,11 @@ class Video(WindowSource["Video.Spec"]):
             names |= {"sampling", "num_frames", "max_pixels", *SAMPLING_OPTIONS[self.spec.sampling]}
         return {name: value for name, value in super().settings().items() if name in names}
 
-    def _max_frames(self) -> int:
-        """Returns how many frames an item can have at most."""
-        max_frames = self.spec.num_frames
-        if self.spec.sampling == "fps" and self.spec.window_seconds is not None:
-            by_rate = int(self.spec.fps * (self.spec.window_seconds + 1)) + 1
-            max_frames = min(max_frames, by_rate)
-        return max_frames
+    def _max_frames(self, seconds: float) -> int:
+        """Returns how many frames an item of this duration can have at most."""
+        if self.spec.sampling != "fps":
+            return self.spec.num_frames
+        return min(self.spec.num_frames, int(self.spec.fps * (seconds + 1)) + 1)
 
     def _metadata(self, window: dict[str, Any]) -> dict[str, Any]:
         frames = zip(window["indices"].tolist(), window["seconds"].tolist(), strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -13,12 +13,16 @@ from pydantic import Field, field_validator, model_validator
 from pipeline.config import Spec, SpecError
 from pipeline.decoding import Unreadable
 from pipeline.schema import Item
+from pipeline.sources import ItemSize
 from pipeline.sources.media import MediaFile, MediaSource, MediaSpec
 
 #: Minimum duration of the last window. A shorter remainder becomes part of the previous window.
 MIN_WINDOW_SECONDS = 1.0
-#: Maximum size of the decoded payload of a unit in memory.
-MAX_UNIT_BYTES = 128 << 20
+#: Bit rate from which the duration of a whole file is estimated if its header was not read, in
+#: bytes per second. Most files have a higher rate and are therefore shorter.
+MIN_AUDIO_RATE, MIN_VIDEO_RATE = 4_000, 25_000
+#: Duration that is assumed if neither the header nor the size of a file is known, in seconds.
+UNKNOWN_SECONDS = 3600.0
 
 
 class AudioSpec(Spec):
@@ -67,15 +71,47 @@ class WindowSource(MediaSource[WindowSpecT]):
     The id of an item is `<file>#t=<start>,<end>`, a W3C media fragment that browsers understand.
     Its parent is the file. The last window ends at the end of the file and adds at least one
     second. If items are entire files (`window_seconds: null`), their id is the id of the file, and
-    files are listed without being opened.
+    files are listed without being decoded.
     """
 
     modality: str
+    min_rate: ClassVar[int]
+    """Minimum bit rate that is assumed for files of unknown duration, in bytes per second."""
 
     @property
     def decodes_to_list(self) -> bool:
         """True if files are divided into windows, for which their duration must be known."""
         return self.spec.window_seconds is not None
+
+    @property
+    def measures_files(self) -> bool:
+        """True if items are entire files that are read anyway, to be hashed."""
+        is_decoded = bool(self.payload.names)
+        return is_decoded and not self.decodes_to_list and self.spec.revision == "content"
+
+    def read_header(self, path: str) -> dict[str, Any]:
+        """Returns the `duration`, and for videos the `width` and `height`, if they are known."""
+        try:
+            return self.process.call("read_header", path)
+        except Unreadable:
+            return {}  # decoding reports the error
+
+    def item_size(self, shard: dict[str, Any], item: Item) -> ItemSize:
+        """Returns the size of the decoded audio of an item."""
+        size = super().item_size(shard, item)
+        if "audio" not in self.payload.names:
+            return size
+        samples = self._seconds(item) * self.spec.sample_rate
+        return size._replace(num_bytes=size.num_bytes + int(4 * samples))
+
+    def _seconds(self, item: Item) -> float:
+        """Returns the duration of a listed item, which is estimated for files of unknown length."""
+        if item.span is not None:
+            return item.span[2] - item.span[1]
+        if duration := item.handle["header"].get("duration"):
+            return duration
+        num_bytes = item.handle["size"]
+        return num_bytes / self.min_rate if num_bytes else UNKNOWN_SECONDS
 
     def settings(self) -> dict[str, Any]:
         """Returns the options that affect the decoded content."""
@@ -160,10 +196,6 @@ class WindowSource(MediaSource[WindowSpecT]):
             "sample_rate": self.spec.sample_rate,
             "samples": window["samples"].astype("<f4", copy=False).tobytes(),
         }
-
-    def _audio_bytes(self) -> float:
-        """Returns the size of the audio of a window. For complete files, one hour is assumed."""
-        return 4 * self.spec.sample_rate * (self.spec.window_seconds or 3600.0)
 
 
 def _file_metadata(info: dict[str, Any]) -> dict[str, Any]:

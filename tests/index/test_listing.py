@@ -8,19 +8,23 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lance
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 from pipeline.config import parse
 from pipeline.index import listing, unit_reader
+from pipeline.index import units as index_units
 from pipeline.index.fragments import write_table
 from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.reader import part_uri
+from pipeline.index.units import UnitLimits, UnitRange
 from pipeline.index.writer import IndexWriter, open_or_create
 from pipeline.schema import ITEM, REJECT, Item, Reject
-from pipeline.sources import text
+from pipeline.sources import images, text
 
 
 @pytest.fixture
@@ -46,15 +50,14 @@ def listing_job(folder: Path, name: str = "job", **fields: Any) -> ListingJob:
     index = str(folder.parent / "index")
     open_or_create(index)
     spec = parse(text.Text.Spec, {"name": "text", "path": str(folder)})
-    given = {"spec_digest": "this spec", **fields}
+    given = {"spec_digest": "this spec", "limits": UnitLimits(items=2), **fields}
     return ListingJob(index, part_uri(index, "jobs", name), spec, **given)
 
 
 def list_all(job: ListingJob, limit: int | None = None) -> list[ShardTally]:
     """Plans and lists the shards, marks duplicates and returns the tallies."""
-    num_shards = listing.plan(job, limit)
-    tallies = [listing.list_shard(job, shard) for shard in range(num_shards)]
-    changed = listing.mark_duplicates(job, num_shards)
+    tallies = listing.list_source(job, limit)
+    changed = listing.mark_duplicates(job, len(tallies))
     return [replace(t, counts=changed.get(t.shard, t.counts)) for t in tallies]
 
 
@@ -67,24 +70,21 @@ def counts(tallies: list[ShardTally]) -> dict[str, int]:
     }
 
 
-def units(job: ListingJob, num_shards: int, unit_items: int = 2) -> dict[str, list[str]]:
+def units(job: ListingJob, num_shards: int) -> dict[str, list[str]]:
     """Returns the item ids of each unit to process."""
     return {
         unit.name: unit.items["item_id"].to_pylist()
         for shard in range(num_shards)
-        for unit in unit_reader.read_units(job, shard, unit_items)
+        for unit in unit_reader.read_units(job, UnitRange(shard))
     }
 
 
 def store(job: ListingJob, *item_ids: str, source: str = "notes") -> IndexWriter:
     """Commits rows of listed items as one fragment, like the index job."""
-    num_shards = listing.plan(job, None)
-    for shard in range(num_shards):
-        listing.list_shard(job, shard)
     items = pa.concat_tables(
         unit.items
-        for shard in range(num_shards)
-        for unit in unit_reader.read_units(job, shard, 100)
+        for tally in listing.list_source(job)
+        for unit in unit_reader.read_units(job, UnitRange(tally.shard))
     )
     rows = [{**row, "source": source} for row in items.to_pylist() if row["item_id"] in item_ids]
     assert {row["item_id"] for row in rows} == set(item_ids)
@@ -187,10 +187,52 @@ def test_items_deleted_after_listing_do_not_shift_units(folder):
     job = listing_job(folder, "next")
     list_all(job)
     write(folder, a="a1=y; a3=w; a4=later")
-    first, second, gone = unit_reader.read_units(job, 0, 2)
+    first, second, gone = unit_reader.read_units(job, UnitRange(0))
     assert first.items["item_id"].to_pylist() == ["a1"]
     assert second.items["item_id"].to_pylist() == ["a3"]
     assert (gone.items.num_rows, gone.extra["gone"]) == (0, 1)
+
+
+def test_units_are_limited_by_tokens_and_stable(folder):
+    write(folder, a="a0=xxxx; a1=xxxx; a2=xxxxxxxxxxxx; a3=xxxx")
+    limits = UnitLimits(items=8, num_tokens=3)
+    first = listing_job(folder, limits=limits)
+    (tally,) = list_all(first)
+    expected = {
+        "000000-000000": ["a0", "a1"],
+        "000000-000001": ["a2"],
+        "000000-000002": ["a3"],
+    }
+    assert units(first, 1) == expected and tally.ranges == [UnitRange(0)]
+    store(first, "a0", "a2")
+    resumed = listing_job(folder, "resumed", limits=limits)
+    list_all(resumed)
+    assert units(resumed, 1) == {"000000-000000": ["a1"], "000000-000002": ["a3"]}
+
+
+def test_ranges_of_a_stored_listing_read_each_item_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_units, "TASK_ITEMS", 4)
+    (tmp_path / "images").mkdir()
+    for number in range(14):
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(tmp_path / f"images/{number:02}.png")
+    spec = parse(images.Images.Spec, {"name": "images", "path": str(tmp_path / "images")})
+    open_or_create(str(tmp_path / "index"))
+    job = ListingJob(
+        str(tmp_path / "index"),
+        str(tmp_path / "index/jobs/job"),
+        spec,
+        "spec",
+        wants=("image",),
+        limits=UnitLimits(items=3),
+    )
+    (tally,) = listing.list_source(job)
+    assert [(r.first, r.end) for r in tally.ranges] == [(0, 2), (2, 4), (4, -1)]
+    hashed = mock.Mock(side_effect=AssertionError("the files are not hashed again"))
+    monkeypatch.setattr(images.Images, "_content", hashed)
+    read = [unit for units in tally.ranges for unit in unit_reader.read_units(job, units)]
+    assert [unit.items.num_rows for unit in read] == [3, 3, 3, 3, 2]
+    ids = [item_id for unit in read for item_id in unit.items["item_id"].to_pylist()]
+    assert ids == [f"{number:02}.png" for number in range(14)]
 
 
 # -- statuses --------------------------------------------------------------------------------
@@ -202,7 +244,7 @@ def test_changed_items_reference_the_replaced_rows(folder):
     write(folder, a="a0=x; a1=changed; a2=x")
     job = listing_job(folder, "next")
     assert counts(list_all(job)) == {"new": 1, "changed": 1, "done": 1}
-    first, second = unit_reader.read_units(job, 0, 2)
+    first, second = unit_reader.read_units(job, UnitRange(0))
     assert first.extra == {"replaces": {"0": ["a1"]}, "gone": 0}
     assert second.extra == {"replaces": {}, "gone": 0}
     assert first.items["text"].to_pylist() == ["changed"]
@@ -212,7 +254,7 @@ def test_duplicates_within_and_across_shards(folder):
     write(folder, a="same=first; a1=x; same=second", b="b0=x; same=third")
     job = listing_job(folder)
     assert counts(list_all(job)) == {"new": 3, "duplicate": 2}
-    read = [unit for shard in range(2) for unit in unit_reader.read_units(job, shard, 8)]
+    read = [unit for shard in range(2) for unit in unit_reader.read_units(job, UnitRange(shard))]
     texts = {row["item_id"]: row["text"] for unit in read for row in unit.items.to_pylist()}
     assert texts == {"same": "first", "a1": "x", "b0": "x"}
     rejected = [row for unit in read for row in unit.rejects.to_pylist()]
@@ -234,7 +276,7 @@ def test_rejects_id_of_another_source(folder):
     store(listing_job(folder), "a0", source="other")
     job = listing_job(folder, "next")
     assert counts(list_all(job)) == {"new": 1, "foreign": 1}
-    (unit,) = unit_reader.read_units(job, 0, 2)
+    (unit,) = unit_reader.read_units(job, UnitRange(0))
     assert unit.items["item_id"].to_pylist() == ["a1"]
     assert unit.rejects["reason"].to_pylist() == ["id of another source"]
     assert unit.rejects["item_id"].to_pylist() == ["a0~000000:0"]

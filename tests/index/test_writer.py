@@ -112,6 +112,26 @@ def test_renewed_lease_is_held(uri):
         IndexWriter(uri, "other")
 
 
+def test_renewal_does_not_commit(uri):
+    writer = IndexWriter(uri, "holder", ttl=EXPIRED)
+    version = Index(uri).dataset.version
+    writer.ttl = 60.0
+    writer.renew()
+    assert Index(uri).dataset.version == version
+    assert status(uri)["lease"].startswith("holder on ")
+    writer.release()
+    assert not list(Path(uri, "lease").iterdir())
+
+
+def test_renewal_does_not_wait_for_a_commit(uri):
+    writer = IndexWriter(uri, "holder")
+    with writer._lock:
+        renewer = threading.Thread(target=writer.renew)
+        renewer.start()
+        renewer.join(timeout=10)
+        assert not renewer.is_alive()
+
+
 def fill_column(writer: IndexWriter, number: int) -> tuple[FragmentMetadata, list[int]]:
     """Fills the column `extra` of a fragment without committing it."""
     fragment = writer.dataset.get_fragment(number)
@@ -302,6 +322,24 @@ def test_rejects_have_one_row_per_item_and_are_deleted_when_solved(uri):
 
 
 # -- location --------------------------------------------------------------------------------
+
+
+def test_new_rejects_are_appended(uri):
+    writer = IndexWriter(uri, "job")
+
+    def reject(name: str, *solved: str) -> lance.LanceDataset:
+        row = {**Reject(name, "s", "decode", "bad").row(), "spec": ""}
+        writer.set_rejects(pa.Table.from_pylist([row], schema=REJECT), solved)
+        return lance.dataset(part_uri(uri, "rejects.lance"))
+
+    before = reject("a").version
+    assert reject("b", "never rejected").version == before + 1
+    assert len(reject("c").get_fragments()) == 3  # none was rewritten
+    assert reject("d", "a").version == before + 4  # a deletion and an append
+    later = IndexWriter.__new__(IndexWriter)  # ids of earlier jobs are known
+    later.__dict__ |= {**vars(writer), "_rejected": None}
+    writer = later
+    assert reject("b", "c").to_table()["item_id"].to_pylist() == ["d", "b"]
 
 
 @pytest.mark.parametrize("location", ["file/index", "/proc/index"])

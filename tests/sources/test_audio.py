@@ -177,11 +177,18 @@ def test_invalid_options(options, sentence):
         parse(Audio.Spec, {"path": "x", **options})
 
 
-def test_unit_limit():
-    def unit_limit(**options: Any) -> int:
-        return source("x", **options).max_unit_items
+def test_item_size_is_that_of_the_samples(tmp_path):
+    write_audio(tmp_path / "a.wav", tones(5))
 
-    assert unit_limit() * 30 * 16_000 * 4 <= 128 << 20 < (unit_limit() + 1) * 30 * 16_000 * 4
-    assert unit_limit(window_seconds=86_400) == 1
-    assert unit_limit(window_seconds=None) == 1
-    assert source("x", ("item_id",)).max_unit_items == Source.max_unit_items
+    def num_bytes(wants: tuple[str, ...] = ("audio",), **options: Any) -> list[int]:
+        media = source(tmp_path, wants, **options)
+        (shard,) = media.shards()
+        return [media.item_size(shard, item).num_bytes for item in media.scan(shard)]
+
+    assert num_bytes(window_seconds=3) == [3 * 64_000, 2 * 64_000]
+    assert num_bytes(window_seconds=None) == [5 * 64_000]
+    assert num_bytes(window_seconds=None, sample_rate=8000) == [5 * 32_000]
+    assert num_bytes(("item_id",), window_seconds=None) == [0]
+    # Without its header, the duration follows from the size of the file.
+    size = (tmp_path / "a.wav").stat().st_size
+    assert num_bytes(window_seconds=None, revision="stat") == [size / 4000 * 64_000]

@@ -119,7 +119,11 @@ def test_images_are_not_decoded_unless_wanted(tmp_path):
     (tmp_path / "a.jpg").write_bytes(b"never opened")
     images = source(tmp_path, ("caption", "text"))
     assert images.payload.names == []
-    assert images.unit_limit({}) > 1000 > source(tmp_path).unit_limit({})
+    assert images.unit_limit({}) == source(tmp_path).unit_limit({}) > 1000
+    for unread, num_bytes in ((images, 0), (source(tmp_path), len(b"never opened"))):
+        (shard,) = unread.shards()
+        (item,) = unread.scan(shard)
+        assert unread.item_size(shard, item).num_bytes == num_bytes
     assert (read(images)["a.jpg"].payload, read(images)["a.jpg"].metadata) == ({}, {})
 
 
@@ -388,7 +392,8 @@ def test_parquet_column_of_bytes(tmp_path):
     assert [item.item_id for item in images.decode(shard, some)] == ["p3", "p24", "p25", "p39"]
 
 
-def test_tables_are_sharded_by_row_size(tmp_path):
+def test_tables_are_sharded_by_row_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifests, "ROWS_PER_SHARD", 256)
     rows = [{"id": i, "image": "a.png"} for i in range(1000)]
     parts = [s["rows"] for s in source(table(tmp_path / "a.parquet", rows)).shards()]
     assert parts == [[0, 256], [256, 512], [512, 768], [768, 1000]]

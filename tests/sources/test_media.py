@@ -16,6 +16,7 @@ import soundfile
 
 from pipeline.config import SpecError
 from pipeline.schema import Item, Reject
+from pipeline.sources import media
 from pipeline.sources.audio import Audio
 from tests.media import frequency, make_tar
 from tests.sources.test_audio import read, samples, stored
@@ -86,15 +87,24 @@ def test_pipe_is_rejected(tmp_path):
     assert reasons(results) == {"pipe.wav": "not a regular file"}
 
 
-def test_shard_sizes(tmp_path):
+def test_shard_sizes(tmp_path, monkeypatch):
     for number in range(600):
-        (tmp_path / f"{number:03}.wav").write_bytes(b"x")
+        (tmp_path / f"{number:03}.wav").write_bytes(b"x" * (1 + number % 2))
     (tmp_path / "b.tar").write_bytes(make_tar([]))
-    shards = list(source(tmp_path).shards())
-    assert {"archive": "b.tar"} in shards
-    files = [shard["files"] for shard in shards if "files" in shard]
-    assert [len(group) for group in files] == [16] * 37 + [8]
-    assert len({name for name, _ in itertools.chain(*files)}) == 600
+
+    def sizes(**options: Any) -> list[int]:
+        shards = list(source(tmp_path, **options).shards())
+        assert {"archive": "b.tar"} in shards
+        files = [shard["files"] for shard in shards if "files" in shard]
+        assert len({name for name, _ in itertools.chain(*files)}) == 600
+        return [len(group) for group in files]
+
+    assert sizes() == [600]
+    monkeypatch.setattr(Audio, "files_per_shard", 250)
+    assert sizes() == [250, 250, 100]
+    monkeypatch.setattr(media, "BYTES_PER_SHARD", 300)
+    assert sizes() == [200, 200, 200]
+    assert sizes(revision="stat") == [250, 250, 100]  # listing reads no files
 
 
 def test_file_name_that_is_not_a_valid_id(tmp_path):

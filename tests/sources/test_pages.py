@@ -18,6 +18,7 @@ from pipeline.config import SpecError, parse
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits
 from pipeline.schema import Item, Reject
+from pipeline.sources import pages
 from pipeline.sources.pages import Pages
 from tests.conftest import ROOT
 from tests.pdfs import Page, bomb, pdf
@@ -298,9 +299,29 @@ def test_invalid_options(option, value):
         parse(Pages.Spec, {"path": "x", option: value})
 
 
-def test_shard_sizes(tmp_path):
+def test_shard_sizes(tmp_path, monkeypatch):
     for i in range(40):
         (tmp_path / f"{i:02}.pdf").write_bytes(b"%PDF-")
-    files = [shard["files"] for shard in source(tmp_path).shards()]
-    assert [len(group) for group in files] == [8] * 5
-    assert sorted(itertools.chain(*files)) == [f"{i:02}.pdf" for i in range(40)]
+
+    def sizes() -> list[int]:
+        files = [shard["files"] for shard in source(tmp_path).shards()]
+        assert sorted(itertools.chain(*files)) == [f"{i:02}.pdf" for i in range(40)]
+        return [len(group) for group in files]
+
+    assert sizes() == [40]
+    monkeypatch.setattr(pages, "FILES_PER_SHARD", 16)
+    assert sizes() == [16, 16, 8]
+    monkeypatch.setattr(pages, "BYTES_PER_SHARD", 50)
+    assert sizes() == [10] * 4
+
+
+def test_item_size_is_that_of_the_image(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(pdf(Page([(10, 50, "one")])))
+
+    def num_bytes(*wants: str) -> int:
+        documents = source(tmp_path, wants, max_pixels=1_000_000)
+        (shard,) = documents.shards()
+        (item,) = documents.scan(shard)
+        return documents.item_size(shard, item).num_bytes
+
+    assert num_bytes("text") == 0 < num_bytes("text", "image") == 250_000

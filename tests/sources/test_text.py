@@ -432,7 +432,7 @@ def test_rejects_overlap_of_window_size():
 def test_cranfield():
     text = source(CRANFIELD)
     text.check()
-    assert len(list(text.shards())) == 2
+    assert len(list(text.shards())) == 1
     results = listed(text)
     assert Counter(type(r) for r in results) == {Item: 1398, Reject: 2}
     assert [(r.item_id, r.reason) for r in results if isinstance(r, Reject)] == [

@@ -189,11 +189,35 @@ def test_invalid_options(options, sentence):
         parse(Video.Spec, {"path": "x", **options})
 
 
-def test_unit_limit():
-    def unit_limit(*wants: str, **options: Any) -> int:
-        return source("x", wants or ("frames",), **options).max_unit_items
+def test_item_size_is_that_of_frames_and_audio(tmp_path):
+    write_video(tmp_path / "a.mp4", frame_times(4, 10), audio=tones(4))
+    frame, second = 3 * 192 * 108, 4 * 16_000
 
-    assert unit_limit(sampling="uniform") == (128 << 20) // (16 * 3_000_000)
-    assert unit_limit(fps=0.1) > unit_limit()
-    assert unit_limit(num_frames=4096, sampling="uniform") == 1
-    assert unit_limit("audio") == (128 << 20) // (30 * 16_000 * 4)
+    def num_bytes(*wants: str, **options: Any) -> list[int]:
+        media = source(tmp_path, wants, **options)
+        (shard,) = media.shards()
+        return [media.item_size(shard, item).num_bytes for item in media.scan(shard)]
+
+    uniform = {"sampling": "uniform", "num_frames": 3}
+    assert num_bytes("frames", window_seconds=2, **uniform) == [3 * frame, 3 * frame]
+    assert num_bytes("frames", window_seconds=None, **uniform) == [3 * frame]
+    assert num_bytes("frames", window_seconds=None, fps=1) == [6 * frame]
+    assert num_bytes("frames", window_seconds=None, max_pixels=1000, **uniform) == [3 * 3 * 1000]
+    (audio,) = num_bytes("audio", window_seconds=None)
+    assert audio == pytest.approx(4 * second, rel=0.05)
+    (both,) = num_bytes(*BOTH, window_seconds=None, **uniform)
+    assert both == audio + 3 * frame
+    assert num_bytes("item_id", window_seconds=None) == [0]
+    # Without its header, the largest size of a frame is assumed.
+    (stat,) = num_bytes("frames", window_seconds=None, revision="stat", **uniform)
+    assert stat == 3 * 3 * 1_000_000
+
+
+def test_unreadable_header_is_left_to_decoding(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(b"not a video")
+    media = source(tmp_path, window_seconds=None)
+    (shard,) = media.shards()
+    (item,) = media.scan(shard)
+    assert media.item_size(shard, item).num_bytes > 0
+    (reject,) = read(media).values()
+    assert isinstance(reject, Reject) and reject.stage == "decode"

@@ -64,7 +64,7 @@ class Resources(Spec):
     """Run in worker processes that Ray keeps for later jobs, instead of in actors, whose processes
     end with the job. Small jobs on a running cluster start faster, by about four seconds of CPU
     time per stage. A process keeps the models of its last two stages in memory. Stages with a GPU
-    always run in actors. Null stands for the environment variable `MAXRAY_REUSE_PROCESSES`, 0 (the
+    always run in actors. Null means the environment variable `MAXRAY_REUSE_PROCESSES`, 0 (the
     default) or 1, when the job starts."""
 
     @model_validator(mode="after")

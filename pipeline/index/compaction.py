@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import lance
 import ray
 from lance import LanceDataset
-from lance.optimize import Compaction, CompactionPlan, CompactionTask, RewriteResult
+from lance.optimize import (
+    Compaction,
+    CompactionOptions,
+    CompactionPlan,
+    CompactionTask,
+    RewriteResult,
+)
 
 from pipeline.index.writer import IndexWriter
 from pipeline.stage import Resources
@@ -39,14 +45,11 @@ def plan_compaction(
         num_bytes += sum(file.file_size_bytes or 0 for file in fragment.data_files())
         num_rows += fragment.physical_rows
     rows_of_bytes = max_bytes * num_rows // num_bytes if num_bytes else max_items
-    return Compaction.plan(
-        dataset,
-        {
-            "target_rows_per_fragment": max(1, min(max_items, rows_of_bytes)),
-            "batch_size": BATCH_ROWS,
-            **options,
-        },
-    )
+    options |= {
+        "target_rows_per_fragment": max(1, min(max_items, rows_of_bytes)),
+        "batch_size": BATCH_ROWS,
+    }
+    return Compaction.plan(dataset, cast(CompactionOptions, options))
 
 
 @ray.remote

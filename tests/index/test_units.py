@@ -57,14 +57,14 @@ def test_ranges_cover_the_units_to_process(monkeypatch):
     monkeypatch.setattr(units, "TASK_ITEMS", 4)
     numbers = np.repeat(np.arange(10), 2)
     sizes = [ItemSize()] * 20
-    every, none = np.ones(20, bool), np.zeros(20, bool)
-    ranges = unit_ranges(3, numbers, sizes, every, every)
+    all_items, no_items = np.ones(20, bool), np.zeros(20, bool)
+    ranges = unit_ranges(3, numbers, sizes, all_items, all_items)
     assert ranges[0] == UnitRange(3, 0, 2) and ranges[-1] == UnitRange(3, 8)
     assert [r.first for r in ranges[1:]] == [r.end for r in ranges[:-1]]
-    assert unit_ranges(3, numbers, sizes, every, none) == [UnitRange(3)]
-    assert unit_ranges(3, numbers, sizes, none, every) == []
+    assert unit_ranges(3, numbers, sizes, all_items, no_items) == [UnitRange(3)]
+    assert unit_ranges(3, numbers, sizes, no_items, all_items) == []
     second_half = np.arange(20) >= 11  # in the middle of a unit
-    assert unit_ranges(0, numbers, sizes, second_half, every) == [
+    assert unit_ranges(0, numbers, sizes, second_half, all_items) == [
         UnitRange(0, 0, 8),
         UnitRange(0, 8),
     ]

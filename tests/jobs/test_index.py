@@ -56,8 +56,7 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         (
             "sources=x",
             "unknown field 'sources'; did you mean 'source'? valid fields: index, source, encoder,"
-            " representations, sweep, keep_positions, keep_taps, rerank, unit_items,"
-            " fragment_items, commit_items, commit_seconds, fit",
+            " representations, sweep, keep_positions, keep_taps, rerank, unit_items, unit_bytes,",
         ),
         (
             "representations=[{compressor: {name: hpool, num_vectors: 0}}]",

@@ -157,7 +157,9 @@ def test_a_dry_run_on_sentences_of_pages(tmp_path, monkeypatch, capsys):
     assert not any(pair["query"] in text_by_id[pair["document_id"]] for pair in pairs)
     make_page_pairs.main(["--words", "120"])
     assert capsys.readouterr().out.startswith("219 pairs and 109 judgments of 54 queries")
-    lengths = [len(json.loads(line)["text"].split()) for line in (folder / "documents.jsonl").open()]
+    lengths = [
+        len(json.loads(line)["text"].split()) for line in (folder / "documents.jsonl").open()
+    ]
     assert max(lengths) == 120 > min(lengths)
     train.main([str(SPECS / "pages.yaml"), "--dry-run"])
     assert len(capsys.readouterr().out.splitlines()) == 21

@@ -36,11 +36,7 @@ stale_rows = ray.remote(listing.stale_rows)
 PLANNED_SHARDS, WAITING_MESSAGES = 8, 16
 
 
-@ray.remote(
-    num_cpus=0,  # it waits for the listing tasks, so it must not occupy their resources
-    num_returns="streaming",
-    _generator_backpressure_num_objects=WAITING_MESSAGES,
-)
+@ray.remote
 def _plan(job: ListingJob) -> Iterator[list[dict[str, Any]]]:
     """Yields the shards of the source while it is walked through."""
     yield from listing.chunks(listing.plan(job), PLANNED_SHARDS)
@@ -63,7 +59,10 @@ def list_shards(
         check: Called between results. Raises an error to stop the job.
         task: Ray task that is called like `listing.list_shard`.
     """
-    messages = _plan.remote(job)
+    # The task waits for the listing tasks, so it must not occupy their resources.
+    options: dict[str, Any] = {"num_cpus": 0, "num_returns": "streaming"}
+    options["_generator_backpressure_num_objects"] = WAITING_MESSAGES
+    messages: Any = _plan.options(**options).remote(job)
     shards = enumerate(shard for message in messages for shard in ray.get(message))
     if limit is None:
         arguments = ((number, {"shard": shard, "limit": None}) for number, shard in shards)

@@ -27,6 +27,7 @@ from pipeline.index.lease import Lease
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
+from pipeline.stage import REUSE_PROCESSES
 from tests.conftest import CRANFIELD, ROOT
 
 NUM_ITEMS = 120
@@ -93,7 +94,12 @@ jobs.run(main)
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**os.environ, "RAY_ADDRESS": cluster, "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "RAY_ADDRESS": cluster,
+            "PYTHONPATH": str(ROOT),
+            REUSE_PROCESSES: "0",  # the tests kill actors
+        },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

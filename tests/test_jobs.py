@@ -206,9 +206,7 @@ def test_index_deleted_during_the_job(cluster, spec, tmp_path):
 def test_ray_process_dies(spec, name):
     process = start_job("jobs.index", spec)
     wait_for(process, lambda: len(children(process, "raylet")) == 1)
-    for line in process.stdout:  # the first line of progress: Ray has started
-        if line:
-            break
+    assert any(line.split(" ")[1:2] == ["listed"] for line in process.stdout)  # Ray has started
     os.kill(children(process, name)[0], signal.SIGKILL)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1

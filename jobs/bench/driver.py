@@ -11,6 +11,7 @@ unit. All actors have started before the first unit is read.
 
 from __future__ import annotations
 
+import json
 import resource
 import tempfile
 import time
@@ -150,13 +151,15 @@ def _run(setting: Setting, num_units: int, index: str) -> dict[str, float]:
     units = unit_dataset(read, ranges, shared)
     processed = chain(units, [([_Sleep(setting.sleep_s)], pool)], ITEM.names)
     written = write_units(processed, f"{index}/items.lance", shared, FRAGMENT_UNITS, FRAGMENT_BYTES)
-    arrivals: list[tuple[float, float]] = []
+    arrivals: list[tuple[float, float, int]] = []
+    num_done = 0
     for row in iter_rows(written):
         if row is not None:
-            arrivals.append((time.perf_counter(), _cpu_seconds()))
+            num_done += len(json.loads(row["summary"])["units"])
+            arrivals.append((time.perf_counter(), _cpu_seconds(), num_done))
     first, last = (round(share * (len(arrivals) - 1)) for share in MEASURED)
-    (start, cpu_start), (end, cpu_end) = arrivals[first], arrivals[last]
-    num_measured = num_units * (last - first) / len(arrivals)
+    (start, cpu_start, done_start), (end, cpu_end, done_end) = arrivals[first], arrivals[last]
+    num_measured = done_end - done_start
     return {
         "units_per_s": num_measured / (end - start),
         "driver_ms": 1e3 * (cpu_end - cpu_start) / num_measured,

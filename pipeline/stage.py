@@ -90,9 +90,9 @@ class Resources(Spec):
         return self.reuse_processes
 
     @property
-    def task_options(self) -> dict[str, float]:
+    def task_options(self) -> dict[str, Any]:
         """Options of a Ray task that needs the resources of one actor."""
-        options: dict[str, float] = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+        options: dict[str, Any] = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
         if self.memory_bytes is not None:
             options["memory"] = self.memory_bytes
         return options

@@ -28,8 +28,8 @@ from pipeline.schema import ITEM, REJECT, Item, Reject
 
 #: Items per fragment of the first table, and its number of data files.
 FRAGMENT_ITEMS, NUM_FILES = 8, 16
-#: Items per fragment that the index job writes, and that it merges fragments to.
-WRITTEN_ITEMS, MERGED_ITEMS = 512, 65_536
+#: Items per fragment that the index job writes before it merges them.
+WRITTEN_ITEMS = 512
 #: Items per small job.
 JOB_ITEMS = 16
 #: A filter that no item satisfies, so that its time is that of the search.

@@ -150,7 +150,7 @@ def _run(setting: Setting, num_units: int, index: str) -> dict[str, float]:
     ranges = [UnitRange(shard) for shard in range(setting.shards)]
     units = unit_dataset(read, ranges, shared)
     processed = chain(units, [([_Sleep(setting.sleep_s)], pool)], ITEM.names)
-    written = write_units(processed, f"{index}/items.lance", shared, FRAGMENT_UNITS, FRAGMENT_BYTES)
+    written = write_units(processed, index, shared, FRAGMENT_UNITS, FRAGMENT_BYTES)
     arrivals: list[tuple[float, float, int]] = []
     num_done = 0
     for row in iter_rows(written):

@@ -129,10 +129,8 @@ def unit_dataset(
     return ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         read_block,
         batch_size=None,
-        num_cpus=pool.num_cpus,
-        num_gpus=pool.num_gpus,
-        memory=pool.memory_bytes,
         compute=ray.data.TaskPoolStrategy(size=min(pool.max_actors, len(rows))),
+        **pool.task_options,
     )
 
 

@@ -170,12 +170,12 @@ class Library:
                 indexed (field `documents`).
         """
         with logged("media"):
-            call = functools.partial(self._media, index, edition, item_id, range)
-            (part,) = await self._preview_scheduler.run(caller, None, [call])
-            return part
 
-    def _media(self, index: str, edition: Edition, item_id: str, range: ByteRange) -> MediaPart:
-        return self._versions[index].get(edition).media(item_id, range)
+            def read() -> MediaPart:
+                return self._versions[index].get(edition).media(item_id, range)
+
+            (part,) = await self._preview_scheduler.run(caller, None, [read])
+            return part
 
     @returns_errors
     async def facets(self, index: str, edition: Edition, caller: Caller) -> IndexFacets:
@@ -202,22 +202,13 @@ class Library:
             SpecError: See `pipeline.search.stored_items.stored_query`.
         """
         with logged("stored_query"):
-            arguments = index, edition, item_id, representation, box, times
-            call = functools.partial(self._stored_query, *arguments)
-            (query,) = await self._item_scheduler.run(caller, None, [call])
-            return query
 
-    def _stored_query(
-        self,
-        index: str,
-        edition: Edition,
-        item_id: str,
-        representation: str,
-        box: Sequence[float] | None,
-        times: Sequence[float] | None,
-    ) -> Queries:
-        opened = self._versions[index].get(edition).index
-        return stored_query(opened, item_id, representation, box, times)
+            def read() -> Queries:
+                opened = self._versions[index].get(edition).index
+                return stored_query(opened, item_id, representation, box, times)
+
+            (query,) = await self._item_scheduler.run(caller, None, [read])
+            return query
 
 
 def _run_calls(group: None, calls: list[Callable[[], Any]]) -> Generator[None, None, list[Any]]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from pipeline.extras import PACKAGES
@@ -89,6 +90,7 @@ def test_sources_and_recognisers_report_missing_extra(tmp_path):
     assert not list(tmp_path.glob("*/index"))
 
 
+@pytest.mark.heavy
 def test_evaluation_and_training_report_missing_extra(index_uri, tmp_path):
     spec = tmp_path / "evaluate.yaml"
     spec.write_text(

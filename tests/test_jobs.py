@@ -202,7 +202,8 @@ def test_index_deleted_during_the_job(cluster, spec, tmp_path):
     assert error.count("\n") == 1, error
 
 
-@pytest.mark.parametrize("name", ["raylet", pytest.param("gcs_server", marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_ray_process_dies(spec, name):
     process = start_job("jobs.index", spec)
     wait_for(process, lambda: len(children(process, "raylet")) == 1)
@@ -213,7 +214,7 @@ def test_ray_process_dies(spec, name):
     assert error.startswith(f"error: Ray's {name} died") and error.count("\n") == 1, error
 
 
-@pytest.mark.parametrize("scheme", ["", "ray://"])
+@pytest.mark.parametrize("scheme", ["", pytest.param("ray://", marks=pytest.mark.heavy)])
 def test_rejects_unreachable_address(spec, scheme):
     start = time.monotonic()
     address = f"{scheme}127.0.0.1:{free_port()}"

@@ -341,6 +341,7 @@ def test_evaluates_only_filtered_items(spec_file, tmp_path, texts):
     assert float(row["vectors_per_item"]) != everyone.vectors_per_item  # bread's are longer
 
 
+@pytest.mark.heavy
 def test_weights_of_the_hybrid_score(spec_file, index_uri, tmp_path, capsys):
     """They are named by the rows that they are of, decide what is kept, and rank."""
     asked = ["representations=[full]", "scores=[maxsim, hybrid]"]

@@ -88,6 +88,7 @@ def test_live_display_and_watch(cluster, spec, tmp_path):
     assert len(Index(uri)) == ITEMS
 
 
+@pytest.mark.heavy
 def test_json_lines_and_sigterm(cluster, spec, tmp_path):
     process = start_job("jobs.index", spec, "--progress", "json", address=cluster)
     lines = []

@@ -225,6 +225,7 @@ def test_removed_rows_disappear(uri):
     assert second.item_ids[:4] == first.item_ids[1:]
 
 
+@pytest.mark.heavy
 def test_interrupted_build_resumes_with_the_same_bits(uri, original, tmp_path, monkeypatch):
     shutil.copytree(original, tmp_path / "whole")
     build(tmp_path / "whole", LEMUR)
@@ -472,7 +473,11 @@ def test_filtered_search_returns_k_items(built, generator, group_by, is_small, m
                 assert ranking.item_ids == reference.item_ids
 
 
-@GENERATORS
+@pytest.mark.parametrize(
+    "generator",
+    [LEMUR, *(pytest.param(g, marks=pytest.mark.heavy) for g in (CENTROIDS, PQ))],
+    ids=lambda g: g["name"],
+)
 def test_sharded_search_equals_the_merged_search_of_its_shards(built, generator):
     """Each shard has as many candidates as the whole index, so that no better item is missed."""
     uri = str(built)

@@ -250,8 +250,17 @@ def test_fused_scores_equal_their_definition(built, fusion):
         assert ranking.maxsim == pytest.approx(exact[rows], rel=1e-5)
 
 
-@pytest.mark.parametrize("group_by", [None, "parent"])
-@pytest.mark.parametrize("filter", [None, "item_id < 'i060'", "item_id = 'i003'"])
+@pytest.mark.parametrize(
+    ("filter", "group_by"),
+    [
+        (None, "parent"),
+        ("item_id < 'i060'", None),
+        pytest.param(None, None, marks=pytest.mark.heavy),
+        pytest.param("item_id < 'i060'", "parent", marks=pytest.mark.heavy),
+        pytest.param("item_id = 'i003'", None, marks=pytest.mark.heavy),
+        pytest.param("item_id = 'i003'", "parent", marks=pytest.mark.heavy),
+    ],
+)
 def test_shards_fuse_like_the_whole(built, group_by, filter):
     options = {"k": 7, "group_by": group_by, "filter": filter, "score": "fused"}
     options["fusion"] = Fusion(depth=10)

@@ -311,7 +311,7 @@ def test_distillation_requires_a_teacher(model, tmp_path):
     ("family", "layer", "score"),
     [
         ("minilm", [-1, 1], "hybrid"),
-        ("qwen3_vl", -1, "maxsim"),
+        pytest.param("qwen3_vl", -1, "maxsim", marks=pytest.mark.heavy),
         pytest.param("minilm", -1, "maxsim", marks=pytest.mark.heavy),
         pytest.param("qwen3_vl", [-1, 1], "hybrid", marks=pytest.mark.heavy),
     ],

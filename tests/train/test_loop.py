@@ -52,7 +52,7 @@ def weights_of_model(model):
     return weights_of(Path(model))
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("symmetric", [False, pytest.param(True, marks=pytest.mark.heavy)])
 def test_mini_batches_give_the_gradients_of_the_whole_batch(model, tmp_path, symmetric):
     learner = {"symmetric": symmetric, "learn_temperature": True}
     whole = trained(spec_of(tmp_path / "whole", model, learner))
@@ -81,7 +81,7 @@ def test_accumulated_gradients_are_the_mean_over_batches(model, tmp_path):
     assert figures["gradient_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 5])
+@pytest.mark.parametrize("stop", [1, 2, 3, pytest.param(5, marks=pytest.mark.heavy)])
 def test_resumed_run_equals_uninterrupted_run(model, tmp_path, stop, monkeypatch):
     whole = trained(spec_of(tmp_path / "whole", model))
     spec = spec_of(tmp_path / "broken", model)

@@ -111,7 +111,7 @@ def text_run(folder, encoder=None, **learner):
     ("trainable", "score"),
     [
         ("lora", "maxsim"),
-        ("all", "single_vector"),
+        pytest.param("all", "single_vector", marks=pytest.mark.heavy),
         pytest.param("lora", "single_vector", marks=pytest.mark.heavy),
         pytest.param("lora", "hybrid", marks=pytest.mark.heavy),
         pytest.param("all", "maxsim", marks=pytest.mark.heavy),
@@ -142,13 +142,14 @@ def test_minilm_is_trained_and_loaded(trainable, score, tmp_path):
     assert before.fingerprint != after.fingerprint
 
 
+@pytest.mark.heavy
 def test_compressor_receives_attention_of_a_lora_model(tmp_path):
     learner = {"trainable": "lora", "compressor": {"name": "sap", "num_vectors": 8}}
     trained(text_run(tmp_path, **learner))
     assert len(logged(tmp_path, "loss")) == 2
 
 
-@pytest.mark.parametrize("family", ["minilm", "qwen3_vl"])
+@pytest.mark.parametrize("family", [pytest.param("minilm", marks=pytest.mark.heavy), "qwen3_vl"])
 def test_training_continues_from_an_adapter(family, checkpoint, tmp_path):
     """The result is one adapter of the original model, without merging the first adapter."""
     learner = {"encoder": MINILM, "trainable": "lora", "lora": {"rank": 2, "alpha": 4}}

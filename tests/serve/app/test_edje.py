@@ -29,6 +29,8 @@ from pipeline.serve.settings import Scale, ServedIndex, ServeSpec
 from tests.images import index_captioned, noise, png
 from tests.rerank.models import edje_of
 
+pytestmark = pytest.mark.heavy  # its servers take a minute to start
+
 TEXT = "heat at the wing"
 OPTIONS = {"representation": "hpool_4", "score": "single_vector"}
 NUM_PHOTOS = 8

@@ -208,8 +208,9 @@ def test_memory_options_do_not_change_the_result(model, tmp_path, method, more):
     ("learner", "more"),
     [
         ({**AGC, "positives": "all", "reduction": "sum", "temperature": 1.0}, {}),
-        ({**MEMTOK, **TOKEN_RUN}, {}),  # of the model, the projection is trained
-        ({**SEQRESIZE, **TOKEN_RUN}, {"fsdp": True}),
+        # Of the model, the projection is trained.
+        pytest.param({**MEMTOK, **TOKEN_RUN}, {}, marks=pytest.mark.heavy),
+        pytest.param({**SEQRESIZE, **TOKEN_RUN}, {"fsdp": True}, marks=pytest.mark.heavy),
         pytest.param({**AGC, **LORA}, {"fsdp": True}, marks=pytest.mark.heavy),
     ],
     ids=["agc", "memtok", "seqresize, sharded", "agc with lora, sharded"],
@@ -347,6 +348,7 @@ def test_projection_of_colbert_is_trained_with_the_model(checkpoint, tmp_path, t
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.heavy
 def test_distillation_is_independent_of_the_number_of_workers(checkpoint, tmp_path):
     """Documents of a list may belong to another worker."""
     spec = distillation_spec(tmp_path, checkpoint, **AGC)
@@ -359,6 +361,7 @@ def test_distillation_is_independent_of_the_number_of_workers(checkpoint, tmp_pa
     assert_same(weights, all_weights(tmp_path / "run" / "model"), atol=2e-4)
 
 
+@pytest.mark.heavy
 def test_tokens_train_without_a_trainable_model(tmp_path):
     """MiniLM has no projection, so that nothing is left for DDP."""
     data = {"name": "pairs", "path": str(text_lists(tmp_path)), "negatives_are": "texts"}

@@ -1,7 +1,7 @@
 """Benchmark of candidate generators against the exact search of the same index.
 
     python -m jobs.bench candidates
-    python -m jobs.bench candidates --items 1000000 --generators lemur centroids --out figures.json
+    python -m jobs.bench candidates --items 1000000 --generators lemur centroids --figure plot.png
     python -m jobs.bench candidates --vectors FOLDER --query-tokens 32
     python -m jobs.bench candidates --vectors FOLDER --unmodified --items 117659
 
@@ -103,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--folder", type=Path, help="folder to keep the index in for later runs (default: none)"
     )
     parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--figure", type=Path, help="PNG file for a plot of recall against latency")
     arguments = list(arguments or [])
     args = parser.parse_args(arguments)
     bench = Bench("candidates", arguments, args.out)
@@ -181,6 +182,8 @@ def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> N
     header += [*(f"recall@{depth}" for depth in DEPTHS), "p50 ms", "p99 ms", "queries/s"]
     cells = [[f"{c:.3f}" if i in (4, 5) else c for i, c in enumerate(row)] for row in rows]
     bench.add("candidates", title, figures, table(header, cells))
+    if args.figure:
+        _write_figure(args.figure, rows)
 
 
 class Optional:
@@ -215,6 +218,27 @@ class Optional:
             figures = {" ".join(map(str, cells[:2])): numbers for cells, numbers in rows}
             text = table(header[title], [cells for cells, _ in rows])
             self._bench.add(title, f"{title}, {self._args.items:,} items", figures, text)
+
+
+def _write_figure(path: Path, rows: Sequence[Sequence[Any]]) -> None:
+    """Plots the recall of each generator against the median latency, as PNG."""
+    from matplotlib.figure import Figure
+
+    from pipeline.report.plot import REFERENCE, STYLES, apply_style, to_png
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(DEPTHS), sharey=True)
+    (_, *_, exact_ms, _, _), *measured = rows
+    for i, (panel, depth) in enumerate(zip(panels, DEPTHS, strict=True)):
+        apply_style(panel)
+        for style, name in zip(STYLES, dict.fromkeys(row[0] for row in measured), strict=False):
+            points = [(row[6], row[4 + i]) for row in measured if row[0] == name]
+            panel.plot(*zip(*points, strict=True), label=name, **style)
+        panel.axvline(exact_ms, color=REFERENCE, linestyle="dotted", label="exact")
+        panel.set(xscale="log", xlabel="p50 latency, ms", ylabel=f"recall@{depth}")
+        panel.xaxis.set_major_formatter("{x:g}")
+    panels[0].legend()
+    path.write_bytes(to_png(figure))
 
 
 def build(uri: str, generator: dict[str, Any], log: list[np.ndarray]) -> tuple[float, float]:

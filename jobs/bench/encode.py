@@ -420,42 +420,63 @@ def text(bench: Bench, args: Any) -> None:
     extras.require("sentence_transformers")
     from sentence_transformers import SentenceTransformer
 
-    encoder = MiniLM(MiniLM.Spec())
+    dtypes = dict.fromkeys(["float32", MiniLM.Spec(dtype="auto").dtype])
+    encoders = {dtype: MiniLM(MiniLM.Spec(dtype=dtype)) for dtype in dtypes}
+    encoder = encoders["float32"]
     with ABSTRACTS.open(encoding="utf-8") as file:
         lines = itertools.islice(file, args.abstracts)
         texts = [json.loads(line)["text"] for line in lines]
     units = [texts[i : i + UNIT_ITEMS] for i in range(0, len(texts), UNIT_ITEMS)]
     tables = [pa.table({"text": pa.array(unit, pa.string())}) for unit in units]
     windows = [w for text in texts for w in _windows(encoder, text)]
-    other = SentenceTransformer(str(encoder.model.name_or_path), device=args.device)
-    tokens = encoder.tokenizer(windows, truncation=True, max_length=other.max_seq_length)
-    num_tokens = sum(map(len, tokens["input_ids"]))
-    sides: dict[str, Callable[[], object]] = {
-        "maxray": lambda: [list(encoder.encode(table)) for table in tables],
-        "sentence-transformers": lambda: other.encode(
-            windows, output_value="token_embeddings", show_progress_bar=False
-        ),
+    others = {
+        dtype: SentenceTransformer(
+            str(encoder.model.name_or_path),
+            device=args.device,
+            model_kwargs={"dtype": getattr(torch, dtype)},
+        )
+        for dtype in dtypes
     }
-    wall: dict[str, list[float]] = {name: [] for name in sides}
-    cpu: dict[str, list[float]] = {name: [] for name in sides}
-    for side in sides.values():
-        side()
+    limit = others["float32"].max_seq_length
+    tokens = encoder.tokenizer(windows, truncation=True, max_length=limit)
+    num_tokens = sum(map(len, tokens["input_ids"]))
+
+    def maxray(dtype: str) -> object:
+        return [list(encoders[dtype].encode(table)) for table in tables]
+
+    def sentence_transformers(dtype: str) -> object:
+        return others[dtype].encode(
+            windows, output_value="token_embeddings", show_progress_bar=False
+        )
+
+    systems = {"maxray": maxray, "sentence-transformers": sentence_transformers}
+    sides = [(system, dtype) for dtype in dtypes for system in systems]
+    wall: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
+    cpu: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
+    for system, dtype in sides:
+        systems[system](dtype)
     for repeat in range(args.repeats):
-        # The sides alternate in going first, so that both see the same load of the machine.
-        for name in sorted(sides, reverse=bool(repeat % 2)):
+        # The sides alternate in going first, so that all see the same load of the machine.
+        for system, dtype in reversed(sides) if repeat % 2 else sides:
             start = time.process_time()
-            with _timed(wall[name]):
-                sides[name]()
-            cpu[name].append(time.process_time() - start)
-    rates = {n: Repeats(tuple(len(texts) / s for s in each)) for n, each in wall.items()}
-    cpu_rates = {n: Repeats(tuple(len(texts) / s for s in each)) for n, each in cpu.items()}
-    rows = [[name, rates[name], cpu_rates[name]] for name in sides]
-    ratios = [each["maxray"].over(each["sentence-transformers"]) for each in (rates, cpu_rates)]
-    rows.append(["**ratio**", *(f"**{ratio}**" for ratio in ratios)])
-    head = ["encoder", "abstracts/s", "abstracts per CPU second"]
+            with _timed(wall[system, dtype]):
+                systems[system](dtype)
+            cpu[system, dtype].append(time.process_time() - start)
+    rates = {side: Repeats(tuple(len(texts) / s for s in each)) for side, each in wall.items()}
+    cpu_rates = {side: Repeats(tuple(len(texts) / s for s in each)) for side, each in cpu.items()}
+    rows = [[*side, rates[side], cpu_rates[side]] for side in sides]
+    pairs = [(("maxray", d), ("sentence-transformers", d)) for d in dtypes]
+    pairs += [(("maxray", d), ("maxray", "float32")) for d in dtypes if d != "float32"]
+    for one, other in pairs:
+        ratios = [f"**{each[one].over(each[other])}**" for each in (rates, cpu_rates)]
+        rows.append([f"**{one[0]} / {' '.join(other)}**", one[1], *ratios])
+    head = ["encoder", "dtype", "abstracts/s", "abstracts per CPU second"]
     what = f"{len(texts)} abstracts, {len(windows)} windows, {num_tokens:,} tokens"
-    what += f", {encoder.spec.dtype}, {torch.get_num_threads()} threads"
-    bench.add("text", what, {"rates": rates, "cpu_rates": cpu_rates}, table(head, rows))
+    what += f", {torch.get_num_threads()} threads"
+    figures = {
+        " ".join(side): {"rates": rates[side], "cpu_rates": cpu_rates[side]} for side in sides
+    }
+    bench.add("text", what, figures, table(head, rows))
 
 
 def _windows(encoder: MiniLM, text: str) -> list[str]:

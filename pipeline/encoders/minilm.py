@@ -133,8 +133,11 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         """Number of tokens shared by consecutive windows."""
         max_batch_tokens: int = Field(16384, ge=1)
         """Maximum number of padded tokens per forward pass."""
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-        """Dtype of the weights and activations."""
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+        """Dtype of the weights and activations. `auto` is replaced by `bfloat16` if the CPU has
+        instructions for it (AVX-512 BF16), else by `float32`. On other machines, name the dtype of
+        the index in order to extend it.
+        """
         attention: Literal["sdpa", "eager"] = "sdpa"
         """Attention implementation."""
         query_prefix: str = ""
@@ -144,6 +147,14 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         """
         document_prefix: str = ""
         """Prefix of each item. Its tokens are kept, with kind `PROMPT`."""
+
+        @field_validator("dtype")
+        @classmethod
+        def _choose_dtype(cls, dtype: str) -> str:
+            # The spec of a job is parsed once, so that all machines of a cluster use one dtype.
+            if dtype != "auto":
+                return dtype
+            return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
 
         @field_validator("model", "adapter")
         @classmethod

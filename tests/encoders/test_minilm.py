@@ -330,6 +330,15 @@ def test_attention_and_dtype_agree_with_the_default(encoder, abstracts):
         assert ((a["vectors"] * c["vectors"]).sum(dim=-1) > 0.99).all()
 
 
+def test_automatic_dtype_is_resolved_by_the_cpu(tiny_folder):
+    flags = Path("/proc/cpuinfo").read_text().split()
+    expected = "bfloat16" if "avx512_bf16" in flags else "float32"
+    automatic = build(model=str(tiny_folder), window=128, dtype="auto")
+    named = build(model=str(tiny_folder), window=128, dtype=expected)
+    assert automatic.spec == named.spec  # `auto` is not stored
+    assert automatic.fingerprint == named.fingerprint
+
+
 def test_local_checkpoint_of_another_width(tiny_folder, abstracts, monkeypatch):
     monkeypatch.chdir(tiny_folder.parent)
     tiny = build(model=tiny_folder.name, window=128, overlap_tokens=16, layer=1)

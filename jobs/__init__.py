@@ -254,7 +254,12 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         # While Ray starts, its own SIGTERM handler would drain the node for 30 s.
         os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
-        local = {"include_dashboard": False, "object_store_memory": object_store_bytes}
+        # Without the address, Ray would join a cluster of `ray start`, or fail if it has died.
+        local = {
+            "address": "local",
+            "include_dashboard": False,
+            "object_store_memory": object_store_bytes,
+        }
     import ray
     import ray.data
 

@@ -225,6 +225,20 @@ def test_rejects_unreachable_address(spec, scheme):
     assert error.count("\n") == 1 and time.monotonic() - start < 40
 
 
+@pytest.mark.heavy
+def test_starts_its_own_cluster_after_another_has_died():
+    folder = Path(tempfile.mkdtemp(prefix="ray"))  # short, because socket paths are limited
+    (folder / "ray").mkdir()
+    (folder / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{free_port()}")
+    environment = {**os.environ, "RAY_TMPDIR": str(folder)}
+    environment.pop("RAY_ADDRESS", None)
+    script = "import jobs, ray\nwith jobs.cluster(): print(len(ray.nodes()))"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    shutil.rmtree(folder, ignore_errors=True)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
 RAY = Path(sys.executable).with_name("ray")
 
 

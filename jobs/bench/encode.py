@@ -420,7 +420,7 @@ def text(bench: Bench, args: Any) -> None:
     extras.require("sentence_transformers")
     from sentence_transformers import SentenceTransformer
 
-    dtypes = dict.fromkeys(["float32", MiniLM.Spec(dtype="auto").dtype])
+    dtypes = dict.fromkeys([MiniLM.Spec().dtype, MiniLM.Spec(dtype="auto").dtype])
     encoders = {dtype: MiniLM(MiniLM.Spec(dtype=dtype)) for dtype in dtypes}
     encoder = encoders["float32"]
     with ABSTRACTS.open(encoding="utf-8") as file:
@@ -441,10 +441,10 @@ def text(bench: Bench, args: Any) -> None:
     tokens = encoder.tokenizer(windows, truncation=True, max_length=limit)
     num_tokens = sum(map(len, tokens["input_ids"]))
 
-    def maxray(dtype: str) -> object:
+    def maxray(dtype: Any) -> object:
         return [list(encoders[dtype].encode(table)) for table in tables]
 
-    def sentence_transformers(dtype: str) -> object:
+    def sentence_transformers(dtype: Any) -> object:
         return others[dtype].encode(
             windows, output_value="token_embeddings", show_progress_bar=False
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -139,6 +140,16 @@ class EvaluateSpec(Spec):
     candidates adds a row."""
     rerank: list[RerankSpec] = Field(default_factory=list)
     """Rerankers. Each adds a row."""
+    search_page: str | None = None
+    """URL of a search page that serves the index, such as http://localhost:8000/?index=cranfield.
+    The report links its example queries to the side-by-side view."""
+
+    @field_validator("search_page")
+    @classmethod
+    def _check_search_page(cls, url: str | None) -> str | None:
+        if url and urlsplit(url).scheme not in ("http", "https", ""):
+            raise SpecError("", url, "a URL that begins with http:// or https://")
+        return url
 
     @field_validator("rerank")
     @classmethod

@@ -15,6 +15,7 @@ from pipeline.eval.examples import HIGHLIGHT_DELIMITERS
 from pipeline.eval.results import ALPHA, OSR, Evaluation
 from pipeline.eval.views import correlations, scanned_rows
 from pipeline.report import figures, quality_bytes
+from pipeline.report.links import side_by_side
 from pipeline.report.summary import against_bm25, fitting_samples, measure_description, summary
 from pipeline.report.tables import (
     budget,
@@ -72,6 +73,7 @@ def _render(template: str, **values: Any) -> str:
         "fitting_samples": fitting_samples,
         "category_quality": category_quality,
         "size_parts": size_parts,
+        "side_by_side": side_by_side,
         "diagnostic_columns": diagnostic_columns,
         "diagnostic_cells": diagnostic_cells,
         "percentage": percentage,

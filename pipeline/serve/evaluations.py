@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import yaml
 
@@ -182,6 +183,8 @@ class EvaluationStore:
             "judged": request.judged,
             "diagnostics": request.diagnostics,
             "bm25": request.bm25,
+            # The report is a file of /v1/evaluations/NAME/files/.
+            "search_page": f"../../../../?{urlencode({'index': index})}",
         }
         if FUSED in request.scores:
             spec["fusion"] = dump(request.fusion or self._settings.indexes[index].fusion)

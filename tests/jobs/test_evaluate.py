@@ -262,6 +262,7 @@ def test_images_of_examples(spec_file, tmp_path):
         ("benchmark.split=dev", "benchmark.split"),
         ("benchmark.name=bier", "benchmark.name"),
         ("index=nowhere", "index"),
+        ("search_page=ftp://host/", "search_page"),
         ("weights=[0, 0]", "weights"),
         ("weights=[1]", "weights"),
         ("weights=[1, -1]", "weights"),

@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import replace
+from html import unescape
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -55,6 +57,23 @@ def test_page_is_escaped(with_examples):
     assert "<mark>&lt;i&gt;wing&lt;/i&gt;</mark> lift" in page
     unescaped = evaluation_of(with_examples.results, notes=[UNESCAPED], versions={"os": UNESCAPED})
     assert "<b>bold" not in html.report([unescaped])
+
+
+def test_examples_link_to_the_search_page(with_examples):
+    assert "search page</a>" not in html.report([with_examples])
+    spec = {**with_examples.spec, "search_page": "http://localhost:8000/?index=abstracts"}
+    page = html.report([replace(with_examples, spec=spec)])
+    links = [unescape(link) for link in re.findall('<a href="(http[^"]*)"', page)]
+    assert [parse_qs(urlsplit(link).query) for link in links] == [
+        {
+            "index": ["abstracts"],
+            "view": ["compare"],
+            "q": [query],
+            "rep": ["full"],
+            "rep2": ["hpool_32"],
+        }
+        for query in (UNESCAPED, "plain")
+    ]
 
 
 def test_page_names_the_templates(evaluation):

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import yaml
 
 from pipeline.config import parse
 from pipeline.eval.evaluation import run as evaluate
@@ -187,6 +188,7 @@ def test_failed_evaluation_has_error_message(settings, index_uri):
     store = EvaluationStore(settings)
     name = store.create(REQUEST, "i", "ann", None)
     spec = store._folder / name / "spec.yaml"
+    assert yaml.safe_load(spec.read_text())["search_page"] == "../../../../?index=i"
     spec.write_text(
         spec.read_text().replace("representations:\n- full", "representations:\n- nope")
     )

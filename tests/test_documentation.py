@@ -40,6 +40,7 @@ PROGRAMS = {
     "cat",
     "cd",
     "cp",
+    "docker",
     "echo",
     "export",
     "git",
@@ -47,6 +48,7 @@ PROGRAMS = {
     "mkdir",
     "pip",
     "pre-commit",
+    "sbatch",
     ".",
 }
 #: Languages of blocks that are not executed.

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ def write_image_folder(folder: Path) -> None:
 def head(tmp_path_factory) -> Iterator[Head]:
     """Head node with the token authentication of `authOptions`, started in the image's folder."""
     folder = tmp_path_factory.mktemp("image")
+    sessions = tempfile.mkdtemp(prefix="ray")  # short, because socket paths are limited
     write_image_folder(folder)
     (folder / "token").write_text("0" * 64)
     unset = {"RAY_ADDRESS", "MAXRAY_REUSE_PROCESSES"}
@@ -80,7 +82,7 @@ def head(tmp_path_factory) -> Iterator[Head]:
     command = [RAY, "start", "--head", "--block", "--num-cpus=8"]
     command += [f"--{name}={port}" for name, port in ports.items()]
     command += ["--min-worker-port=20000", "--max-worker-port=20999"]
-    command += [f"--object-store-memory={1 << 30}"]
+    command += [f"--object-store-memory={1 << 30}", f"--temp-dir={sessions}"]
     with (folder / "log").open("w") as log:
         node = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
         try:
@@ -89,6 +91,7 @@ def head(tmp_path_factory) -> Iterator[Head]:
         finally:
             node.send_signal(signal.SIGTERM)
             node.wait(timeout=60)
+            shutil.rmtree(sessions, ignore_errors=True)
 
 
 def wait_for(port: int, process: subprocess.Popen, seconds: float = 120) -> None:

@@ -1,9 +1,11 @@
-"""What a node of a cluster listens on is what the documentation says."""
+"""Ports and authentication of the nodes of a cluster, compared with the documentation."""
 
 from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 
 import httpx2
 import psutil
@@ -59,9 +61,6 @@ def test_authentication_is_as_documented(head, option, path, status):
 
 
 def test_ray_client_needs_the_token(head):
-    import subprocess
-    import sys
-
     code = f"import ray; ray.init('ray://127.0.0.1:{head.ports['ray-client-server-port']}')"
     environment = {**head.environment, "RAY_AUTH_TOKEN": "1" * 64}
     done = subprocess.run(

@@ -40,8 +40,7 @@ def test_jobs_run_in_order(head, tmp_path):
         assert "succeeded" in output, output
     index = Index(str(tmp_path / "cranfield/index"))
     assert index.dataset.count_rows() == NUM_ITEMS
-    representations = {info.name for info in index.representations}
-    assert {"hpool_32", "hpool_64", "samer_8"} <= representations
+    assert {"hpool_32", "hpool_64", "samer_8"} <= index.representations().keys()
     evaluation = tmp_path / "cranfield/evaluation"
     assert (evaluation / "report.html").exists() and (evaluation / "results.json").exists()
 

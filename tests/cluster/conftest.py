@@ -72,6 +72,7 @@ def head(tmp_path_factory) -> Iterator[Head]:
     environment = {name: value for name, value in os.environ.items() if name not in unset} | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
     }

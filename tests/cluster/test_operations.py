@@ -20,7 +20,7 @@ def test_a_restored_version_is_complete_and_can_be_written(index_uri, tmp_path):
     assert Index(uri).dataset.count_rows() == len(TEXTS) - 1
 
     (code,) = re.findall(r"```python\n(import lance.*?)```", PAGE, re.DOTALL)
-    code = code.replace("out/cranfield/index", uri).replace("1400", str(len(TEXTS)))
+    code = code.replace("out/cranfield/index", uri).replace("1398", str(len(TEXTS)))
     exec(code, {"__name__": "page"})
     restored = Index(uri)
     assert restored.dataset.count_rows() == len(TEXTS)

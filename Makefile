@@ -5,6 +5,7 @@
 # make lint        run ruff, mypy and the check of docs/style.md
 # make docs        build the documentation as build/docs/index.html
 # make models      retrain the shipped small models, in two to three hours
+# make audit       look up known vulnerabilities of the locked dependencies (needs PyPI)
 # make clean       remove outputs and the environment
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ TEST_PROCESSES ?= 2
 PYTEST  = $(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadfile
 RUN     = RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
 
-.PHONY: demo test test-fast test-all models lint docs install clean
+.PHONY: demo test test-fast test-all models lint docs audit install clean
 
 demo: install
 	$(RUN) -m jobs.demo
@@ -42,6 +43,12 @@ lint: install
 
 docs: install
 	$(RUN) -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
+
+audit: install
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "uv==0.13.*" "pip-audit==2.*"
+	mkdir -p build
+	$(VENV)/bin/uv export --frozen --all-extras --no-emit-project --quiet --output-file build/locked.txt
+	$(VENV)/bin/pip-audit --strict --disable-pip --require-hashes --requirement build/locked.txt
 
 install: $(VENV)/installed
 

@@ -62,9 +62,11 @@ def test_diagram_is_current():
     assert documented()[1] == diagram(), "run: python -m tests.architecture"
 
 
-#: Test files without a module: this one, and contracts of all components of a package.
+#: Test files without a module: this one, contracts of all components of a package, and tests of
+#: files of `cluster` and of running clusters.
 UNMIRRORED = {
-    "tests": "architecture documentation style",
+    "tests": "architecture documentation security style",
+    "cluster": "image operations ports submission",
     "codecs": "contract cuda",
     "compression": "contract cuda",
     "encoders": "contract cuda",

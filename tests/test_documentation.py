@@ -40,6 +40,7 @@ PROGRAMS = {
     "cat",
     "cd",
     "cp",
+    "docker",
     "echo",
     "export",
     "git",
@@ -47,6 +48,7 @@ PROGRAMS = {
     "mkdir",
     "pip",
     "pre-commit",
+    "sbatch",
     ".",
 }
 #: Languages of blocks that are not executed.
@@ -124,7 +126,9 @@ def check_command(words: list[str], files: Mapping[str, str]) -> None:
         check_request(words)
     elif program == "serve":
         assert (ROOT / arguments[1]).exists(), words
-    elif program not in ("pytest", "ray"):
+    elif program == "uv" and "python" in arguments:
+        check_command(arguments[arguments.index("python") :], files)
+    elif program not in ("pytest", "ray", "uv"):
         assert {program, Path(program).name} & PROGRAMS, f"add a check of {program!r}"
 
 

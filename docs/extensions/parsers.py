@@ -13,6 +13,7 @@ from pipeline.config import Spec
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index.recompress import RecompressResources, RecompressSpec
 from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.search.candidates_job import CandidatesResources
 from pipeline.serve.settings import ServeSpec
 from pipeline.synthetic.binding_table import TableSpec
 from pipeline.train.ray import Workers
@@ -35,6 +36,7 @@ PROFILES: dict[str, type[Spec]] = {
     "backfill": IndexResources,
     "plan": IndexResources,
     "recompress": RecompressResources,
+    "candidates": CandidatesResources,
     "train": Workers,
 }
 

@@ -7,12 +7,18 @@ import pytest
 from pipeline import config
 from pipeline.index.recompress import RecompressResources
 from pipeline.index.spec import IndexResources
+from pipeline.search.candidates_job import CandidatesResources
 from pipeline.train.ray import Workers
 from tests.conftest import ROOT
 
 PROFILES = ROOT / "cluster/profiles"
 #: Profiles of other jobs than `jobs.index`.
-SPECS = {"train_gpus": Workers, "recompress": RecompressResources}
+SPECS = {
+    "autoscaling_candidates": CandidatesResources,
+    "autoscaling_recompress": RecompressResources,
+    "recompress": RecompressResources,
+    "train_gpus": Workers,
+}
 
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.yaml")), ids=lambda path: path.stem)

@@ -13,12 +13,12 @@ from pipeline.serve import app
 from pipeline.serve.settings import ServeSpec
 from tests.conftest import ROOT
 
-FILES = sorted((ROOT / "cluster/serve").glob("*.yaml"))
+FILES = [*sorted((ROOT / "cluster/serve").glob("*.yaml")), ROOT / "cluster/kuberay/rayservice.yaml"]
 
 
 def serve_config(path: Path) -> dict:
     """Returns the configuration for `serve deploy`, which KubeRay's file contains as a string."""
-    data = yaml.safe_load(path.read_text())
+    data = next(yaml.safe_load_all(path.read_text()))
     return yaml.safe_load(data["spec"]["serveConfigV2"]) if "spec" in data else data
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
 
-from pipeline.config import SpecError
+from pipeline.config import JobError, SpecError
 from pipeline.synthetic import tiny
 from pipeline.train.checkpoints import replace, undo_half
 from tests.train.runs import spec_of, trained
@@ -33,6 +35,27 @@ def test_rejects_checkpoint_of_another_backbone(checkpoint, tmp_path):
         r" .* instead of",
     ):
         trained(spec)
+
+
+class Code:
+    """Object that creates a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __reduce__(self):
+        return Path.touch, (self._path,)
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "optimiser.pt"])
+def test_pickled_code_is_not_executed(model, tmp_path, name):
+    spec = spec_of(tmp_path / "run", model, checkpoint_every=5, keep_last=1)
+    trained(spec)
+    (file,) = (tmp_path / "run/checkpoints").glob(f"*/{name}")
+    torch.save({"0": Code(tmp_path / "executed")}, file)
+    with pytest.raises(JobError, match="is corrupted"):
+        trained(spec)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_keeps_the_newest_checkpoints(model, tmp_path):

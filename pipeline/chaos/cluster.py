@@ -137,16 +137,18 @@ class ChaosCluster:
 
     def restart_gcs(self) -> None:
         """Starts the GCS again at the same address, with the tables that it has stored."""
-        information = self._cluster.head_node.all_processes["gcs_server"][0]
+        running = self._cluster.head_node.all_processes["gcs_server"]
+        information = running[0]
         port = self.address.rpartition(":")[2]
         arguments = [a for a in information.process.args if not a.startswith("--gcs_server_port")]
         information.process.wait(timeout=10)
-        information.process = subprocess.Popen(
+        started = subprocess.Popen(
             [*arguments, f"--gcs_server_port={port}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        running[0] = information._replace(process=started)
 
     def repair(self) -> bool:
         """Restarts what has died: the GCS, worker nodes or the whole cluster.

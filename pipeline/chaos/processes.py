@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+#: Positions of fields in `/proc/PID/stat`, counted behind the name of the process.
+STATE, PARENT, START = 0, 1, 19
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Process:
 
     Attributes:
         pid: Process id.
-        start: Start time in clock ticks, which distinguishes it from later processes with its id.
+        start: Start time in clock ticks, which distinguishes it from later processes with its id;
+            empty for a process that has ended.
     """
 
     pid: int
@@ -38,7 +41,7 @@ class Process:
     def is_alive(self) -> bool:
         """True unless the process has ended. Zombies have ended."""
         state, start = _state(self.pid)
-        return start == self.start and state not in ("Z", "X")
+        return start == self.start != "" and state not in ("Z", "X")
 
     def send(self, number: signal.Signals) -> bool:
         """Sends a signal. Returns False if the process has ended."""
@@ -52,12 +55,16 @@ class Process:
 
 def _state(pid: int) -> tuple[str, str]:
     """Returns the state of a process and its start time, or empty strings if it has ended."""
+    fields = _fields(pid)
+    return (fields[STATE], fields[START]) if fields else ("", "")
+
+
+def _fields(pid: int) -> list[str]:
+    """Returns the fields of a process behind its name, or none if it has ended."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return "", ""
-    fields = text.rpartition(")")[2].split()
-    return fields[0], fields[19]
+        return []
 
 
 def process(pid: int) -> Process:
@@ -66,7 +73,10 @@ def process(pid: int) -> Process:
 
 
 def children(pid: int) -> list[Process]:
-    """Returns the child processes of a process, in the order of their ids."""
+    """Returns the child processes of a process, in the order of their ids.
+
+    Fast enough to be polled, but the kernel may omit some while others start and end.
+    """
     pids: set[int] = set()
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -75,9 +85,17 @@ def children(pid: int) -> list[Process]:
 
 
 def descendants(pid: int) -> list[Process]:
-    """Returns the child processes of a process, and theirs."""
-    found = children(pid)
-    return [*found, *(process for child in found for process in descendants(child.pid))]
+    """Returns the child processes of a process, and theirs. Reads all processes."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and len(fields := _fields(int(folder.name))) > PARENT:
+            parents.setdefault(int(fields[PARENT]), []).append(int(folder.name))
+    found, waiting = [], [pid]
+    while waiting:
+        pids = parents.get(waiting.pop(), [])
+        found += [process(child) for child in pids]
+        waiting += pids
+    return found
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, interval: float = 0.05) -> bool:
@@ -107,8 +125,17 @@ def unused_segments(names: Iterable[str]) -> list[str]:
     left = {name for name in names if (SHARED_MEMORY / name).exists()}
     for folder in Path("/proc").iterdir() if left else ():
         if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                maps = (folder / "maps").read_text(errors="replace")
-                opened = " ".join(os.readlink(fd) for fd in (folder / "fd").iterdir())
-                left = {n for n in left if f"{SHARED_MEMORY}/{n}" not in maps + opened}
+            used = _used_files(folder)
+            left = {name for name in left if f"{SHARED_MEMORY}/{name}" not in used}
     return sorted(left)
+
+
+def _used_files(folder: Path) -> str:
+    """Returns the files that a process has mapped or opened, as text."""
+    files = []
+    with contextlib.suppress(OSError):
+        files.append((folder / "maps").read_text(errors="replace"))
+        for descriptor in (folder / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                files.append(os.readlink(descriptor))
+    return "\n".join(files)

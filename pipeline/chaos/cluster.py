@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline.chaos.faults import TITLES
 from pipeline.chaos.processes import Process, children, descendants, process, survivors
 
 #: Size of the object store of each node, in bytes. Ray requires at least 75 MiB.
@@ -108,6 +109,15 @@ class ChaosCluster:
         for child in children(raylet.pid):
             if is_task(child.title):
                 yield child
+
+    def tasks_like(self, role: str) -> set[Process]:
+        """Returns the tasks and the actors of a role, see `faults.TITLES`.
+
+        Actors that load their models are not included.
+        """
+        prefixes = TITLES.get(role, ())
+        found = ((task, task.title) for task in self.tasks())
+        return {t for t, title in found if title.startswith(prefixes) and "__init__" not in title}
 
     @property
     def has_lost_head(self) -> bool:

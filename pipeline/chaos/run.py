@@ -140,6 +140,8 @@ def run(
     try:
         for attempt in range(MAX_ATTEMPTS):
             todo = [fault for fault in faults if fault.number not in record.numbers]
+            # A moment that did not come before the job ended is earlier in the next attempt.
+            todo = [replace(f, fraction=f.fraction * 0.5**attempt) for f in todo]
             for chosen in rounds(todo, seed + attempt):
                 finished = suite.round(chosen)
                 record.add(finished)
@@ -207,6 +209,7 @@ class Suite:
         self._log = folder / "errors.log"
         self._expected: dict[str, tuple[Contents, dict[str, float]]] = {}
         self.disk = Disk(folder / "disk")
+        report(f"a full disk is simulated by {self.disk.description}")
         self.cluster = ChaosCluster(num_nodes)
 
     def close(self) -> None:
@@ -307,6 +310,7 @@ class Victim:
         self._usual = suite.expected(job)[1]
         self._clock = Clock(suite.disk.folder.parent) if has_clock else None
         self._undo: list[tuple[float, Callable[[], None]]] = []
+        self._before: set[Process] = set()
         self.driver = suite.start(job, index, self._clock)
 
     # -- the moment --------------------------------------------------------------------------
@@ -328,6 +332,7 @@ class Victim:
             return None
         busy = [p.title for p in self._suite.cluster.tasks() if p.title.endswith(".submit")]
         observed = f"{self.driver.phase}; busy: {', '.join(busy) or 'none'}"
+        self._before = self._suite.cluster.tasks_like(fault.target)
         commits = self.driver.last_commit()[0]
         start = time.time()
         self._inject(fault, targets)
@@ -371,10 +376,8 @@ class Victim:
         """Returns True if the actors of the stream have loaded their models."""
         if self._job == "maintain":
             return True
-        actors = TITLES["encoder"] + TITLES["compressor"]
-        titles = [process.title for process in self._suite.cluster.tasks()]
-        loaded = [t for t in titles if t.startswith(actors) and not t.endswith("__init__")]
-        return bool(loaded)
+        cluster = self._suite.cluster
+        return bool(cluster.tasks_like("encoder") or cluster.tasks_like("compressor"))
 
     def _wait(
         self, condition: Callable[[], bool], seconds: float = HANG_SECONDS, interval: float = 0.02
@@ -397,7 +400,7 @@ class Victim:
         """Returns the processes that a fault affects."""
         cluster, generator = self._suite.cluster, random.Random(fault.number)
         if fault.target in TITLES:
-            found = [p for p in cluster.tasks() if p.title.startswith(TITLES[fault.target])]
+            found = sorted(cluster.tasks_like(fault.target), key=lambda task: task.pid)
             return [generator.choice(found)] if found else []
         if fault.target == "driver":
             return [self.driver.process]
@@ -447,13 +450,14 @@ class Victim:
             self._supersede(outcome, start)
             return
         deadline = time.monotonic() + HANG_SECONDS
-        run = self.driver
+        run, fault = self.driver, outcome.fault
         while True:
-            if self._undo:  # commits count when the fault is over
+            is_over = not self._undo and (self.driver is not run or self._is_replaced(fault))
+            if not is_over:  # work that was finished before may be committed
                 self._undo_due()
-                commits = self.driver.last_commit()[0] if self.driver is run else 0
+                commits = self.driver.last_commit()[0]
             done, when = self.driver.last_commit()
-            if not self._undo and done > (commits if self.driver is run else 0):
+            if is_over and done > (commits if self.driver is run else 0):
                 outcome.seconds = max(0.0, when - start)
                 break
             if (code := self.driver.exit_code) is not None:
@@ -474,6 +478,12 @@ class Victim:
                 deadline = time.monotonic() + HANG_SECONDS
             time.sleep(0.02)
 
+    def _is_replaced(self, fault: Fault) -> bool:
+        """Returns True unless a worker was killed and no other works in its place."""
+        if fault.action != "kill" or fault.target not in TITLES:
+            return True
+        return bool(self._suite.cluster.tasks_like(fault.target) - self._before)
+
     def _supersede(self, outcome: Outcome, start: float) -> None:
         """Starts a second run beside the paused one when its lease expires, then resumes that."""
         paused = self.driver
@@ -493,9 +503,12 @@ class Victim:
             outcome.problems.append(f"the superseded run ended with {code}: {_last(paused)}")
 
     def _judge_exit(self, code: int, outcome: Outcome) -> None:
-        """Records an exit that is neither a signal nor an error with one sentence."""
-        error = self.driver.error()
-        if code == 2 or (code == 1 and "Traceback (most recent call last)" in error):
+        """Records an exit with another error than that of a stopped or disturbed job.
+
+        Errors of a full disk in a Ray task have a traceback, which names the file.
+        """
+        has_traceback = code == 1 and "Traceback (most recent call last)" in self.driver.error()
+        if code == 2 or (has_traceback and outcome.fault.target != "disk"):
             outcome.problems.append(f"exit code {code}: {_last(self.driver)}")
 
     def _resume(self) -> None:

@@ -106,7 +106,7 @@ class ChaosCluster:
 
     def tasks_of(self, raylet: Process) -> Iterator[Process]:
         """Yields the processes of a node that run tasks and actors of jobs."""
-        for child in children(raylet.pid):
+        for child in children(raylet):
             if is_task(child.title):
                 yield child
 
@@ -141,7 +141,7 @@ class ChaosCluster:
 
     def _doomed(self, raylet: Process) -> list[Process]:
         """Returns the processes of a node, whose end `leaked` checks later."""
-        victims = descendants(raylet.pid)
+        victims = descendants(raylet)
         self._victims += victims
         return victims
 
@@ -200,7 +200,7 @@ class ChaosCluster:
     def stop(self) -> None:
         """Kills all processes of the cluster. It can be started again."""
         raylets = (self.head, *self.workers)
-        everything = [p for raylet in raylets for p in (raylet, *descendants(raylet.pid))]
+        everything = [p for raylet in raylets for p in (raylet, *descendants(raylet))]
         with contextlib.suppress(Exception):  # Ray's own clean-up of nodes that are dead
             for node in list(self._cluster.worker_nodes):
                 self._remove(node)

@@ -40,7 +40,7 @@ class Disk:
 
     @property
     def description(self) -> str:
-        """How a full disk is simulated, for the report."""
+        """Mechanism that simulates a full disk, for the report."""
         return "tmpfs" if self.is_mounted else "RLIMIT_FSIZE"
 
     def fill(self, writers: Iterable[Process]) -> None:

@@ -44,8 +44,11 @@ class Process:
         return start == self.start != "" and state not in ("Z", "X")
 
     def send(self, number: signal.Signals) -> bool:
-        """Sends a signal. Returns False if the process has ended."""
-        if not self.is_alive:
+        """Sends a signal. Returns False if the process has ended.
+
+        The ids 0 (a process group) and 1 (the init process) are refused.
+        """
+        if self.pid <= 1 or not self.is_alive:
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
@@ -72,30 +75,32 @@ def process(pid: int) -> Process:
     return Process(pid, _state(pid)[1])
 
 
-def children(pid: int) -> list[Process]:
+def children(parent: Process) -> list[Process]:
     """Returns the child processes of a process, in the order of their ids.
 
-    Fast enough to be polled, but the kernel may omit some while others start and end.
+    Fast enough to be polled, but the kernel may omit some while others start and end. A process
+    that has ended has none: its id may be that of another by now.
     """
     pids: set[int] = set()
-    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+    for tasks in Path(f"/proc/{parent.pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             pids.update(map(int, tasks.read_text().split()))
-    return [process(child) for child in sorted(pids)]
+    found = [process(pid) for pid in sorted(pids)]
+    return found if parent.is_alive else []
 
 
-def descendants(pid: int) -> list[Process]:
+def descendants(ancestor: Process) -> list[Process]:
     """Returns the child processes of a process, and theirs. Reads all processes."""
     parents: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and len(fields := _fields(int(folder.name))) > PARENT:
             parents.setdefault(int(fields[PARENT]), []).append(int(folder.name))
-    found, waiting = [], [pid]
+    found, waiting = [], [ancestor.pid]
     while waiting:
         pids = parents.get(waiting.pop(), [])
-        found += [process(child) for child in pids]
+        found += [process(pid) for pid in pids]
         waiting += pids
-    return found
+    return found if ancestor.is_alive else []
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, interval: float = 0.05) -> bool:

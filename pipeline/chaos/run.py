@@ -132,7 +132,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     without = [*(() if num_nodes else NODE_TARGETS), *(() if can_jump() else ("clock",))]
     if "clock" in without:
-        report("there is no C compiler: no clock jumps")
+        report("no clock jumps: a C compiler is missing")
     faults = plan(number, seed, phases, without)
     record = Record(folder / f"rounds-{number}-{seed}-{num_nodes}-{'-'.join(phases)}.jsonl")
     before = segments()

@@ -23,9 +23,9 @@ from pipeline.chaos.processes import (
 
 def test_process_that_is_paused_and_killed():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    found = process(child.pid)
-    assert found in descendants(os.getpid())
-    assert wait_until(lambda: found in children(os.getpid()), 10)
+    found, here = process(child.pid), process(os.getpid())
+    assert found in descendants(here)
+    assert wait_until(lambda: found in children(here), 10)
     assert "time.sleep(60)" in found.title and found.is_alive
     assert found.send(signal.SIGSTOP) and survivors([found], 0.1) == [found]
     assert found.send(signal.SIGKILL) and survivors([found], 10) == []  # a zombie has ended
@@ -34,9 +34,12 @@ def test_process_that_is_paused_and_killed():
     assert not Process(child.pid, "0").is_alive
 
 
-def test_no_signal_is_sent_to_a_process_that_was_never_found():
-    nobody = process(0)  # os.kill(0, ...) would signal this process and its group
-    assert not nobody.is_alive and not nobody.send(signal.SIGTERM)
+def test_process_that_was_never_found_has_no_relatives_and_gets_no_signal():
+    # The id 0 is the parent of the init process; a signal to it reaches the whole process group.
+    for nobody in (process(0), Process(0, ""), Process(os.getpid(), "0")):
+        assert not nobody.is_alive and not nobody.send(signal.SIGTERM)
+        assert children(nobody) == descendants(nobody) == []
+    assert not process(1).send(signal.SIGCONT)
 
 
 def test_shared_memory_that_no_process_uses():

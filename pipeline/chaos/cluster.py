@@ -57,7 +57,9 @@ class ChaosCluster:
         self.folder = Path(tempfile.mkdtemp(prefix="chaos-"))  # paths of sockets must be short
         self._cluster: Any = None
         self._victims: list[Process] = []
-        os.environ.update(SETTINGS)
+        # Ray writes the address of a new cluster to its temporary folder. In the usual one, other
+        # programs on this machine would join this cluster.
+        os.environ.update({**SETTINGS, "RAY_TMPDIR": str(self.folder)})
         self.start()
 
     def start(self) -> None:

@@ -26,7 +26,7 @@ from pipeline.synthetic import tiny
 NUM_ITEMS = 200
 #: Width of the vectors of the encoder that sleeps.
 DIM = 32
-ENCODER = {"name": "sleeping", "seconds": 0.15, "batch_size": 5, "num_tokens": 8, "dim": DIM}
+ENCODER = {"name": "sleeping", "seconds": 0.06, "batch_size": 2, "num_tokens": 8, "dim": DIM}
 RESIDUAL = {"name": "residual", "num_centroids": 16}
 
 
@@ -52,7 +52,7 @@ class Workload:
             {"compressor": {"name": "random", "num_vectors": 3}, "codec": RESIDUAL},
         ]
         self._write_spec(
-            "recompress", {"index": "unset", "representations": more, "commit_fragments": 2}
+            "recompress", {"index": "unset", "representations": more, "commit_fragments": 3}
         )
         pools = {"read": 0.1, "encode": 0.5, "write": 0.1, "compress": 0.5}
         pool = {name: {"num_cpus": cpus, "num_threads": 1} for name, cpus in pools.items()}
@@ -87,7 +87,7 @@ class Workload:
                 "pq",
                 "representation=full",
                 "generator.iterations=2",
-                "commit_fragments=2",
+                "commit_fragments=3",
                 "--resources",
                 resources,
             ],
@@ -147,9 +147,9 @@ def index_spec(folder: Path) -> dict[str, Any]:
             {"compressor": {"name": "random", "num_vectors": 4}, "codec": RESIDUAL},
         ],
         "fit": {"num_items": 64},
-        "unit_items": 5,
-        "fragment_items": 5,
-        "commit_items": 10,
+        "unit_items": 2,
+        "fragment_items": 2,
+        "commit_items": 6,
     }
 
 

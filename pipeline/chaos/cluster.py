@@ -66,6 +66,8 @@ class ChaosCluster:
         """Starts the head and the worker nodes."""
         from ray.cluster_utils import Cluster
 
+        sessions = self.folder / "ray"
+        sessions.mkdir(exist_ok=True)
         storage = tempfile.mkdtemp(prefix="gcs-", dir=self.folder)
         os.environ.update({"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": storage})
         handler = signal.getsignal(signal.SIGTERM)  # Ray's would drain the node for 30 s
@@ -75,7 +77,7 @@ class ChaosCluster:
                 "num_cpus": 0 if self.num_nodes else NODE_CPUS,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
-                "temp_dir": str(self.folder),
+                "temp_dir": str(sessions),
             },
         )
         signal.signal(signal.SIGTERM, handler)

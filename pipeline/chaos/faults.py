@@ -134,12 +134,13 @@ def plan(
     return faults
 
 
-def rounds(faults: Sequence[Fault], seed: int) -> list[list[Fault]]:
+def rounds(faults: Sequence[Fault], seed: int, max_faults: int = ROUND_FAULTS) -> list[list[Fault]]:
     """Divides faults into rounds. All faults of a round affect one job on one index.
 
     Args:
         faults: Faults in the order of their numbers.
         seed: Seed of the order of the rounds.
+        max_faults: Maximum number of faults per round.
     """
     by_job: dict[str, list[Fault]] = {}
     for fault in faults:

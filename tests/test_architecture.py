@@ -35,6 +35,7 @@ ORDER = [
     ("train",),
     ("synthetic",),
     ("reproduce",),
+    ("chaos",),
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 

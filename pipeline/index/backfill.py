@@ -50,7 +50,7 @@ def run(
     job_id: str,
     report: Callable[[str], None] = log.info,
     show: Show = ignore,
-    lease_seconds: float = 60.0,
+    lease_seconds: float | None = None,
 ) -> Progress:
     """Runs the job until all fragments have been filled. Ray must be connected to a cluster.
 
@@ -60,7 +60,7 @@ def run(
         job_id: Identifier of the job.
         report: Called with each sentence about the job.
         show: Called with snapshots of the progress.
-        lease_seconds: Lifetime of the lease without renewal, in seconds.
+        lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
         SpecError: The index, its source or the EDJE is invalid or uses another encoder.

@@ -61,7 +61,7 @@ def run(
     report: Callable[[str], None],
     show: Show = ignore,
     is_dry: bool = False,
-    lease_seconds: float = 60.0,
+    lease_seconds: float | None = None,
 ) -> Progress:
     """Removes the selected items, in commits of at most `COMMIT_ROWS` rows.
 
@@ -74,7 +74,7 @@ def run(
         report: Called with each sentence about the job.
         show: Called with snapshots of the progress.
         is_dry: Whether only to count the items.
-        lease_seconds: Lifetime of the lease without renewal, in seconds.
+        lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
         SpecError: The index does not exist, or the filter is invalid.

@@ -115,7 +115,7 @@ def run(
     retry_rejects: tuple[str, ...] = (),
     report: Callable[[str], None] = log.info,
     show: Show = ignore,
-    lease_seconds: float = 60.0,
+    lease_seconds: float | None = None,
 ) -> Progress:
     """Runs the job until all items have been processed. Ray must be connected to a cluster.
 
@@ -128,7 +128,7 @@ def run(
         retry_rejects: Reasons whose rejects are retried.
         report: Called with each sentence about the job.
         show: Called with snapshots of the progress.
-        lease_seconds: Lifetime of the lease without renewal, in seconds.
+        lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Returns:
         Counts of the run.
@@ -350,7 +350,7 @@ def finish(context: Context) -> None:
         raise JobError(
             f"accounting check failed: listed {progress.listed:,} != {accounted}; rerun the job"
         )
-    truncated = ray.get(tasks.truncated_files.remote(spec))
+    truncated = ray.get(tasks.truncated_files.remote(spec)) if tasks.has_media(spec) else []
     progress.truncated = len(truncated)
     if truncated:
         names = ", ".join(truncated[:5]) + (", ..." if len(truncated) > 5 else "")

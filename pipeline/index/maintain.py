@@ -71,7 +71,7 @@ def run(
     report: Callable[[str], None],
     show: Show = ignore,
     is_dry: bool = False,
-    lease_seconds: float = 60.0,
+    lease_seconds: float | None = None,
 ) -> Progress:
     """Maintains an index under its lease.
 
@@ -89,7 +89,7 @@ def run(
         report: Called with each sentence about the job.
         show: Called with snapshots of the progress.
         is_dry: Whether only to report what would be done.
-        lease_seconds: Lifetime of the lease without renewal, in seconds.
+        lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
         SpecError: The index does not exist or is corrupted.

@@ -100,7 +100,7 @@ def run(
     job: str,
     report: Callable[[str], None] = log.info,
     show: Show = ignore,
-    lease_seconds: float = 60.0,
+    lease_seconds: float | None = None,
 ) -> Progress:
     """Runs the job until all columns have been filled. Ray must be connected to a cluster.
 
@@ -110,7 +110,7 @@ def run(
         job: Identifier of the job.
         report: Called with each sentence about the job.
         show: Called with snapshots of the progress.
-        lease_seconds: Lifetime of the lease without renewal, in seconds.
+        lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
         SpecError: The index, its source column or a representation is invalid.

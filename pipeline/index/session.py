@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
+import os
 import queue
 import signal
 import threading
@@ -33,6 +35,8 @@ log = logging.getLogger("maxray.session")
 #: Interval at which the progress is stored in a local index, and in one in object storage, in
 #: seconds.
 SAVE_SECONDS, REMOTE_SAVE_SECONDS = 1.0, 10.0
+#: Environment variable with the lifetime of the lease, and its default, in seconds.
+LEASE_VARIABLE, LEASE_SECONDS = "MAXRAY_LEASE_SECONDS", 60.0
 
 
 class Session:
@@ -44,7 +48,8 @@ class Session:
         kind: Type of the job, such as "index", for the record.
         job: Identifier of the job.
         summary: Returns the counts to record. Called for each write of the record.
-        lease_seconds: Lifetime of the lease in seconds, renewed after a quarter of it.
+        lease_seconds: Lifetime of the lease in seconds, renewed after a quarter of it. The default
+            is the environment variable `MAXRAY_LEASE_SECONDS`, or 60.
         show: Called with snapshots of the progress.
 
     Attributes:
@@ -60,7 +65,7 @@ class Session:
         kind: str,
         job: str,
         summary: Callable[[], dict[str, Any]],
-        lease_seconds: float,
+        lease_seconds: float | None = None,
         show: Show = ignore,
     ):
         self.index, self.spec, self.kind, self.job = index, spec, kind, job
@@ -75,7 +80,7 @@ class Session:
             lambda text: write_atomic(self._progress_file, text),
             SAVE_SECONDS if is_local else REMOTE_SAVE_SECONDS,
         )
-        self._lease_seconds = lease_seconds
+        self._lease_seconds = _default_lease() if lease_seconds is None else lease_seconds
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._lost: Exception | None = None
@@ -169,6 +174,24 @@ class Session:
         job = {"job": self.job, "kind": self.kind, "state": state, "error": error}
         record = {**job, "updated": time.time(), **self._summary()}
         write_atomic(f"{self.folder}/summary.json", json.dumps(record, indent=1))
+
+
+def _default_lease() -> float:
+    """Returns the lifetime of a lease in seconds.
+
+    Raises:
+        SpecError: `MAXRAY_LEASE_SECONDS` is not a positive number.
+    """
+    text = os.environ.get(LEASE_VARIABLE)
+    if text is None:
+        return LEASE_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise SpecError(LEASE_VARIABLE, text, "a positive number of seconds")
+    return seconds
 
 
 def configure_ray_data(profile: Profile = Profile()) -> None:  # noqa: B008 - immutable

@@ -130,13 +130,16 @@ def remarks(spec: IndexSpec) -> list[str]:
     return [*sentences, *compressor_remarks(dataset, all_representations(spec))]
 
 
+def has_media(spec: IndexSpec) -> bool:
+    """Returns True if the source of a spec provides video frames or audio."""
+    parts = SOURCES.load(spec.source.name).leaf_specs(spec.source)
+    provided = {name for p in parts for name in SOURCES.load(p.name).provided_inputs(p)}
+    return bool(provided & {"frames", "audio"})
+
+
 @ray.remote
 def truncated_files(spec: IndexSpec) -> list[str]:
     """Returns the truncated files in the source of a spec and their readable duration."""
-    parts = SOURCES.load(spec.source.name).leaf_specs(spec.source)
-    provided = {name for p in parts for name in SOURCES.load(p.name).provided_inputs(p)}
-    if not provided & {"frames", "audio"}:
-        return []
     names = ", ".join(map(quote, spec.build_source().collections))
     rows = Index(spec.index).batches(
         ["parent_id", "metadata"],

@@ -90,7 +90,7 @@ def run(
     refit: bool = False,
     report: Callable[[str], None] = log.info,
     show: Show = ignore,
-    lease_seconds: float = 60.0,
+    lease_seconds: float | None = None,
 ) -> Progress:
     """Fits a generator unless it exists, and computes the missing codes.
 
@@ -104,7 +104,7 @@ def run(
         refit: Whether to fit the generator again.
         report: Called with each sentence about the job.
         show: Called with snapshots of the progress.
-        lease_seconds: Lifetime of the lease without renewal, in seconds.
+        lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
         SpecError: The index or the representation is invalid, or the stored generator has other
@@ -159,7 +159,7 @@ def drop(spec: CandidatesJobSpec, *, job: str, report: Callable[[str], None] = l
     if not columns:
         problem = f"was not built for {source}"
         raise SpecError("generator", spec.generator.name, "a generator of the index", problem)
-    with Session(spec.index, spec, "candidates", job, dict, 60.0) as session:
+    with Session(spec.index, spec, "candidates", job, dict) as session:
         session.writer.drop_columns(list(columns))
     report(f"dropped {', '.join(columns)}")
 

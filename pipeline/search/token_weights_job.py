@@ -43,7 +43,7 @@ def run(
     *,
     job: str,
     report: Callable[[str], None] = print,
-    lease_seconds: float = 60.0,
+    lease_seconds: float | None = None,
 ) -> TokenFrequencies:
     """Counts the tokens of the items and stores the result. Former counts are replaced.
 

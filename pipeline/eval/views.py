@@ -124,14 +124,19 @@ class CandidatesScan:
     """Rows of one candidate generator and representation.
 
     Attributes:
-        name: Name of the generator and the representation.
+        generator: Candidate generator, such as `lemur:pq`.
         exact: Row of the exact search.
         rows: Rows by number of candidates in ascending order.
     """
 
-    name: str
+    generator: str
     exact: Result
     rows: dict[int, Result]
+
+    @property
+    def name(self) -> str:
+        """Name of the generator and the representation."""
+        return f"{self.generator} of {self.exact.name}"
 
 
 def candidates_scans(evaluation: Evaluation) -> list[CandidatesScan]:
@@ -142,7 +147,7 @@ def candidates_scans(evaluation: Evaluation) -> list[CandidatesScan]:
             by_number = found.setdefault((row.first_stage, settings["generator"]), {})
             by_number[settings["num_candidates"]] = row
     return [
-        CandidatesScan(f"{generator} of {exact}", evaluation.row(exact), dict(sorted(rows.items())))
+        CandidatesScan(generator, evaluation.row(exact), dict(sorted(rows.items())))
         for (exact, generator), rows in found.items()
     ]
 

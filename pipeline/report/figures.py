@@ -5,7 +5,7 @@ Figures without data are skipped.
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -204,26 +204,42 @@ def _depth_figure(evaluation: Evaluation, scans: Sequence[DepthScan]) -> Figure:
 
 
 def _candidates_figure(scans: Sequence[CandidatesScan]) -> Figure:
-    figure = Figure(figsize=(8.4, 4.4), layout="constrained")
-    recall, latency = figure.subplots(1, 2)
+    """Draws a panel of the recall above one of the latency for each representation."""
+    exact_rows = list({scan.exact.name: scan.exact for scan in scans}.values())
+    generators = list(dict.fromkeys(scan.generator for scan in scans))
+    num_columns = min(len(exact_rows), 4)
+    num_bands = math.ceil(len(exact_rows) / num_columns)
+    figure = Figure(figsize=(1 + 3.2 * num_columns, 4.6 * num_bands), layout="constrained")
+    panels = figure.subplots(2 * num_bands, num_columns, squeeze=False, sharex=True)
     dashes = {"recall@10": (0, ()), "recall@100": (0, (2, 2))}
-    for scan, style in zip(scans, itertools.cycle(STYLES), strict=False):
-        numbers, rows = list(scan.rows), list(scan.rows.values())
-        line = {**style, "markeredgecolor": "white"}
-        for depth in (name for name in dashes if name in rows[0].candidates):
-            label = f"{scan.name}, {depth}"
-            values = [row.candidates[depth] for row in rows]
-            recall.plot(numbers, values, **{**line, "linestyle": dashes[depth], "label": label})
-        latency.plot(numbers, [row.median_ms for row in rows], **{**line, "label": scan.name})
-        latency.axhline(scan.exact.median_ms, color=style["color"], linewidth=1, dashes=(6, 3))
-    for panel, name in ((recall, "recall of the exact results"), (latency, "ms per query")):
-        panel.set_xscale("log")
-        panel.set_xlabel("candidates")
-        panel.set_ylabel(name)
-        apply_style(panel)
-    recall.set_ylim(top=1.02)
-    latency.set_ylim(bottom=0)
-    legend_below(figure, [recall])
+    for panel in panels.flat:  # the last band may be incomplete
+        panel.set_visible(False)
+    for number, exact in enumerate(exact_rows):
+        band, column = divmod(number, num_columns)
+        recall, latency = panels[2 * band : 2 * band + 2, column]
+        for scan in (scan for scan in scans if scan.exact is exact):
+            numbers, rows = list(scan.rows), list(scan.rows.values())
+            style = STYLES[generators.index(scan.generator) % len(STYLES)]
+            line = {**style, "markeredgecolor": "white"}
+            for depth in (name for name in dashes if name in rows[0].candidates):
+                label = f"{scan.generator}, {depth}"
+                values = [row.candidates[depth] for row in rows]
+                recall.plot(numbers, values, **{**line, "linestyle": dashes[depth], "label": label})
+            latency.plot(numbers, [row.median_ms for row in rows], **line)
+        latency.axhline(exact.median_ms, color=REFERENCE, linewidth=1, dashes=(6, 3))
+        recall.set_title(exact.name, fontsize=10)
+        recall.set_ylim(top=1.02)
+        latency.set_ylim(bottom=0)
+        for panel, name in ((recall, "recall of the exact results"), (latency, "ms per query")):
+            panel.set_visible(True)
+            panel.set_xscale("log")
+            panel.xaxis.set_major_formatter("{x:g}")
+            panel.xaxis.set_minor_formatter("{x:g}")
+            if not column:
+                panel.set_ylabel(name)
+            apply_style(panel)
+        latency.set_xlabel("candidates")
+    legend_below(figure, [panels[0, 0]])
     return figure
 
 

@@ -64,12 +64,21 @@ class ChaosCluster:
 
     def start(self) -> None:
         """Starts the head and the worker nodes."""
-        from ray.cluster_utils import Cluster
-
         sessions = self.folder / "ray"
         sessions.mkdir(exist_ok=True)
         storage = tempfile.mkdtemp(prefix="gcs-", dir=self.folder)
         os.environ.update({"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": storage})
+        try:
+            self._start(sessions)
+        except Exception:  # Ray raises this class if a busy machine starts the raylet too slowly
+            for left in descendants(process(os.getpid())):
+                left.send(signal.SIGKILL)
+            self._start(sessions)
+        self.repair()
+
+    def _start(self, sessions: Path) -> None:
+        from ray.cluster_utils import Cluster
+
         with _same_sigterm_handler():
             self._cluster = Cluster(
                 initialize_head=True,
@@ -80,7 +89,6 @@ class ChaosCluster:
                     "temp_dir": str(sessions),
                 },
             )
-        self.repair()
 
     @property
     def address(self) -> str:

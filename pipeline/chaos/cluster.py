@@ -64,24 +64,31 @@ class ChaosCluster:
 
     def start(self) -> None:
         """Starts the head and the worker nodes."""
-        from ray.cluster_utils import Cluster
-
         sessions = self.folder / "ray"
         sessions.mkdir(exist_ok=True)
         storage = tempfile.mkdtemp(prefix="gcs-", dir=self.folder)
         os.environ.update({"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": storage})
-        handler = signal.getsignal(signal.SIGTERM)  # Ray's would drain the node for 30 s
-        self._cluster = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 0 if self.num_nodes else NODE_CPUS,
-                "include_dashboard": False,
-                "object_store_memory": OBJECT_STORE_BYTES,
-                "temp_dir": str(sessions),
-            },
-        )
-        signal.signal(signal.SIGTERM, handler)
+        try:
+            self._start(sessions)
+        except Exception:  # Ray raises this class if a busy machine starts the raylet too slowly
+            for left in descendants(process(os.getpid())):
+                left.send(signal.SIGKILL)
+            self._start(sessions)
         self.repair()
+
+    def _start(self, sessions: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        with _same_sigterm_handler():
+            self._cluster = Cluster(
+                initialize_head=True,
+                head_node_args={
+                    "num_cpus": 0 if self.num_nodes else NODE_CPUS,
+                    "include_dashboard": False,
+                    "object_store_memory": OBJECT_STORE_BYTES,
+                    "temp_dir": str(sessions),
+                },
+            )
 
     @property
     def address(self) -> str:
@@ -180,9 +187,10 @@ class ChaosCluster:
             if not _first(node, "raylet").is_alive:
                 self._remove(node)
         while len(self._cluster.worker_nodes) < self.num_nodes:
-            self._cluster.add_node(
-                wait=False, num_cpus=NODE_CPUS, object_store_memory=OBJECT_STORE_BYTES
-            )
+            with _same_sigterm_handler():
+                self._cluster.add_node(
+                    wait=False, num_cpus=NODE_CPUS, object_store_memory=OBJECT_STORE_BYTES
+                )
         return False
 
     def _remove(self, node: Any) -> None:
@@ -229,6 +237,16 @@ def is_task(title: str) -> bool:
     """
     name = title.removeprefix("ray::")
     return name != title and not name.startswith(RAY_ACTORS)
+
+
+@contextlib.contextmanager
+def _same_sigterm_handler() -> Iterator[None]:
+    """Restores the handler of SIGTERM. That of Ray's nodes would drain them for 30 s."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _first(node: Any, kind: str) -> Process:

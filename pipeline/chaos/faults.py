@@ -65,7 +65,7 @@ NODE_TARGETS = ("raylet", "node")
 #: When a fault happens within a job other than that of the index: while its actors start, after a
 #: random time, or when it writes a file or commits.
 MOMENTS = ("start", "time", "time", "write", "commit")
-#: Maximum number of faults of one job, and of those before its stream.
+#: Default maximum number of faults per round, and of those before the stream of the job.
 ROUND_FAULTS, EARLY_FAULTS = 5, 1
 
 
@@ -151,9 +151,8 @@ def rounds(faults: Sequence[Fault], seed: int, max_faults: int = ROUND_FAULTS) -
             chosen: list[Fault] = []
             for fault in list(waiting):
                 num_early = sum(other.is_early for other in chosen)
-                if len(chosen) < ROUND_FAULTS and not (
-                    fault.is_early and num_early >= EARLY_FAULTS
-                ):
+                has_room = not fault.is_early or num_early < EARLY_FAULTS
+                if has_room and len(chosen) < max_faults:
                     chosen.append(fault)
                     waiting.remove(fault)
             divided.append(sorted(chosen, key=lambda fault: (not fault.is_early, fault.number)))

@@ -29,7 +29,7 @@ from pipeline.chaos.compare import (
 )
 from pipeline.chaos.disk import Disk
 from pipeline.chaos.driver import Driver
-from pipeline.chaos.faults import NODE_TARGETS, TITLES, Fault, plan, rounds
+from pipeline.chaos.faults import NODE_TARGETS, ROUND_FAULTS, TITLES, Fault, plan, rounds
 from pipeline.chaos.processes import Process, segments, unused_segments, wait_until
 from pipeline.chaos.workload import Workload, corpus
 from pipeline.config import JobError
@@ -45,7 +45,7 @@ LEAK_SECONDS = 60.0
 #: Number of times that a job is run after a fault before it counts as not resumable.
 MAX_RUNS = 6
 #: Number of times that a fault is planned whose moment has not come.
-MAX_ATTEMPTS = 4
+MAX_ATTEMPTS = 6
 #: Phase of the stream of each job, as it reports it.
 STREAMS = {"index": "index", "maintain": "compact"}
 #: Phases of the index job before it fits.
@@ -140,9 +140,10 @@ def run(
     try:
         for attempt in range(MAX_ATTEMPTS):
             todo = [fault for fault in faults if fault.number not in record.numbers]
-            # A moment that did not come before the job ended is earlier in the next attempt.
+            # Of faults whose moment did not come before the job ended, fewer share the next
+            # round, and each comes earlier.
             todo = [replace(f, fraction=f.fraction * 0.5**attempt) for f in todo]
-            for chosen in rounds(todo, seed + attempt):
+            for chosen in rounds(todo, seed + attempt, max(1, ROUND_FAULTS - 2 * attempt)):
                 finished = suite.round(chosen)
                 record.add(finished)
                 report(describe(finished, len(record.numbers), number))

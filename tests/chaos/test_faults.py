@@ -31,6 +31,7 @@ def test_rounds_contain_each_fault_once():
     faults = plan(200, 0, PHASES)
     divided = rounds(faults, 0)
     assert sorted(fault.number for chosen in divided for fault in chosen) == list(range(200))
+    assert all(len(chosen) == 1 for chosen in rounds(faults, 0, 1))
     for chosen in divided:
         assert len({fault.job for fault in chosen}) == 1 and len(chosen) <= ROUND_FAULTS
         early = [fault.is_early for fault in chosen]

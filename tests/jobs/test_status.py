@@ -54,6 +54,7 @@ def counts(lines: list[str], unit: str = "items") -> list[tuple[int, int]]:
     return list(dict.fromkeys((int(m[1]), int(m[2])) for m in found if m))
 
 
+@pytest.mark.heavy
 def test_live_display_and_watch(cluster, spec, tmp_path):
     uri = str(tmp_path / "index")
     terminal = on_terminal("jobs.index", spec, address=cluster)

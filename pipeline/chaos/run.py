@@ -480,7 +480,9 @@ class Victim:
             time.sleep(0.02)
 
     def _is_replaced(self, fault: Fault) -> bool:
-        """Returns True unless a worker was killed and no other works in its place."""
+        """Returns True unless the run or a worker was killed and nothing works in its place."""
+        if fault.action == "kill" and fault.target in ("driver", "head"):
+            return False  # another run replaces it
         if fault.action != "kill" or fault.target not in TITLES:
             return True
         return bool(self._suite.cluster.tasks_like(fault.target) - self._before)
@@ -489,7 +491,7 @@ class Victim:
         """Starts a second run beside the paused one when its lease expires, then resumes that."""
         paused = self.driver
         time.sleep(LEASE_SECONDS + 0.5)
-        rest = replace(outcome.fault, action="kill")
+        rest = replace(outcome.fault, action="pause")
         self.driver = self._suite.start(self._job, self._index, self._clock)
         following = Outcome(rest, "")
         self._recover(following, start, 0)

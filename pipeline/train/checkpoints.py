@@ -115,12 +115,14 @@ class Checkpoints:
         last = self.last()
         if last is None:
             return
+        random, random_state = last / f"random-{distributed.rank()}.pt", None
         with _corruption_errors(last):
             state = torch.load(last / "optimiser.pt", map_location="cpu", weights_only=True)
+            if random.exists():  # there may be more workers than before
+                random_state = torch.load(random, weights_only=True)
         load_state(optimiser, state)
-        random = last / f"random-{distributed.rank()}.pt"
-        if random.exists():  # there may be more workers than before
-            set_random_state(torch.load(random, weights_only=True), device)
+        if random_state is not None:
+            set_random_state(random_state, device)
 
     def keep_best(self, step: int, quality: dict[str, float], learner: Any) -> None:
         """Writes the model to `best/` if its first metric is the highest one so far."""

@@ -120,7 +120,7 @@ def train(runs: Sequence[study.Run], workers: Workers, say: Callable[[str], None
             name="ray",
             storage_path=output,
             failure_config=FailureConfig(max_failures=workers.max_failures),
-            callbacks=[_final_errors()],
+            callbacks=[_on_failures(progress)],
         ),
     )
     say(f"start {workers}")
@@ -162,19 +162,30 @@ def _waiting(workers: Workers) -> str:
     return f"waiting for {workers}; {cpus} and {gpus} of the cluster are free"
 
 
-def _final_errors() -> Any:
-    """Returns a callback that ends training at errors which would only repeat after a restart."""
+def _on_failures(progress: Path) -> Any:
+    """Returns a callback that reports the failures of workers before they are restarted.
+
+    At an error that would only repeat after a restart, it ends the training.
+    """
     from ray.train import UserCallback
 
-    class FinalErrors(UserCallback):
+    class OnFailures(UserCallback):
         def after_exception(
-            self, run_context: Any, worker_exceptions: Mapping[int, BaseException]
+            self, run_context: Any, worker_exceptions: Mapping[int, Exception]
         ) -> None:
             for error in worker_exceptions.values():
                 if (cause := _known_cause(error)) is not None:
                     raise cause
+            for rank, error in worker_exceptions.items():
+                _append(progress, f"worker {rank} failed: {config.first_line(error)}")
 
-    return FinalErrors()
+    return OnFailures()
+
+
+def _append(progress: Path, line: str) -> None:
+    """Reports a progress line to the job, which may run on another node."""
+    with progress.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
 
 
 @contextlib.contextmanager
@@ -225,9 +236,7 @@ def _train_worker(settings: dict[str, Any]) -> None:
     progress = Path(settings["progress"])
 
     def say(line: str) -> None:
-        # A worker's own output is of its node. This file is where the driver looks.
-        with progress.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        _append(progress, line)
 
     def report(step: int, metrics: dict[str, float]) -> None:
         ray.train.report({"step": step, **metrics})

@@ -188,9 +188,11 @@ def test_killed_worker_restarts_and_resumes(cluster, model, tmp_path):
 
     killer = threading.Thread(target=kill_one)
     killer.start()
-    train(run_of(spec), Workers(num_workers=2, max_failures=2))
+    lines = []
+    train(run_of(spec), Workers(num_workers=2, max_failures=2), lines.append)
     killer.join()
     assert killed
+    assert any(line.startswith(("worker 0 failed: ", "worker 1 failed: ")) for line in lines)
     steps = logged(tmp_path / "killed", "step")
     again = len(steps) - len(set(steps))
     assert again <= spec.checkpoint_every  # at most one interval is done twice

@@ -145,6 +145,7 @@ def test_invalid_runs_fail_before_ray_starts(model, tmp_path):
     assert caught.value.code == 2
 
 
+@pytest.mark.heavy
 def test_two_ray_workers_equal_one_process(cluster, model, tmp_path):
     here = trained(spec_of(tmp_path / "here", model))
     spec = spec_of(tmp_path / "ray", model)

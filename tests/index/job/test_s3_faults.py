@@ -77,5 +77,9 @@ def test_faults_change_nothing(storage, tmp_path):
     assert not differences(contents(remote), contents(local)).sentences()
     assert not accounting(remote, IDS).sentences()
     assert not orphaned_leases(remote)
-    for output in (disturbed.stdout, disturbed.stderr):
-        assert environment["AWS_SECRET_ACCESS_KEY"] not in output
+
+    secret, files = environment["AWS_SECRET_ACCESS_KEY"], s3fs.S3FileSystem()
+    assert secret not in disturbed.stdout + disturbed.stderr
+    objects = files.find("bucket")
+    assert len(objects) > 20
+    assert not [name for name in objects if secret.encode() in files.cat_file(name)]

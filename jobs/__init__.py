@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline import config
+from pipeline import config, logs
 from pipeline.config import JobError, SpecError, Stopped
 from pipeline.extras import MissingExtra, as_missing_extra
 from pipeline.index import check_index
 from pipeline.index import job_id as job_id
 from pipeline.index.display import MODES, close_display
+
+log = logging.getLogger("maxray.jobs")
 
 #: Exit codes: invalid input; stopped cleanly by Ctrl-C; stopped cleanly by SIGTERM.
 BAD_INPUT, INTERRUPTED, STOPPED = 2, 130, 143
@@ -43,9 +45,6 @@ def run(
         main: Main function of the job.
         arguments: Command line, or None for that of this process.
     """
-    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
-    logging.captureWarnings(True)
-    logging.getLogger("py.warnings").setLevel(logging.ERROR)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # progress bars clutter logs
     # Otherwise, a thread of Ray Data that outlives a stopped job starts another cluster.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
@@ -56,6 +55,7 @@ def run(
         # Ray's setting for binding to the loopback interface only. Also read on import.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
+        logs.configure()
         with _sigterm_as_stopped():
             main(arguments)
     except (SpecError, MissingExtra) as error:
@@ -108,11 +108,15 @@ def report_missing(sentences: Sequence[str]) -> int:
 
 
 def _report_error(error: object, code: int) -> int:
-    """Prints an error to stderr and returns `code`."""
+    """Prints an error to stderr, or logs it as JSON, and returns `code`."""
     close_display()
     error = getattr(error, "cause", error)  # Ray wraps errors raised in tasks
-    message = str(error) if isinstance(error, Stopped) else f"error: {error}"
-    print(message, file=sys.stderr, flush=True)
+    is_stop = isinstance(error, Stopped)
+    if logs.is_json():
+        fields = {"event": "stopped" if is_stop else "failed", "exit_code": code}
+        log.log(logging.INFO if is_stop else logging.ERROR, str(error), extra=fields)
+    else:
+        print(error if is_stop else f"error: {error}", file=sys.stderr, flush=True)
     return code
 
 
@@ -233,9 +237,12 @@ def positive(text: str) -> int:
     return number
 
 
-def say(line: str) -> None:
-    """Prints a progress line with the current time and flushes the output."""
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+def say(line: str, is_timed: bool = True) -> None:
+    """Prints a progress line, by default with the current time, or logs it as JSON."""
+    if logs.is_json():
+        log.info(line)
+    else:
+        print(f"{time.strftime('%H:%M:%S')} {line}" if is_timed else line, flush=True)
 
 
 @contextlib.contextmanager
@@ -294,6 +301,10 @@ def _start_ray(options: Mapping[str, Any]) -> None:
     import ray
 
     address = os.environ.get("RAY_ADDRESS")
+    if logs.is_json():
+        # `ray.init(logging_config=...)` would configure the log of this process as well.
+        options = {**options, "job_config": ray.job_config.JobConfig()}
+        options["job_config"].set_py_logging_config(ray.LoggingConfig(encoding="JSON"))
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with _without_stderr():

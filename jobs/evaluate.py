@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Sequence
+from functools import partial
 
 import jobs
 from pipeline import config
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.search.map_images import hit_maps
 
     spec = config.load(EvaluateSpec, args.spec, args.overrides)
-    evaluation = run(spec, lambda line: print(line, flush=True), hit_maps)
+    evaluation = run(spec, partial(jobs.say, is_timed=False), hit_maps)
     written = [posixpath.join(spec.output, "runs"), *write(evaluation, spec.output)]
     print("", aligned(table(evaluation)), sep="\n")
     if spec.candidates:

@@ -32,6 +32,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import jobs
+from pipeline import logs, tracing
 from pipeline.config import (
     MissingField,
     SpecError,
@@ -44,6 +45,7 @@ from pipeline.config import (
     read,
     within,
 )
+from pipeline.extras import require
 from pipeline.index import check_index
 
 if TYPE_CHECKING:  # imported on use, so --help is fast
@@ -183,10 +185,18 @@ def _check_indexes(settings: ServeSpec) -> None:
 
 
 def set_ray_serve_env() -> None:
-    """Sets environment variables of Ray Serve, unless they have been set by the user."""
-    from pipeline.serve.settings import PROXY_ENV, RAY_SERVE_ENV
+    """Sets environment variables of Ray Serve, unless they have been set by the user.
 
-    for name, value in (RAY_SERVE_ENV | PROXY_ENV).items():
+    Raises:
+        MissingExtra: Traces are configured, and their exporter is not installed.
+    """
+    from pipeline.serve.settings import PROXY_ENV, RAY_SERVE_ENV, TRACING_ENV
+
+    variables = RAY_SERVE_ENV | PROXY_ENV
+    if tracing.is_configured():
+        require(tracing.EXPORTER)
+        variables |= TRACING_ENV
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
@@ -198,7 +208,9 @@ def serve(settings: ServeSpec, host: str, port: int) -> None:
 
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # does not affect the replicas
-    ray_serve.start(http_options={"host": host, "port": port})
+    # The log of the replicas is always JSON.
+    logging_config = {"encoding": "JSON"} if logs.is_json() else None
+    ray_serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
     try:
         ray_serve.run(build(settings), name=APPLICATION, route_prefix="/")
         names = ", ".join(settings.indexes)

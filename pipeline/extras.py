@@ -30,6 +30,9 @@ PACKAGES = {
     "maxsim_cpu": Package("maxsim-cpu", "bench", "comparing with maxsim-cpu"),
     "mteb": Package("mteb", "mteb", "reading or evaluating the tasks of mteb"),
     "onnxruntime": Package("onnxruntime", "ocr", "recognising text with rapidocr"),
+    "opentelemetry.exporter.otlp": Package(
+        "opentelemetry-exporter-otlp-proto-http", "otel", "exporting traces with OpenTelemetry"
+    ),
     "peft": Package("peft", "training", "training or loading LoRA adapters"),
     "pocketsphinx": Package("pocketsphinx", "asr", "recognising speech with pocketsphinx"),
     "pypdfium2": Package("pypdfium2", "pdf", "reading PDF files"),

@@ -8,7 +8,9 @@ batches as an uninterrupted one and produces bit-identical vectors.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import logging
 import os
 import time
 import traceback
@@ -29,6 +31,8 @@ from pipeline.schema import REJECT, Reject, detail_with_file, metadata_file
 
 if TYPE_CHECKING:
     import ray.data
+
+log = logging.getLogger("maxray.stage")
 
 #: Errors that are caused by the machine rather than by the item. The next run retries the item.
 RETRYABLE = (TimeoutError, OSError, MemoryError)
@@ -132,6 +136,7 @@ class Unit:
         items: Items that have not been rejected, one per row. Stages add columns.
         rejects: Rejected items, with the schema `REJECT`.
         seconds: Processing time by the name of the stage.
+        starts: Start of the processing by the name of the stage, in seconds since 1970.
         extra: Small JSON values for the driver, for example the rows to replace.
     """
 
@@ -139,6 +144,7 @@ class Unit:
     items: pa.Table
     rejects: pa.Table = field(default_factory=REJECT.empty_table)
     seconds: dict[str, float] = field(default_factory=dict)
+    starts: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -156,7 +162,7 @@ class Unit:
 
         Ray may split a block between rows, but it never splits a row.
         """
-        info = {"seconds": self.seconds, "extra": self.extra}
+        info = {"seconds": self.seconds, "starts": self.starts, "extra": self.extra}
         columns = [
             pa.array([self.name]),
             _binary_array(to_ipc(self.items)),
@@ -170,7 +176,7 @@ class Unit:
         """Restores the unit in row `i` of a block."""
         info = json.loads(row["info"][i].as_py())
         items, rejects = (from_ipc(_binary_value(row[name], i)) for name in ("items", "rejects"))
-        return cls(row["unit"][i].as_py(), items, rejects, info["seconds"], info["extra"])
+        return cls(row["unit"][i].as_py(), items, rejects, **info)
 
 
 PACKED = pa.schema(
@@ -239,6 +245,16 @@ class Stage(ABC):
         """Loads the models of the stage. Each actor calls this method once."""
 
 
+def consecutive_starts(started: float, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Returns the start of each step. Steps that alternate count as consecutive.
+
+    >>> consecutive_starts(100.0, {"encode": 2.0, "compress": 0.5})
+    {'encode': 100.0, 'compress': 102.0}
+    """
+    starts = itertools.accumulate(seconds.values(), initial=started)
+    return dict(zip(seconds, starts, strict=False))
+
+
 def run_stage(stage: LoadedStage, unit: Unit) -> Unit:
     """Runs a stage on a unit and rejects the items that cause exceptions.
 
@@ -248,7 +264,7 @@ def run_stage(stage: LoadedStage, unit: Unit) -> Unit:
     """
     if unit.items.num_rows == 0:
         return unit
-    start = time.perf_counter()
+    started, start = time.time(), time.perf_counter()
     try:
         items, rejects, seconds = stage.process(unit.items)
     except Exception as error:
@@ -258,7 +274,13 @@ def run_stage(stage: LoadedStage, unit: Unit) -> Unit:
         else:
             items, rejects = unit.items.slice(0, 0), [_failure(stage, unit.items, error)]
     seconds = seconds or {stage.name: time.perf_counter() - start}
-    unit = replace(unit, items=items, seconds={**unit.seconds, **seconds})
+    starts = consecutive_starts(started, seconds)
+    unit = replace(
+        unit,
+        items=items,
+        seconds={**unit.seconds, **seconds},
+        starts={**unit.starts, **starts},
+    )
     return unit.reject(rejects) if rejects else unit
 
 
@@ -323,6 +345,7 @@ class StageActor:
         torch.set_num_threads(num_threads)
         self.stages = [stage.load() for stage in stages]
         self._job, self._is_last = job, is_last
+        self._log_start()
         if job is not None and is_last:  # the models are loaded
             meter(job).add(FINISHED)
 
@@ -331,7 +354,22 @@ class StageActor:
         units = [self._run(Unit.unpack(block, i)) for i in range(block.num_rows)]
         return packed_table(units)
 
+    def _log_start(self) -> None:
+        """Logs that the actor is ready, if workers log JSON lines (`pipeline.logs`)."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        import ray
+
+        context = ray.get_runtime_context()
+        is_restart = bool(context.get_actor_id() and context.was_current_actor_reconstructed)
+        name = "actor_restarted" if is_restart else "actor_started"
+        fields = {"event": name, "job": self._job, "stages": [stage.name for stage in self.stages]}
+        log.log(logging.WARNING if is_restart else logging.INFO, "actor is ready", extra=fields)
+
     def _run(self, unit: Unit) -> Unit:
+        # A unit that is repeated because its worker died has two of these lines.
+        fields = {"event": "unit_started", "job": self._job, "unit": unit.name}
+        log.info("unit started", extra=fields)
         for stage in self.stages:
             before = unit.seconds
             unit = run_stage(stage, unit)

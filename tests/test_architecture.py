@@ -16,6 +16,7 @@ from tests.conftest import ROOT
 ORDER = [
     ("extras", "version"),
     ("config",),
+    ("logs", "tracing"),
     ("atomic", "checkpoint", "retries", "scores"),
     ("schema",),
     ("registry",),

@@ -249,4 +249,5 @@ class CacheFragment:
             metadata, modified = fragment.update_columns(filled)
             written = metadata.to_json()
         seconds = {"encode": encoded - start, "write": time.perf_counter() - encoded}
-        return FilledFragment(written, modified, num_filled, num_tried - num_filled, seconds)
+        num_empty = num_tried - num_filled
+        return FilledFragment(written, modified, num_filled, num_empty, seconds, number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import sys
@@ -18,12 +19,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from pipeline import logs
 from pipeline.config import SpecError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pipeline.index.monitor import Snapshot
+
+log = logging.getLogger("maxray.jobs")
 
 #: Modes of the option `--progress`. "auto" is live on a terminal and plain elsewhere.
 Mode = Literal["auto", "live", "plain", "json"]
@@ -68,9 +72,9 @@ class Plain(Display):
 
     def show(self, snapshot: Snapshot) -> None:
         """Prints the state if the last one was printed five seconds ago."""
-        if time.monotonic() - self._last >= PLAIN_SECONDS:
+        if time.monotonic() - self._last >= PLAIN_SECONDS and (line := describe(snapshot)):
             self._last = time.monotonic()
-            self.say(describe(snapshot))
+            self.say(line)
 
 
 class JsonLines(Display):
@@ -92,6 +96,14 @@ class JsonLines(Display):
 
     def _print(self, record: dict[str, Any]) -> None:
         print(json.dumps(record), flush=True)
+
+
+class Logged(Plain):
+    """JSON lines of the log, see `pipeline.logs`. The state is logged every five seconds."""
+
+    def say(self, line: str) -> None:
+        """Logs a message."""
+        log.info(line)
 
 
 class Live(Display):
@@ -283,7 +295,9 @@ def open_display(mode: Mode = "auto") -> Iterator[Display]:
         raise SpecError("--progress", mode, rule)
     if mode == "auto":
         mode = "live" if is_terminal and os.environ.get("TERM", "dumb") != "dumb" else "plain"
-    displays: dict[str, Callable[[], Display]] = {"live": Live, "plain": Plain, "json": JsonLines}
+        mode = "plain" if logs.is_json() else mode
+    plain = Logged if logs.is_json() else Plain
+    displays: dict[str, Callable[[], Display]] = {"live": Live, "plain": plain, "json": JsonLines}
     display = _open = displays[mode]()
     try:
         yield display

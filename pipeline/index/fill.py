@@ -7,6 +7,7 @@ contains the column. An interrupted job resumes with the incomplete fragments.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,9 +16,12 @@ from typing import Any, NamedTuple
 import ray
 from lance.fragment import FragmentMetadata
 
+from pipeline import logs, tracing
 from pipeline.index.session import Session, configure_ray_data, iter_rows
 from pipeline.meter import Totals
-from pipeline.stage import Profile, Resources, map_batches
+from pipeline.stage import Profile, Resources, consecutive_starts, map_batches
+
+log = logging.getLogger("maxray.index")
 
 
 @dataclass
@@ -67,7 +71,9 @@ class FilledFragment(NamedTuple):
         fields: Field ids of the columns in that file.
         rows: Number of rows that received data.
         empty: Number of rows that were processed and received no data.
-        seconds: Time by step.
+        seconds: Time by step, in the order of the steps.
+        number: Id of the fragment.
+        ended: End of the last step, in seconds since 1970.
     """
 
     fragment: Any
@@ -75,6 +81,8 @@ class FilledFragment(NamedTuple):
     rows: int
     empty: int
     seconds: dict[str, float]
+    number: int
+    ended: float = 0.0
 
     @classmethod
     def from_json(cls, text: str) -> FilledFragment:
@@ -82,8 +90,8 @@ class FilledFragment(NamedTuple):
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """Converts the result to JSON. Actors pass it to the driver in this form."""
-        return json.dumps(self._asdict())
+        """Converts the result to JSON. Actors pass it to the driver in this form, at its end."""
+        return json.dumps(self._replace(ended=time.time())._asdict())
 
 
 def fill_fragments(
@@ -132,7 +140,9 @@ def commit_filled(
     start = time.perf_counter()
 
     def commit() -> None:
-        session.writer.commit_columns(pending)
+        with tracing.span("commit", job=session.job, fragments=len(pending)):
+            version = session.writer.commit_columns(pending)
+        logs.event(log, "committed", version=version, fragments=len(pending))
         pending.clear()
         progress.commits += 1
         session.record("running")
@@ -152,6 +162,7 @@ def commit_filled(
                     if done.fragment is not None:
                         fragment = FragmentMetadata.from_json(json.dumps(done.fragment))
                         pending.append((fragment, done.fields))
+                    _observe(session, done)
                     progress.done += 1
                     progress.rows += done.rows
                     progress.empty += done.empty
@@ -167,3 +178,11 @@ def commit_filled(
             if pending and session.may_commit:
                 commit()
     report(progress.line(time.perf_counter() - start))
+
+
+def _observe(session: Session, done: FilledFragment) -> None:
+    """Logs and traces a fragment that was filled."""
+    starts = consecutive_starts(done.ended - sum(done.seconds.values()), done.seconds)
+    steps = {step: (start, done.seconds[step]) for step, start in starts.items()}
+    tracing.record_steps("fragment", steps, job=session.job, fragment=done.number, rows=done.rows)
+    logs.event(log, "fragment_filled", fragment=done.number, rows=done.rows)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import lance
 import pyarrow as pa
@@ -25,7 +26,8 @@ from pipeline.stage import Unit, from_ipc, to_ipc
 WRITTEN = pa.schema(
     [
         pa.field("fragments", pa.string()),  # JSON; an empty list if all items were rejected
-        pa.field("summary", pa.string()),  # JSON: units, item ids, replaced rows, seconds, bytes
+        # JSON: units (fields of `WrittenUnit`), item ids, replaced rows, seconds, bytes
+        pa.field("summary", pa.string()),
         pa.field("rejects", pa.large_binary()),
     ]
 )
@@ -45,7 +47,7 @@ class WriteFragments:
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """Writes packed units to one or more fragments and returns a row of `WRITTEN`."""
-        start = time.perf_counter()
+        started, start = time.time(), time.perf_counter()
         units = [Unit.unpack(block, i) for i in range(block.num_rows)]
         tables = [unit.items for unit in units if unit.items.num_rows]
         fragments: list[FragmentMetadata] = []
@@ -70,8 +72,10 @@ class WriteFragments:
         if self._job is not None:
             num_entries = sum(unit.num_entries for unit in units)
             meter(self._job).add("write", num_entries, len(units), seconds["write"])
+        for unit in units:
+            unit.starts["write"], unit.seconds["write"] = started, seconds["write"]
         summary = {
-            "units": [unit.name for unit in units],
+            "units": [WrittenUnit.from_unit(unit)._asdict() for unit in units],
             "item_ids": item_ids,
             "replaces": {fragment: ids for fragment, ids in replaces.items() if ids},
             "gone": sum(unit.extra["gone"] for unit in units),
@@ -102,12 +106,40 @@ def write_table(table: pa.Table, uri: str) -> list[FragmentMetadata]:
     return write_fragments(table, uri, schema=schema, max_rows_per_file=max(1, table.num_rows))
 
 
+class WrittenUnit(NamedTuple):
+    """Outcome of a unit, for the log and the trace of the job.
+
+    Attributes:
+        name: Name of the unit.
+        items: Number of written items.
+        rejects: Number of rejected items by reason.
+        steps: Start, in seconds since 1970, and duration in seconds of each step.
+    """
+
+    name: str
+    items: int
+    rejects: dict[str, int]
+    steps: dict[str, tuple[float, float]]
+
+    @classmethod
+    def from_unit(cls, unit: Unit) -> WrittenUnit:
+        """Describes a unit that is being written."""
+        steps = {step: (start, unit.seconds[step]) for step, start in unit.starts.items()}
+        return cls(unit.name, unit.items.num_rows, reason_counts(unit.rejects), steps)
+
+
+def reason_counts(rejects: pa.Table) -> dict[str, int]:
+    """Counts rejects by their reason."""
+    return dict(Counter(rejects["reason"].to_pylist()))
+
+
 @dataclass
 class Pending:
     """Fragments that have been written but not committed.
 
     Attributes:
         rows: Rows of `WRITTEN` that were added.
+        units: The units in these rows.
         fragments: Metadata of the fragments.
         replaced: Ids of the items whose older revision is replaced, by fragment.
         rejects: Tables of rejects.
@@ -118,6 +150,7 @@ class Pending:
     """
 
     rows: int = 0
+    units: list[WrittenUnit] = field(default_factory=list)
     fragments: list[FragmentMetadata] = field(default_factory=list)
     replaced: dict[int, list[str]] = field(default_factory=dict)
     rejects: list[pa.Table] = field(default_factory=lambda: [REJECT.empty_table()])
@@ -151,6 +184,7 @@ class Pending:
         """Adds a row of `WRITTEN`."""
         summary = json.loads(written["summary"])
         self.rows += 1
+        self.units += [WrittenUnit(**unit) for unit in summary["units"]]
         fragments = json.loads(written["fragments"])
         self.fragments += [FragmentMetadata.from_json(json.dumps(f)) for f in fragments]
         for fragment, ids in summary["replaces"].items():

@@ -17,13 +17,14 @@ from typing import Any
 
 import ray
 
+from pipeline import logs, tracing
 from pipeline.config import JobError
 from pipeline.index import tasks
 from pipeline.index.capacity import check_capacity
 from pipeline.index.checks import check, check_reasons, check_resources
 from pipeline.index.compaction import FragmentMerger
 from pipeline.index.fitting import LearnedState, fitted_fields, needs_fit, trained_state
-from pipeline.index.fragments import Pending
+from pipeline.index.fragments import Pending, reason_counts
 from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.metrics import commit_seconds
 from pipeline.index.monitor import ReadSteps, Show, ignore
@@ -194,6 +195,9 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
             progress.rejected += rejects.num_rows
             progress.listed += num_known + rejects.num_rows
             writer.set_rejects(rejects)
+            if rejects.num_rows:
+                reasons = reason_counts(rejects)
+                logs.event(log, "items_rejected", logging.WARNING, unit=None, reasons=reasons)
     total = sum((Counter(c) for c in counts.values()), Counter())
     progress.listed += sum(total.values())
     progress.unchanged = total["done"]
@@ -205,6 +209,9 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
         f" {total['changed']:,} changed, {total['done']:,} already indexed,"
         f" {progress.rejected_before:,} already rejected"
     )
+    counts_by_status = {"listed": progress.listed, "to_do": progress.to_do}
+    counts_by_status |= {"unchanged": progress.unchanged, "rejected": progress.rejected_before}
+    logs.event(log, "listed", shards=num_shards, retried_reasons=retry_rejects, **counts_by_status)
     to_do = [t for t in tallies if any(counts[t.shard][status] for status in TO_DO)]
     # Finished items that turned out to be duplicates have to be processed, but have no range.
     ranges = tuple(r for t in to_do for r in t.ranges or [UnitRange(t.shard)])
@@ -316,12 +323,24 @@ def _is_full(spec: IndexSpec, pending: Pending) -> bool:
 
 def _commit(context: Context, listing: Listing, pending: Pending) -> None:
     writer, start = context.writer, time.perf_counter()
-    if pending.fragments:
-        writer.commit(pending.fragments, pending.replaced)
-    else:
-        writer.renew()  # writing only rejects requires the lease as well
-    writer.set_rejects(pending.rejects_with(listing.job.spec_digest), pending.item_ids)
-    commit_seconds().observe(time.perf_counter() - start)
+    job, units = context.session.job, [unit.name for unit in pending.units]
+    with tracing.span("commit", job=job, units=units):
+        if pending.fragments:
+            writer.commit(pending.fragments, pending.replaced)
+        else:
+            writer.renew()  # writing only rejects requires the lease as well
+        writer.set_rejects(pending.rejects_with(listing.job.spec_digest), pending.item_ids)
+    seconds = time.perf_counter() - start
+    commit_seconds().observe(seconds)
+    version = writer.dataset.version
+    for unit in pending.units:
+        tracing.record_steps("unit", unit.steps, job=job, unit=unit.name, items=unit.items)
+        logs.event(log, "unit_committed", unit=unit.name, items=unit.items, version=version)
+        if unit.rejects:
+            logs.event(log, "items_rejected", logging.WARNING, unit=unit.name, reasons=unit.rejects)
+    logs.event(
+        log, "committed", version=version, items=pending.num_items, seconds=round(seconds, 3)
+    )
     progress = context.progress
     progress.add_commit(pending)
     context.session.monitor.update(

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pipeline.meter import Totals
+from pipeline.tracing import span
 
 log = logging.getLogger("maxray.monitor")
 
@@ -176,7 +177,8 @@ class Monitor:
             self._steps, self._first = steps, None
             self._samples.clear()
         self.tick()
-        yield
+        with span(name):
+            yield
         with self._lock:
             self._steps = None
         self.tick()

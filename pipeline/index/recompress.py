@@ -333,7 +333,7 @@ class FillFragment:
             "compress": compressed - read,
             "write": time.perf_counter() - compressed,
         }
-        return FilledFragment(metadata.to_json(), modified, table.num_rows, 0, seconds)
+        return FilledFragment(metadata.to_json(), modified, table.num_rows, 0, seconds, number)
 
 
 def read_tokens(

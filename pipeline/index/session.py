@@ -21,6 +21,7 @@ from ray.data.context import (
 )
 from ray.data.exceptions import ExecutionTimeoutError
 
+from pipeline import logs, tracing
 from pipeline.atomic import write_atomic
 from pipeline.config import JobError, Spec, SpecError, Stopped, dump_yaml
 from pipeline.index import JOBS, PROGRESS
@@ -86,6 +87,14 @@ class Session:
         self._lost: Exception | None = None
 
     def __enter__(self) -> Session:
+        with contextlib.ExitStack() as observers:
+            observers.enter_context(logs.bound(job=self.job, index=self.index))
+            observers.enter_context(tracing.job_span(self.kind, self.job, self.index))
+            self._start()
+            self._observers = observers.pop_all()
+        return self
+
+    def _start(self) -> None:
         self.writer = IndexWriter(self.index, self.job, self._lease_seconds)
         self._renewer = threading.Thread(target=self._renew, daemon=True)
         self._renewer.start()
@@ -93,15 +102,21 @@ class Session:
         if threading.current_thread() is threading.main_thread():
             self._old_handler = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
         try:
+            logs.event(log, "job_started", kind=self.kind)
             write_atomic(f"{self.folder}/spec.yaml", dump_yaml(self.spec))
             self.record("running")
         except BaseException:
             self._end()
             raise
         self.monitor.start()
-        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._finish(kind, error)
+        finally:
+            self._observers.__exit__(kind, error, trace)
+
+    def _finish(self, kind: type | None, error: BaseException | None) -> None:
         if isinstance(error, Exception) and self._is_deleted():
             # The deletion is the cause, whichever error it raised here or in a task.
             with contextlib.suppress(OSError, ValueError):
@@ -109,10 +124,12 @@ class Session:
             problem = "was deleted while the job was writing to it; rerun the job to rebuild it"
             raise JobError(f"the index {self.index} {problem}") from None
         self._end()
+        stopped = kind in (Stopped, KeyboardInterrupt)
+        state = "done" if kind is None else "stopped" if stopped else "failed"
         with contextlib.suppress(OSError):
-            stopped = kind in (Stopped, KeyboardInterrupt)
-            state = "done" if kind is None else "stopped" if stopped else "failed"
             self.record(state, str(error) if error else "")
+        level = logging.ERROR if state == "failed" else logging.INFO
+        logs.event(log, "job_ended", level, state=state, error=str(error) if error else "")
 
     def _is_deleted(self) -> bool:
         """Checks whether the index was deleted.
@@ -146,9 +163,11 @@ class Session:
                 self.writer.renew()
             except LeaseLost as error:  # raised by the next `check` in the main thread
                 self._lost = error
+                logs.event(log, "lease_lost", logging.ERROR)
                 return
             except (OSError, ValueError) as error:  # retried before the lease expires
-                log.warning("Could not renew the lease, retrying: %s", error)
+                fields = {"event": "lease_renewal_failed"}
+                log.warning("Could not renew the lease, retrying: %s", error, extra=fields)
 
     @property
     def may_commit(self) -> bool:

@@ -243,7 +243,7 @@ class TokenEncoder(LoadedStage):
             collector.add(
                 item_field, rows, self.with_rerank_tokens(pa.table(named), encoded), problems
             )
-        seconds = {"encode": time.perf_counter() - start, **preparing}
+        seconds = {**preparing, "encode": time.perf_counter() - start}
         accepted, rejects = collector.join(
             items.select(ITEM.names), self.stage.item_fields, self.empty_reason
         )

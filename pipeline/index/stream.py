@@ -116,14 +116,14 @@ def unit_dataset(
 
     def read_block(block: DataBatch) -> Iterator[pa.Table]:
         keep_memory()
-        start = time.perf_counter()
+        started, start = time.time(), time.perf_counter()
         for values in zip(*(block[name].tolist() for name in UnitRange._fields), strict=True):
             for unit in read(UnitRange(*values)):
-                unit.seconds["read"] = time.perf_counter() - start
+                unit.starts["read"], unit.seconds["read"] = started, time.perf_counter() - start
                 if job is not None:
                     meter(job).add("read", unit.num_entries, 1, unit.seconds["read"])
                 yield packed_table([unit])
-                start = time.perf_counter()
+                started, start = time.time(), time.perf_counter()
 
     rows = [units._asdict() for units in ranges]
     return ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(

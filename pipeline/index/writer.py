@@ -13,6 +13,7 @@ protects the index also if a renewal is lost or late.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import threading
 import time
@@ -29,6 +30,7 @@ from lance.dataset import CleanupStats
 from lance.fragment import FragmentMetadata
 from lance.optimize import Compaction, CompactionMetrics, RewriteResult
 
+from pipeline import logs
 from pipeline.config import JobError, SpecError
 from pipeline.index import LEASE
 from pipeline.index.lease import Lease, LeaseFile
@@ -46,6 +48,8 @@ from pipeline.index.reader import (
     part_uri,
 )
 from pipeline.schema import ITEM
+
+log = logging.getLogger("maxray.writer")
 
 STORAGE_VERSION: Final = "2.2"
 
@@ -108,6 +112,8 @@ class IndexWriter:
         self._lease, self._file = lease, LeaseFile(folder, self._owner)
         self._file.write(lease.expires)
         self._apply(self._fence)
+        interrupted = held.job if held and held.owner else None  # it did not release the lease
+        logs.event(log, "lease_taken", epoch=epoch, interrupted_job=interrupted)
         if held and held.owner:
             LeaseFile(folder, held.owner).remove()
 
@@ -130,9 +136,14 @@ class IndexWriter:
 
         Does nothing if another job has taken it.
         """
+        free = replace(self._lease, owner="", expires=0.0)
+
+        def change() -> None:
+            self.dataset.update_config(free.entry())
+            logs.event(log, "lease_released")
+
         with self._lock, contextlib.suppress(LeaseLost):
-            free = replace(self._lease, owner="", expires=0.0)
-            self._apply(lambda: self.dataset.update_config(free.entry()))
+            self._apply(change)
         self._file.remove()
 
     def _apply(self, change: Callable[[], Any]) -> None:

@@ -384,7 +384,7 @@ class FillCodes:
         before = time.perf_counter()
         metadata, modified = fragment.update_columns(filled)
         seconds["write"] += time.perf_counter() - before
-        return FilledFragment(metadata.to_json(), modified, table.num_rows, 0, seconds)
+        return FilledFragment(metadata.to_json(), modified, table.num_rows, 0, seconds, number)
 
     def _codes(self, column: pa.ChunkedArray) -> pa.Array:
         """Returns the codes of the items with the given vectors or texts."""

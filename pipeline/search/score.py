@@ -48,6 +48,7 @@ from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import Queries
 from pipeline.search.selection import Items
+from pipeline.tracing import span
 
 if TYPE_CHECKING:
     from pipeline.candidates.bm25 import Postings
@@ -306,11 +307,14 @@ class Scorer:
                 yield
             batch = queries.part(first, first + QUERY_BATCH)
             if scores_all:
-                rankings += yield from self._rank_batch(batch, options, rows, slice_pairs)
+                with span("score", queries=len(batch)):
+                    rankings += yield from self._rank_batch(batch, options, rows, slice_pairs)
                 continue
-            candidates = yield from self._candidates(batch, options, rows, slice_pairs)
-            for query, query_rows in zip(batch.split(), candidates, strict=True):
-                rankings += yield from self._rank_batch(query, options, query_rows, slice_pairs)
+            with span("candidates", queries=len(batch), generator=options.candidates):
+                candidates = yield from self._candidates(batch, options, rows, slice_pairs)
+            with span("score", queries=len(batch)):
+                for query, query_rows in zip(batch.split(), candidates, strict=True):
+                    rankings += yield from self._rank_batch(query, options, query_rows, slice_pairs)
         return rankings
 
     def _rank_batch(

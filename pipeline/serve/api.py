@@ -49,6 +49,7 @@ def create_app(create_gateway: Callable[[], Awaitable[Gateway]]) -> FastAPI:
         version=__version__,
         lifespan=lifespan,
         responses={"default": {"model": wire.ErrorResponse, "description": "Error"}},
+        telemetry={"tracing": False},  # its spans would not belong to the traces of Ray Serve
     )
     app.include_router(routes.public)
     app.include_router(browse.api)
@@ -98,5 +99,5 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _unexpected_error(request: Request, error: Exception) -> Response:
-    log.error("request failed", exc_info=error)
+    log.error("request failed", exc_info=error, extra={"event": "request_failed"})
     return error_response(request, ApiError("internal", "internal server error"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from pipeline.config import SpecError
 from pipeline.serve.errors import ApiError, from_spec_error
 from pipeline.serve.outcomes import unwrap
 from pipeline.serve.scheduler import Caller, gather_or_cancel
+
+log = logging.getLogger("ray.serve")
 
 #: Delay before the retry, in seconds.
 RETRY_SECONDS = 0.2
@@ -112,6 +115,7 @@ class StageClient:
                     message = f"{stage} is temporarily unavailable"
                     raise ApiError("unavailable", message) from error
                 self._count("retry", stage)
+                log.warning("stage is retried", extra={"event": "retry", "stage": stage})
                 await asyncio.sleep(RETRY_SECONDS)
         raise AssertionError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,9 @@ from pipeline.serve.responses import hit_response, truncation_warnings
 from pipeline.serve.scheduler import Caller, gather_or_cancel
 from pipeline.serve.served import Served, ServedIndexes
 from pipeline.serve.settings import ServeSpec
+from pipeline.tracing import span
+
+log = logging.getLogger("ray.serve")
 
 #: Offset between the row numbers of consecutive shards, which identifies the shard of a row.
 SHARD_ROWS = 1 << 40
@@ -55,7 +59,8 @@ class Timer:
         """Adds the duration of the context to a stage."""
         start = time.perf_counter()
         try:
-            yield
+            with span(name):
+                yield
         finally:
             seconds = time.perf_counter() - start
             self._observe(name, seconds)
@@ -133,6 +138,8 @@ class Engine:
                 if not options.rerank_is_optional or error.code not in ("unavailable", "timeout"):
                     raise
                 self._count("degraded", stage)
+                fields = {"event": "degraded", "stage": stage, "index": served.name}
+                log.warning("hits are not reranked: %s", error.message, extra=fields)
                 warnings.append(f"not reranked: {error.message}")
                 rankings = [r.take(range(min(options.k, len(r.rows)))) for r in rankings]
         with timer.stage("describe"):

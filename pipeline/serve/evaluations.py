@@ -35,6 +35,7 @@ import yaml
 
 from pipeline.config import SpecError, absolute, digest, dump, parse
 from pipeline.eval.results import read_results
+from pipeline.logs import FORMAT_VARIABLE
 from pipeline.search.fusion import FUSED
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
@@ -374,7 +375,8 @@ class Evaluator:
             return
         _write(folder / "state.json", {"state": "running"})
         command = [sys.executable, "-m", "jobs.evaluate", str(folder / "spec.yaml")]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        # Its last line is read as text.
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", FORMAT_VARIABLE: "text"}
         with (folder / "log").open("ab") as log:
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 import uuid
@@ -158,7 +157,7 @@ def _record(gateway: Gateway, scope: Scope, status: int, seconds: float) -> None
     status = status or 499  # the client has disconnected
     label = key.label if key else ""
     gateway.metrics.request(route, scope["method"], status, label, seconds)
-    entry = {
+    fields = {
         "event": "request",
         "request_id": scope["maxray_request_id"],
         "key": key.name if key else "",
@@ -168,4 +167,4 @@ def _record(gateway: Gateway, scope: Scope, status: int, seconds: float) -> None
         "milliseconds": round(1e3 * seconds, 1),
         **scope.get("state", {}).get("log_fields", {}),
     }
-    log.info(json.dumps(entry))
+    log.info("request answered", extra=fields)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from pipeline.config import SpecError
+from pipeline.tracing import span
 
 log = logging.getLogger("ray.serve")
 P = ParamSpec("P")
@@ -52,13 +52,14 @@ def returns_errors(
 
 @contextlib.contextmanager
 def logged(stage: str, **details: Any) -> Iterator[None]:
-    """Logs how long a stage took for a request. Ray adds the request id to the log entry."""
+    """Logs and traces how long a stage took for a request. Ray adds the request id to both."""
     start = time.perf_counter()
     done = "failed"
     try:
-        yield
+        with span(stage, **details):
+            yield
         done = "ok"
     finally:
         milliseconds = round(1e3 * (time.perf_counter() - start), 1)
-        entry = {"event": "stage", "stage": stage, "done": done, "milliseconds": milliseconds}
-        log.info(json.dumps({**entry, **details}))
+        fields = {"event": "stage", "stage": stage, "done": done, "milliseconds": milliseconds}
+        log.info("stage called", extra={**fields, **details})

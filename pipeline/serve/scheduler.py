@@ -9,6 +9,7 @@ out or have been cancelled are dropped before they start or at the end of the cu
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable, Sequence
@@ -83,6 +84,7 @@ class _Request:
     group: Hashable
     values: Sequence[Any]
     future: asyncio.Future
+    context: contextvars.Context  # of the caller, with its trace
     results: list[Any] = field(default_factory=list)
     num_started: int = 0
     is_running: bool = False  # some of its values are in a batch
@@ -91,10 +93,14 @@ class _Request:
 
 @dataclass(eq=False)
 class _Batch:
-    """Values from one or more requests of the same group that are computed together."""
+    """Values from one or more requests of the same group that are computed together.
+
+    The work runs in the context of the first request, so its spans belong to that trace.
+    """
 
     members: list[tuple[_Request, int]]  # each with its number of values in the batch
     work: Generator[None, None, Sequence[Any]]
+    context: contextvars.Context
 
     @property
     def key(self) -> str:
@@ -153,7 +159,7 @@ class FairScheduler:
             least = min(self._used.get(key, 0.0) for key in active)
             self._used[caller.key] = max(self._used.get(caller.key, 0.0), least)
         future = asyncio.get_running_loop().create_future()
-        request = _Request(caller.key, group, values, future)
+        request = _Request(caller.key, group, values, future, contextvars.copy_context())
         self._waiting.append(request)
         self._open.add(request)
         if self._num_running < self._workers:
@@ -180,7 +186,9 @@ class FairScheduler:
         self._slots.acquire(batch.key)
         start, loop = time.perf_counter(), asyncio.get_running_loop()
         try:
-            results = await loop.run_in_executor(self._threads, _step, batch.work)
+            results = await loop.run_in_executor(
+                self._threads, batch.context.run, _step, batch.work
+            )
         except Exception as error:
             self._fail(batch, error)
         else:
@@ -201,7 +209,7 @@ class FairScheduler:
         for batch in list(self._paused):
             if all(request.future.done() for request, _ in batch.members):
                 self._paused.remove(batch)
-                batch.work.close()
+                batch.context.run(batch.work.close)
         ready = [r for r in self._waiting if not r.is_running]
         waiting = dict.fromkeys([p.key for p in self._paused] + [r.key for r in ready])
         keys = [key for key in waiting if self._slots.is_available(key)]
@@ -242,7 +250,7 @@ class FairScheduler:
             if request.num_started == len(request.values):
                 self._waiting.remove(request)
         self._observe(len(members))
-        return _Batch(members, self._work(first.group, values))
+        return _Batch(members, self._work(first.group, values), first.context.copy())
 
     def _finish(self, batch: _Batch, results: Sequence[Any]) -> None:
         start = 0

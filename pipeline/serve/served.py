@@ -120,7 +120,8 @@ class ServedIndexes:
             await self._refresh(name)
         except Exception as error:
             self._count("reload_failed", "gateway")
-            log.warning("index %s could not be reloaded: %s", name, error)
+            fields = {"event": "reload_failed", "index": name}
+            log.warning("index %s could not be reloaded: %s", name, error, extra=fields)
 
     async def _refresh(self, name: str) -> None:
         """Serves the newest version of an index as soon as all shards have opened it."""
@@ -147,7 +148,8 @@ class ServedIndexes:
             unwrap(outcome)
         self._served[name] = served
         if current is not None:
-            log.info("index %s reloaded: version %d", name, served.version)
+            fields = {"event": "reloaded", "index": name, "version": served.version}
+            log.info("index %s reloaded: version %d", name, served.version, extra=fields)
 
     def __getitem__(self, name: str) -> Served:
         return self._served[name]

@@ -42,6 +42,7 @@ from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.scheduler import Caller, FairScheduler, gather_or_cancel
 from pipeline.serve.settings import Scale, ServedIndex
 from pipeline.serve.versions import Versions
+from pipeline.tracing import span
 
 if TYPE_CHECKING:  # requires transformers, which the gateway does not
     from pipeline.search.rerank import JointScore
@@ -262,7 +263,8 @@ class Ranker:
             return None
         if (rows := searcher.items.cached_rows(options.filter)) is not None:
             return rows
-        item_ids = await self._filters.matching_ids(caller, edition, options.filter)
+        with span("filter"):
+            item_ids = await self._filters.matching_ids(caller, edition, options.filter)
         return await asyncio.to_thread(searcher.items.cache_rows, options.filter, item_ids)
 
     def _rank(
@@ -285,7 +287,8 @@ class Ranker:
             async with asyncio.timeout(caller.timeout_s):
                 parts = await self._run_rank(edition, queries, options, caller)
                 rankings = [fuse(part, options) for part in parts]
-                return await self._run_describe(edition, queries, options, rankings, caller)
+                with span("describe"):
+                    return await self._run_describe(edition, queries, options, rankings, caller)
 
     @returns_errors
     async def describe(

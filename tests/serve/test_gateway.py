@@ -362,13 +362,13 @@ def test_logs_of_all_stages_contain_request_id_but_not_query(http):
         logged = [line for line in read_logs().splitlines() if '"request_id": "trace-7"' in line]
         return [json.loads(line) for line in logged]
 
-    wait_until(lambda: any('"request"' in line["message"] for line in lines()))
+    wait_until(lambda: any(line.get("event") == "request" for line in lines()))
     assert "zeppelin" not in read_logs()
-    messages = [line["message"] for line in lines()]
-    entries = [json.loads(message) for message in messages if message.startswith("{")]
+    entries = [line for line in lines() if "event" in line]
     assert {"encode", "rank", "describe"} <= {entry.get("stage") for entry in entries}
     (request,) = [entry for entry in entries if entry["event"] == "request"]
     assert (request["key"], request["status"], request["k"]) == ("all", 200, 10)
+    assert (request["index"], request["route"]) == ("texts", "/both/v1/search")
 
 
 def test_disconnected_clients_release_slots(url):

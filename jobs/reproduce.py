@@ -12,8 +12,10 @@ paper. Missing files are listed with where to obtain them, and the exit code is 
 Rerun the same command to resume. Finished steps are not repeated, and tables share the models and
 indexes that they have in common.
 
-With --miniature, the same steps run on shipped or generated data with tiny models, in seconds. The
-numbers of a miniature say nothing about the paper.
+Training runs on Ray Train like `jobs.train`, by default with one worker.
+
+With --miniature, the same steps run on shipped or generated data with tiny models, in seconds, and
+training runs in this process. The numbers of a miniature say nothing about the paper.
 
 The folder OUTPUT/papers/PAPER/TABLE receives table.txt, table.csv, table.json and table.png.
 """
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.index.spec import IndexResources
     from pipeline.reproduce import miniature, report
     from pipeline.reproduce.run import run
-    from pipeline.train.ray import Workers
+    from pipeline.train.ray import Workers, default_workers
 
     workers = resources = None
     if args.train_resources:
@@ -94,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.miniature:
         miniature.generate([step.fields for step in plan.steps], Path(output) / "miniature")
     with jobs.cluster(resources.object_store_bytes if resources else None):
+        if workers is None and not args.miniature:  # miniatures train for less time than it starts
+            workers = default_workers()
         run(
             plan.steps,
             job_id=jobs.job_id,

@@ -80,7 +80,7 @@ def format_status(summary: dict[str, Any]) -> str:
         lines.append(f"  {count:8,}  {reason}")
     for job in summary["jobs"]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["updated"]))
-        rates = "  ".join(f"{name} {rate:,.1f}/s" for name, rate in job["rates"].items())
+        rates = "  ".join(f"{name} {rate:,.1f}/s" for name, rate in job.get("rates", {}).items())
         lines.append(f"{job['kind']:12} {job['job']}  {job['state']} {when}  {rates}")
         if job["error"]:
             lines.append(f"             {job['error']}")

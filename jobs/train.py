@@ -3,6 +3,7 @@
     python -m jobs.train jobs/specs/training/shapes_samer.yaml
     python -m jobs.train SPEC optimiser.learning_rate=1e-4 epochs=3
     python -m jobs.train SPEC --resources cluster/profiles/train_gpus.yaml
+    python -m jobs.train SPEC --in-process
     python -m jobs.train SPEC --dry-run
 
 The output folder of the spec receives:
@@ -15,8 +16,10 @@ The output folder of the spec receives:
 A spec with a `sweep` trains one run per combination, each in a subfolder of `output`, and writes a
 table and plots of all runs. With --report, it only writes those of the evaluations so far.
 
-With --resources, training runs on a Ray cluster with the number of workers in the profile.
-Otherwise, it runs in this process.
+Training runs on Ray Train, on the cluster at RAY_ADDRESS or on a local cluster. By default, it has
+one worker, with a GPU if the cluster has one; --resources names a profile with more. Starting Ray
+and the worker takes several seconds, once per command. With --in-process, the same loop runs in
+this process without Ray, with the same results. Either resumes a run that the other started.
 """
 
 from __future__ import annotations
@@ -38,18 +41,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help="write the table and plots of a study so far without training",
     )
+    parser.add_argument(
+        "--in-process", action="store_true", help="train in this process, without Ray"
+    )
     args = parser.parse(arguments)
+    if args.in_process and args.resources:
+        parser.error("--in-process cannot be combined with --resources")
 
     from pipeline import config, extras
     from pipeline.atomic import check_writable
-    from pipeline.train import study
-    from pipeline.train.loop import Loop, check
-    from pipeline.train.ray import Workers, train
+    from pipeline.train import ray, study
+    from pipeline.train.checkpoints import Checkpoints
+    from pipeline.train.loop import check
 
     spec = config.load(study.StudySpec, args.spec, args.overrides)
     workers = None
     if args.resources:
-        workers = config.load(Workers, args.resources, role="profile")
+        workers = config.load(ray.Workers, args.resources, role="profile")
     if args.report and not spec.sweep:
         raise config.SpecError("sweep", spec.sweep, "given with --report")
     if spec.sweep:
@@ -59,22 +67,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.report:
         print(study.report(spec, runs))
         return
+    if workers:
+        ray.check_batches(runs, workers)
     for run in runs:
         data = check(run.spec)
+        Checkpoints(run.spec).check_spec()  # before Ray starts
     if args.dry_run:
         for run in runs:
             print(f"{run.title}: {study.described(run.spec)}")
         return
     started = time.monotonic()
-    for number, run in enumerate(runs, start=1):
-        if len(runs) > 1:
-            jobs.say(f"run {number} of {len(runs)}: {run.title}")
-        if workers is None:
-            Loop(run.spec, jobs.say, data=data if len(runs) == 1 else None).run()
-        else:
-            with jobs.cluster():
-                train(run.spec, workers, jobs.say)
-        jobs.say(f"{run.spec.output}/model")
+    if args.in_process:
+        study.train(runs, jobs.say, data=data if len(runs) == 1 else None)
+    else:
+        del data  # the worker loads its own
+        jobs.say("start Ray")
+        with jobs.cluster():
+            ray.train(runs, workers or ray.default_workers(), jobs.say)
     if spec.sweep:
         print(study.report(spec, runs))
     print(f"done in {(time.monotonic() - started) / 60:.1f} min")

@@ -223,6 +223,7 @@ class Optional:
 def _write_figure(path: Path, rows: Sequence[Sequence[Any]]) -> None:
     """Plots the recall of each generator against the median latency, as PNG."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     from pipeline.report.plot import REFERENCE, STYLES, apply_style, to_png
 
@@ -236,7 +237,9 @@ def _write_figure(path: Path, rows: Sequence[Sequence[Any]]) -> None:
             panel.plot(*zip(*points, strict=True), label=name, **style)
         panel.axvline(exact_ms, color=REFERENCE, linestyle="dotted", label="exact")
         panel.set(xscale="log", xlabel="p50 latency, ms", ylabel=f"recall@{depth}")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.xaxis.set_major_formatter("{x:g}")
+        panel.xaxis.set_minor_formatter(NullFormatter())
     panels[0].legend()
     path.write_bytes(to_png(figure))
 

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "shapes_edje": "models",
     }
     for name, folder in specs.items():
-        train.main([str(ROOT / "jobs" / "specs" / "training" / f"{name}.yaml")])
+        train.main([str(ROOT / "jobs" / "specs" / "training" / f"{name}.yaml"), "--in-process"])
         if name == "shapes_edje_align":  # initial weights of the next
             continue
         run = ROOT / "out" / folder / name / "model"

@@ -113,7 +113,7 @@ def figure(rounds: Sequence[Round]) -> bytes:
         seconds = [max(o.seconds, 0.01) for o in chosen]
         panel.plot(places, seconds, "o", color=color, markersize=4, alpha=0.8, label=phase)
     panel.set_yscale("log")
-    panel.set_xticks(range(len(targets)), targets)
+    panel.set_xticks(range(len(targets)), targets, rotation=25)
     panel.set_ylabel("seconds to the next commit")
     apply_style(panel)
     legend_below(drawing, [panel])

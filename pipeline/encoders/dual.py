@@ -67,8 +67,9 @@ class Dual(SequenceEncoder["Dual.Spec"]):
     These models are trained for the score `single`: only the single vectors of texts and images
     share a space. The token vectors of a text are, in order of preference, the hidden states of the
     text tower if both towers have the same width, the text's single vector if it has the width of
-    the vision tower, or none, which leaves only the score `single`. Image queries are encoded like
-    items.
+    the vision tower, or none, which leaves only the score `single`. A text that is a document then
+    has one token vector of zeros, because an index does not store items without vectors. Image
+    queries are encoded like items.
     """
 
     class Spec(CheckpointSpec):
@@ -283,9 +284,13 @@ class DualReader(Reader["Dual.Spec"]):
         if self.spec.documents == "text":
             text = item.get("text") or ""
             try:
-                return [self.read_text_query(text)[0]] if text.strip() else []
+                sequences = [self.read_text_query(text)[0]] if text.strip() else []
             except SpecError as error:
                 raise Unreadable("text too long", str(error)) from None
+            if text_form(self.settings) == "none":
+                for sequence in sequences:
+                    sequence.keep[0] = True
+            return sequences
         return [self._read_image(*timed) for timed in item_images(item)]
 
     def _read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:

@@ -16,9 +16,8 @@ from pipeline.index import job, recompress
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.report import files
 from pipeline.reproduce.plan import PlannedStep
-from pipeline.train import study
-from pipeline.train.loop import Loop, check
-from pipeline.train.ray import Workers, train
+from pipeline.train import ray, study
+from pipeline.train.loop import check
 
 Spec = study.StudySpec | IndexSpec | recompress.RecompressSpec | EvaluateSpec
 SPECS: dict[str, type[Spec]] = {
@@ -46,7 +45,7 @@ def run(
     *,
     job_id: Callable[[], str],
     say: Callable[[str], None],
-    workers: Workers | None = None,
+    workers: ray.Workers | None = None,
     resources: IndexResources | None = None,
     full_reports: bool = True,
 ) -> None:
@@ -84,7 +83,9 @@ def run(
         say(f"{step.name}: {time.monotonic() - started:.1f} s")
 
 
-def _train(training_run: study.Run, workers: Workers | None, say: Callable[[str], None]) -> None:
+def _train(
+    training_run: study.Run, workers: ray.Workers | None, say: Callable[[str], None]
+) -> None:
     """Trains a run to its end, unless it is finished."""
     spec = training_run.spec
     finished, key = Path(spec.output) / FINISHED, config.digest(spec)
@@ -93,7 +94,7 @@ def _train(training_run: study.Run, workers: Workers | None, say: Callable[[str]
         return
     data = check(spec)
     if workers is None:
-        Loop(spec, say, data=data).run()
+        study.train([training_run], say, data=data)
     else:
-        train(spec, workers, say)
+        ray.train([training_run], workers, say)
     write_atomic(str(finished), key)

@@ -39,12 +39,11 @@ class Checkpoints:
     learning rate.
 
     Args:
-        folder: Folder of the checkpoints.
         spec: The run.
     """
 
-    def __init__(self, folder: Path, spec: TrainSpec):
-        self.folder, self.spec = folder, spec
+    def __init__(self, spec: TrainSpec):
+        self.folder, self.spec = Path(spec.output) / "checkpoints", spec
 
     def all(self) -> list[Path]:
         """Returns the complete checkpoints, oldest first."""
@@ -78,6 +77,21 @@ class Checkpoints:
                 shutil.rmtree(old)
         distributed.wait_for_all()
 
+    def check_spec(self) -> None:
+        """Raises `SpecError` if the latest checkpoint belongs to a run with another spec."""
+        last = self.last()
+        if last is None:
+            return
+        with _corruption_errors(last):
+            stored = self._lasting(migrated_spec(_read_metadata(last)["spec"]))
+        for field, value, stored_value in differences(
+            self._lasting(config.dump(self.spec)), stored
+        ):
+            rule = (
+                f"{stored_value!r} as in the checkpoint {last}, unless `output` is another folder"
+            )
+            raise SpecError(field, value, rule)
+
     def restore_weights(self, learner: torch.nn.Module) -> int:
         """Restores the weights of the latest checkpoint. Returns its step, or 0 if there is none.
 
@@ -87,17 +101,10 @@ class Checkpoints:
         last = self.last()
         if last is None:
             return 0
+        self.check_spec()
         with _corruption_errors(last):
-            metadata = _read_metadata(last)
-            stored = self._lasting(migrated_spec(metadata["spec"]))
+            step = _read_metadata(last)["step"]
             weights = torch.load(last / "weights.pt", map_location="cpu", weights_only=True)
-        for field, value, stored_value in differences(
-            self._lasting(config.dump(self.spec)), stored
-        ):
-            rule = (
-                f"{stored_value!r} as in the checkpoint {last}, unless `output` is another folder"
-            )
-            raise SpecError(field, value, rule)
         parameters = {n: p for n, p in learner.named_parameters() if p.requires_grad}
         shapes = {n: tuple(t.shape) for n, t in parameters.items()}
         shapes_there = {n: tuple(t.shape) for n, t in weights.items()}
@@ -108,19 +115,21 @@ class Checkpoints:
         with torch.no_grad():
             for name, tensor in weights.items():
                 parameters[name].copy_(tensor)
-        return metadata["step"]
+        return step
 
     def restore(self, optimiser: torch.optim.Optimizer, device: torch.device) -> None:
         """Restores the optimiser and the random generators from the latest checkpoint, if any."""
         last = self.last()
         if last is None:
             return
+        random, random_state = last / f"random-{distributed.rank()}.pt", None
         with _corruption_errors(last):
             state = torch.load(last / "optimiser.pt", map_location="cpu", weights_only=True)
+            if random.exists():  # there may be more workers than before
+                random_state = torch.load(random, weights_only=True)
         load_state(optimiser, state)
-        random = last / f"random-{distributed.rank()}.pt"
-        if random.exists():  # there may be more workers than before
-            set_random_state(torch.load(random, weights_only=True), device)
+        if random_state is not None:
+            set_random_state(random_state, device)
 
     def keep_best(self, step: int, quality: dict[str, float], learner: Any) -> None:
         """Writes the model to `best/` if its first metric is the highest one so far."""

@@ -86,7 +86,7 @@ class Loop:
         num_steps = self.steps_per_epoch * spec.epochs
         self.num_steps = min(num_steps, spec.max_steps or num_steps)
         self.folder = Path(spec.output)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", spec)
+        self.checkpoints = Checkpoints(spec)
         if distributed.rank() == 0:
             self._lock = only_one(self.folder)
             migrate_folder(self.folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import posixpath
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -142,7 +141,7 @@ def _embedded(run: Run) -> tuple[dict[str, Embedded], Batch, TrainingData]:
     if not isinstance(learner, Contrastive) or learner.spec.score == "single_vector":
         rule = "contrastive with a MaxSim score, for the use of token vectors"
         raise SpecError("learner.name", spec.learner.name, rule)
-    checkpoints = Checkpoints(Path(spec.output) / "checkpoints", spec)
+    checkpoints = Checkpoints(spec)
     if not checkpoints.restore_weights(learner):
         rule = "the output folder of a trained run"
         raise SpecError("output", spec.output, rule, "has no checkpoint")

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import posixpath
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from pipeline import config
+from pipeline import config, distributed
 from pipeline.config import JobError, SpecError
-from pipeline.train.loop import Loop
+from pipeline.extras import MissingExtra
+from pipeline.train import study
 from pipeline.train.spec import TrainSpec
 
-#: File of a run with the progress lines of the first worker.
+#: File with the progress lines of the first worker.
 PROGRESS = "progress.log"
+#: Interval at which a job reports that it waits for its workers, in seconds.
+WAITING_SECONDS = 30.0
 
 
 class Workers(config.Spec):
@@ -25,35 +31,85 @@ class Workers(config.Spec):
     num_workers: PositiveInt = 1
     """Number of processes, each with a share of every batch."""
     num_cpus: PositiveFloat = 1.0
-    """CPUs per worker."""
+    """CPUs per worker, and the number of threads of each."""
     num_gpus: NonNegativeFloat = 0.0
     """GPUs per worker."""
     max_failures: int = Field(3, ge=0)
     """Maximum number of restarts from the last checkpoint after a worker has died."""
 
+    def __str__(self) -> str:
+        """Describes the workers.
 
-def train(spec: TrainSpec, workers: Workers, say: Callable[[str], None] = print) -> None:
-    """Trains on a Ray cluster. All nodes must have access to the output folder at the same path.
+        >>> print(Workers(num_workers=2, num_cpus=4, num_gpus=1))
+        2 workers with 4 CPUs and 1 GPU each
+        """
+        cpus = _count(self.num_cpus, "CPU")
+        resources = f"{cpus} and {_count(self.num_gpus, 'GPU')}" if self.num_gpus else cpus
+        each = " each" if self.num_workers > 1 else ""
+        return f"{_count(self.num_workers, 'worker')} with {resources}{each}"
+
+
+def _count(number: float, noun: str) -> str:
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"
+
+
+def check_batches(runs: Sequence[study.Run], workers: Workers) -> None:
+    """Raises `SpecError` if the workers cannot share the batches of a run equally."""
+    for run in runs:
+        if run.spec.batch_size % workers.num_workers:
+            rule = f"a multiple of num_workers={workers.num_workers}"
+            raise SpecError("batch_size", run.spec.batch_size, rule)
+
+
+def default_workers(nodes: Sequence[Mapping[str, Any]] | None = None) -> Workers:
+    """Returns one worker, which computes what a loop in this process would compute.
+
+    It has a GPU if any node has one. Its CPUs, and thus its threads, are as many as PyTorch uses in
+    this process, because sums of another number of threads are rounded differently. Of a cluster
+    with smaller nodes, it takes all CPUs of the largest one.
 
     Args:
-        spec: The run.
+        nodes: Nodes as `ray.nodes()` returns them, which is the default.
+    """
+    import ray
+
+    nodes = ray.nodes() if nodes is None else nodes
+    resources = [node["Resources"] for node in nodes if node["Alive"]]
+    with_gpu = [node for node in resources if node.get("GPU", 0) >= 1]
+    if not torch.backends.cuda.is_built():
+        with_gpu = []
+    largest = max((node.get("CPU", 0) for node in with_gpu or resources), default=0)
+    num_cpus = max(1, min(torch.get_num_threads(), int(largest)))
+    return Workers(num_cpus=num_cpus, num_gpus=1 if with_gpu else 0)
+
+
+def train(runs: Sequence[study.Run], workers: Workers, say: Callable[[str], None] = print) -> None:
+    """Trains on a Ray cluster. All nodes must have access to the output folders at the same paths.
+
+    The workers are started once for all runs.
+
+    Args:
+        runs: The runs, in order.
         workers: Number and resources of the workers.
         say: Called with one progress line at a time.
 
     Raises:
-        SpecError: The spec is invalid on the workers.
-        JobError: the run failed, or workers died too often.
+        SpecError: A spec is invalid on the workers.
+        JobError: A run failed, or workers died too often.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    if spec.batch_size % workers.num_workers:
-        rule = f"a multiple of num_workers={workers.num_workers}"
-        raise SpecError("batch_size", spec.batch_size, rule)
+    check_batches(runs, workers)
+    output = posixpath.commonpath([run.spec.output for run in runs])
+    progress = Path(output) / PROGRESS
     has_gpu = workers.num_gpus > 0
     trainer = TorchTrainer(
         _train_worker,
-        train_loop_config={"spec": config.dump(spec)},
+        train_loop_config={
+            "runs": [(run.title, run.row, config.dump(run.spec)) for run in runs],
+            "progress": str(progress),
+        },
         scaling_config=ScalingConfig(
             num_workers=workers.num_workers,
             use_gpu=has_gpu,
@@ -62,15 +118,74 @@ def train(spec: TrainSpec, workers: Workers, say: Callable[[str], None] = print)
         torch_config=TorchConfig(backend="nccl" if has_gpu else "gloo"),
         run_config=RunConfig(
             name="ray",
-            storage_path=spec.output,
+            storage_path=output,
             failure_config=FailureConfig(max_failures=workers.max_failures),
+            callbacks=[_on_failures(progress)],
         ),
     )
-    try:
-        with following(Path(spec.output) / PROGRESS, say):
+    say(f"start {workers}")
+    is_started = threading.Event()
+
+    def say_first(line: str) -> None:
+        is_started.set()
+        say(line)
+
+    failures: list[Exception] = []
+
+    def fit() -> None:
+        try:
             trainer.fit()
-    except Exception as error:
-        raise _cause(error) from None
+        except Exception as error:
+            failures.append(error)
+
+    # In the main thread, Ray Train would replace the handler of Ctrl-C by one that exits with 0.
+    thread = threading.Thread(target=fit, daemon=True)
+    with following(progress, say_first):
+        thread.start()
+        while thread.is_alive():
+            thread.join(WAITING_SECONDS)
+            if thread.is_alive() and not is_started.is_set():
+                say(_waiting(workers))
+    if failures:
+        raise _cause(failures[0]) from None
+
+
+def _waiting(workers: Workers) -> str:
+    """Describes what delays the start of the workers: busy resources, or their imports."""
+    import ray
+    from ray.util import placement_group_table
+
+    if all(group["state"] != "PENDING" for group in placement_group_table().values()):
+        return f"waiting for {_count(workers.num_workers, 'worker')} to load modules"
+    free = ray.available_resources()
+    cpus, gpus = (_count(free.get(name, 0), name) for name in ("CPU", "GPU"))
+    return f"waiting for {workers}; {cpus} and {gpus} of the cluster are free"
+
+
+def _on_failures(progress: Path) -> Any:
+    """Returns a callback that reports the failures of workers before they are restarted.
+
+    At an error that would only repeat after a restart, it ends the training.
+    """
+    from ray.train import UserCallback
+
+    class OnFailures(UserCallback):
+        def after_exception(
+            self, run_context: Any, worker_exceptions: Mapping[int, Exception]
+        ) -> None:
+            for error in worker_exceptions.values():
+                if (cause := _known_cause(error)) is not None:
+                    raise cause
+            for rank, error in worker_exceptions.items():
+                _append(progress, f"worker {rank} failed: {config.first_line(error)}")
+
+    return OnFailures()
+
+
+def _append(progress: Path, line: str) -> None:
+    """Reports a progress line to the job, which may run on another node."""
+    with progress.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
 
 
 @contextlib.contextmanager
@@ -109,30 +224,64 @@ def following(path: Path, say: Callable[[str], None], seconds: float = 0.5) -> I
 
 
 def _train_worker(settings: dict[str, Any]) -> None:
-    """Runs the training loop in a worker."""
+    """Trains the runs in a worker."""
     import ray.train
-    import torch
 
-    spec = config.parse(TrainSpec, settings["spec"])
     if torch.cuda.is_available():
         torch.cuda.set_device(ray.train.torch.get_device())
-    progress = Path(spec.output) / PROGRESS
+    runs = [
+        study.Run(title, row, config.parse(TrainSpec, fields))
+        for title, row, fields in settings["runs"]
+    ]
+    progress = Path(settings["progress"])
 
     def say(line: str) -> None:
-        # A worker's own output is of its node. This file is where the driver looks.
-        with progress.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        _append(progress, line)
 
-    Loop(spec, say, lambda step, metrics: ray.train.report({"step": step, **metrics})).run()
+    def report(step: int, metrics: dict[str, float]) -> None:
+        ray.train.report({"step": step, **metrics})
+
+    if distributed.rank() > 0:
+        study.train(runs, lambda line: None, report)
+        return
+    say(f"started {_count(distributed.num_workers(), 'worker')}")
+    with _warnings(say):
+        study.train(runs, say, report)
 
 
-def _cause(error: BaseException) -> Exception:
+@contextlib.contextmanager
+def _warnings(say: Callable[[str], None]) -> Iterator[None]:
+    """Reports the warnings of this package, such as unreadable files, as progress lines."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(record.getMessage())
+
+    handler = Lines(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("pipeline", "maxray")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+def _known_cause(error: BaseException | None) -> Exception | None:
+    """Returns the error of this package that caused an error of a worker, if there is one."""
+    while error is not None:
+        if isinstance(error, SpecError | JobError | MissingExtra):
+            return error
+        error = getattr(error, "cause", None) or error.__cause__
+    return None
+
+
+def _cause(error: Exception) -> Exception:
     """Describes the cause of a worker's failure in one sentence."""
-    failures = getattr(error, "worker_failures", None) or {}
-    for failure in failures.values():
-        cause: BaseException | None = failure
-        while cause is not None:
-            if isinstance(cause, SpecError | JobError):
-                return cause
-            cause = getattr(cause, "cause", None) or cause.__cause__
+    failures = [getattr(error, "controller_failure", None)]
+    failures += (getattr(error, "worker_failures", None) or {}).values()
+    for failure in failures:
+        if (cause := _known_cause(failure)) is not None:
+            return cause
     return JobError(str(error).strip().splitlines()[-1] if str(error).strip() else repr(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,9 @@ from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
 from pipeline.eval.significance import holm, randomisation_p
 from pipeline.report.text import aligned, as_csv, p_value
+from pipeline.train.loop import Loop
 from pipeline.train.spec import VALIDATION, TrainSpec
+from pipeline.training_data.base import TrainingData
 
 if TYPE_CHECKING:
     from pipeline.report.curves import Curve
@@ -118,6 +120,27 @@ def _described(pair: tuple[str, Any]) -> str:
     if isinstance(value, str):
         return value
     return f"{field.rpartition('.')[2]} {value}"
+
+
+def train(
+    runs: Sequence[Run],
+    say: Callable[[str], None] = print,
+    report: Callable[[int, dict[str, float]], None] | None = None,
+    data: TrainingData | None = None,
+) -> None:
+    """Trains the runs of a study in order, in this process or as one of several workers.
+
+    Args:
+        runs: The runs.
+        say: Called with one progress line at a time.
+        report: See `Loop`.
+        data: Training data of the only run, if they are loaded already.
+    """
+    for number, run in enumerate(runs, start=1):
+        if len(runs) > 1:
+            say(f"run {number} of {len(runs)}: {run.title}")
+        Loop(run.spec, say, report, data if len(runs) == 1 else None).run()
+        say(f"{run.spec.output}/model")
 
 
 def described(spec: TrainSpec) -> str:

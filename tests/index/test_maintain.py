@@ -15,6 +15,7 @@ import pytest
 
 from jobs import delete as delete_job
 from jobs import maintain as maintain_job
+from jobs import status as status_job
 from pipeline import config, open_index
 from pipeline.config import SpecError, Stopped
 from pipeline.eval.cache import Cache, CachedGrounding
@@ -131,6 +132,13 @@ def test_dry_runs_write_nothing(uri, capsys):
     delete_job.main([uri, "--filter", "item_id < 'b'", "--dry-run"])
     assert "12 items are selected" in capsys.readouterr().out
     assert Index(uri).version == version
+
+
+def test_status_lists_maintenance(uri, capsys):
+    maintained(uri, fragment_items=10)
+    status_job.main([uri])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("maintain ") for line in lines) == 1
 
 
 def test_stopped_maintenance_goes_on(uri, monkeypatch):

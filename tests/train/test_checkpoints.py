@@ -47,7 +47,7 @@ class Code:
         return Path.touch, (self._path,)
 
 
-@pytest.mark.parametrize("name", ["weights.pt", "optimiser.pt"])
+@pytest.mark.parametrize("name", ["weights.pt", "optimiser.pt", "random-0.pt"])
 def test_pickled_code_is_not_executed(model, tmp_path, name):
     spec = spec_of(tmp_path / "run", model, checkpoint_every=5, keep_last=1)
     trained(spec)

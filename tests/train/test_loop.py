@@ -220,7 +220,7 @@ def test_killed_process_resumes(model, tmp_path):
     spec = spec_of(tmp_path / "killed", model, epochs=8)
     path = tmp_path / "spec.yaml"
     path.write_text(config.dump_yaml(spec), "utf-8")
-    command = [sys.executable, "-m", "jobs.train", str(path)]
+    command = [sys.executable, "-m", "jobs.train", str(path), "--in-process"]
     alike = {**os.environ, "OMP_NUM_THREADS": "1"}  # as here: sums of more threads round otherwise
     process = subprocess.Popen(command, cwd=ROOT, env=alike, stdout=subprocess.DEVNULL)
     checkpoints = tmp_path / "killed" / "checkpoints"

@@ -168,7 +168,7 @@ def test_job_trains_a_study(model, tmp_path, capsys):
     train.main([path, "--dry-run"])
     assert capsys.readouterr().out.startswith("seed 0: 1 epochs of 8 documents")
     assert not (tmp_path / "study").exists()
-    train.main([path])
+    train.main([path, "--in-process"])
     output = capsys.readouterr().out
     assert "run 2 of 2: seed 1" in output and "± " in output
     train.main([path, "--report"])

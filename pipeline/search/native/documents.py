@@ -66,6 +66,7 @@ class _Layout:
         firsts: (G + 1,) int64, first item of each segment, then the number of items.
         starts: (B,) int64, index of the first vector of each item in its segment.
         lengths: (B,) int64, number of vectors per item.
+        ends: (B,) int64, number of vectors up to and including those of each item.
     """
 
     kind: int
@@ -73,6 +74,7 @@ class _Layout:
     firsts: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
+    ends: np.ndarray
 
     @classmethod
     def of(cls, packed: PackedVectors) -> _Layout:
@@ -89,12 +91,14 @@ class _Layout:
                 segment.starts if segment.live is None else segment.starts[segment.live]
                 for segment in segments
             ]
+            lengths = packed.lengths.numpy()
             _layouts[packed] = cls(
                 kind,
                 groups,
                 np.cumsum([0, *sizes]),
                 torch.cat(starts).numpy(),
-                packed.lengths.numpy(),
+                lengths,
+                lengths.cumsum(),
             )
         return _layouts[packed]
 
@@ -128,12 +132,14 @@ class Documents:
         segments: Segments that contain selected documents.
         starts: (R,) int64, index of the first vector of each document in its segment.
         lengths: (R,) int64, number of vectors per document.
+        ends: (R,) int64, number of vectors up to and including those of each document.
     """
 
     kind: int
     segments: list[Segment]
     starts: np.ndarray
     lengths: np.ndarray
+    ends: np.ndarray
     _groups: np.ndarray  # (S,) arguments of the segments
     _bounds: np.ndarray  # (S + 1,) first document of each segment, then the number of documents
 
@@ -141,15 +147,15 @@ class Documents:
     def select(cls, packed: PackedVectors, rows: torch.Tensor | None) -> Documents:
         """Selects documents by their ascending indices (R,) int64. None selects all documents."""
         layout = _Layout.of(packed)
-        starts, lengths, bounds = layout.starts, layout.lengths, layout.firsts
+        starts, lengths, ends, bounds = layout.starts, layout.lengths, layout.ends, layout.firsts
         if rows is not None:
             index = rows.numpy()
             starts, lengths = starts[index], lengths[index]
-            bounds = np.searchsorted(index, bounds)
+            ends, bounds = lengths.cumsum(), np.searchsorted(index, bounds)
         is_used = np.diff(bounds) > 0
         segments = [packed.segments[i] for i in np.flatnonzero(is_used)]
         bounds = np.append(bounds[:-1][is_used], len(starts))
-        return cls(layout.kind, segments, starts, lengths, layout.groups[is_used], bounds)
+        return cls(layout.kind, segments, starts, lengths, ends, layout.groups[is_used], bounds)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -161,11 +167,10 @@ class Documents:
 
     def runs(self, max_runs: int, min_tokens: int) -> Iterator[tuple[int, int]]:
         """Yields runs (first, last + 1) of documents with similar numbers of tokens."""
-        ends = self.lengths.cumsum()
-        total = int(ends[-1]) if len(ends) else 0
+        total = int(self.ends[-1]) if len(self.ends) else 0
         num_runs = max(min(max_runs, total // min_tokens), 1)
         targets = np.arange(1, num_runs) * (total // num_runs)
-        bounds = np.concatenate([[0], np.searchsorted(ends, targets), [len(ends)]])
+        bounds = np.concatenate([[0], np.searchsorted(self.ends, targets), [len(self.ends)]])
         yield from ((a, b) for a, b in itertools.pairwise(bounds.tolist()) if a < b)
 
     def groups(self, begin: int, end: int) -> np.ndarray:

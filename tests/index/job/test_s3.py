@@ -9,7 +9,6 @@ import boto3
 import pytest
 import s3fs
 import yaml
-from moto.server import ThreadedMotoServer
 
 from pipeline import open_index
 from pipeline.config import SpecError
@@ -20,6 +19,7 @@ from pipeline.index.writer import IndexWriter
 from pipeline.registry import SOURCES, TRAINING_DATA
 from pipeline.schema import ITEM
 from tests.conftest import run_jobs
+from tests.s3 import create_bucket, environment, moto_server
 
 CORPUS = {
     "wing": "The lift of a wing in a propeller slipstream.",
@@ -31,24 +31,14 @@ CORPUS = {
 @pytest.fixture
 def s3(monkeypatch) -> Iterator[dict[str, str]]:
     """Starts a server with an empty bucket `bucket` and yields its environment variables."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    boto3.client("s3").create_bucket(Bucket="bucket")
-    yield environment
-    s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
+    with moto_server() as url:
+        variables = environment(url)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        create_bucket(url, "bucket")
+        yield variables
+        s3fs.S3FileSystem.clear_instance_cache()
 
 
 def put(key: str, text: str) -> None:

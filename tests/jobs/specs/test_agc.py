@@ -198,7 +198,7 @@ def test_index_has_the_settings_of_training(name):
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", CASES)
 def test_trained_encoders_can_be_indexed(name, command_of, cluster, tmp_path):
-    train.main(command_of(name))
+    train.main([*command_of(name), "--in-process"])
     for method in METHODS[name == "multivent" :]:
         folder = tmp_path / "out/agc" / name / method / "model"
         assert json.loads((folder / "training.json").read_text("utf-8"))["sha256"]

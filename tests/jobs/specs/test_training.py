@@ -131,7 +131,7 @@ def test_a_dry_run(name, command_of, tmp_path, capsys):
 @pytest.mark.parametrize("name", CASES)
 def test_a_spec_trains(name, command_of, tmp_path):
     command = command_of(name)
-    train.main(command)
+    train.main([*command, "--in-process"])
     folder = tmp_path / "out/training" / name
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]

@@ -120,9 +120,11 @@ class Model:
 
         return max_sim(a, b)
 
-    def similarity_pairwise(self, a: Any, b: Any) -> Any:
-        """Is not used by retrieval tasks."""
-        raise NotImplementedError
+    def similarity_pairwise(self, a: Any, b: Any) -> torch.Tensor:
+        """Returns the MaxSim scores of corresponding pairs."""
+        from mteb.similarity_functions import pairwise_max_sim
+
+        return pairwise_max_sim(a, b)
 
 
 def run_mteb(source: dict[str, Any], folder: str) -> dict[str, float]:

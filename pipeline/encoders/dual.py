@@ -289,7 +289,7 @@ class DualReader(Reader["Dual.Spec"]):
                 raise Unreadable("text too long", str(error)) from None
             if text_form(self.settings) == "none":
                 for sequence in sequences:
-                    sequence.keep[0] = True
+                    sequence.keep[0] = True  # a vector of zeros, see `Dual`
             return sequences
         return [self._read_image(*timed) for timed in item_images(item)]
 

@@ -80,17 +80,23 @@ class Checkpoints:
     def check_spec(self) -> None:
         """Raises `SpecError` if the latest checkpoint belongs to a run with another spec."""
         last = self.last()
-        if last is None:
-            return
-        with _corruption_errors(last):
-            stored = self._lasting(migrated_spec(_read_metadata(last)["spec"]))
-        for field, value, stored_value in differences(
-            self._lasting(config.dump(self.spec)), stored
-        ):
-            rule = (
-                f"{stored_value!r} as in the checkpoint {last}, unless `output` is another folder"
-            )
-            raise SpecError(field, value, rule)
+        if last is not None:
+            self._checked_metadata(last)
+
+    def _checked_metadata(self, checkpoint: Path) -> dict[str, Any]:
+        """Returns the metadata of a checkpoint.
+
+        Raises:
+            SpecError: The checkpoint belongs to a run with another spec.
+        """
+        with _corruption_errors(checkpoint):
+            metadata = _read_metadata(checkpoint)
+            stored = self._lasting(migrated_spec(metadata["spec"]))
+        spec = self._lasting(config.dump(self.spec))
+        for field, value, stored_value in differences(spec, stored):
+            place = f"as in the checkpoint {checkpoint}, unless `output` is another folder"
+            raise SpecError(field, value, f"{stored_value!r} {place}")
+        return metadata
 
     def restore_weights(self, learner: torch.nn.Module) -> int:
         """Restores the weights of the latest checkpoint. Returns its step, or 0 if there is none.
@@ -101,9 +107,8 @@ class Checkpoints:
         last = self.last()
         if last is None:
             return 0
-        self.check_spec()
+        metadata = self._checked_metadata(last)
         with _corruption_errors(last):
-            step = _read_metadata(last)["step"]
             weights = torch.load(last / "weights.pt", map_location="cpu", weights_only=True)
         parameters = {n: p for n, p in learner.named_parameters() if p.requires_grad}
         shapes = {n: tuple(t.shape) for n, t in parameters.items()}
@@ -115,7 +120,7 @@ class Checkpoints:
         with torch.no_grad():
             for name, tensor in weights.items():
                 parameters[name].copy_(tensor)
-        return step
+        return metadata["step"]
 
     def restore(self, optimiser: torch.optim.Optimizer, device: torch.device) -> None:
         """Restores the optimiser and the random generators from the latest checkpoint, if any."""

@@ -55,6 +55,7 @@ from pipeline.encoders.templates import (
     check_special_tokens,
     prompt_texts,
 )
+from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.encoders.trained import appended_hashes, check_appended_tokens, check_positions
 from pipeline.encoders.words import Words
 from pipeline.taps import Tap
@@ -467,13 +468,14 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
 
         Spans exclude the space before a token.
         """
-        encoded = self.tokenizer(
-            text,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
+        with TOKENIZER_LOCK:
+            encoded = self.tokenizer(
+                text,
+                add_special_tokens=False,
+                split_special_tokens=True,
+                return_offsets_mapping=True,
+                verbose=False,
+            )
         spans = [
             (stop - (len(text[start:stop].lstrip()) or stop - start), stop)
             for start, stop in encoded["offset_mapping"]

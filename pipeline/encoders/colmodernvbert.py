@@ -16,6 +16,7 @@ from transformers import ColModernVBertForRetrieval, ColModernVBertProcessor, Pr
 from pipeline.encoders.images import grid_extents
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpec
+from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.tokens import PROMPT, VISUAL
 
 #: Maximum number of rows and columns of tiles with names in the processor.
@@ -33,7 +34,8 @@ class ColModernVBertReader(RetrievalReader["ColModernVBert.Spec"]):
 
     def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
         """Returns the tokens of all tiles in row-major order, followed by the downscaled image."""
-        output = self.processor.process_images([image], return_tensors="pt")
+        with TOKENIZER_LOCK:
+            output = self.processor.process_images([image], return_tensors="pt")
         ids = output["input_ids"][0]
         is_visual = ids == self.processor.image_token_id
         boxes = self._boxes(ids)

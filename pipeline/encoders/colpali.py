@@ -17,6 +17,7 @@ from pipeline.config import SpecError
 from pipeline.encoders.images import grid_extents
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpec
+from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.tokens import PROMPT, VISUAL
 
 
@@ -34,7 +35,8 @@ class ColPaliReader(RetrievalReader["ColPali.Spec"]):
 
     def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
         """Returns the patches in row-major order, followed by the prompt."""
-        output = self.processor.process_images([image], return_tensors="pt")
+        with TOKENIZER_LOCK:
+            output = self.processor.process_images([image], return_tensors="pt")
         is_visual = output["input_ids"][0] == self.processor.image_token_id
         side = math.isqrt(int(is_visual.sum()))
         extents = torch.full((len(is_visual), 6), torch.nan)

@@ -21,6 +21,7 @@ from pipeline.encoders.layers import make_bidirectional
 from pipeline.encoders.loading import check_patches
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpec
+from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.tokens import PROMPT, VISUAL
 
 
@@ -43,7 +44,8 @@ class ColQwen2Reader(RetrievalReader["ColQwen2.Spec"]):
             Unreadable: The aspect ratio of the image is too extreme.
         """
         try:
-            output = self.processor.process_images([image], return_tensors="pt")
+            with TOKENIZER_LOCK:
+                output = self.processor.process_images([image], return_tensors="pt")
         except ValueError as error:
             raise Unreadable("image not supported by the model", str(error)) from None
         ids = output["input_ids"][0]

@@ -44,7 +44,7 @@ from pipeline.encoders.loading import (
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.reader import Reader
 from pipeline.encoders.sequences import SequenceEncoder
-from pipeline.encoders.tokenizing import text_kinds, token_names
+from pipeline.encoders.tokenizing import TOKENIZER_LOCK, text_kinds, token_names
 from pipeline.tokens import SPECIAL, TEXT, VISUAL
 
 #: Model and processor classes, by model type.
@@ -357,16 +357,17 @@ class DualReader(Reader["Dual.Spec"]):
         tokenizer = self.processor.tokenizer
         max_length = self.settings.text_config.max_position_embeddings
         options = {} if self.settings.model_type == "clip" else {"padding": "max_length"}
-        encoded = tokenizer(
-            [text.lower() if self.spec.lowercase else text],
-            max_length=max_length,
-            truncation=False,
-            split_special_tokens=True,  # special tokens spelled out in the text are plain text
-            return_tensors="pt",
-            return_attention_mask=True,
-            verbose=False,
-            **options,
-        )
+        with TOKENIZER_LOCK:
+            encoded = tokenizer(
+                [text.lower() if self.spec.lowercase else text],
+                max_length=max_length,
+                truncation=False,
+                split_special_tokens=True,  # special tokens spelled out in the text are plain text
+                return_tensors="pt",
+                return_attention_mask=True,
+                verbose=False,
+                **options,
+            )
         ids, is_text = encoded["input_ids"][0], encoded["attention_mask"][0].bool()
         if len(ids) > max_length:
             raise SpecError(

@@ -63,6 +63,7 @@ from pipeline.encoders.templates import (
     prompt_texts,
     text_template,
 )
+from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.encoders.trained import (
     appended_hashes,
     check_appended_tokens,
@@ -300,15 +301,16 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         """Splits each text into windows. A text has at least one window."""
         if not texts:
             return []
-        encoded = self.tokenizer(
-            [prefix + text for text in texts],
-            truncation=True,
-            max_length=self.spec.window,
-            stride=self.spec.overlap_tokens,
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-            return_special_tokens_mask=True,
-        )
+        with TOKENIZER_LOCK:
+            encoded = self.tokenizer(
+                [prefix + text for text in texts],
+                truncation=True,
+                max_length=self.spec.window,
+                stride=self.spec.overlap_tokens,
+                return_overflowing_tokens=True,
+                return_offsets_mapping=True,
+                return_special_tokens_mask=True,
+            )
         window_indices: list[list[int]] = [[] for _ in texts]
         for index, text in enumerate(encoded["overflow_to_sample_mapping"]):
             window_indices[text].append(index)

@@ -24,7 +24,7 @@ from pipeline.encoders.loading import SETTINGS, check_patches, checkpoint_folder
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.qwen_spec import CONTENT, QwenSpecT
 from pipeline.encoders.reader import Reader
-from pipeline.encoders.tokenizing import token_names
+from pipeline.encoders.tokenizing import TOKENIZER_LOCK, token_names
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
 
 #: Tokens treated as special even if a tokenizer does not list them. SMART's code drops them.
@@ -308,13 +308,14 @@ class SequenceWriter:
         self._pending, self._content = [], (0, 0)
         if not text:
             return
-        encoded = self._reader.tokenizer(
-            text,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_offsets_mapping=True,
-            verbose=False,  # the reader reports texts that are too long
-        )
+        with TOKENIZER_LOCK:
+            encoded = self._reader.tokenizer(
+                text,
+                add_special_tokens=False,
+                split_special_tokens=True,
+                return_offsets_mapping=True,
+                verbose=False,  # the reader reports texts that are too long
+            )
         ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
         for token_id, (start, stop) in zip(ids, offsets, strict=True):
             if start < last and stop > first:

@@ -46,6 +46,7 @@ from pipeline.encoders.templates import (
     prompt_texts,
     text_template,
 )
+from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
@@ -267,7 +268,8 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
             if expansion is not None and expansion["strategy"] == "fixed":
                 limit = expansion["length"]
         prompt = self._prompt("query", self._query_prefix)
-        size = len(self._model.tokenizer(prompt + text, verbose=False)["input_ids"])
+        with TOKENIZER_LOCK:
+            size = len(self._model.tokenizer(prompt + text, verbose=False)["input_ids"])
         if limit is not None and size > limit:
             rule = f"a text of at most {limit} tokens with its prefix"
             raise SpecError("query", text, rule, f"has {size} tokens")
@@ -305,7 +307,8 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         if isinstance(parts[0], str):
             # Always given, because version 6.2 ignores the prompts `passage` and `corpus`.
             options["prompt"] = self._prompt(task, prefix)
-        return run(list(parts), **options)
+        with TOKENIZER_LOCK:
+            return run(list(parts), **options)
 
     def _mask(self, output: Mapping[str, Any]) -> torch.Tensor:
         """Returns the mask of the tokens whose vectors are used."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import torch
 
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.tokens import SPECIAL, TEXT, VISUAL
+
+#: Held during each call of a tokenizer, and of a processor that contains one. A fast tokenizer
+#: stores the truncation, the padding and the treatment of special tokens of the current call, so
+#: that a call of another thread would change them (as when queries are encoded for a validation
+#: while the next training batch is read).
+TOKENIZER_LOCK = threading.RLock()
 
 
 def token_names(tokenizer: Any, inputs: ModelInput) -> list[str]:
@@ -56,7 +63,11 @@ def ids_between(tokenizer: Any, before: str, text: str, after: str) -> torch.Ten
     ids = []
     for part, is_plain in ((before[:begin], False), (plain_text, True), (after[end:], False)):
         options = {"add_special_tokens": False, "split_special_tokens": is_plain, "verbose": False}
-        ids += tokenizer(part, **options)["input_ids"]
-    whole, plain = (tokenizer("a", add_special_tokens=both)["input_ids"] for both in (True, False))
+        with TOKENIZER_LOCK:
+            ids += tokenizer(part, **options)["input_ids"]
+    with TOKENIZER_LOCK:
+        whole, plain = (
+            tokenizer("a", add_special_tokens=both)["input_ids"] for both in (True, False)
+        )
     start = whole.index(plain[0])
     return torch.tensor(whole[:start] + ids + whole[start + len(plain) :])

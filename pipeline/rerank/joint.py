@@ -33,6 +33,7 @@ from pipeline.encoders.loading import (
     require_one_of,
 )
 from pipeline.encoders.minilm import BUNDLED, BUNDLED_PACKAGE
+from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.tokens import pad
 
 #: Supported model types. Other types do not accept embeddings with explicit positions.
@@ -195,15 +196,16 @@ class JointEncoder(torch.nn.Module):
         if not texts:
             empty = torch.zeros(0, 0, dtype=torch.int64)
             return Texts(empty, empty.bool(), empty.bool(), empty[:, :0].sum(dim=1))
-        output = self.tokenizer(
-            list(texts),
-            truncation="only_first",
-            max_length=self.spec.max_text_tokens,
-            stride=0,
-            return_overflowing_tokens=True,
-            return_special_tokens_mask=True,
-            split_special_tokens=True,  # "[SEP]" in a text is not a special token
-        )
+        with TOKENIZER_LOCK:
+            output = self.tokenizer(
+                list(texts),
+                truncation="only_first",
+                max_length=self.spec.max_text_tokens,
+                stride=0,
+                return_overflowing_tokens=True,
+                return_special_tokens_mask=True,
+                split_special_tokens=True,  # "[SEP]" in a text is not a special token
+            )
         ids: list[np.ndarray] = []
         is_word: list[np.ndarray] = []
         num_truncated = torch.zeros(len(texts), dtype=torch.int64)

@@ -25,6 +25,7 @@ from pipeline.encoders.loading import (
     load_model,
     load_processor,
 )
+from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.index.listing import chunks
 from pipeline.index.reader import Index
 from pipeline.schema import DEFAULT_RERANK_DEPTH
@@ -157,9 +158,10 @@ class BlipReranker(Reranker):
         scores: list[float] = []
         for first in range(0, len(pairs), PAIR_BATCH):
             texts, features = zip(*pairs[first : first + PAIR_BATCH], strict=True)
-            inputs = self._processor.tokenizer(
-                list(texts), padding=True, truncation=True, return_tensors="pt"
-            ).to(self._model.device)
+            with TOKENIZER_LOCK:
+                inputs = self._processor.tokenizer(
+                    list(texts), padding=True, truncation=True, return_tensors="pt"
+                ).to(self._model.device)
             features_BND = torch.stack(features)
             output = self._model.text_encoder(
                 input_ids=inputs["input_ids"],

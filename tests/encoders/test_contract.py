@@ -4,11 +4,14 @@ A new encoder needs an entry in `SPECS` or `CHECKPOINTS`.
 """
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.config import SpecError, parse
 from pipeline.encoders import QUERY_KINDS
@@ -216,6 +219,43 @@ def test_text_queries(encoder):
             named_spans = list(zip(names, spans[: len(names)], strict=True))
             assert all(text[start:end] == name for name, (start, end) in named_spans if start >= 0)
             assert any(start >= 0 for _, (start, _) in named_spans)
+
+
+class WaitingTokenizer:
+    """Tokenizer that waits before it encodes, so that another thread can change its settings."""
+
+    def __init__(self, tokenizer):
+        vars(self)["tokenizer"] = tokenizer
+
+    def __getattr__(self, name):
+        if name == "encode_batch":
+            time.sleep(2e-3)
+        return getattr(self.tokenizer, name)
+
+    def __setattr__(self, name, value):
+        setattr(self.tokenizer, name, value)
+
+
+def test_queries_and_items_are_encoded_in_two_threads(encoder, monkeypatch):
+    """A validation encodes queries while the next batch is read."""
+    if "text" not in encoder.query_kinds(encoder.spec):
+        pytest.skip("has no text queries")
+
+    def encode_items() -> list[torch.Tensor]:
+        return [unit_vectors(batch) for _, batch in encoder.encode(ITEMS)]
+
+    def encode_queries() -> torch.Tensor:
+        return unit_vectors(encoder.encode_queries(["lift <image> [SEP]", "drag"]).tokens)
+
+    items, queries = encode_items(), encode_queries()
+    waiting = property(lambda tokenizer: WaitingTokenizer(vars(tokenizer)["_tokenizer"]))
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_tokenizer", waiting, raising=False)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(5):
+            pending = pool.submit(encode_items)
+            while not pending.done():
+                torch.testing.assert_close(encode_queries(), queries)
+            torch.testing.assert_close(pending.result(), items)
 
 
 def test_templates(encoder):

@@ -26,6 +26,7 @@ BENCHES = {
     "maxsim_gpu": "MaxSim on a GPU against a padded einsum and the peak rates of the device",
     "media": "video and audio sources against plain loops; memory; OCR and ASR",
     "mteb": "reading and evaluating a snapshot of an mteb task against mteb's own loop",
+    "nodes": "the index job with sleeping encoders on 1, 2 and 4 nodes",
     "pages": "the source of PDF pages against a plain loop; memory on a long document",
     "pipeline": "the index job against a plain loop; resuming; memory of the driver",
     "plan": "predicted and actual time and size of index jobs",

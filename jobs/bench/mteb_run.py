@@ -19,7 +19,7 @@ import torch
 
 import jobs
 from jobs.bench.mteb import TASK
-from pipeline.config import parse
+from pipeline.config import load, parse
 from pipeline.encoders.colpali import ColPali
 from pipeline.sources.mteb import Mteb
 from pipeline.sources.mteb_tasks import Task
@@ -31,6 +31,8 @@ ENCODER = {
     "model": str(Path(jobs.__file__).parent / "data/models/shapes_colpali"),
     "dtype": "float32",
 }
+#: Both sides encode with two threads.
+RESOURCES = Path(jobs.__file__).parents[1] / "cluster/profiles/laptop.yaml"
 #: Documents per query that mteb evaluates.
 NUM_DOCUMENTS = 1000
 
@@ -65,10 +67,11 @@ def run_maxray(source: dict[str, Any], folder: str) -> dict[str, float]:
         "bm25": False,
         "diagnostics": False,
     }
-    with jobs.cluster():
+    resources = load(IndexResources, str(RESOURCES))
+    with jobs.cluster(resources.object_store_bytes):
         start = time.perf_counter()
         progress = job.run(
-            parse(IndexSpec, index), IndexResources(), job="bench", report=lambda line: None
+            parse(IndexSpec, index), resources, job="bench", report=lambda line: None
         )
         indexed = time.perf_counter()
     evaluated = time.perf_counter()

@@ -34,7 +34,7 @@ def dry_run(
         report(f"  rejected {reject.item_id}: {reject.reason} {reject.detail}")
     if not listed.sample:
         return
-    trial = run_trial(spec, resources, listed.sample)
+    trial = run_trial(spec, resources, listed)
     rate = 1 / sum(time.seconds for time in trial.times.values())
     num_actors = resources.encode.max_actors
     report(

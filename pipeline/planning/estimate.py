@@ -99,6 +99,42 @@ class Estimate:
         return self.cpu_hours * prices.cpu_hour + self.gpu_hours * prices.gpu_hour
 
 
+def num_actors(pools: Sequence[Pool], num_items: int, unit_items: int) -> list[int]:
+    """Returns the number of actors of each pool that can work at the same time.
+
+    Args:
+        pools: Pools of actors.
+        num_items: Number of items.
+        unit_items: Number of items per unit. A pool has no more actors at work than there are
+            units.
+    """
+    num_units = max(1, -(-num_items // unit_items))
+    return [min(pool.resources.max_actors, num_units) for pool in pools]
+
+
+def startup(
+    listing_seconds: float, loading_seconds: float, num_processes: int, num_cpus: float
+) -> float:
+    """Estimates the time until the actors of an index job have loaded their models.
+
+    The job first lists the source in one process and loads the encoder in another. Then the
+    processes of all stages start at the same time and load their libraries and models, for which
+    each needs a core.
+
+    Args:
+        listing_seconds: Time of listing.
+        loading_seconds: Time of starting a process and loading the encoder, while the source was
+            listed.
+        num_processes: Number of processes of all stages.
+        num_cpus: CPU cores of the cluster.
+
+    >>> startup(1.0, 4.0, num_processes=3, num_cpus=2)
+    10.0
+    """
+    slowdown = max(1.0, num_processes / num_cpus) / max(1.0, 2 / num_cpus)
+    return max(listing_seconds, loading_seconds) + slowdown * loading_seconds
+
+
 def estimate(
     num_items: int,
     unit_items: int,
@@ -115,16 +151,14 @@ def estimate(
 
     Args:
         num_items: Number of items.
-        unit_items: Number of items per unit. A pool has no more actors at work than there are
-            units.
+        unit_items: Number of items per unit.
         times: Time of one item, by stage.
         pools: Pools of actors, in the order of the stages.
         num_cpus: CPU cores that the stages share, or None for no common limit.
         startup_seconds: Time until the actors have loaded their models.
     """
-    num_units = max(1, -(-num_items // unit_items))
     pool_seconds = [sum(times[stage].seconds for stage in pool.stages) for pool in pools]
-    actors = [min(pool.resources.max_actors, num_units) for pool in pools]
+    actors = num_actors(pools, num_items, unit_items)
     capacities = {
         pool.name: count / seconds
         for pool, count, seconds in zip(pools, actors, pool_seconds, strict=True)

@@ -16,9 +16,16 @@ from pipeline.index.checks import check, check_resources
 from pipeline.index.columns import Representation, all_representations, represented_fields
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import needs_preparing
-from pipeline.planning.estimate import Estimate, Pool, StageTime, estimate
+from pipeline.planning.estimate import (
+    Estimate,
+    Pool,
+    StageTime,
+    estimate,
+    num_actors,
+    startup,
+)
 from pipeline.planning.spec import Assumptions, Prices
-from pipeline.planning.trial import Trial, list_items, run_trial
+from pipeline.planning.trial import Listed, Trial, list_items, run_trial
 from pipeline.registry import CODECS
 
 GIVEN, MEASURED = "given", "measured"
@@ -120,7 +127,7 @@ def make_plan(
     times = {stage: StageTime(1 / rate) for stage, rate in given.items()}
     num_cpus: float | None = assumptions.num_cpus
     if is_complete(assumptions, pools):
-        return _plan(spec, assumptions, pools, times, num_cpus, None, 0, 0.0)
+        return _plan(spec, assumptions, pools, times, num_cpus)
     check(spec)
     report("listing the source")
     listed = list_items(spec, resources, limit, sample_size)
@@ -130,7 +137,7 @@ def make_plan(
         rule = "a source with at least one item"
         raise SpecError("source.path", getattr(spec.source, "path", None), rule, "has none")
     report(f"processing a sample of {sum(len(wanted) for _, wanted in listed.sample):,} items")
-    trial = run_trial(spec, resources, listed.sample, max_seconds)
+    trial = run_trial(spec, resources, listed, max_seconds)
     report(f"processed {trial.num_items:,} items, {len(trial.rejects):,} rejected")
     for stage in stages:
         # A stage that takes less than a millisecond is not recorded.
@@ -141,7 +148,7 @@ def make_plan(
         times["read"] = StageTime(seconds + listing, (cores or 0.0) + listing)
     if num_cpus is None:
         num_cpus = ray.cluster_resources().get("CPU")
-    return _plan(spec, assumptions, pools, times, num_cpus, trial, listed.num_items, listed.seconds)
+    return _plan(spec, assumptions, pools, times, num_cpus, trial, listed)
 
 
 def _plan(
@@ -150,10 +157,10 @@ def _plan(
     pools: list[Pool],
     times: Mapping[str, StageTime],
     num_cpus: float | None,
-    trial: Trial | None,
-    num_listed: int,
-    listing_seconds: float,
+    trial: Trial | None = None,
+    listed: Listed | None = None,
 ) -> Plan:
+    num_listed = listed.num_items if listed else 0
     num_items = assumptions.num_items or num_listed
     tokens, dim = assumptions.tokens, assumptions.dim
     if trial is not None and tokens is None:
@@ -166,10 +173,13 @@ def _plan(
     if assumptions.other_bytes is not None:
         other_bytes = assumptions.other_bytes
     startup_seconds = assumptions.startup_seconds
-    if startup_seconds is None and trial is not None:
-        # The encoder is loaded while the source is listed, and again by the actors.
-        loading = trial.startup_seconds
-        startup_seconds = max(loading, listing_seconds) + loading
+    if startup_seconds is None and listed is not None:
+        startup_seconds = startup(
+            listed.seconds,
+            listed.loading_seconds,
+            sum(num_actors(pools, num_items, spec.unit_items)),
+            ray.cluster_resources().get("CPU", 1),
+        )
     source_bytes, payload_bytes = assumptions.source_bytes, assumptions.payload_bytes
     if trial is not None:
         if source_bytes is None and num_listed:

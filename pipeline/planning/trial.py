@@ -15,8 +15,8 @@ import lance
 import pyarrow as pa
 import ray
 
-from pipeline.config import JobError, within
-from pipeline.index import unit_reader
+from pipeline.config import JobError
+from pipeline.index import tasks, unit_reader
 from pipeline.index.columns import all_representations, representation_fields
 from pipeline.index.fitting import needs_fit, trained_state
 from pipeline.index.fragments import write_table
@@ -26,7 +26,7 @@ from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress, Represent, Representer, TokenCompressor
 from pipeline.index.stream import encode_stage, encoder_columns
 from pipeline.planning.estimate import StageTime
-from pipeline.registry import CODECS, ENCODERS
+from pipeline.registry import CODECS
 from pipeline.schema import ITEM, Reject
 from pipeline.stage import Unit, run_stage
 from pipeline.tokens import TokenBatch, flat_from_arrow
@@ -39,7 +39,6 @@ class Trial:
     Attributes:
         num_items: Number of items that were encoded.
         times: Time of one item, by stage.
-        startup_seconds: Time from the submission of the trial until the encoder was loaded.
         tokens: Token vectors per item.
         dim: Dimensions of the token vectors.
         payload_bytes: Size of a decoded item.
@@ -51,7 +50,6 @@ class Trial:
 
     num_items: int
     times: dict[str, StageTime]
-    startup_seconds: float
     tokens: float
     dim: int
     payload_bytes: float
@@ -63,23 +61,29 @@ class Trial:
 
 @dataclass(frozen=True)
 class Listed:
-    """Listing of a source.
+    """Listing of a source, while which the encoder was loaded.
 
     Attributes:
         num_items: Number of items.
         rejects: Entries that cannot be listed.
         seconds: Time of listing.
         sample: Random sample of the items, as (shard, [(position, item), ...]) pairs.
+        encoder_info: Info of the encoder.
+        loading_seconds: Time of starting a process and loading the encoder.
     """
 
     num_items: int
     rejects: list[Reject]
     seconds: float
     sample: list[unit_reader.Chosen]
+    encoder_info: EncoderInfo
+    loading_seconds: float
 
 
 def list_items(spec: IndexSpec, resources: IndexResources, limit: int | None, size: int) -> Listed:
-    """Lists the source and draws a sample. Nothing is decoded.
+    """Lists the source, draws a sample, and loads the encoder at the same time as the job does.
+
+    Nothing is decoded.
 
     Args:
         spec: Spec of the index job.
@@ -87,35 +91,45 @@ def list_items(spec: IndexSpec, resources: IndexResources, limit: int | None, si
         limit: Maximum number of entries to list, or None for all.
         size: Number of items in the sample.
     """
-    task = _list_items.options(**resources.read.task_options)
-    return ray.get(task.remote(spec, limit, size))
+    start = time.perf_counter()
+    describe = tasks.describe_encoder.options(**resources.encode.task_options)
+    choose = _choose.options(**resources.read.task_options)
+    described, chosen = describe.remote(spec.encoder), choose.remote(spec, limit, size)
+    finished: dict[ray.ObjectRef[Any], float] = {}
+    pending = [described, chosen]
+    while pending:
+        (done,), pending = ray.wait(pending)
+        finished[done] = time.perf_counter() - start
+    sample, num_items, rejects, seconds = ray.get(chosen)
+    encoder_info = ray.get(described)
+    return Listed(num_items, rejects, seconds, sample, encoder_info, finished[described])
 
 
 @ray.remote
-def _list_items(spec: IndexSpec, limit: int | None, size: int) -> Listed:
+def _choose(
+    spec: IndexSpec, limit: int | None, size: int
+) -> tuple[list[unit_reader.Chosen], int, list[Reject], float]:
     start = time.perf_counter()
-    sample, num_items, rejects = unit_reader.choose(spec.build_source(), limit, size)
-    return Listed(num_items, rejects, time.perf_counter() - start, sample)
+    chosen = unit_reader.choose(spec.build_source(), limit, size)
+    return *chosen, time.perf_counter() - start
 
 
 def run_trial(
-    spec: IndexSpec,
-    resources: IndexResources,
-    sample: list[unit_reader.Chosen],
-    max_seconds: float = 60.0,
+    spec: IndexSpec, resources: IndexResources, listed: Listed, max_seconds: float = 60.0
 ) -> Trial:
     """Processes a sample with the resources of an encoding actor. Nothing is kept.
 
     Args:
         spec: Spec of the index job.
         resources: Resources profile of the job.
-        sample: Items, see `Listed.sample`.
+        listed: The sample and the encoder.
         max_seconds: Time after which no further unit is processed.
     """
     task = _run_trial.options(**resources.encode.task_options)
     threads = resources.encode.num_threads
+    placement = dict(resources.placement)
     return ray.get(
-        task.remote(spec, sample, threads, dict(resources.placement), max_seconds, time.time())
+        task.remote(spec, listed.sample, listed.encoder_info, threads, placement, max_seconds)
     )
 
 
@@ -169,23 +183,18 @@ class _CountingCompressor(TokenCompressor):
 def _run_trial(
     spec: IndexSpec,
     sample: list[unit_reader.Chosen],
+    encoder_info: EncoderInfo,
     num_threads: int,
     placement: dict[str, Any],
     max_seconds: float,
-    submitted: float,
 ) -> Trial:
     import torch
 
     torch.set_num_threads(num_threads)
-    with within("encoder"):
-        encoder = ENCODERS.build(spec.encoder, **placement)
-        encoder_info = EncoderInfo.from_encoder(encoder, spec.encoder)
-    startup_seconds = time.time() - submitted
-    del encoder
     stages = _Stages(spec, encoder_info, placement)
     stages.warm_up(sample)
     stages.run(sample, max_seconds)
-    return stages.result(startup_seconds)
+    return stages.result()
 
 
 class _Stages:
@@ -251,7 +260,7 @@ class _Stages:
             self._rejects += [reject.reason for reject in rejects]
             self._rejects += unit.rejects["reason"].to_pylist()
 
-    def result(self, startup_seconds: float) -> Trial:
+    def result(self) -> Trial:
         """Writes the processed items to a temporary folder and returns all means.
 
         Raises:
@@ -280,7 +289,6 @@ class _Stages:
         return Trial(
             num_items=num_items,
             times=self._clock.times(num_items),
-            startup_seconds=startup_seconds,
             tokens=self._compressor.num_tokens / num_items,
             dim=self._info.dim,
             payload_bytes=self._payload_bytes / self._num_read,

@@ -128,6 +128,20 @@ def test_the_driver_bench(cluster, tmp_path):
     assert "of the ideal" in out
 
 
+@pytest.mark.heavy
+def test_the_nodes_bench(tmp_path):
+    record = tmp_path / "figures.json"
+    sizes = ("--nodes", "1", "2", "--sleep", "0.5", "--seconds", "8", "--repeats", "1")
+    process = start_job("jobs.bench", "nodes", *sizes, "--out", str(record))
+    out, error = process.communicate(timeout=280)
+    assert process.returncode == 0, error
+    measured = json.loads(record.read_text())["figures"]["nodes"]["nodes"]
+    for num_nodes, figure in measured.items():  # nodes cannot be faster than their encoders
+        assert 0 < figure["rates"]["median"] < 1.2 * int(num_nodes) * 32 / 0.5
+        assert figure["runs"][0]["summary"]["new"] == int(num_nodes) * 16 * 32
+    assert "| nodes |" in out
+
+
 METHODS = ("samer", "attention_clustering", "hpool,linkage=rows", "spatial", "adaptive_eos")
 
 

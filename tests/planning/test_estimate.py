@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.planning.estimate import CPU_CORES, Pool, StageTime, estimate
+from pipeline.planning.estimate import CPU_CORES, Pool, StageTime, estimate, startup
 from pipeline.planning.spec import Prices
 from pipeline.stage import Resources
 
@@ -52,6 +52,20 @@ def test_cores_limit_the_rate():
     assert plan.stream_seconds == pytest.approx(10 * 0.03 + 990 / 40)
     plan = estimate(1000, 10, times, pools(read=1, encode=1), 4, startup_seconds=0.0)
     assert (plan.limit, plan.rate) == ("encode", pytest.approx(50))
+
+
+@pytest.mark.parametrize(
+    "listing, loading, num_processes, num_cpus, seconds",
+    [
+        (1, 4, 2, 2, 8),  # listing and loading need two cores, as the two processes do
+        (10, 4, 2, 2, 14),
+        (1, 4, 6, 2, 16),  # three processes per core
+        (1, 4, 2, 1, 8),  # loading was as slow with listing beside it
+        (1, 4, 64, 128, 8),
+    ],
+)
+def test_startup(listing, loading, num_processes, num_cpus, seconds):
+    assert startup(listing, loading, num_processes, num_cpus) == pytest.approx(seconds)
 
 
 def test_reserved_resources_and_price():

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,11 +232,17 @@ class Load:
     Args:
         answers: Due time in seconds, HTTP status and latency in milliseconds of each request.
         seconds: Duration of the load.
+        durations: Milliseconds of each stage of successful requests.
     """
 
-    def __init__(self, answers: Sequence[Sequence[float]], seconds: float):
+    def __init__(
+        self,
+        answers: Sequence[Sequence[float]],
+        seconds: float,
+        durations: Sequence[Mapping[str, float]] = (),
+    ):
         self.answers = sorted((due, int(status), ms) for due, status, ms in answers)
-        self.seconds = seconds
+        self.seconds, self.durations = seconds, durations
 
     @property
     def rate(self) -> float:
@@ -247,6 +253,10 @@ class Load:
         """Returns a percentile of the latency of all successful searches in milliseconds."""
         taken = [ms for due, status, ms in self.answers if status == 200 and due >= after]
         return float(np.percentile(taken, percent)) if taken else float("nan")
+
+    def stage(self, name: str) -> float:
+        """Returns the median duration of a stage in milliseconds."""
+        return float(np.median([durations[name] for durations in self.durations]))
 
     def statuses(self) -> Counter[int]:
         """Counts the responses by status code. The code 0 means that there was no response."""
@@ -274,10 +284,15 @@ def in_process(searcher: Searcher, seconds: float) -> Load:
     """Runs the searches one after another in this process."""
     start = time.perf_counter()
     answers: list[tuple[float, int, float]] = []
+    durations: list[dict[str, float]] = []
     while (due := time.perf_counter()) < start + seconds:
-        searcher.search(QUERIES[len(answers) % len(QUERIES)], COLUMN, k=K, explain=False)
-        answers.append((due - start, 200, 1e3 * (time.perf_counter() - due)))
-    return Load(answers, time.perf_counter() - start)
+        queries = searcher.queries(QUERIES[len(answers) % len(QUERIES)], COLUMN)
+        encoded = time.perf_counter()
+        searcher.search(queries, COLUMN, k=K, explain=False)
+        end = time.perf_counter()
+        answers.append((due - start, 200, 1e3 * (end - due)))
+        durations.append({"encode": 1e3 * (encoded - due), "search": 1e3 * (end - encoded)})
+    return Load(answers, time.perf_counter() - start, durations)
 
 
 def overhead(bench: Bench, server: Server, args: Any) -> None:
@@ -307,6 +322,7 @@ def overhead(bench: Bench, server: Server, args: Any) -> None:
     ]
     rows.append(["**overhead**", *difference, ""])
     text = table(["sequential", "p50, ms", "p99, ms", "searches/s"], rows)
+    text += "\n\n" + table(["step, p50 in ms", "in process", "over HTTP"], _steps(alone))
     rates = {clients: Repeats(tuple(values)) for clients, values in best.items()}
     local_rate = Repeats(tuple(load.rate for load in alone["in process"]))
     most = max(rates, key=lambda clients: rates[clients].median)
@@ -315,6 +331,25 @@ def overhead(bench: Bench, server: Server, args: Any) -> None:
     server.saturation = rates[most].median
     title = f"{args.items:,} items of {NUM_VECTORS} int8 vectors, k = {K}, loads of {seconds:g} s"
     bench.add("overhead", title, {"alone": difference, "rates": rates}, text)
+
+
+def _steps(alone: Mapping[str, Sequence[Load]]) -> list[list[Any]]:
+    """Returns rows with the time of each step of a search, in process and over HTTP."""
+
+    def stage(name: str, stage: str) -> Repeats:
+        return Repeats(tuple(load.stage(stage) for load in alone[name]))
+
+    remote = alone["over HTTP"]
+    gateway, outside = [], []
+    for load in remote:
+        total = load.stage("total")
+        gateway.append(total - load.stage("encode") - load.stage("search"))
+        outside.append(load.percentile(50) - total)
+    return [
+        *([name, *(stage(side, name) for side in alone)] for name in ("encode", "search")),
+        ["rest of the gateway", "", Repeats(tuple(gateway))],
+        ["proxy and client", "", Repeats(tuple(outside))],
+    ]
 
 
 def overload(bench: Bench, server: Server, args: Any) -> None:

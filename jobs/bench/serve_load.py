@@ -41,6 +41,8 @@ class Load:
         self._client = AsyncClient(url)
         #: Due time in seconds, status and milliseconds of each request.
         self.answers: list[tuple[float, int, float]] = []
+        #: `durations_ms` of each successful response, unless sent through the client.
+        self.durations: list[dict[str, float]] = []
 
     async def one(self, due: float | None = None) -> None:
         """Sends one search.
@@ -56,13 +58,16 @@ class Load:
                 status = 200
             else:
                 sent = {"query": query, **self._body}
-                status = (await self._http.post("/v1/search", json=sent)).status_code
+                response = await self._http.post("/v1/search", json=sent)
+                status = response.status_code
         except ServerError as error:
             status = error.status
         except httpx2.TransportError:
             status = BROKEN
         end = time.perf_counter()
         self.answers.append((start - self._start, status, 1e3 * (end - start)))
+        if not self._retries and status == 200:
+            self.durations.append(response.json()["durations_ms"])
 
     async def closed(self, clients: int, seconds: float) -> None:
         """Runs a closed loop of clients."""
@@ -91,7 +96,7 @@ class Load:
 
 
 def main(fields: dict[str, Any]) -> dict[str, Any]:
-    """Runs a load and returns the responses and its duration in seconds."""
+    """Runs a load and returns the responses, the durations of their stages and its own."""
 
     async def run() -> dict[str, Any]:
         load = Load(fields["url"], fields["body"], fields["queries"], fields["retries"])
@@ -100,7 +105,8 @@ def main(fields: dict[str, Any]) -> dict[str, Any]:
             await load.closed(fields["clients"], fields["seconds"])
         else:
             await load.open(fields["rate"], fields["seconds"])
-        return {"answers": load.answers, "seconds": time.perf_counter() - start}
+        seconds = time.perf_counter() - start
+        return {"answers": load.answers, "seconds": seconds, "durations": load.durations}
 
     return asyncio.run(run())
 

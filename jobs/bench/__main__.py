@@ -22,6 +22,7 @@ BENCHES = {
     "driver": "empty units through the stream of the index job; scaling of sleeping actors",
     "encode": "image and text encoders: attention statistics, throughput, number of actors",
     "fusion": "the fused score against MaxSim on judged collections",
+    "listing": "planning of millions of files in an object store with latency",
     "maxsim": "MaxSim on CPUs against a padded einsum and the peak rates of the machine",
     "maxsim_gpu": "MaxSim on a GPU against a padded einsum and the peak rates of the device",
     "media": "video and audio sources against plain loops; memory; OCR and ASR",
@@ -32,6 +33,7 @@ BENCHES = {
     "plan": "predicted and actual time and size of index jobs",
     "rerank": "throughput and latency of EDJE reranking against a plain loop",
     "serve": "search over HTTP against search in process; overload, crashes, new versions",
+    "serve_nodes": "searches over HTTP while a node of the cluster dies",
     "train": "training with and without cached hidden states; LoRA on a large model",
 }
 

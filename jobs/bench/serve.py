@@ -177,9 +177,16 @@ def _tensor(generator: np.random.Generator, *shape: int) -> torch.Tensor:
 
 
 class Server:
-    """The application on the Ray cluster of this process, and the load that is put on it."""
+    """The application on the Ray cluster of this process, and the load that is put on it.
 
-    def __init__(self, uri: str, port: int, edje: str | None = None):
+    Args:
+        uri: URI of the index.
+        port: HTTP port.
+        edje: Folder of the EDJE that reranks, if any.
+        num_replicas: Number of replicas of each deployment. Ray Serve spreads them over the nodes.
+    """
+
+    def __init__(self, uri: str, port: int, edje: str | None = None, num_replicas: int = 1):
         from ray import serve
 
         from pipeline.serve.app import build
@@ -188,12 +195,15 @@ class Server:
         self.uri, self.url = uri, f"http://127.0.0.1:{port}"
         self.saturation: float | None = None  # searches per second, once measured
         self.body = {"k": K, "representation": COLUMN}
+        scale = {"num_replicas": num_replicas}
         settings = {
+            **dict.fromkeys(("gateway", "encoder", "searcher", "reranker", "library"), scale),
             "indexes": {"bench": {"uri": uri, "preload": [COLUMN], "edje": edje}},
             "limits": {"max_in_flight_requests": 32},
             "reload_interval_s": 1,
         }
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        # One proxy, because the nodes of a simulated cluster share the ports of this machine.
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         serve.run(build(parse(ServeSpec, settings)), name=APPLICATION, route_prefix="/")
         self.load(clients=2, seconds=5)  # warm-up: the first request opens the index
 
@@ -249,9 +259,15 @@ class Load:
         """Successful searches per second."""
         return sum(status == 200 for _, status, _ in self.answers) / self.seconds
 
-    def percentile(self, percent: float, after: float = 0.0) -> float:
-        """Returns a percentile of the latency of all successful searches in milliseconds."""
-        taken = [ms for due, status, ms in self.answers if status == 200 and due >= after]
+    def percentile(self, percent: float, after: float = 0.0, before: float = float("inf")) -> float:
+        """Returns a percentile of the latency of successful searches in milliseconds.
+
+        Args:
+            percent: The percentile.
+            after: Due time of the first search, in seconds.
+            before: Due time of the first search that does not count, in seconds.
+        """
+        taken = [ms for due, status, ms in self.answers if status == 200 and after <= due < before]
         return float(np.percentile(taken, percent)) if taken else float("nan")
 
     def stage(self, name: str) -> float:

@@ -129,6 +129,20 @@ def test_the_driver_bench(cluster, tmp_path):
 
 
 @pytest.mark.heavy
+def test_the_listing_bench(cluster, tmp_path):
+    record = tmp_path / "figures.json"
+    sizes = ("--videos", "4000", "--files", "2000", "--latency", "0.2")
+    process = start_job("jobs.bench", "listing", *sizes, "--out", str(record), address=cluster)
+    out, error = process.communicate(timeout=280)
+    assert process.returncode == 0, error
+    at_once, delayed = json.loads(record.read_text())["figures"]["listing"]["runs"]
+    assert at_once["shards"]["median"] == delayed["shards"]["median"] == 4000
+    # One request for the folders, and two for each of them, which are listed at the same time.
+    assert delayed["seconds"]["median"] > 3 * 0.2
+    assert "| shards | videos |" in out
+
+
+@pytest.mark.heavy
 def test_the_nodes_bench(tmp_path):
     record = tmp_path / "figures.json"
     sizes = ("--nodes", "1", "2", "--sleep", "0.5", "--seconds", "8", "--repeats", "1")

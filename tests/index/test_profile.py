@@ -1,0 +1,114 @@
+"""Fields of resources profiles, shown to act on the stream of a job on the Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import pyarrow as pa
+import pytest
+import ray
+
+from pipeline.config import JobError
+from pipeline.index.session import configure_ray_data, iter_rows
+from pipeline.index.stream import unit_dataset
+from pipeline.index.units import UnitRange
+from pipeline.schema import ITEM, Item
+from pipeline.stage import LoadedStage, Processed, Profile, Resources, Stage, Unit, chain
+
+NUM_UNITS = 12
+
+
+@dataclass(frozen=True)
+class Recording(Stage):
+    """Stage that sleeps and writes a file per actor and per call."""
+
+    folder: str
+    seconds: float = 0.0
+
+    name: ClassVar[str] = "encode"
+    needs: ClassVar[tuple[str, ...]] = ()
+    adds: ClassVar[tuple[str, ...]] = ()
+
+    def load(self) -> LoadedRecording:
+        return LoadedRecording(Path(self.folder), self.seconds)
+
+
+class LoadedRecording(LoadedStage):
+    name = Recording.name
+
+    def __init__(self, folder: Path, seconds: float):
+        self._folder, self._seconds = folder, seconds
+        (folder / f"actor-{os.getpid()}").touch()
+
+    def process(self, items: pa.Table) -> Processed:
+        time.sleep(self._seconds)
+        return Processed(items, [])
+
+
+def read_units(units: UnitRange) -> Iterator[Unit]:
+    for number in range(NUM_UNITS):
+        row = Item(f"item-{number}", "item", "test", "text", "r1", text="text").row()
+        items = pa.Table.from_pylist([row], schema=ITEM)
+        yield Unit(f"{number:06d}", items, extra={"replaces": {}, "gone": 0})
+
+
+def run(folder: Path, profile: Profile, seconds: float = 0.0, **encode: int) -> ray.data.Dataset:
+    """Returns the lazy dataset of a stream with one recording stage."""
+    configure_ray_data(profile)
+    shared = Resources(num_cpus=0.01, max_actors=1)
+    pool = Resources(num_cpus=0.01, reuse_processes=False, **encode)
+    units = unit_dataset(partial(read_units), [UnitRange(0)], shared)
+    return chain(units, [([Recording(str(folder), seconds)], pool)], ITEM.names)
+
+
+@pytest.fixture(autouse=True)
+def default_context(cluster):
+    yield
+    configure_ray_data()
+
+
+@pytest.mark.parametrize("initial", [1, 3])
+def test_initial_actors(tmp_path, initial):
+    dataset = run(tmp_path, Profile(), min_actors=1, max_actors=3, initial_actors=initial)
+    assert sum(row is not None for row in iter_rows(dataset)) == NUM_UNITS
+    started = len(list(tmp_path.glob("actor-*")))
+    assert started >= initial  # Ray may add actors up to `max_actors`
+    assert initial == 3 or started < 3
+
+
+def test_units_share_blocks_up_to_a_size(tmp_path):
+    def num_blocks(block_bytes: int) -> int:
+        dataset = run(tmp_path, Profile(block_bytes=block_bytes), max_actors=1)
+        return dataset.materialize().num_blocks()
+
+    assert num_blocks(1) == NUM_UNITS
+    assert num_blocks(1 << 20) < NUM_UNITS / 2
+
+
+def test_job_without_progress_fails(tmp_path):
+    dataset = run(tmp_path, Profile(no_progress_seconds=2), seconds=60, max_actors=1)
+    start = time.monotonic()
+    with pytest.raises(JobError, match="no stage has made progress for 2 s; set no_progress_sec"):
+        list(iter_rows(dataset))
+    assert time.monotonic() - start < 50
+
+
+def test_memory_of_an_actor_is_reserved(cluster):
+    """A second actor does not start if the memory suffices for one."""
+    total = int(ray.cluster_resources()["memory"])
+    pool = Resources(num_cpus=0.01, memory_bytes=round(0.6 * total))
+
+    @ray.remote(max_retries=0)
+    def hold(seconds: float) -> float:
+        start = time.time()
+        time.sleep(seconds)
+        return start
+
+    starts = ray.get([hold.options(**pool.task_options).remote(1.5) for _ in range(2)])
+    assert abs(starts[0] - starts[1]) > 1.4

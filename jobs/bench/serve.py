@@ -302,7 +302,7 @@ def in_process(searcher: Searcher, seconds: float) -> Load:
     answers: list[tuple[float, int, float]] = []
     durations: list[dict[str, float]] = []
     while (due := time.perf_counter()) < start + seconds:
-        queries = searcher.queries(QUERIES[len(answers) % len(QUERIES)], COLUMN)
+        queries = searcher.queries([QUERIES[len(answers) % len(QUERIES)]], COLUMN)
         encoded = time.perf_counter()
         searcher.search(queries, COLUMN, k=K, explain=False)
         end = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import httpx2
 import psutil
 import pytest
 
+from pipeline.search.searcher import open_index
 from tests.conftest import start_job
 from tests.serve.conftest import free_port
 
@@ -80,6 +82,33 @@ def test_drains_requests_on_sigterm(server):
     before = [status for sent, status in statuses if sent < stopped]
     assert len(before) > 20 and set(before) == {200}
     assert {status for _, status in statuses} <= {200, 503, 0}
+
+
+def test_haproxy_in_place_of_the_proxy_of_ray(index_uri):
+    """The option that docs/reference/operations.md describes."""
+    port, environment = free_port(), {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+    environment["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] = "2"
+    for name in ("METRICS", "STATS"):
+        environment[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(free_port())
+    process = start_job("jobs.serve", index_uri, "--port", str(port), **environment)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_it_answers(process, url)
+        response = httpx2.post(f"{url}/v1/search", json=BODY, timeout=60)
+        hits = open_index(index_uri).search(BODY["query"], BODY["representation"], k=BODY["k"])
+        assert [hit["item_id"] for hit in response.json()["hits"]] == [hit.item_id for hit in hits]
+        json_type = {"Content-Type": "application/json"}
+        response = httpx2.post(f"{url}/v1/search", content=b"{", headers=json_type, timeout=30)
+        assert response.status_code == 400 and response.json()["error"]["code"] == "bad_request"
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n")  # never completed
+            assert b" 408 " in connection.recv(200)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=90)
+        assert process.returncode == 143 and "stopped after draining in-flight requests" in err
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_rejects_occupied_port(server, index_uri):

@@ -326,6 +326,8 @@ def test_no_server_errors(url):
     existing["rerank"] = {"method": "edje", "rerank_depth": 3}
     statuses = fuzz(url, existing)
     assert statuses["/v1/search", 200] and statuses["/v1/rerank", 422]
+    for route in ("/v1/media/{item_id}", "/v1/previews/{item_id}"):
+        assert statuses[route, 200]
 
 
 @pytest.mark.heavy

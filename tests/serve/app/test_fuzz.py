@@ -27,15 +27,23 @@ CHECKS = [
 CASES = 60
 #: Existing names that replace generated ones, because most requests would be rejected otherwise.
 EXISTING = {"index": "texts", "item_id": "wing/1", "representation": "hpool_2"}
+#: Fields of requests whose generated values are rarely valid together.
+RARELY_VALID = (
+    *("candidates", "filter", "fusion", "idf_power", "num_candidates", "rerank", "score"),
+    "weights",
+)
 
 
 def _insert_existing_names(case: schemathesis.Case, existing: dict[str, Any], mode: int) -> None:
     """Inserts existing names into a request: all of them (mode 0), only the index (1) or none."""
     names = list(existing)[: {0: len(existing), 1: 1}.get(mode, 0)]
     if mode == 0 and isinstance(case.body, dict):  # generated values are rarely valid
-        case.body |= {"k": 3} if "k" in case.body else {}
-        for name in ("filter", "rerank", "weights"):
+        valid = {"k": 3, "query": "the lift of a wing"}
+        case.body |= {name: value for name, value in valid.items() if name in case.body}
+        for name in RARELY_VALID:
             case.body.pop(name, None)
+    if mode < 2 and case.path.startswith("/v1/indexes/"):
+        case.path_parameters["name"] = existing["index"]
     for part in (case.path_parameters, case.query, case.body):
         if isinstance(part, dict):
             for name in names:
@@ -46,6 +54,7 @@ def _insert_existing_names(case: schemathesis.Case, existing: dict[str, Any], mo
 def test_no_server_errors(url):
     statuses = fuzz(url, EXISTING)
     assert statuses["/v1/search", 200] and statuses["/v1/search", 422]
+    assert statuses["/v1/indexes/{name}/facets", 200]
 
 
 def fuzz(url: str, existing: dict[str, Any]) -> Counter[tuple[str, int]]:

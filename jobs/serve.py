@@ -9,10 +9,11 @@ r"""Serves indexes over HTTP: search, reranking, encoding and evaluation.
     curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \
          -d '{"query": "how does a slipstream change the lift of a wing", "k": 3}'
 
-Each index has the name of its folder. Without access keys (--keys), the server listens only on the
-loopback interface. On Ctrl-C or SIGTERM, it drains in-flight requests and exits. The search page is
-at /, and the API is documented at /docs and /openapi.json. To start the same application on a
-cluster, run `serve deploy cluster/serve/cranfield.yaml`.
+Each index has the name of its folder, or of the parent of a folder `index`. Without access keys
+(--keys), the server listens only on the loopback interface. On Ctrl-C or SIGTERM, it drains
+in-flight requests and exits. The search page is at /, and the API is documented at /docs and
+/openapi.json. To start the same application on a cluster, run
+`serve deploy cluster/serve/cranfield.yaml`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ FACET_COLUMNS = ("modality", "source")
 MAX_VALUES = 50
 #: Number of items from which the size of a representation is estimated.
 SAMPLE_ITEMS = 64
-#: Number of example queries, and their maximum length in characters.
-NUM_EXAMPLES, MAX_EXAMPLE_CHARS = 6, 90
+#: Number of example queries, their maximum length in characters, and their minimum number of words.
+NUM_EXAMPLES, MAX_EXAMPLE_CHARS, MIN_EXAMPLE_WORDS = 6, 90, 2
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,22 @@ def _examples(index: Index, groups: Counter[tuple[str, ...]]) -> list[str]:
 
 
 def _example(row: dict[str, Any]) -> str:
-    """Returns the caption, the title or the first words of an item as a query.
+    r"""Returns the first sentence or line of an item with at least two words, cut to a query.
+
+    The caption is preferred to the title, and the title to the text. Page numbers and the numbers
+    of chapters are not words.
 
     >>> _example({"caption": None, "title": "On wings .", "text": "The lift of a wing"})
     'On wings'
+    >>> _example({"text": "47698\nAPPENDIX A\nThe lift of a wing"})
+    'The lift of a wing'
     """
-    text = next((row[name] for name in ("caption", "title", "text") if row.get(name)), "")
-    words = re.split(r"[\n.?!]", text.strip())[0].split()
-    while len(" ".join(words)) > MAX_EXAMPLE_CHARS:
-        words.pop()
-    return " ".join(words)
+    for name in ("caption", "title", "text"):
+        for sentence in re.split(r"[\n.?!]", row.get(name) or ""):
+            words = sentence.split()
+            if sum(len(re.findall(r"[^\W\d_]", word)) > 1 for word in words) < MIN_EXAMPLE_WORDS:
+                continue
+            while len(" ".join(words)) > MAX_EXAMPLE_CHARS:
+                words.pop()
+            return " ".join(words)
+    return ""

@@ -7,6 +7,7 @@ import {
   currentRepresentation,
   fillControls,
   indexInfo,
+  scoreLabel,
   showFieldError,
   sizeOf,
 } from "./controls.js";
@@ -43,7 +44,10 @@ const viewer = new Viewer({
 });
 const evaluations = new Evaluations({
   href: (change) => `./${formatState({ ...state, open: "", ...change })}`,
-  go,
+  go: (change) => {
+    image = null;
+    go(change);
+  },
 });
 
 // -- state ------------------------------------------------------------------------------------
@@ -260,11 +264,18 @@ async function runSearch(signal) {
     hits.forEach((hit, rank) => (hit.rank = rank + 1));
     const info = indexInfo(state, indexes);
     const representation = currentRepresentation(state, info, side);
-    return { side, response, hits, representation, label: response.representation };
+    return { side, response, hits, representation, label: columnLabel(response, side) };
   });
   drawResults();
   performance.measure("maxray-draw", "maxray-answer");
   if (state.open) showItem();
+}
+
+/** Returns the representation of a column, with its score if that of the other column differs. */
+function columnLabel({ representation }, side) {
+  const isSame = state.view !== "compare" || !state.score2 || state.score2 === state.score;
+  if (isSame) return representation;
+  return `${representation} · ${scoreLabel(side === "b" ? state.score2 : state.score)}`;
 }
 
 function drawResults() {
@@ -319,11 +330,11 @@ function emptyHint() {
 /** Shows the representation, its size and the duration of each stage above a column. */
 function fillColumnHead(column) {
   const size = sizeOf(column.response.representation, facetsByIndex.get(state.index));
-  const { durations_ms: durations, representation, candidates, reranked } = column.response;
+  const { durations_ms: durations, candidates, reranked } = column.response;
   const stages = Object.entries(durations).filter(([name]) => name !== "total");
   replace(
     column.head,
-    h("h2", {}, representation),
+    h("h2", {}, column.label),
     h("p.note", {}, describeRepresentation(column.representation, size)),
     h(
       "p.note",
@@ -535,7 +546,8 @@ for (const name of CONTROLS) {
     const change = controlValues();
     if (name === "index") {
       Object.assign(change, { rep: "", rep2: "", rerank: "", rerank2: "", filter: "" });
-      Object.assign(change, { score: "maxsim", candidates: "", item: "", box: "", times: "" });
+      Object.assign(change, { score: "maxsim", score2: "", candidates: "" });
+      Object.assign(change, { item: "", box: "", times: "" });
     }
     if (name === "rep") Object.assign(change, { candidates: "" });
     go({ ...change, q: $("q").value, open: "" });

@@ -3,6 +3,7 @@
 import { getBlob, getJson, getText } from "./api.js";
 import { download, h, replace, svg } from "./dom.js";
 import { pareto } from "./ranks.js";
+import { DEFAULTS } from "./state.js";
 import { bytes, parseCsv } from "./text.js";
 
 const PLOT = { width: 640, height: 340, left: 56, right: 16, top: 16, bottom: 44 };
@@ -107,7 +108,7 @@ export class Evaluations {
       h("p.note", {}, `${id} · finished ${(evaluation.finished ?? "").slice(0, 16)} UTC`),
       this.#plotArea(metrics, measures, measure),
       this.#metricsTable(metrics, measures),
-      this.#queriesArea(evaluation, perQuery, queries, measures, measure),
+      this.#queriesArea(evaluation, metrics, perQuery, queries, measure),
       h("details", {}, h("summary", {}, "Files"), h("div.row.wrap", {}, files)),
     );
   }
@@ -179,27 +180,28 @@ export class Evaluations {
   }
 
   /** Compares two rows query by query. Each query opens in the side-by-side view. */
-  #queriesArea(evaluation, perQuery, queries, measures, first) {
+  #queriesArea(evaluation, metrics, perQuery, queries, first) {
     const runs = [...new Set(perQuery.map((row) => row.run))];
     if (runs.length < 2) return null;
     const choose = (id, label, value) => [
       h("label", { for: id }, label),
       h("select", { id }, runs.map((run) => h("option", { value: run, selected: run === value }, run))),
     ];
-    const full = runs.find((run) => run.startsWith("full.")) ?? runs[0];
-    const smallest = runs.filter((run) => run !== full && run !== "bm25");
+    const [from, to] = defaultRuns(metrics, runs);
     const controls = h(
       "div.row.wrap",
       {},
-      choose("run-a", "From", full),
-      choose("run-b", "to", smallest.at(-1) ?? runs[1]),
+      choose("run-a", "From", from),
+      choose("run-b", "to", to),
     );
     const lists = h("div.columns.count-2");
+    const note = h("p.note", {}, "Only rows of MaxSim, hybrid and fused scores open side by side.");
     const draw = () => {
       const [a, b] = ["run-a", "run-b"].map((id) => controls.querySelector(`#${id}`).value);
       const changes = queryChanges(perQuery, a, b, first);
       const losses = changes.filter(({ change }) => change < 0).slice(0, NUM_QUERIES);
       const gains = changes.filter(({ change }) => change > 0).reverse().slice(0, NUM_QUERIES);
+      note.hidden = Boolean(sidesOf(a, b));
       replace(
         lists,
         this.#queryList(`Lost in ${b}`, losses, evaluation, queries, a, b),
@@ -213,21 +215,22 @@ export class Evaluations {
       { "aria-label": "Queries" },
       h("h3", {}, `Queries by change of ${first}`),
       controls,
+      note,
       lists,
     );
   }
 
   #queryList(heading, changes, evaluation, queries, a, b) {
+    const sides = sidesOf(a, b);
+    const search = { ...DEFAULTS, view: "compare", index: evaluation.index, ...sides };
     const rows = changes.map(({ id, change }) => {
       const text = queries.get(id);
-      const view = { view: "compare", index: evaluation.index, q: text, evaluation: "" };
-      const sides = { rep: representationOf(a), rep2: representationOf(b) };
       const label = text ?? `query ${id}`;
       return h(
         "li",
         {},
         h(`span.change.${change < 0 ? "down" : "up"}`, {}, signed(change)),
-        text ? this.#link(label, { ...view, ...sides, filter: "" }) : label,
+        text && sides ? this.#link(label, { ...search, q: text }) : label,
       );
     });
     const content = rows.length ? h("ol.queries", {}, rows) : h("p.note", {}, "None.");
@@ -246,10 +249,38 @@ export function queryChanges(rows, a, b, measure) {
     .sort((one, other) => one.change - other.change);
 }
 
-/** Returns the representation of a run such as "hpool_16.maxsim", or "" for a baseline. */
-function representationOf(run) {
-  const found = /^(.+)\.(?:maxsim|hybrid|fused)$/.exec(run);
-  return found ? found[1] : "";
+/**
+ * Returns the two rows that are compared at first: the reference of most rows, and the last row with
+ * vectors that has the same score.
+ *
+ * @param {object[]} metrics Rows of metrics.csv.
+ * @param {string[]} runs Names of the runs of per_query.csv.
+ */
+export function defaultRuns(metrics, runs) {
+  const references = metrics.map(({ reference }) => reference).filter((name) => runs.includes(name));
+  const from = references[0] ?? runs[0];
+  const others = runs.filter((run) => run !== from && run !== "bm25");
+  const score = splitRun(from)?.score;
+  const same = others.filter((run) => splitRun(run)?.score === score);
+  return [from, same.at(-1) ?? others.at(-1) ?? runs.find((run) => run !== from)];
+}
+
+/** Returns the fields of the state that search with two rows, or null if a search cannot equal one. */
+export function sidesOf(a, b) {
+  const [left, right] = [a, b].map(splitRun);
+  if (!left || !right) return null;
+  return {
+    rep: left.representation,
+    score: left.score,
+    rep2: right.representation,
+    score2: right.score,
+  };
+}
+
+/** Splits the name of a run such as "hpool_16.maxsim", or returns null for any other run. */
+function splitRun(run) {
+  const found = /^(.+)\.(maxsim|hybrid|fused)$/.exec(run);
+  return found ? { representation: found[1], score: found[2] } : null;
 }
 
 function parseQueries(text) {

@@ -13,6 +13,7 @@ export const DEFAULTS = Object.freeze({
   rep2: "",
   rerank2: "",
   score: "maxsim",
+  score2: "",
   candidates: "",
   depth: "",
   k: "10",
@@ -78,8 +79,8 @@ export function queryOf(state, image) {
  *
  * @param {object} state State of the page.
  * @param {string|null} image Query image in base64.
- * @param {"a"|"b"} side Column of a comparison. The second has a representation and reranking of
- *   its own.
+ * @param {"a"|"b"} side Column of a comparison. The second has its own representation, reranking and
+ *   score. Its score is that of the first unless it is given.
  */
 export function searchBody(state, image = null, side = "a") {
   const body = { query: queryOf(state, image) };
@@ -89,7 +90,8 @@ export function searchBody(state, image = null, side = "a") {
   // A search by an item returns the item itself, which is not shown.
   const k = asNumber(state.k);
   body.k = state.item && Number.isInteger(k) ? k + 1 : k;
-  if (state.score !== DEFAULTS.score) body.score = state.score;
+  const score = (side === "b" && state.score2) || state.score;
+  if (score !== DEFAULTS.score) body.score = score;
   if (state.candidates) body.candidates = state.candidates;
   if (state.group) body.group_by = state.group;
   if (state.filter.trim()) body.filter = state.filter.trim();

@@ -97,13 +97,16 @@ def test_evaluations(browser, page_url):
     browser.wait("document.querySelector('#results .empty, #results table')")
     queries = {"q1": "fish at the market", "q2": "lift of a wing", "q3": "golden crust"}
     qrels = {"q1": {"fish": 1}, "q2": {"wing": 1}, "q3": {"bread": 1}}
+    # The ranks of several items differ between the representations.
+    queries["q4"] = "boats in the harbour at dawn"
+    qrels["q4"] = dict.fromkeys(("wing", "heat", "red.png"), 1)
     with Client(page_url, tries=3) as client:
         evaluation = client.evaluate(
             queries=queries,
             qrels=qrels,
             index="items",
             representations=["full", "random_1"],
-            scores=["maxsim"],
+            scores=["maxsim", "hybrid"],
             measures=["nDCG@10", "RR@10"],
             judged="item",
             k=50,
@@ -113,7 +116,7 @@ def test_evaluations(browser, page_url):
     link = browser.find("#results table a")
     assert link.text == evaluation.id
     link.click()
-    browser.wait("document.querySelectorAll('.plot circle').length === 2")
+    browser.wait("document.querySelectorAll('.plot circle').length === 4")
     rows = browser.texts("#results tbody th")
     assert {"full · maxsim", "random_1 · maxsim"} <= set(rows)
     browser.run(
@@ -123,11 +126,21 @@ def test_evaluations(browser, page_url):
     assert browser.find("th[aria-sort=descending]").text.startswith("RR@10")
     browser.run("document.querySelector('.plot circle').focus()")
     assert "nDCG@10" in browser.texts(".plot-label")[0]
-    # A query of either list opens in the side-by-side view.
-    links = browser.all(".queries a")
-    if links:
-        text = links[0].text
-        links[0].click()
-        browser.wait("document.querySelector('#comparison')")
-        assert browser.run("return document.getElementById('q').value") == text
+    # A query of either list opens in the side-by-side view, with the scores of the two rows.
+    selected = "return ['run-a', 'run-b'].map((id) => document.getElementById(id).value)"
+    assert browser.run(selected) == ["full.maxsim", "random_1.maxsim"]
+    browser.choose("#run-b", "random_1.hybrid")
+    link = browser.find(".queries a")
+    text = link.text
+    link.click()
+    browser.wait("document.querySelector('#comparison')")
+    assert browser.run("return document.getElementById('q').value") == text
+    assert browser.texts(".column-head h2") == ["full · MaxSim", "random_1 · hybrid"]
+    with Client(page_url, tries=3) as client:
+        for side, row in (("a", ("full", "maxsim")), ("b", ("random_1", "hybrid"))):
+            options = dict(zip(("representation", "score"), row, strict=True))
+            hits = client.search(text, index="items", **options).hits
+            assert browser.hits(f"[data-side={side}]") == [hit.item_id for hit in hits]
+    browser.choose("#score2", "")
+    browser.wait("document.querySelectorAll('.column-head h2')[1]?.textContent === 'random_1'")
     assert browser.errors() == []

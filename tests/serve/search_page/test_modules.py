@@ -57,6 +57,10 @@ def test_search_bodies(page):
     right = body(sides, None, "b")
     assert right["representation"] == "hpool_4"
     assert right["rerank"] == {"method": "vectors", "representation": "full", "rerank_depth": 7}
+    scores = {"q": "a", "score": "hybrid"}
+    assert body(scores)["score"] == body(scores, None, "b")["score"] == "hybrid"
+    assert body({**scores, "score2": "fused"}, None, "b")["score"] == "fused"
+    assert "score" not in body({**scores, "score2": "maxsim"}, None, "b")
     assert body({"q": "a", "k": "many"})["k"] == "many"  # the API names the field
 
 
@@ -212,6 +216,30 @@ def test_csv(page):
     text = 'a,b\n1,"x, ""y"""\n2,\n'
     found = page.module("text.js", f"m.parseCsv({js(text)})")
     assert found == [{"a": "1", "b": 'x, "y"'}, {"a": "2", "b": ""}]
+
+
+# -- evaluations.js --------------------------------------------------------------------------------
+
+
+def test_default_rows_have_the_same_score(page):
+    runs = ["bm25", "full.maxsim", "full.hybrid", "hpool_8.maxsim", "hpool_8.hybrid"]
+    metrics = [{"reference": "full.maxsim"}, {"reference": "full.hybrid"}]
+    expression = f"m.defaultRuns({js(metrics)}, {js(runs)})"
+    assert page.module("evaluations.js", expression) == ["full.maxsim", "hpool_8.maxsim"]
+    expression = f"m.defaultRuns([], {js(runs[:2])})"
+    assert page.module("evaluations.js", expression) == ["bm25", "full.maxsim"]
+
+
+def test_sides_of_two_rows(page):
+    expression = "m.sidesOf('full.maxsim', 'kcenter_16.hybrid')"
+    assert page.module("evaluations.js", expression) == {
+        "rep": "full",
+        "score": "maxsim",
+        "rep2": "kcenter_16",
+        "score2": "hybrid",
+    }
+    for run in ("bm25", "minilm_pooled", "full.hybrid-1-0.25"):
+        assert page.module("evaluations.js", f"m.sidesOf('full.maxsim', '{run}')") is None
 
 
 # -- judge.js, map.js ------------------------------------------------------------------------------

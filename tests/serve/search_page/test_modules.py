@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 import random
+import zipfile
 
 import pytest
 
@@ -242,13 +244,18 @@ def test_sides_of_two_rows(page):
         assert page.module("evaluations.js", f"m.sidesOf('full.maxsim', '{run}')") is None
 
 
-# -- judge.js, map.js ------------------------------------------------------------------------------
+# -- zip.js, map.js --------------------------------------------------------------------------------
 
 
-def test_qrels(page):
-    judged = {"q1": {"text": "x", "grades": {"a": 1, "b c": 0}}}
-    assert page.module("judge.js", f"m.qrels({js(judged)})") == 'q1 0 a 1\nq1 0 "b\\u0020c" 0\n'
-    assert page.module("judge.js", f"m.queryLines({js(judged)})") == '{"_id":"q1","text":"x"}\n'
+def test_archives(page):
+    files = {"a/texts.txt": "fish 🐟\n" * 1000, "ä.txt": "", "b/c/d": "\u0000"}
+    expression = f"m.zip({js(files)}).arrayBuffer().then((b) => [...new Uint8Array(b)])"
+    content = bytes(page.module("zip.js", expression))
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert archive.testzip() is None
+        assert {name: archive.read(name).decode() for name in archive.namelist()} == files
+    values = "new TextEncoder().encode('123456789')"
+    assert page.module("zip.js", f"m.crc32({values})") == 0xCBF43926
 
 
 def test_values_of_a_strip(page):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlencode
 
 import pytest
@@ -116,9 +117,27 @@ def test_evaluations(browser, page_url):
     link = browser.find("#results table a")
     assert link.text == evaluation.id
     link.click()
-    browser.wait("document.querySelectorAll('.plot circle').length === 4")
+    browser.wait("document.querySelectorAll('.plot circle[tabindex]').length === 4")
     rows = browser.texts("#results tbody th")
-    assert {"full · maxsim", "random_1 · maxsim"} <= set(rows)
+    assert {"full · maxsim reference", "random_1 · maxsim"} <= set(rows)
+    # Ticks are round numbers in [0, 1], the axes have labels, and the note has the row without bytes.
+    ticks = browser.texts(".plot .tick[text-anchor=end]")
+    assert ticks == sorted(ticks) and all(re.fullmatch(r"[01]\.\d{2,3}", tick) for tick in ticks)
+    axes = browser.texts(".plot .axis")
+    assert axes == ["stored bytes per item (logarithmic)", "nDCG@10"]
+    assert len(browser.all(".plot circle.reference[tabindex]")) == 2  # by score
+    front = browser.run(
+        "return [...document.querySelectorAll('.plot circle.front[tabindex]')]"
+        ".map((e) => e.getAttribute('aria-label').split(':')[0])"
+    )
+    starred = browser.texts("#results tr.front th")
+    assert sorted(text.removesuffix(" reference") for text in starred) == sorted(front)
+    assert "★" in browser.texts(".plot-legend li")[0]
+    assert "bm25 (nDCG@10 " in browser.texts(".plot .note")[0]
+    browser.choose("#plot-measure", "RR@10")
+    assert browser.texts(".plot .axis")[1] == "RR@10"
+    assert "Queries by change of RR@10" in browser.texts("h3")
+    browser.choose("#plot-measure", "nDCG@10")
     browser.run(
         "[...document.querySelectorAll('thead button')].find((b) => b.textContent === 'RR@10')"
         ".click()"

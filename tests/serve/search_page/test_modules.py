@@ -220,7 +220,7 @@ def test_csv(page):
     assert found == [{"a": "1", "b": 'x, "y"'}, {"a": "2", "b": ""}]
 
 
-# -- evaluations.js --------------------------------------------------------------------------------
+# -- evaluations.js, plot.js -----------------------------------------------------------------------
 
 
 def test_default_rows_have_the_same_score(page):
@@ -230,6 +230,20 @@ def test_default_rows_have_the_same_score(page):
     assert page.module("evaluations.js", expression) == ["full.maxsim", "hpool_8.maxsim"]
     expression = f"m.defaultRuns([], {js(runs[:2])})"
     assert page.module("evaluations.js", expression) == ["bm25", "full.maxsim"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.67, 0.83], [0.65, 0.7, 0.75, 0.8, 0.85]),
+        ([0.02, 0.9], [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        ([1, 1], [0.98, 0.985, 0.99, 0.995, 1]),
+        ([0, 0], [0, 0.005, 0.01, 0.015, 0.02]),
+        ([3, 40], [0, 10, 20, 30, 40]),  # a median rank
+    ],
+)
+def test_ticks(page, values, expected):
+    assert page.module("plot.js", f"m.niceTicks({values})") == expected
 
 
 def test_sides_of_two_rows(page):

@@ -10,6 +10,7 @@ import {
   scoreLabel,
   showFieldError,
   sizeOf,
+  smallestOther,
 } from "./controls.js";
 import { $, h, replace } from "./dom.js";
 import { Evaluations } from "./evaluations.js";
@@ -103,7 +104,7 @@ async function update() {
       return;
     }
     if (!state.index) state.index = indexes[0].name;
-    if (state.view === "compare" && !state.rep2) chooseSides();
+    if (state.view === "compare" && !state.rep2) await chooseSides(signal);
     fillControls(state, indexes, facetsByIndex.get(state.index));
     if (!indexInfo(state, indexes)) {
       showError({ field: "index", message: `unknown index '${state.index}'` });
@@ -124,14 +125,27 @@ async function update() {
   }
 }
 
-/** Compares the default representation with the smallest one, if the URL names none. */
-function chooseSides() {
+/** Compares a representation with the smallest similar one, if the URL names no other. */
+async function chooseSides(signal) {
   const info = indexInfo(state, indexes);
-  const found = (info?.representations ?? []).filter(({ role }) => role === "search");
   const left = state.rep || info?.default_representation || "";
-  const other = found.find(({ name }) => name !== left)?.name ?? left;
+  const facets = await fetchFacets(state.index, signal);
+  signal.throwIfAborted();
   state.rep = left;
-  state.rep2 = other;
+  state.rep2 = smallestOther(left, info?.representations ?? [], facets);
+}
+
+/** Returns the facets of an index, or undefined if they cannot be loaded: the page works without. */
+async function fetchFacets(name, signal) {
+  if (!facetsByIndex.has(name)) {
+    try {
+      const path = `v1/indexes/${encodeURIComponent(name)}/facets`;
+      facetsByIndex.set(name, await getJson(path, {}, signal));
+    } catch {
+      return undefined;
+    }
+  }
+  return facetsByIndex.get(name);
 }
 
 /** Loads the facets after the first results, which do not need them. */
@@ -141,12 +155,7 @@ async function loadFacets(signal) {
     fillExamples();
     return;
   }
-  try {
-    const facets = await getJson(`v1/indexes/${encodeURIComponent(name)}/facets`, {}, signal);
-    facetsByIndex.set(name, facets);
-  } catch {
-    return; // the page works without facets
-  }
+  if (!(await fetchFacets(name, signal))) return;
   if (signal.aborted || state.index !== name) return;
   if (!$("search-form").contains(document.activeElement) || document.activeElement === $("q")) {
     const draft = $("q").value;

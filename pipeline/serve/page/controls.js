@@ -126,6 +126,25 @@ export function currentRepresentation(state, info, side = "a") {
   return info?.representations.find((representation) => representation.name === name);
 }
 
+/**
+ * Returns the name of the representation that is compared with a given one: that of the same encoder
+ * and field with the fewest bytes per item, else of any other, else the given one.
+ */
+export function smallestOther(left, representations, facets) {
+  const [name] = left.split("@");
+  const given = representations.find((representation) => representation.name === name);
+  const others = representations.filter((other) => other.role === "search" && other !== given);
+  const similar = others.filter(
+    ({ encoder, field }) => encoder === given?.encoder && field === given?.field,
+  );
+  const size = (other) => sizeOf(other.name, facets)?.bytes_per_item ?? Infinity;
+  const smallest = (similar.length ? similar : others).reduce(
+    (best, other) => (!best || size(other) < size(best) ? other : best),
+    null,
+  );
+  return smallest?.name ?? left;
+}
+
 /** Returns the size of a representation, or of a prefix NAME@K of one, or null if unknown. */
 export function sizeOf(name, facets) {
   const [column, prefix] = (name ?? "").split("@");

@@ -58,6 +58,11 @@ def test_maps_of_both_representations(browser, page_url):
     browser.wait("document.querySelectorAll('.pane .word').length > 10")
     browser.wait("[...document.querySelectorAll('.image-area img')].every((e) => e.naturalWidth)")
     assert browser.texts(".pane figcaption") == ["full", "hpool_2"]
+    with Client(page_url, tries=3) as client:
+        for label, text in zip(("full", "hpool_2"), browser.texts(".details .scores"), strict=True):
+            hits = client.search(QUERY, index="items", representation=label, k=5).hits
+            (hit,) = [hit for hit in hits if hit.item_id == PAGE]
+            assert text.startswith(f"{label}rank {hit.rank}{hit.score:.3f} score")
     assert len(browser.all(".pane canvas")) == 2
     # Two vectors have two colours, and each word of the page has one of them.
     browser.find("#regions").click()
@@ -82,9 +87,10 @@ def test_maps_of_both_representations(browser, page_url):
 def test_view_chooses_a_second_representation(browser, page_url):
     browser.open(f"{page_url}?view=compare&q=harbour")
     browser.wait("document.querySelector('#comparison')")
-    assert browser.texts(".column-head h2") == ["full", "hpool_2"]
-    browser.choose("#rep2", "random_1")
-    browser.wait("document.querySelectorAll('.column-head h2')[1]?.textContent === 'random_1'")
+    # The smallest representation of the same field, not captions.
+    assert browser.texts(".column-head h2") == ["full", "random_1"]
+    browser.choose("#rep2", "hpool_2")
+    browser.wait("document.querySelectorAll('.column-head h2')[1]?.textContent === 'hpool_2'")
 
 
 def test_error_of_the_right_column(browser, page_url):

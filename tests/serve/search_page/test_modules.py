@@ -258,6 +258,36 @@ def test_sides_of_two_rows(page):
         assert page.module("evaluations.js", f"m.sidesOf('full.maxsim', '{run}')") is None
 
 
+# -- controls.js -----------------------------------------------------------------------------------
+
+
+def test_representation_that_is_compared(page):
+    def representation(name: str, **fields: str) -> dict:
+        return {"name": name, "role": "search", "encoder": "e", "field": "content", **fields}
+
+    found = [representation(name) for name in ("full", "k_32", "k_16")]
+    found.append(representation("caption_full", field="caption"))
+    found.append(representation("tokens", role="rerank"))
+    sizes = {"full": 100, "k_32": 32, "k_16": 16, "caption_full": 9, "tokens": 1}
+    facets = {
+        "sizes": [
+            {"name": name, "bytes_per_item": size, "vectors_per_item": size}
+            for name, size in sizes.items()
+        ]
+    }
+
+    def other(left: str, facets: dict | None = facets) -> str:
+        expression = f"m.smallestOther({js(left)}, {js(found)}, {js(facets)})"
+        return page.module("controls.js", expression)
+
+    assert other("full") == other("k_32@8") == "k_16"
+    assert other("k_16") == "k_32"
+    assert other("caption_full") == "k_16"  # no other of captions
+    assert other("full", None) == "k_32"  # unknown sizes
+    found[1:] = []
+    assert other("full") == "full"
+
+
 # -- zip.js, map.js --------------------------------------------------------------------------------
 
 

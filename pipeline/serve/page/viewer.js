@@ -358,7 +358,7 @@ export class Viewer {
         "div.row",
         {},
         copy("Copy as curl", () => asCurl(`${url}v1/search`, body, this.#context.hasKey)),
-        copy("Copy as Python", () => asPython(url.replace(/\/$/, ""), body)),
+        copy("Copy as Python", () => asPython(url.replace(/\/$/, ""), body, this.#context.hasKey)),
       ),
     );
   }

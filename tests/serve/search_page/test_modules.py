@@ -208,6 +208,11 @@ def test_copied_commands(page):
     code = page.module("text.js", f"m.asPython('http://h', {js(body)})")
     compile(code, "copied", "exec")
     assert 'client.search("it\'s", k=3, rerank={"method": "vectors"})' in code
+    assert "MAXRAY_KEY" not in code
+    code = page.module("text.js", f"m.asPython('http://h', {js(body)}, true)")
+    compile(code, "copied", "exec")
+    assert code.startswith("import os\n\nfrom ")
+    assert 'with Client("http://h", key=os.environ["MAXRAY_KEY"]) as client:' in code
     item = {"query": {"item": "a#t=1,2", "times": [1, 2]}, "k": 3}
     code = page.module("text.js", f"m.asPython('http://h', {js(item)})")
     compile(code, "copied", "exec")

@@ -18,7 +18,7 @@ import { hitCard } from "./hits.js";
 import { dataUrl, imageOf, readImage } from "./images.js";
 import { Judge, setUpExport } from "./judge.js";
 import { changes, kendall, lost, overlap } from "./ranks.js";
-import { formatState, hasQuery, parseState, searchBody } from "./state.js";
+import { EVALUATION, formatState, hasQuery, parseState, searchBody } from "./state.js";
 import { bytes, describeRepresentation, milliseconds } from "./text.js";
 import { Viewer } from "./viewer.js";
 
@@ -49,6 +49,7 @@ const evaluations = new Evaluations({
     image = null;
     go(change);
   },
+  keep,
 });
 
 // -- state ------------------------------------------------------------------------------------
@@ -61,6 +62,12 @@ function go(change, { replace: isReplacing = false } = {}) {
   if (isReplacing) history.replaceState(entry, "", url);
   else history.pushState(entry, "", url);
   return show(next);
+}
+
+/** Changes the state in the URL only: the view already shows the change. */
+function keep(change) {
+  state = { ...state, ...change };
+  history.replaceState({ image }, "", formatState(state) || "./");
 }
 
 async function show(next) {
@@ -94,7 +101,7 @@ async function update() {
     const isCurrent = link.dataset.view === state.view;
     link.toggleAttribute("aria-current", isCurrent);
     if (isCurrent) link.setAttribute("aria-current", "page");
-    link.href = `./${formatState({ ...state, open: "", evaluation: "", view: link.dataset.view })}`;
+    link.href = `./${formatState({ ...state, open: "", ...EVALUATION, view: link.dataset.view })}`;
   }
   showQueryPart();
   try {
@@ -277,7 +284,7 @@ async function runSearch(signal) {
   });
   drawResults();
   performance.measure("maxray-draw", "maxray-answer");
-  if (state.open) showItem();
+  showItem();
 }
 
 /** Returns the representation of a column, with its score if that of the other column differs. */
@@ -317,8 +324,6 @@ function drawResults() {
     return h("div.column", { dataset: { side: column.side } }, column.head, list, lostList(i));
   });
   replace(results, comparison(), h("div.columns", { class: `columns count-${parts.length}` }, parts));
-  const warnings = columns.flatMap(({ response }) => response.warnings);
-  if (warnings.length) showBanner(warnings.join(" "), "warning");
   $("status").textContent = statusText();
 }
 
@@ -415,8 +420,19 @@ function openColumn() {
   return columns.find(({ hits }) => hits.some((hit) => hit.item_id === state.open));
 }
 
+/** Shows the warnings of the server, and that the item of the state is not among the hits. */
+function showWarnings() {
+  const warnings = columns.flatMap(({ response }) => response.warnings);
+  if (state.open && !openColumn()) {
+    warnings.push(`The item ${state.open} is not among the hits of this search.`);
+  }
+  if (warnings.length) showBanner(warnings.join(" "), "warning");
+  else hideBanner();
+}
+
 /** Opens or closes the item view, as the state says. */
 function showItem() {
+  showWarnings();
   const column = openColumn();
   if (!state.open || !column) {
     const wasOpen = viewer.isOpen;
@@ -573,7 +589,7 @@ for (const link of document.querySelectorAll("nav a[data-view], .brand")) {
     event.preventDefault();
     const view = link.dataset.view;
     if (view) {
-      go({ view, open: "", evaluation: "" });
+      go({ view, open: "", ...EVALUATION });
     } else {
       image = null;
       go({ ...parseState(""), index: state.index });

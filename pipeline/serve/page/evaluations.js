@@ -4,7 +4,7 @@ import { getBlob, getJson, getText } from "./api.js";
 import { download, h, replace } from "./dom.js";
 import { plot } from "./plot.js";
 import { pareto } from "./ranks.js";
-import { DEFAULTS } from "./state.js";
+import { DEFAULTS, EVALUATION } from "./state.js";
 import { bytes, parseCsv } from "./text.js";
 
 /** Number of queries that a comparison of two rows shows on either side. */
@@ -17,6 +17,7 @@ export class Evaluations {
    * @param {object} page
    * @param {function} page.href Returns the URL of a change of the state.
    * @param {function} page.go Changes the state.
+   * @param {function} page.keep Changes the state in the URL, without showing it.
    */
   constructor(page) {
     this.#page = page;
@@ -61,7 +62,7 @@ export class Evaluations {
       h(
         "tr",
         {},
-        h("th", { scope: "row" }, this.#link(evaluation.id, { evaluation: evaluation.id })),
+        h("th", { scope: "row" }, this.#link(evaluation.id, { ...EVALUATION, evaluation: evaluation.id })),
         h("td.word", {}, evaluation.index),
         h("td.word", {}, h(`span.badge.${evaluation.state}`, {}, evaluation.state)),
         h("td.word", {}, evaluation.created.slice(0, 16).replace("T", " ")),
@@ -76,7 +77,7 @@ export class Evaluations {
     const id = state.evaluation;
     const path = `v1/evaluations/${encodeURIComponent(id)}`;
     const evaluation = await getJson(path, {}, signal);
-    const back = h("p", {}, this.#link("← All evaluations", { evaluation: "" }));
+    const back = h("p", {}, this.#link("← All evaluations", EVALUATION));
     const heading = h("h2", {}, `Evaluation of ${evaluation.index}`);
     if (evaluation.state !== "done") {
       const log = h("pre", {}, evaluation.progress.join("\n"));
@@ -100,7 +101,7 @@ export class Evaluations {
       });
       return button;
     });
-    const first = measures.includes("nDCG@10") ? "nDCG@10" : measures[0];
+    const first = [state.measure, "nDCG@10"].find((name) => measures.includes(name)) ?? measures[0];
     const select = h(
       "select",
       { id: "plot-measure" },
@@ -108,7 +109,7 @@ export class Evaluations {
     );
     const plotted = h("div.plot");
     const table = this.#metricsTable(metrics, measures);
-    const changes = this.#queriesArea(evaluation, metrics, perQuery, queries);
+    const changes = this.#queriesArea(state, evaluation, metrics, perQuery, queries);
     const draw = () => {
       const points = pointsOf(metrics, select.value);
       const front = pareto(points);
@@ -116,7 +117,10 @@ export class Evaluations {
       table.mark(front.map(({ row }) => row));
       changes?.show(select.value);
     };
-    select.addEventListener("change", draw);
+    select.addEventListener("change", () => {
+      this.#page.keep({ measure: select.value });
+      draw();
+    });
     draw();
     replace(
       container,
@@ -205,7 +209,7 @@ export class Evaluations {
    * Compares two rows query by query. Each query opens in the side-by-side view. Returns the element
    * and a function that shows a measure, or null for fewer than two rows.
    */
-  #queriesArea(evaluation, metrics, perQuery, queries) {
+  #queriesArea(state, evaluation, metrics, perQuery, queries) {
     const runs = [...new Set(perQuery.map((row) => row.run))];
     if (runs.length < 2) return null;
     const choose = (id, label, value) => [
@@ -213,18 +217,21 @@ export class Evaluations {
       h("select", { id }, runs.map((run) => h("option", { value: run, selected: run === value }, run))),
     ];
     const [from, to] = defaultRuns(metrics, runs);
+    const given = (name, value) => (runs.includes(name) ? name : value);
     const controls = h(
       "div.row.wrap",
       {},
-      choose("run-a", "From", from),
-      choose("run-b", "to", to),
+      choose("run-a", "From", given(state.from, from)),
+      choose("run-b", "to", given(state.to, to)),
     );
     const lists = h("div.columns.count-2");
     const note = h("p.note", {}, "Only rows of MaxSim, hybrid and fused scores open side by side.");
     const heading = h("h3");
     let measure;
+    const selected = () =>
+      ["run-a", "run-b"].map((id) => controls.querySelector(`#${id}`).value);
     const draw = () => {
-      const [a, b] = ["run-a", "run-b"].map((id) => controls.querySelector(`#${id}`).value);
+      const [a, b] = selected();
       const changes = queryChanges(perQuery, a, b, measure);
       const losses = changes.filter(({ change }) => change < 0).slice(0, NUM_QUERIES);
       const gains = changes.filter(({ change }) => change > 0).reverse().slice(0, NUM_QUERIES);
@@ -235,7 +242,11 @@ export class Evaluations {
         this.#queryList(`Won in ${b}`, gains, evaluation, queries, a, b),
       );
     };
-    controls.addEventListener("change", draw);
+    controls.addEventListener("change", () => {
+      const [a, b] = selected();
+      this.#page.keep({ from: a, to: b });
+      draw();
+    });
     const show = (name) => {
       measure = name;
       heading.textContent = `Queries by change of ${name}`;

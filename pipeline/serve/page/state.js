@@ -1,5 +1,8 @@
 /** State of the page in the query string of its URL, and the search requests that it describes. */
 
+/** Fields of the view of evaluations: the evaluation, the shown measure and the compared rows. */
+export const EVALUATION = Object.freeze({ evaluation: "", measure: "", from: "", to: "" });
+
 /** Fields of the state with their defaults, in the order in which they appear in the URL. */
 export const DEFAULTS = Object.freeze({
   view: "search",
@@ -20,7 +23,7 @@ export const DEFAULTS = Object.freeze({
   group: "",
   filter: "",
   open: "",
-  evaluation: "",
+  ...EVALUATION,
 });
 
 export const VIEWS = ["search", "compare", "evaluations"];

@@ -15,6 +15,13 @@ pytestmark = [pytest.mark.browser, pytest.mark.heavy]
 QUERY = "fresh fish in the harbour of Lisbon"
 
 
+#: Values of the controls of an evaluation.
+SELECTED = """
+    const ids = ['plot-measure', 'run-a', 'run-b'];
+    return ids.map((id) => document.getElementById(id).value);
+"""
+
+
 def open_comparison(browser, page_url: str, **state: str) -> None:
     state = {"view": "compare", "q": QUERY, "k": "5", "rep": "full", "rep2": "random_1", **state}
     browser.open(f"{page_url}?{urlencode(state)}")
@@ -124,6 +131,7 @@ def test_evaluations(browser, page_url):
     assert link.text == evaluation.id
     link.click()
     browser.wait("document.querySelectorAll('.plot circle[tabindex]').length === 4")
+    assert browser.run(SELECTED) == ["nDCG@10", "full.maxsim", "random_1.maxsim"]
     rows = browser.texts("#results tbody th")
     assert {"full · maxsim reference", "random_1 · maxsim"} <= set(rows)
     # Ticks are round numbers in [0, 1], the axes have labels, and the note has the row without bytes.
@@ -143,6 +151,11 @@ def test_evaluations(browser, page_url):
     browser.choose("#plot-measure", "RR@10")
     assert browser.texts(".plot .axis")[1] == "RR@10"
     assert "Queries by change of RR@10" in browser.texts("h3")
+    browser.choose("#run-b", "random_1.hybrid")
+    browser.open(browser.driver.current_url)  # the address keeps the measure and the rows
+    browser.find("#run-b")
+    assert browser.run(SELECTED) == ["RR@10", "full.maxsim", "random_1.hybrid"]
+    browser.choose("#run-b", "random_1.maxsim")
     browser.choose("#plot-measure", "nDCG@10")
     browser.run(
         "[...document.querySelectorAll('thead button')].find((b) => b.textContent === 'RR@10')"
@@ -152,8 +165,6 @@ def test_evaluations(browser, page_url):
     browser.run("document.querySelector('.plot circle').focus()")
     assert "nDCG@10" in browser.texts(".plot-label")[0]
     # A query of either list opens in the side-by-side view, with the scores of the two rows.
-    selected = "return ['run-a', 'run-b'].map((id) => document.getElementById(id).value)"
-    assert browser.run(selected) == ["full.maxsim", "random_1.maxsim"]
     browser.choose("#run-b", "random_1.hybrid")
     link = browser.find(".queries a")
     text = link.text

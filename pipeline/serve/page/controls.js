@@ -46,7 +46,7 @@ export const CONTROLS = [
 const SIDE_CONTROLS = ["rep", "rerank", "score"];
 
 /** Returns the id of the control of a field of a request, or null. */
-export function controlOf(field, side = "a") {
+function controlOf(field, side = "a") {
   if (!field) return null;
   const names = Object.keys(FIELDS).filter((name) => field === name || field.startsWith(`${name}.`));
   const name = names.sort((a, b) => b.length - a.length)[0];

@@ -275,7 +275,7 @@ export class Evaluations {
 }
 
 /** Returns the change of a measure per query from one run to another, in ascending order. */
-export function queryChanges(rows, a, b, measure) {
+function queryChanges(rows, a, b, measure) {
   const values = (run) =>
     new Map(rows.filter((row) => row.run === run).map((row) => [row.query_id, Number(row[measure])]));
   const [before, after] = [values(a), values(b)];

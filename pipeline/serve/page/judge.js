@@ -16,7 +16,7 @@ export function judgments() {
 }
 
 /** Returns the id of a query, which is equal for equal queries of an index. */
-export function queryId(state, image = null) {
+function queryId(state, image = null) {
   const part = image ? `${image.length} ${image.slice(-64)}` : "";
   const text = [state.index, state.q.trim(), state.item, state.box, state.times, part].join("\n");
   let hash = 0xcbf29ce484222325n; // FNV-1a
@@ -39,7 +39,7 @@ function isText(id, { text, index }) {
  *   path, and numbers of judgments. Those of other queries, and of ids with tabs or line breaks,
  *   which the format cannot contain, are left out.
  */
-export function exported(all) {
+function exported(all) {
   const files = {};
   const numbers = { num_exported: 0, num_left_out: 0 };
   for (const [id, entry] of Object.entries(all)) {
@@ -105,7 +105,7 @@ export class Judge {
 }
 
 /** Shows or hides the button that exports the judgments, and says what it leaves out. */
-export function showExport() {
+function showExport() {
   const { num_exported: num, num_left_out: rest } = exported(judgments());
   const button = $("judge-export");
   button.hidden = !num;

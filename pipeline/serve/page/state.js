@@ -26,7 +26,7 @@ export const DEFAULTS = Object.freeze({
   ...EVALUATION,
 });
 
-export const VIEWS = ["search", "compare", "evaluations"];
+const VIEWS = ["search", "compare", "evaluations"];
 
 /** Parses a query string. Unknown fields are ignored, missing ones have their default. */
 export function parseState(search) {
@@ -51,7 +51,7 @@ export function formatState(state) {
 }
 
 /** Parses "a,b,..." into numbers, or returns null unless there are `count` finite ones. */
-export function parseNumbers(text, count) {
+function parseNumbers(text, count) {
   if (!text) return null;
   const numbers = text.split(",").map(Number);
   return numbers.length === count && numbers.every(Number.isFinite) ? numbers : null;
@@ -63,7 +63,7 @@ export function hasQuery(state, image) {
 }
 
 /** Returns the query of a search request: a text, an image, both, or an item of the index. */
-export function queryOf(state, image) {
+function queryOf(state, image) {
   if (state.item) {
     const query = { item: state.item };
     const box = parseNumbers(state.box, 4);
@@ -119,12 +119,12 @@ function splitOnce(text, separator) {
 }
 
 /** Returns a string literal for a filter. */
-export function quote(text) {
+function quote(text) {
   return `'${text.replaceAll("'", "''")}'`;
 }
 
 /** Returns the condition of a facet for its selected values, or "" without any. */
-export function condition(column, values) {
+function condition(column, values) {
   if (!values.length) return "";
   if (values.length === 1) return `${column} = ${quote(values[0])}`;
   return `${column} IN (${values.map(quote).join(", ")})`;

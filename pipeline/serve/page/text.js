@@ -57,7 +57,7 @@ export function place(span) {
 }
 
 /** Merges overlapping and adjacent ranges [start, end]. */
-export function merge(ranges) {
+function merge(ranges) {
   const merged = [];
   for (const [start, end] of [...ranges].sort((a, b) => a[0] - b[0] || a[1] - b[1])) {
     const last = merged.at(-1);
@@ -166,7 +166,7 @@ function keywords(values) {
 }
 
 /** Returns a JSON value as a Python literal. */
-export function python(value) {
+function python(value) {
   if (value === null) return "None";
   if (value === true) return "True";
   if (value === false) return "False";

@@ -60,7 +60,8 @@ class Browser:
         """Returns the value of an expression, or of its promise, of a module `m` of the page."""
         script = f"""
             const done = arguments[arguments.length - 1];
-            import(new URL('page/{name}', document.baseURI)).then(async (m) => done(await ({expression})))
+            import(new URL('page/{name}', document.baseURI))
+              .then(async (m) => done(await ({expression})))
               .catch((error) => done('error: ' + error));
         """
         return self.driver.execute_async_script(script)

@@ -134,7 +134,7 @@ def test_evaluations(browser, page_url):
     assert browser.run(SELECTED) == ["nDCG@10", "full.maxsim", "random_1.maxsim"]
     rows = browser.texts("#results tbody th")
     assert {"full · maxsim reference", "random_1 · maxsim"} <= set(rows)
-    # Ticks are round numbers in [0, 1], the axes have labels, and the note has the row without bytes.
+    # Ticks are round numbers in [0, 1], axes have labels, and the note has the row without bytes.
     ticks = browser.texts(".plot .tick[text-anchor=end]")
     assert ticks == sorted(ticks) and all(re.fullmatch(r"[01]\.\d{2,3}", tick) for tick in ticks)
     axes = browser.texts(".plot .axis")

@@ -113,7 +113,7 @@ function showExport() {
   const note = $("judge-note");
   note.hidden = !rest;
   const judged = rest === 1 ? "1 judgment" : `${rest} judgments`;
-  note.textContent = `${judged} of image or item queries left out`;
+  note.textContent = `${judged} of image or item queries not exported`;
 }
 
 export function setUpExport() {

@@ -308,7 +308,7 @@ def test_export_is_a_benchmark(browser, page_url, tmp_path):
     open_search(browser, page_url, item=relevant)
     browser.find("li.hit .judge button").click()
     assert browser.find("#judge-export").text == "Export 3 judgments"
-    assert browser.find("#judge-note").text == "1 judgment of image or item queries left out"
+    assert browser.find("#judge-note").text == "1 judgment of image or item queries not exported"
     open_search(browser, page_url, item=relevant)  # also known after a reload
     assert browser.find("#judge-note").is_displayed()
     browser.find("#judge-export").click()

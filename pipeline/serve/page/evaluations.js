@@ -286,8 +286,8 @@ function queryChanges(rows, a, b, measure) {
 }
 
 /**
- * Returns the two rows that are compared at first: the reference of most rows, and the last row with
- * vectors that has the same score.
+ * Returns the two rows that are compared at first: the reference of the first row, and the last row
+ * with the same score as that reference.
  *
  * @param {object[]} metrics Rows of metrics.csv.
  * @param {string[]} runs Names of the runs of per_query.csv.

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 #: Names of the browser, in order of preference, and of its driver.
@@ -56,10 +57,11 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def module(self, name: str, expression: str) -> Any:
-        """Returns the value of an expression of a module `m` of the page."""
+        """Returns the value of an expression, or of its promise, of a module `m` of the page."""
         script = f"""
             const done = arguments[arguments.length - 1];
-            import(new URL('page/{name}', document.baseURI)).then((m) => done({expression}))
+            import(new URL('page/{name}', document.baseURI))
+              .then(async (m) => done(await ({expression})))
               .catch((error) => done('error: ' + error));
         """
         return self.driver.execute_async_script(script)
@@ -162,6 +164,11 @@ class Browser:
         """Makes requests to URLs of the given patterns fail. Without patterns, none fail."""
         self.driver.execute_cdp_cmd("Network.enable", {})
         self.driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": list(patterns)})
+
+    def download_to(self, folder: Path) -> None:
+        """Saves downloads in a folder."""
+        behaviour = {"behavior": "allow", "downloadPath": str(folder)}
+        self.driver.execute_cdp_cmd("Browser.setDownloadBehavior", behaviour)
 
     def slow_down(self, latency_ms: float) -> None:
         """Delays all requests. 0 removes the delay."""

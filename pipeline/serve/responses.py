@@ -105,6 +105,7 @@ def _representation(served: Served, info: RepresentationInfo) -> wire.Representa
         name=info.name,
         role="search",
         encoder=info.encoder.name,
+        field=info.field,
         compressor=info.compressor["name"],
         codec=info.codec["name"],
         dim=info.dim,

@@ -608,6 +608,9 @@ class Representation(Response):
     model."""
     encoder: str | None
     """Name of the encoder."""
+    field: str | None = None
+    """Field of the items that is represented: content or caption. Null for the tokens of an EDJE
+    model."""
     compressor: str | None
     """Name of the compressor, or null for the tokens of an EDJE model."""
     codec: str | None

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from pipeline.eval.examples import Document, Example, HitImage
-from pipeline.report import html
+from pipeline.report import html, links
 from tests.eval.evaluations import evaluation_of, result
 
 UNESCAPED = '<b>bold</b> & "quoted" <script>alert(1)</script>'
@@ -74,6 +74,20 @@ def test_examples_link_to_the_search_page(with_examples):
         }
         for query in (UNESCAPED, "plain")
     ]
+
+
+def test_links_to_the_search_page_have_the_score_of_each_row(evaluation):
+    rows = {"full.maxsim": [], "hpool_32.hybrid": []}
+    values = dict.fromkeys(rows, 0.5)
+    example = Example(
+        reason="lost", query_id="q0", query="wing", values=values, judged=[], hits=rows
+    )
+    spec = {"search_page": "http://localhost:8000/"}
+    url = links.side_by_side(replace(evaluation, spec=spec), example)
+    assert "rep=full&rep2=hpool_32&score2=hybrid" in url
+    reverse = example.model_copy(update={"hits": dict(reversed(rows.items()))})
+    url = links.side_by_side(replace(evaluation, spec=spec), reverse)
+    assert "rep=hpool_32&rep2=full&score=hybrid&score2=maxsim" in url
 
 
 def test_page_names_the_templates(evaluation):

@@ -6,7 +6,7 @@ const MAX_REQUESTS = 6;
 const MAX_TRIES = 4;
 
 /** Error response of the API, or a failed connection (code "network"). */
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(status, problem, retryAfter = null) {
     super(problem.message);
     this.status = status;
@@ -27,7 +27,7 @@ export function setKey(key) {
 }
 
 /** Returns the URL of a route, relative to the page, so that the server may have a path prefix. */
-export function apiUrl(path, parameters = {}) {
+function apiUrl(path, parameters = {}) {
   const url = new URL(path, document.baseURI);
   for (const [name, value] of Object.entries(parameters)) {
     if (value !== null && value !== undefined && value !== "") url.searchParams.set(name, value);
@@ -74,7 +74,7 @@ export async function getBlob(url, signal) {
   return (await request(url, { signal })).blob();
 }
 
-export async function postJson(path, body, signal) {
+async function postJson(path, body, signal) {
   const response = await request(apiUrl(path), {
     method: "POST",
     headers: { "Content-Type": "application/json" },

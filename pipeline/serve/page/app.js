@@ -7,8 +7,10 @@ import {
   currentRepresentation,
   fillControls,
   indexInfo,
+  scoreLabel,
   showFieldError,
   sizeOf,
+  smallestOther,
 } from "./controls.js";
 import { $, h, replace } from "./dom.js";
 import { Evaluations } from "./evaluations.js";
@@ -16,7 +18,7 @@ import { hitCard } from "./hits.js";
 import { dataUrl, imageOf, readImage } from "./images.js";
 import { Judge, setUpExport } from "./judge.js";
 import { changes, kendall, lost, overlap } from "./ranks.js";
-import { formatState, hasQuery, parseState, searchBody } from "./state.js";
+import { EVALUATION, formatState, hasQuery, parseState, searchBody } from "./state.js";
 import { bytes, describeRepresentation, milliseconds } from "./text.js";
 import { Viewer } from "./viewer.js";
 
@@ -43,7 +45,11 @@ const viewer = new Viewer({
 });
 const evaluations = new Evaluations({
   href: (change) => `./${formatState({ ...state, open: "", ...change })}`,
-  go,
+  go: (change) => {
+    image = null;
+    go(change);
+  },
+  keep,
 });
 
 // -- state ------------------------------------------------------------------------------------
@@ -56,6 +62,12 @@ function go(change, { replace: isReplacing = false } = {}) {
   if (isReplacing) history.replaceState(entry, "", url);
   else history.pushState(entry, "", url);
   return show(next);
+}
+
+/** Changes the state in the URL only: the view already shows the change. */
+function keep(change) {
+  state = { ...state, ...change };
+  history.replaceState({ image }, "", formatState(state) || "./");
 }
 
 async function show(next) {
@@ -89,7 +101,7 @@ async function update() {
     const isCurrent = link.dataset.view === state.view;
     link.toggleAttribute("aria-current", isCurrent);
     if (isCurrent) link.setAttribute("aria-current", "page");
-    link.href = `./${formatState({ ...state, open: "", evaluation: "", view: link.dataset.view })}`;
+    link.href = `./${formatState({ ...state, open: "", ...EVALUATION, view: link.dataset.view })}`;
   }
   showQueryPart();
   try {
@@ -99,7 +111,7 @@ async function update() {
       return;
     }
     if (!state.index) state.index = indexes[0].name;
-    if (state.view === "compare" && !state.rep2) chooseSides();
+    if (state.view === "compare" && !state.rep2) await chooseSides(signal);
     fillControls(state, indexes, facetsByIndex.get(state.index));
     if (!indexInfo(state, indexes)) {
       showError({ field: "index", message: `unknown index '${state.index}'` });
@@ -120,14 +132,27 @@ async function update() {
   }
 }
 
-/** Compares the default representation with the smallest one, if the URL names none. */
-function chooseSides() {
+/** Compares a representation with the smallest similar one, if the URL names no other. */
+async function chooseSides(signal) {
   const info = indexInfo(state, indexes);
-  const found = (info?.representations ?? []).filter(({ role }) => role === "search");
   const left = state.rep || info?.default_representation || "";
-  const other = found.find(({ name }) => name !== left)?.name ?? left;
+  const facets = await fetchFacets(state.index, signal);
+  signal.throwIfAborted();
   state.rep = left;
-  state.rep2 = other;
+  state.rep2 = smallestOther(left, info?.representations ?? [], facets);
+}
+
+/** Returns the facets of an index, or undefined if they cannot be loaded: the page works without. */
+async function fetchFacets(name, signal) {
+  if (!facetsByIndex.has(name)) {
+    try {
+      const path = `v1/indexes/${encodeURIComponent(name)}/facets`;
+      facetsByIndex.set(name, await getJson(path, {}, signal));
+    } catch {
+      return undefined;
+    }
+  }
+  return facetsByIndex.get(name);
 }
 
 /** Loads the facets after the first results, which do not need them. */
@@ -137,12 +162,7 @@ async function loadFacets(signal) {
     fillExamples();
     return;
   }
-  try {
-    const facets = await getJson(`v1/indexes/${encodeURIComponent(name)}/facets`, {}, signal);
-    facetsByIndex.set(name, facets);
-  } catch {
-    return; // the page works without facets
-  }
+  if (!(await fetchFacets(name, signal))) return;
   if (signal.aborted || state.index !== name) return;
   if (!$("search-form").contains(document.activeElement) || document.activeElement === $("q")) {
     const draft = $("q").value;
@@ -260,11 +280,18 @@ async function runSearch(signal) {
     hits.forEach((hit, rank) => (hit.rank = rank + 1));
     const info = indexInfo(state, indexes);
     const representation = currentRepresentation(state, info, side);
-    return { side, response, hits, representation, label: response.representation };
+    return { side, response, hits, representation, label: columnLabel(response, side) };
   });
   drawResults();
   performance.measure("maxray-draw", "maxray-answer");
-  if (state.open) showItem();
+  showItem();
+}
+
+/** Returns the representation of a column, with its score if that of the other column differs. */
+function columnLabel({ representation }, side) {
+  const isSame = state.view !== "compare" || !state.score2 || state.score2 === state.score;
+  if (isSame) return representation;
+  return `${representation} · ${scoreLabel(side === "b" ? state.score2 : state.score)}`;
 }
 
 function drawResults() {
@@ -297,8 +324,6 @@ function drawResults() {
     return h("div.column", { dataset: { side: column.side } }, column.head, list, lostList(i));
   });
   replace(results, comparison(), h("div.columns", { class: `columns count-${parts.length}` }, parts));
-  const warnings = columns.flatMap(({ response }) => response.warnings);
-  if (warnings.length) showBanner(warnings.join(" "), "warning");
   $("status").textContent = statusText();
 }
 
@@ -319,11 +344,11 @@ function emptyHint() {
 /** Shows the representation, its size and the duration of each stage above a column. */
 function fillColumnHead(column) {
   const size = sizeOf(column.response.representation, facetsByIndex.get(state.index));
-  const { durations_ms: durations, representation, candidates, reranked } = column.response;
+  const { durations_ms: durations, candidates, reranked } = column.response;
   const stages = Object.entries(durations).filter(([name]) => name !== "total");
   replace(
     column.head,
-    h("h2", {}, representation),
+    h("h2", {}, column.label),
     h("p.note", {}, describeRepresentation(column.representation, size)),
     h(
       "p.note",
@@ -395,8 +420,19 @@ function openColumn() {
   return columns.find(({ hits }) => hits.some((hit) => hit.item_id === state.open));
 }
 
+/** Shows the warnings of the server, and that the item of the state is not among the hits. */
+function showWarnings() {
+  const warnings = columns.flatMap(({ response }) => response.warnings);
+  if (state.open && !openColumn()) {
+    warnings.push(`The item ${state.open} is not among the hits of this search.`);
+  }
+  if (warnings.length) showBanner(warnings.join(" "), "warning");
+  else hideBanner();
+}
+
 /** Opens or closes the item view, as the state says. */
 function showItem() {
+  showWarnings();
   const column = openColumn();
   if (!state.open || !column) {
     const wasOpen = viewer.isOpen;
@@ -535,7 +571,8 @@ for (const name of CONTROLS) {
     const change = controlValues();
     if (name === "index") {
       Object.assign(change, { rep: "", rep2: "", rerank: "", rerank2: "", filter: "" });
-      Object.assign(change, { score: "maxsim", candidates: "", item: "", box: "", times: "" });
+      Object.assign(change, { score: "maxsim", score2: "", candidates: "" });
+      Object.assign(change, { item: "", box: "", times: "" });
     }
     if (name === "rep") Object.assign(change, { candidates: "" });
     go({ ...change, q: $("q").value, open: "" });
@@ -552,7 +589,7 @@ for (const link of document.querySelectorAll("nav a[data-view], .brand")) {
     event.preventDefault();
     const view = link.dataset.view;
     if (view) {
-      go({ view, open: "", evaluation: "" });
+      go({ view, open: "", ...EVALUATION });
     } else {
       image = null;
       go({ ...parseState(""), index: state.index });

@@ -31,9 +31,10 @@ export const CONTROLS = [
   "index",
   "rep",
   "rerank",
+  "score",
   "rep2",
   "rerank2",
-  "score",
+  "score2",
   "candidates",
   "depth",
   "k",
@@ -41,13 +42,16 @@ export const CONTROLS = [
   "filter",
 ];
 
+/** Controls that each side of a comparison has. Those of the right side have the suffix 2. */
+const SIDE_CONTROLS = ["rep", "rerank", "score"];
+
 /** Returns the id of the control of a field of a request, or null. */
-export function controlOf(field, side = "a") {
+function controlOf(field, side = "a") {
   if (!field) return null;
   const names = Object.keys(FIELDS).filter((name) => field === name || field.startsWith(`${name}.`));
   const name = names.sort((a, b) => b.length - a.length)[0];
   const id = FIELDS[name] ?? null;
-  return side === "b" && (id === "rep" || id === "rerank") ? `${id}2` : id;
+  return side === "b" && SIDE_CONTROLS.includes(id) ? `${id}2` : id;
 }
 
 /** Shows an error of the API at its field. Returns false if no control shows the field. */
@@ -85,14 +89,16 @@ export function fillControls(state, indexes, facets) {
   const reranking = [["", "no reranking"]];
   reranking.push(...searched.map(({ name }) => [`vectors:${name}`, `MaxSim of ${name}`]));
   if (info?.edje) reranking.push(["edje", "EDJE"]);
-  for (const suffix of ["", "2"]) {
+  for (const [side, suffix] of [["a", ""], ["b", "2"]]) {
     const name = state[`rep${suffix}`] || info?.default_representation || "";
     setOptions($(`rep${suffix}`), names, name);
     setOptions($(`rerank${suffix}`), reranking, state[`rerank${suffix}`]);
+    const scores = currentRepresentation(state, info, side)?.scores ?? ["maxsim"];
+    const options = scores.map((score) => [score, scoreLabel(score)]);
+    if (side === "b") options.unshift(["", "as on the left"]);
+    setOptions($(`score${suffix}`), options, state[`score${suffix}`]);
   }
   const representation = currentRepresentation(state, info);
-  const scores = representation?.scores ?? ["maxsim"];
-  setOptions($("score"), scores.map((name) => [name, SCORES[name] ?? name]), state.score);
   const generators = representation?.candidates ?? [];
   const chosen = representation?.default_candidates ?? "exact";
   setOptions(
@@ -120,6 +126,25 @@ export function currentRepresentation(state, info, side = "a") {
   return info?.representations.find((representation) => representation.name === name);
 }
 
+/**
+ * Returns the name of the representation that is compared with a given one: that of the same encoder
+ * and field with the fewest bytes per item, else of any other, else the given one.
+ */
+export function smallestOther(left, representations, facets) {
+  const [name] = left.split("@");
+  const given = representations.find((representation) => representation.name === name);
+  const others = representations.filter((other) => other.role === "search" && other !== given);
+  const similar = others.filter(
+    ({ encoder, field }) => encoder === given?.encoder && field === given?.field,
+  );
+  const size = (other) => sizeOf(other.name, facets)?.bytes_per_item ?? Infinity;
+  const smallest = (similar.length ? similar : others).reduce(
+    (best, other) => (!best || size(other) < size(best) ? other : best),
+    null,
+  );
+  return smallest?.name ?? left;
+}
+
 /** Returns the size of a representation, or of a prefix NAME@K of one, or null if unknown. */
 export function sizeOf(name, facets) {
   const [column, prefix] = (name ?? "").split("@");
@@ -130,6 +155,10 @@ export function sizeOf(name, facets) {
     vectors_per_item: share * size.vectors_per_item,
     bytes_per_item: share * size.bytes_per_item,
   };
+}
+
+export function scoreLabel(name) {
+  return SCORES[name] ?? name;
 }
 
 function optionLabel(representation, size) {

@@ -1,11 +1,12 @@
 /** Evaluations of the server: a list, a table with a Pareto plot, and queries that a budget loses. */
 
 import { getBlob, getJson, getText } from "./api.js";
-import { download, h, replace, svg } from "./dom.js";
+import { download, h, replace } from "./dom.js";
+import { plot } from "./plot.js";
 import { pareto } from "./ranks.js";
+import { DEFAULTS, EVALUATION } from "./state.js";
 import { bytes, parseCsv } from "./text.js";
 
-const PLOT = { width: 640, height: 340, left: 56, right: 16, top: 16, bottom: 44 };
 /** Number of queries that a comparison of two rows shows on either side. */
 const NUM_QUERIES = 15;
 
@@ -16,6 +17,7 @@ export class Evaluations {
    * @param {object} page
    * @param {function} page.href Returns the URL of a change of the state.
    * @param {function} page.go Changes the state.
+   * @param {function} page.keep Changes the state in the URL, without showing it.
    */
   constructor(page) {
     this.#page = page;
@@ -60,7 +62,7 @@ export class Evaluations {
       h(
         "tr",
         {},
-        h("th", { scope: "row" }, this.#link(evaluation.id, { evaluation: evaluation.id })),
+        h("th", { scope: "row" }, this.#link(evaluation.id, { ...EVALUATION, evaluation: evaluation.id })),
         h("td.word", {}, evaluation.index),
         h("td.word", {}, h(`span.badge.${evaluation.state}`, {}, evaluation.state)),
         h("td.word", {}, evaluation.created.slice(0, 16).replace("T", " ")),
@@ -75,7 +77,7 @@ export class Evaluations {
     const id = state.evaluation;
     const path = `v1/evaluations/${encodeURIComponent(id)}`;
     const evaluation = await getJson(path, {}, signal);
-    const back = h("p", {}, this.#link("← All evaluations", { evaluation: "" }));
+    const back = h("p", {}, this.#link("← All evaluations", EVALUATION));
     const heading = h("h2", {}, `Evaluation of ${evaluation.index}`);
     if (evaluation.state !== "done") {
       const log = h("pre", {}, evaluation.progress.join("\n"));
@@ -99,29 +101,41 @@ export class Evaluations {
       });
       return button;
     });
-    const measure = measures.includes("nDCG@10") ? "nDCG@10" : measures[0];
-    replace(
-      container,
-      back,
-      heading,
-      h("p.note", {}, `${id} · finished ${(evaluation.finished ?? "").slice(0, 16)} UTC`),
-      this.#plotArea(metrics, measures, measure),
-      this.#metricsTable(metrics, measures),
-      this.#queriesArea(evaluation, perQuery, queries, measures, measure),
-      h("details", {}, h("summary", {}, "Files"), h("div.row.wrap", {}, files)),
-    );
-  }
-
-  #plotArea(metrics, measures, first) {
-    const holder = h("div.plot");
+    const first = [state.measure, "nDCG@10"].find((name) => measures.includes(name)) ?? measures[0];
     const select = h(
       "select",
       { id: "plot-measure" },
       measures.map((name) => h("option", { value: name, selected: name === first }, name)),
     );
-    const draw = () => replace(holder, plot(metrics, select.value));
-    select.addEventListener("change", draw);
+    const plotted = h("div.plot");
+    const table = this.#metricsTable(metrics, measures);
+    const changes = this.#queriesArea(state, evaluation, metrics, perQuery, queries);
+    const draw = () => {
+      const points = pointsOf(metrics, select.value);
+      const front = pareto(points);
+      replace(plotted, plotOrNote(metrics, points, front, select.value));
+      table.mark(front.map(({ row }) => row));
+      changes?.show(select.value);
+    };
+    select.addEventListener("change", () => {
+      this.#page.keep({ measure: select.value });
+      draw();
+    });
     draw();
+    replace(
+      container,
+      back,
+      heading,
+      h("p.note", {}, `${id} · finished ${(evaluation.finished ?? "").slice(0, 16)} UTC`),
+      this.#plotArea(select, plotted),
+      table.element,
+      changes?.element,
+      h("details", {}, h("summary", {}, "Files"), h("div.row.wrap", {}, files)),
+    );
+  }
+
+  /** Returns the plot of a measure. `select` chooses the measure. */
+  #plotArea(select, holder) {
     return h(
       "section",
       { "aria-label": "Quality and size" },
@@ -131,7 +145,10 @@ export class Evaluations {
     );
   }
 
-  /** Returns the table of the results, which a click on a column heading sorts. */
+  /**
+   * Returns the table of the results, which a click on a column heading sorts, and a function that
+   * marks the rows on the Pareto front.
+   */
   #metricsTable(metrics, measures) {
     const columns = [
       ...measures,
@@ -143,20 +160,27 @@ export class Evaluations {
     ].map((column) => (Array.isArray(column) ? column : [column, column, (v) => v.toFixed(3)]));
     const shown = columns.filter(([name]) => metrics.some((row) => row[name]));
     const body = h("tbody");
-    const fill = (rows) =>
-      replace(
-        body,
-        rows.map((row) =>
+    const lines = new Map(
+      metrics.map((row) => [
+        row,
+        h(
+          "tr",
+          {},
           h(
-            "tr",
-            { class: row.pareto === "True" ? "front" : "" },
-            h("th", { scope: "row" }, rowName(row)),
-            shown.map(([name, , format]) =>
-              h("td", {}, row[name] ? format(Number(row[name])) : "–"),
-            ),
+            "th",
+            { scope: "row" },
+            rowName(row),
+            isReference(row, metrics) ? [" ", h("span.badge", {}, "reference")] : null,
           ),
+          shown.map(([name, , format]) => {
+            const isCompared = name === "retention" || name === "p_reference";
+            const title = isCompared && row[name] ? `compared with ${row.reference}` : null;
+            return h("td", { title }, row[name] ? format(Number(row[name])) : "–");
+          }),
         ),
-      );
+      ]),
+    );
+    const fill = (rows) => replace(body, rows.map((row) => lines.get(row)));
     fill(metrics);
     const head = h("tr", {}, h("th", { scope: "col" }, "Representation"));
     for (const [name, label] of shown) {
@@ -171,63 +195,78 @@ export class Evaluations {
       });
       head.append(cell);
     }
-    return h(
+    const element = h(
       "div.scroll",
       { tabindex: "0", role: "region", "aria-label": "Results" },
       h("table", {}, h("thead", {}, head), body),
     );
+    const mark = (front) =>
+      lines.forEach((line, row) => line.classList.toggle("front", front.includes(row)));
+    return { element, mark };
   }
 
-  /** Compares two rows query by query. Each query opens in the side-by-side view. */
-  #queriesArea(evaluation, perQuery, queries, measures, first) {
+  /**
+   * Compares two rows query by query. Each query opens in the side-by-side view. Returns the element
+   * and a function that shows a measure, or null for fewer than two rows.
+   */
+  #queriesArea(state, evaluation, metrics, perQuery, queries) {
     const runs = [...new Set(perQuery.map((row) => row.run))];
     if (runs.length < 2) return null;
     const choose = (id, label, value) => [
       h("label", { for: id }, label),
       h("select", { id }, runs.map((run) => h("option", { value: run, selected: run === value }, run))),
     ];
-    const full = runs.find((run) => run.startsWith("full.")) ?? runs[0];
-    const smallest = runs.filter((run) => run !== full && run !== "bm25");
+    const [from, to] = defaultRuns(metrics, runs);
+    const given = (name, value) => (runs.includes(name) ? name : value);
     const controls = h(
       "div.row.wrap",
       {},
-      choose("run-a", "From", full),
-      choose("run-b", "to", smallest.at(-1) ?? runs[1]),
+      choose("run-a", "From", given(state.from, from)),
+      choose("run-b", "to", given(state.to, to)),
     );
     const lists = h("div.columns.count-2");
+    const note = h("p.note", {}, "Only rows of MaxSim, hybrid and fused scores open side by side.");
+    const heading = h("h3");
+    let measure;
+    const selected = () =>
+      ["run-a", "run-b"].map((id) => controls.querySelector(`#${id}`).value);
     const draw = () => {
-      const [a, b] = ["run-a", "run-b"].map((id) => controls.querySelector(`#${id}`).value);
-      const changes = queryChanges(perQuery, a, b, first);
+      const [a, b] = selected();
+      const changes = queryChanges(perQuery, a, b, measure);
       const losses = changes.filter(({ change }) => change < 0).slice(0, NUM_QUERIES);
       const gains = changes.filter(({ change }) => change > 0).reverse().slice(0, NUM_QUERIES);
+      note.hidden = Boolean(sidesOf(a, b));
       replace(
         lists,
         this.#queryList(`Lost in ${b}`, losses, evaluation, queries, a, b),
         this.#queryList(`Won in ${b}`, gains, evaluation, queries, a, b),
       );
     };
-    controls.addEventListener("change", draw);
-    draw();
-    return h(
-      "section",
-      { "aria-label": "Queries" },
-      h("h3", {}, `Queries by change of ${first}`),
-      controls,
-      lists,
-    );
+    controls.addEventListener("change", () => {
+      const [a, b] = selected();
+      this.#page.keep({ from: a, to: b });
+      draw();
+    });
+    const show = (name) => {
+      measure = name;
+      heading.textContent = `Queries by change of ${name}`;
+      draw();
+    };
+    const element = h("section", { "aria-label": "Queries" }, heading, controls, note, lists);
+    return { element, show };
   }
 
   #queryList(heading, changes, evaluation, queries, a, b) {
+    const sides = sidesOf(a, b);
+    const search = { ...DEFAULTS, view: "compare", index: evaluation.index, ...sides };
     const rows = changes.map(({ id, change }) => {
       const text = queries.get(id);
-      const view = { view: "compare", index: evaluation.index, q: text, evaluation: "" };
-      const sides = { rep: representationOf(a), rep2: representationOf(b) };
       const label = text ?? `query ${id}`;
       return h(
         "li",
         {},
         h(`span.change.${change < 0 ? "down" : "up"}`, {}, signed(change)),
-        text ? this.#link(label, { ...view, ...sides, filter: "" }) : label,
+        text && sides ? this.#link(label, { ...search, q: text }) : label,
       );
     });
     const content = rows.length ? h("ol.queries", {}, rows) : h("p.note", {}, "None.");
@@ -236,7 +275,7 @@ export class Evaluations {
 }
 
 /** Returns the change of a measure per query from one run to another, in ascending order. */
-export function queryChanges(rows, a, b, measure) {
+function queryChanges(rows, a, b, measure) {
   const values = (run) =>
     new Map(rows.filter((row) => row.run === run).map((row) => [row.query_id, Number(row[measure])]));
   const [before, after] = [values(a), values(b)];
@@ -246,10 +285,38 @@ export function queryChanges(rows, a, b, measure) {
     .sort((one, other) => one.change - other.change);
 }
 
-/** Returns the representation of a run such as "hpool_16.maxsim", or "" for a baseline. */
-function representationOf(run) {
-  const found = /^(.+)\.(?:maxsim|hybrid|fused)$/.exec(run);
-  return found ? found[1] : "";
+/**
+ * Returns the two rows that are compared at first: the reference of the first row, and the last row
+ * with the same score as that reference.
+ *
+ * @param {object[]} metrics Rows of metrics.csv.
+ * @param {string[]} runs Names of the runs of per_query.csv.
+ */
+export function defaultRuns(metrics, runs) {
+  const references = metrics.map(({ reference }) => reference).filter((name) => runs.includes(name));
+  const from = references[0] ?? runs[0];
+  const others = runs.filter((run) => run !== from && run !== "bm25");
+  const score = splitRun(from)?.score;
+  const same = others.filter((run) => splitRun(run)?.score === score);
+  return [from, same.at(-1) ?? others.at(-1) ?? runs.find((run) => run !== from)];
+}
+
+/** Returns the fields of the state that search with two rows, or null if a search cannot equal one. */
+export function sidesOf(a, b) {
+  const [left, right] = [a, b].map(splitRun);
+  if (!left || !right) return null;
+  return {
+    rep: left.representation,
+    score: left.score,
+    rep2: right.representation,
+    score2: right.score,
+  };
+}
+
+/** Splits the name of a run such as "hpool_16.maxsim", or returns null for any other run. */
+function splitRun(run) {
+  const found = /^(.+)\.(maxsim|hybrid|fused)$/.exec(run);
+  return found ? { representation: found[1], score: found[2] } : null;
 }
 
 function parseQueries(text) {
@@ -284,84 +351,30 @@ function table(head, rows) {
   );
 }
 
-/** Draws quality against bytes per item. Points can be focused, and their names are shown. */
-function plot(metrics, measure) {
-  const points = metrics
-    .filter((row) => Number(row.all_bytes) > 0 && row[measure])
-    .map((row) => ({ row, size: Number(row.all_bytes), quality: Number(row[measure]) }));
-  if (!points.length) return h("p.note", {}, "No row of this evaluation has stored vectors.");
-  const { width, height, left, right, top, bottom } = PLOT;
-  const logs = points.map(({ size }) => Math.log10(size));
-  const [x0, x1] = [Math.min(...logs) - 0.1, Math.max(...logs) + 0.1];
-  const qualities = points.map(({ quality }) => quality);
-  const margin = Math.max(0.005, 0.08 * (Math.max(...qualities) - Math.min(...qualities)));
-  const [y0, y1] = [Math.min(...qualities) - margin, Math.max(...qualities) + margin];
-  const x = (size) => left + ((Math.log10(size) - x0) / (x1 - x0)) * (width - left - right);
-  const y = (quality) => height - bottom - ((quality - y0) / (y1 - y0)) * (height - top - bottom);
-  const label = svg("text", { class: "plot-label", x: left, y: top - 2 });
-  const children = [];
-  for (const size of ticks(x0, x1)) {
-    children.push(
-      svg("line", { class: "grid", x1: x(size), x2: x(size), y1: top, y2: height - bottom }),
-      svg("text", { class: "tick", x: x(size), y: height - bottom + 18, "text-anchor": "middle" },
-        bytes(size)),
-    );
-  }
-  for (let i = 0; i <= 4; i++) {
-    const quality = y0 + (i / 4) * (y1 - y0);
-    children.push(
-      svg("line", { class: "grid", x1: left, x2: width - right, y1: y(quality), y2: y(quality) }),
-      svg("text", { class: "tick", x: left - 8, y: y(quality) + 4, "text-anchor": "end" },
-        quality.toFixed(3)),
-    );
-  }
-  const front = pareto(points);
-  children.push(
-    svg("polyline", {
-      class: "front-line",
-      points: front.map(({ size, quality }) => `${x(size)},${y(quality)}`).join(" "),
-    }),
-    svg("text", { class: "tick", x: (left + width - right) / 2, y: height - 6,
-      "text-anchor": "middle" }, "bytes per item (logarithmic)"),
-  );
-  for (const point of points) {
-    const name = `${rowName(point.row)}: ${measure} ${point.quality.toFixed(3)}, ` +
-      bytes(point.size);
-    const show = () => (label.textContent = name);
-    children.push(
-      svg(
-        "circle",
-        {
-          class: front.includes(point) ? "point front" : "point",
-          cx: x(point.size),
-          cy: y(point.quality),
-          r: 6,
-          tabindex: 0,
-          role: "img",
-          "aria-label": name,
-          on: { pointerenter: show, focus: show },
-        },
-        svg("title", {}, name),
-      ),
-    );
-  }
-  return svg(
-    "svg",
-    { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `${measure} by bytes per item` },
-    children,
-    label,
-  );
+/** Checks whether a row of metrics.csv is the reference of any row. */
+function isReference(row, metrics) {
+  const names = [row.representation, `${row.representation}.${row.score.replaceAll(/[ :]/g, "-")}`];
+  return metrics.some(({ reference }) => names.includes(reference));
 }
 
-/** Returns sizes of 1, 2 or 5 times a power of ten inside a range of logarithms. */
-function ticks(low, high) {
-  const found = [];
-  const steps = high - low > 2.5 ? [1] : high - low > 1.2 ? [1, 3] : [1, 2, 5];
-  for (let power = Math.floor(low); power <= Math.ceil(high); power++) {
-    for (const step of steps) {
-      const size = step * 10 ** power;
-      if (Math.log10(size) >= low && Math.log10(size) <= high) found.push(size);
-    }
-  }
-  return found;
+/** Returns the points of the rows with stored vectors. */
+function pointsOf(metrics, measure) {
+  return metrics
+    .filter((row) => Number(row.all_bytes) > 0 && row[measure])
+    .map((row) => ({
+      row,
+      name: rowName(row),
+      size: Number(row.all_bytes),
+      quality: Number(row[measure]),
+      isReference: isReference(row, metrics),
+    }));
+}
+
+/** Returns the plot and a note on the rows that it cannot contain. */
+function plotOrNote(metrics, points, front, measure) {
+  if (!points.length) return h("p.note", {}, "No row of this evaluation has stored vectors.");
+  const others = metrics.filter((row) => !Number(row.all_bytes) && row[measure]);
+  const texts = others.map((row) => `${rowName(row)} (${measure} ${Number(row[measure]).toFixed(3)})`);
+  const note = `Not in the plot, without stored vectors: ${texts.join(", ")}.`;
+  return [plot(points, front, measure), texts.length ? h("p.note", {}, note) : null];
 }

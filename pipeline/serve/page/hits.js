@@ -105,7 +105,7 @@ function number(value) {
 }
 
 /** Returns a badge for the change of a rank relative to the other column of a comparison. */
-export function changeBadge({ kind, by, from }) {
+function changeBadge({ kind, by, from }) {
   const texts = {
     same: ["=", "same rank as on the left"],
     up: [`▲ ${by}`, `up ${by} from rank ${from} on the left`],
@@ -155,7 +155,7 @@ function missing(holder, text) {
 }
 
 /** Returns times of frames of a video: those of the best passages, then evenly spaced ones. */
-export function frameTimes(hit) {
+function frameTimes(hit) {
   const { start, end } = hit.span;
   const found = (hit.passages ?? []).filter((p) => p.times).map((p) => mean(p.times));
   for (let i = 0; found.length < NUM_FRAMES; i++) {

@@ -1,6 +1,8 @@
-/** Relevance judgments of hits, kept in the browser and exported as qrels. */
+/** Relevance judgments of hits, kept in the browser and exported as benchmarks. */
 
 import { $, download, h } from "./dom.js";
+import { DEFAULTS } from "./state.js";
+import { zip } from "./zip.js";
 
 const STORE = "maxray-judgments";
 
@@ -14,7 +16,7 @@ export function judgments() {
 }
 
 /** Returns the id of a query, which is equal for equal queries of an index. */
-export function queryId(state, image = null) {
+function queryId(state, image = null) {
   const part = image ? `${image.length} ${image.slice(-64)}` : "";
   const text = [state.index, state.q.trim(), state.item, state.box, state.times, part].join("\n");
   let hash = 0xcbf29ce484222325n; // FNV-1a
@@ -24,23 +26,35 @@ export function queryId(state, image = null) {
   return hash.toString(16).padStart(16, "0");
 }
 
-/** Returns lines of TREC qrels. Ids with white space, which the format cannot contain, are quoted. */
-export function qrels(all) {
-  const lines = [];
-  for (const [query, { grades }] of Object.entries(all)) {
-    for (const [item, grade] of Object.entries(grades)) {
-      const id = /\s/.test(item) ? JSON.stringify(item).replaceAll(" ", "\\u0020") : item;
-      lines.push(`${query} 0 ${id} ${grade}`);
-    }
-  }
-  return lines.join("\n") + (lines.length ? "\n" : "");
+/** Checks whether a query is a text: the id of any other query contains its image or item. */
+function isText(id, { text, index }) {
+  return id === queryId({ ...DEFAULTS, index, q: text });
 }
 
-/** Returns lines of queries as in BEIR collections. */
-export function queryLines(all) {
-  return Object.entries(all)
-    .map(([id, { text }]) => `${JSON.stringify({ _id: id, text })}\n`)
-    .join("");
+/**
+ * Returns the judgments of text queries as files of benchmarks in the format of BEIR, with a folder
+ * for each index.
+ *
+ * @returns {{files: Object<string, string>, num_exported: number, num_left_out: number}} Contents by
+ *   path, and numbers of judgments. Those of other queries, and of ids with tabs or line breaks,
+ *   which the format cannot contain, are left out.
+ */
+function exported(all) {
+  const files = {};
+  const numbers = { num_exported: 0, num_left_out: 0 };
+  for (const [id, entry] of Object.entries(all)) {
+    const grades = Object.entries(entry.grades);
+    const valid = isText(id, entry) ? grades.filter(([item]) => !/[\t\r\n]/.test(item)) : [];
+    numbers.num_exported += valid.length;
+    numbers.num_left_out += grades.length - valid.length;
+    if (!valid.length) continue;
+    const folder = entry.index.replaceAll(/[^\w.-]/g, "_");
+    const [queries, qrels] = [`${folder}/queries.jsonl`, `${folder}/qrels/test.tsv`];
+    files[queries] = (files[queries] ?? "") + `${JSON.stringify({ _id: id, text: entry.text })}\n`;
+    files[qrels] ??= "query-id\tcorpus-id\tscore\n";
+    files[qrels] += valid.map(([item, grade]) => `${id}\t${item}\t${grade}\n`).join("");
+  }
+  return { files, ...numbers };
 }
 
 /** Judgments of one query, with buttons for its hits. */
@@ -90,20 +104,21 @@ export class Judge {
   }
 }
 
-/** Shows or hides the button that exports the judgments. */
-export function showExport() {
-  const all = judgments();
-  const num = Object.values(all).reduce((sum, { grades }) => sum + Object.keys(grades).length, 0);
+/** Shows or hides the button that exports the judgments, and says what it leaves out. */
+function showExport() {
+  const { num_exported: num, num_left_out: rest } = exported(judgments());
   const button = $("judge-export");
   button.hidden = !num;
   button.textContent = `Export ${num} ${num === 1 ? "judgment" : "judgments"}`;
+  const note = $("judge-note");
+  note.hidden = !rest;
+  const judged = rest === 1 ? "1 judgment" : `${rest} judgments`;
+  note.textContent = `${judged} of image or item queries not exported`;
 }
 
 export function setUpExport() {
   $("judge-export").addEventListener("click", () => {
-    const all = judgments();
-    download("qrels.txt", qrels(all));
-    download("queries.jsonl", queryLines(all), "application/jsonl");
+    download("judgments.zip", zip(exported(judgments()).files));
   });
   showExport();
 }

@@ -68,7 +68,7 @@ function isVisible(word, seconds) {
   return word.times[0] <= seconds + 0.05 && seconds <= word.times[1] + 0.05;
 }
 
-export function sameVector(word, other) {
+function sameVector(word, other) {
   return word.vector !== null && word.vector !== undefined && word.vector === other.vector;
 }
 

@@ -1,5 +1,8 @@
 /** State of the page in the query string of its URL, and the search requests that it describes. */
 
+/** Fields of the view of evaluations: the evaluation, the shown measure and the compared rows. */
+export const EVALUATION = Object.freeze({ evaluation: "", measure: "", from: "", to: "" });
+
 /** Fields of the state with their defaults, in the order in which they appear in the URL. */
 export const DEFAULTS = Object.freeze({
   view: "search",
@@ -13,16 +16,17 @@ export const DEFAULTS = Object.freeze({
   rep2: "",
   rerank2: "",
   score: "maxsim",
+  score2: "",
   candidates: "",
   depth: "",
   k: "10",
   group: "",
   filter: "",
   open: "",
-  evaluation: "",
+  ...EVALUATION,
 });
 
-export const VIEWS = ["search", "compare", "evaluations"];
+const VIEWS = ["search", "compare", "evaluations"];
 
 /** Parses a query string. Unknown fields are ignored, missing ones have their default. */
 export function parseState(search) {
@@ -47,7 +51,7 @@ export function formatState(state) {
 }
 
 /** Parses "a,b,..." into numbers, or returns null unless there are `count` finite ones. */
-export function parseNumbers(text, count) {
+function parseNumbers(text, count) {
   if (!text) return null;
   const numbers = text.split(",").map(Number);
   return numbers.length === count && numbers.every(Number.isFinite) ? numbers : null;
@@ -59,7 +63,7 @@ export function hasQuery(state, image) {
 }
 
 /** Returns the query of a search request: a text, an image, both, or an item of the index. */
-export function queryOf(state, image) {
+function queryOf(state, image) {
   if (state.item) {
     const query = { item: state.item };
     const box = parseNumbers(state.box, 4);
@@ -78,8 +82,8 @@ export function queryOf(state, image) {
  *
  * @param {object} state State of the page.
  * @param {string|null} image Query image in base64.
- * @param {"a"|"b"} side Column of a comparison. The second has a representation and reranking of
- *   its own.
+ * @param {"a"|"b"} side Column of a comparison. The second has its own representation, reranking and
+ *   score. Its score is that of the first unless it is given.
  */
 export function searchBody(state, image = null, side = "a") {
   const body = { query: queryOf(state, image) };
@@ -89,7 +93,8 @@ export function searchBody(state, image = null, side = "a") {
   // A search by an item returns the item itself, which is not shown.
   const k = asNumber(state.k);
   body.k = state.item && Number.isInteger(k) ? k + 1 : k;
-  if (state.score !== DEFAULTS.score) body.score = state.score;
+  const score = (side === "b" && state.score2) || state.score;
+  if (score !== DEFAULTS.score) body.score = score;
   if (state.candidates) body.candidates = state.candidates;
   if (state.group) body.group_by = state.group;
   if (state.filter.trim()) body.filter = state.filter.trim();
@@ -114,12 +119,12 @@ function splitOnce(text, separator) {
 }
 
 /** Returns a string literal for a filter. */
-export function quote(text) {
+function quote(text) {
   return `'${text.replaceAll("'", "''")}'`;
 }
 
 /** Returns the condition of a facet for its selected values, or "" without any. */
-export function condition(column, values) {
+function condition(column, values) {
   if (!values.length) return "";
   if (values.length === 1) return `${column} = ${quote(values[0])}`;
   return `${column} IN (${values.map(quote).join(", ")})`;

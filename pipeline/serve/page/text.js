@@ -57,7 +57,7 @@ export function place(span) {
 }
 
 /** Merges overlapping and adjacent ranges [start, end]. */
-export function merge(ranges) {
+function merge(ranges) {
   const merged = [];
   for (const [start, end] of [...ranges].sort((a, b) => a[0] - b[0] || a[1] - b[1])) {
     const last = merged.at(-1);
@@ -136,8 +136,8 @@ function shell(text) {
   return `'${text.replaceAll("'", "'\\''")}'`;
 }
 
-/** Returns a search request as a Python program. The client reads the key from MAXRAY_KEY. */
-export function asPython(url, body) {
+/** Returns a search request as a Python program, which reads an access key from MAXRAY_KEY. */
+export function asPython(url, body, withKey) {
   const { query, ...options } = body;
   const lines = ["from pipeline.serve import wire", "from pipeline.serve.client import Client", ""];
   let given = python(query);
@@ -147,11 +147,12 @@ export function asPython(url, body) {
   } else {
     lines.shift();
   }
+  if (withKey) lines.unshift("import os", "");
   const { rerank, ...rest } = options;
   const parts = [given, keywords(rest)];
   if (rerank) parts.push(`rerank=${python(rerank)}`);
   lines.push(
-    `with Client(${python(url)}) as client:`,
+    `with Client(${python(url)}${withKey ? ', key=os.environ["MAXRAY_KEY"]' : ""}) as client:`,
     `    for hit in client.search(${parts.filter(Boolean).join(", ")}).hits:`,
     "        print(hit.rank, hit.score, hit.item_id)",
   );
@@ -165,7 +166,7 @@ function keywords(values) {
 }
 
 /** Returns a JSON value as a Python literal. */
-export function python(value) {
+function python(value) {
   if (value === null) return "None";
   if (value === true) return "True";
   if (value === false) return "False";

@@ -349,7 +349,7 @@ export class Viewer {
       h("div.region-offer"),
       h("div.row", {}, similar, judge.buttons(hit)),
       h("h3", {}, "Score"),
-      h("p.scores", {}, scores(hit)),
+      this.#scores(),
       this.#passages(),
       h("h3", {}, "Item"),
       h("dl.item", {}, h("dt", {}, "id"), h("dd", {}, hit.item_id)),
@@ -358,9 +358,20 @@ export class Viewer {
         "div.row",
         {},
         copy("Copy as curl", () => asCurl(`${url}v1/search`, body, this.#context.hasKey)),
-        copy("Copy as Python", () => asPython(url.replace(/\/$/, ""), body)),
+        copy("Copy as Python", () => asPython(url.replace(/\/$/, ""), body, this.#context.hasKey)),
       ),
     );
+  }
+
+  /** Returns the score in each representation. */
+  #scores() {
+    const { sides } = this.#context;
+    if (sides.length === 1) return h("p.scores", {}, scores(this.#hit));
+    return sides.map(({ label, hits }) => {
+      const hit = hits.find((other) => other.item_id === this.#hit.item_id);
+      const found = hit ? [h("span", {}, `rank ${hit.rank}`), scores(hit)] : "not among the hits";
+      return h("p.scores", {}, h("b", {}, label), found);
+    });
   }
 
   #passages() {

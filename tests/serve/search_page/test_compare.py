@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlencode
 
 import pytest
@@ -12,6 +13,13 @@ from tests.serve.search_page.conftest import PAGE
 pytestmark = [pytest.mark.browser, pytest.mark.heavy]
 
 QUERY = "fresh fish in the harbour of Lisbon"
+
+
+#: Values of the controls of an evaluation.
+SELECTED = """
+    const ids = ['plot-measure', 'run-a', 'run-b'];
+    return ids.map((id) => document.getElementById(id).value);
+"""
 
 
 def open_comparison(browser, page_url: str, **state: str) -> None:
@@ -57,6 +65,11 @@ def test_maps_of_both_representations(browser, page_url):
     browser.wait("document.querySelectorAll('.pane .word').length > 10")
     browser.wait("[...document.querySelectorAll('.image-area img')].every((e) => e.naturalWidth)")
     assert browser.texts(".pane figcaption") == ["full", "hpool_2"]
+    with Client(page_url, tries=3) as client:
+        for label, text in zip(("full", "hpool_2"), browser.texts(".details .scores"), strict=True):
+            hits = client.search(QUERY, index="items", representation=label, k=5).hits
+            (hit,) = [hit for hit in hits if hit.item_id == PAGE]
+            assert text.startswith(f"{label}rank {hit.rank}{hit.score:.3f} score")
     assert len(browser.all(".pane canvas")) == 2
     # Two vectors have two colours, and each word of the page has one of them.
     browser.find("#regions").click()
@@ -81,9 +94,10 @@ def test_maps_of_both_representations(browser, page_url):
 def test_view_chooses_a_second_representation(browser, page_url):
     browser.open(f"{page_url}?view=compare&q=harbour")
     browser.wait("document.querySelector('#comparison')")
-    assert browser.texts(".column-head h2") == ["full", "hpool_2"]
-    browser.choose("#rep2", "random_1")
-    browser.wait("document.querySelectorAll('.column-head h2')[1]?.textContent === 'random_1'")
+    # The smallest representation of the same field, not captions.
+    assert browser.texts(".column-head h2") == ["full", "random_1"]
+    browser.choose("#rep2", "hpool_2")
+    browser.wait("document.querySelectorAll('.column-head h2')[1]?.textContent === 'hpool_2'")
 
 
 def test_error_of_the_right_column(browser, page_url):
@@ -97,13 +111,16 @@ def test_evaluations(browser, page_url):
     browser.wait("document.querySelector('#results .empty, #results table')")
     queries = {"q1": "fish at the market", "q2": "lift of a wing", "q3": "golden crust"}
     qrels = {"q1": {"fish": 1}, "q2": {"wing": 1}, "q3": {"bread": 1}}
+    # The ranks of several items differ between the representations.
+    queries["q4"] = "boats in the harbour at dawn"
+    qrels["q4"] = dict.fromkeys(("wing", "heat", "red.png"), 1)
     with Client(page_url, tries=3) as client:
         evaluation = client.evaluate(
             queries=queries,
             qrels=qrels,
             index="items",
             representations=["full", "random_1"],
-            scores=["maxsim"],
+            scores=["maxsim", "hybrid"],
             measures=["nDCG@10", "RR@10"],
             judged="item",
             k=50,
@@ -113,9 +130,33 @@ def test_evaluations(browser, page_url):
     link = browser.find("#results table a")
     assert link.text == evaluation.id
     link.click()
-    browser.wait("document.querySelectorAll('.plot circle').length === 2")
+    browser.wait("document.querySelectorAll('.plot circle[tabindex]').length === 4")
+    assert browser.run(SELECTED) == ["nDCG@10", "full.maxsim", "random_1.maxsim"]
     rows = browser.texts("#results tbody th")
-    assert {"full · maxsim", "random_1 · maxsim"} <= set(rows)
+    assert {"full · maxsim reference", "random_1 · maxsim"} <= set(rows)
+    # Ticks are round numbers in [0, 1], axes have labels, and the note has the row without bytes.
+    ticks = browser.texts(".plot .tick[text-anchor=end]")
+    assert ticks == sorted(ticks) and all(re.fullmatch(r"[01]\.\d{2,3}", tick) for tick in ticks)
+    axes = browser.texts(".plot .axis")
+    assert axes == ["stored bytes per item (logarithmic)", "nDCG@10"]
+    assert len(browser.all(".plot circle.reference[tabindex]")) == 2  # by score
+    front = browser.run(
+        "return [...document.querySelectorAll('.plot circle.front[tabindex]')]"
+        ".map((e) => e.getAttribute('aria-label').split(':')[0])"
+    )
+    starred = browser.texts("#results tr.front th")
+    assert sorted(text.removesuffix(" reference") for text in starred) == sorted(front)
+    assert "★" in browser.texts(".plot-legend li")[0]
+    assert "bm25 (nDCG@10 " in browser.texts(".plot .note")[0]
+    browser.choose("#plot-measure", "RR@10")
+    assert browser.texts(".plot .axis")[1] == "RR@10"
+    assert "Queries by change of RR@10" in browser.texts("h3")
+    browser.choose("#run-b", "random_1.hybrid")
+    browser.open(browser.driver.current_url)  # the address keeps the measure and the rows
+    browser.find("#run-b")
+    assert browser.run(SELECTED) == ["RR@10", "full.maxsim", "random_1.hybrid"]
+    browser.choose("#run-b", "random_1.maxsim")
+    browser.choose("#plot-measure", "nDCG@10")
     browser.run(
         "[...document.querySelectorAll('thead button')].find((b) => b.textContent === 'RR@10')"
         ".click()"
@@ -123,11 +164,19 @@ def test_evaluations(browser, page_url):
     assert browser.find("th[aria-sort=descending]").text.startswith("RR@10")
     browser.run("document.querySelector('.plot circle').focus()")
     assert "nDCG@10" in browser.texts(".plot-label")[0]
-    # A query of either list opens in the side-by-side view.
-    links = browser.all(".queries a")
-    if links:
-        text = links[0].text
-        links[0].click()
-        browser.wait("document.querySelector('#comparison')")
-        assert browser.run("return document.getElementById('q').value") == text
+    # A query of either list opens in the side-by-side view, with the scores of the two rows.
+    browser.choose("#run-b", "random_1.hybrid")
+    link = browser.find(".queries a")
+    text = link.text
+    link.click()
+    browser.wait("document.querySelector('#comparison')")
+    assert browser.run("return document.getElementById('q').value") == text
+    assert browser.texts(".column-head h2") == ["full · MaxSim", "random_1 · hybrid"]
+    with Client(page_url, tries=3) as client:
+        for side, row in (("a", ("full", "maxsim")), ("b", ("random_1", "hybrid"))):
+            options = dict(zip(("representation", "score"), row, strict=True))
+            hits = client.search(text, index="items", **options).hits
+            assert browser.hits(f"[data-side={side}]") == [hit.item_id for hit in hits]
+    browser.choose("#score2", "")
+    browser.wait("document.querySelectorAll('.column-head h2')[1]?.textContent === 'random_1'")
     assert browser.errors() == []

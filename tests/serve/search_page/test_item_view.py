@@ -197,6 +197,18 @@ def test_back_button_closes_the_item(browser, page_url):
     assert len(browser.hits()) == 9
 
 
+def test_item_that_is_not_among_the_hits(browser, page_url):
+    browser.open(f"{page_url}?{urlencode({'q': QUERY, 'open': 'nope', 'k': '3'})}")
+    browser.wait_for_results()
+    message = "The item nope is not among the hits of this search."
+    browser.wait("!document.querySelector('#banner').hidden")
+    assert browser.find("#banner").text == message
+    assert len(browser.hits()) == 3 and not browser.all("#viewer[open]")
+    browser.find(".hit-title a").click()
+    browser.find("#viewer[open]")
+    assert not browser.find("#banner").is_displayed()
+
+
 def test_video(browser, page_url):
     open_item(browser, page_url, CLIP, "a storm at the lighthouse")
     wait_for_image(browser)

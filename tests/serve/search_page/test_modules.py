@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 import random
+import zipfile
 
 import pytest
 
@@ -57,6 +59,10 @@ def test_search_bodies(page):
     right = body(sides, None, "b")
     assert right["representation"] == "hpool_4"
     assert right["rerank"] == {"method": "vectors", "representation": "full", "rerank_depth": 7}
+    scores = {"q": "a", "score": "hybrid"}
+    assert body(scores)["score"] == body(scores, None, "b")["score"] == "hybrid"
+    assert body({**scores, "score2": "fused"}, None, "b")["score"] == "fused"
+    assert "score" not in body({**scores, "score2": "maxsim"}, None, "b")
     assert body({"q": "a", "k": "many"})["k"] == "many"  # the API names the field
 
 
@@ -202,6 +208,11 @@ def test_copied_commands(page):
     code = page.module("text.js", f"m.asPython('http://h', {js(body)})")
     compile(code, "copied", "exec")
     assert 'client.search("it\'s", k=3, rerank={"method": "vectors"})' in code
+    assert "MAXRAY_KEY" not in code
+    code = page.module("text.js", f"m.asPython('http://h', {js(body)}, true)")
+    compile(code, "copied", "exec")
+    assert code.startswith("import os\n\nfrom ")
+    assert 'with Client("http://h", key=os.environ["MAXRAY_KEY"]) as client:' in code
     item = {"query": {"item": "a#t=1,2", "times": [1, 2]}, "k": 3}
     code = page.module("text.js", f"m.asPython('http://h', {js(item)})")
     compile(code, "copied", "exec")
@@ -214,13 +225,86 @@ def test_csv(page):
     assert found == [{"a": "1", "b": 'x, "y"'}, {"a": "2", "b": ""}]
 
 
-# -- judge.js, map.js ------------------------------------------------------------------------------
+# -- evaluations.js, plot.js -----------------------------------------------------------------------
 
 
-def test_qrels(page):
-    judged = {"q1": {"text": "x", "grades": {"a": 1, "b c": 0}}}
-    assert page.module("judge.js", f"m.qrels({js(judged)})") == 'q1 0 a 1\nq1 0 "b\\u0020c" 0\n'
-    assert page.module("judge.js", f"m.queryLines({js(judged)})") == '{"_id":"q1","text":"x"}\n'
+def test_default_rows_have_the_same_score(page):
+    runs = ["bm25", "full.maxsim", "full.hybrid", "hpool_8.maxsim", "hpool_8.hybrid"]
+    metrics = [{"reference": "full.maxsim"}, {"reference": "full.hybrid"}]
+    expression = f"m.defaultRuns({js(metrics)}, {js(runs)})"
+    assert page.module("evaluations.js", expression) == ["full.maxsim", "hpool_8.maxsim"]
+    expression = f"m.defaultRuns([], {js(runs[:2])})"
+    assert page.module("evaluations.js", expression) == ["bm25", "full.maxsim"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.67, 0.83], [0.65, 0.7, 0.75, 0.8, 0.85]),
+        ([0.02, 0.9], [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        ([1, 1], [0.98, 0.985, 0.99, 0.995, 1]),
+        ([0, 0], [0, 0.005, 0.01, 0.015, 0.02]),
+        ([3, 40], [0, 10, 20, 30, 40]),  # a median rank
+    ],
+)
+def test_ticks(page, values, expected):
+    assert page.module("plot.js", f"m.niceTicks({values})") == expected
+
+
+def test_sides_of_two_rows(page):
+    expression = "m.sidesOf('full.maxsim', 'kcenter_16.hybrid')"
+    assert page.module("evaluations.js", expression) == {
+        "rep": "full",
+        "score": "maxsim",
+        "rep2": "kcenter_16",
+        "score2": "hybrid",
+    }
+    for run in ("bm25", "minilm_pooled", "full.hybrid-1-0.25"):
+        assert page.module("evaluations.js", f"m.sidesOf('full.maxsim', '{run}')") is None
+
+
+# -- controls.js -----------------------------------------------------------------------------------
+
+
+def test_representation_that_is_compared(page):
+    def representation(name: str, **fields: str) -> dict:
+        return {"name": name, "role": "search", "encoder": "e", "field": "content", **fields}
+
+    found = [representation(name) for name in ("full", "k_32", "k_16")]
+    found.append(representation("caption_full", field="caption"))
+    found.append(representation("tokens", role="rerank"))
+    sizes = {"full": 100, "k_32": 32, "k_16": 16, "caption_full": 9, "tokens": 1}
+    facets = {
+        "sizes": [
+            {"name": name, "bytes_per_item": size, "vectors_per_item": size}
+            for name, size in sizes.items()
+        ]
+    }
+
+    def other(left: str, facets: dict | None = facets) -> str:
+        expression = f"m.smallestOther({js(left)}, {js(found)}, {js(facets)})"
+        return page.module("controls.js", expression)
+
+    assert other("full") == other("k_32@8") == "k_16"
+    assert other("k_16") == "k_32"
+    assert other("caption_full") == "k_16"  # no other of captions
+    assert other("full", None) == "k_32"  # unknown sizes
+    found[1:] = []
+    assert other("full") == "full"
+
+
+# -- zip.js, map.js --------------------------------------------------------------------------------
+
+
+def test_archives(page):
+    files = {"a/texts.txt": "fish 🐟\n" * 1000, "ä.txt": "", "b/c/d": "\u0000"}
+    expression = f"m.zip({js(files)}).arrayBuffer().then((b) => [...new Uint8Array(b)])"
+    content = bytes(page.module("zip.js", expression))
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert archive.testzip() is None
+        assert {name: archive.read(name).decode() for name in archive.namelist()} == files
+    values = "new TextEncoder().encode('123456789')"
+    assert page.module("zip.js", f"m.crc32({values})") == 0xCBF43926
 
 
 def test_values_of_a_strip(page):

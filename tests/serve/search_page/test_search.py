@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import time
+import zipfile
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 
+from pipeline.eval.beir import Beir
 from pipeline.serve.client import Client
+from tests.browser import WAIT_SECONDS
 from tests.serve.search_page.conftest import ATTACK, AUDIO, CLIP, PAGE
 
 pytestmark = [pytest.mark.browser, pytest.mark.heavy]
@@ -284,10 +287,43 @@ def test_judgments(browser, page_url):
     assert browser.find("#judge-export").text == "Export 1 judgment"
     open_search(browser, page_url, q=QUERY, k="2")
     assert browser.find("li.hit .judge button").get_attribute("aria-pressed") == "true"
-    text = browser.module("judge.js", "m.qrels(m.judgments())")
-    assert text.endswith(f" 0 {item_id} 1\n")
+    judged = browser.module("judge.js", "Object.values(m.judgments())[0].grades")
+    assert judged == {item_id: 1}
     browser.find("li.hit .judge button").click()
     assert not browser.find("#judge-export").is_displayed()
+
+
+def test_export_is_a_benchmark(browser, page_url, tmp_path):
+    """Judgments of text queries are exported. Those of an item as the query are left out."""
+    browser.download_to(tmp_path)
+    open_search(browser, page_url, q=QUERY, k="2")
+    relevant, other = browser.hits()
+    browser.find("li.hit:nth-child(1) .judge button[value='1']").click()
+    browser.find("li.hit:nth-child(2) .judge button[value='0']").click()
+    open_search(browser, page_url, q=f"attack {ATTACK}", k="1")
+    (attack,) = browser.hits()
+    assert " " in attack
+    browser.find("li.hit .judge button").click()
+    assert not browser.find("#judge-note").is_displayed()
+    open_search(browser, page_url, item=relevant)
+    browser.find("li.hit .judge button").click()
+    assert browser.find("#judge-export").text == "Export 3 judgments"
+    assert browser.find("#judge-note").text == "1 judgment of image or item queries not exported"
+    open_search(browser, page_url, item=relevant)  # also known after a reload
+    assert browser.find("#judge-note").is_displayed()
+    browser.find("#judge-export").click()
+    path = tmp_path / "judgments.zip"
+    end = time.monotonic() + WAIT_SECONDS
+    while not path.exists():
+        assert time.monotonic() < end, "no file was downloaded"
+        time.sleep(0.05)
+    assert [file.name for file in tmp_path.iterdir()] == ["judgments.zip"]
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(tmp_path / "judgments")
+    benchmark = Beir(Beir.Spec(path=str(tmp_path / "judgments/items"))).load()
+    assert benchmark.num_unjudged == benchmark.num_without_text == 0
+    found = {text: benchmark.qrels[query_id] for query_id, text in benchmark.queries.items()}
+    assert found == {QUERY: {relevant: 1, other: 0}, f"attack {ATTACK}": {attack: 1}}
 
 
 def test_memory_is_stable(browser, page_url):

@@ -45,17 +45,26 @@ export function drawBoxes(canvas, words, view) {
   }
 }
 
-/** Outlines the regions of the stored vectors, each in a colour of its own. */
+/** Fills the regions of the stored vectors, each in a colour of its own. */
 export function drawRegions(canvas, words, view) {
   drawBoxes(canvas, [], { ...view, selected: null });
   const context = canvas.getContext("2d");
   for (const word of words) {
     if (!isVisible(word, view.seconds)) continue;
-    if (word.vector === null || word.vector === undefined) continue;
-    const hue = (word.vector * 137.508) % 360;
-    context.fillStyle = `hsl(${hue} 75% 50% / ${0.55 * view.opacity + 0.05})`;
+    if (!hasVector(word)) continue;
+    context.fillStyle = `hsl(${hue(word.vector)} 75% 50% / ${0.55 * view.opacity + 0.05})`;
     context.fillRect(...rectangle(word.box, canvas.width, canvas.height));
   }
+}
+
+/** Returns the hue of a vector. The golden angle separates the hues of successive vectors. */
+function hue(vector) {
+  return (vector * 137.508) % 360;
+}
+
+/** Checks whether the vector that represents a word or patch is known. */
+export function hasVector(word) {
+  return word.vector !== null && word.vector !== undefined;
 }
 
 function rectangle([x0, y0, x1, y1], width, height) {
@@ -69,7 +78,7 @@ function isVisible(word, seconds) {
 }
 
 export function sameVector(word, other) {
-  return word.vector !== null && word.vector !== undefined && word.vector === other.vector;
+  return hasVector(word) && word.vector === other.vector;
 }
 
 /** Returns the smallest word at a position in [0, 1], or null. */
@@ -108,10 +117,16 @@ export function mappedText(text, words, onHover) {
   if (done < points.length) paragraph.append(points.slice(done).join(""));
   const paint = (view) => {
     for (const [span, word] of spans) {
-      const at = position(wordValue(word, view.token), view.range);
-      const isShown = at !== null && at > 0.25 && view.opacity > 0;
-      span.style.backgroundColor = isShown ? css(at) : "";
-      span.style.color = isShown ? textColour(at) : "";
+      if (view.regions) {
+        const isShown = hasVector(word) && view.opacity > 0;
+        span.style.backgroundColor = isShown ? `hsl(${hue(word.vector)} 80% 80%)` : "";
+        span.style.color = isShown ? "#000000" : "";
+      } else {
+        const at = position(wordValue(word, view.token), view.range);
+        const isShown = at !== null && at > 0.25 && view.opacity > 0;
+        span.style.backgroundColor = isShown ? css(at) : "";
+        span.style.color = isShown ? textColour(at) : "";
+      }
       const isSelected =
         view.selected && (word === view.selected || sameVector(word, view.selected));
       span.classList.toggle("selected", Boolean(isSelected));

@@ -4,7 +4,15 @@ import { Media, getJson, mediaUrl, previewUrl, search, segment } from "./api.js"
 import { contributionRange, css, position, similarityRange, textColour } from "./colours.js";
 import { $, append, copyText, h, replace } from "./dom.js";
 import { scores, title } from "./hits.js";
-import { drawBoxes, drawLegend, drawRegions, drawStrip, mappedText, wordAt } from "./map.js";
+import {
+  drawBoxes,
+  drawLegend,
+  drawRegions,
+  drawStrip,
+  hasVector,
+  mappedText,
+  wordAt,
+} from "./map.js";
 import { searchBody } from "./state.js";
 import { asCurl, asPython, place, time } from "./text.js";
 
@@ -157,7 +165,7 @@ export class Viewer {
       this.#view.opacity = Number(opacity.value);
       this.#paint();
     });
-    const regions = h("input", { type: "checkbox", id: "regions" });
+    const regions = h("input", { type: "checkbox", id: "regions", disabled: true });
     regions.addEventListener("change", () => {
       this.#view.regions = regions.checked;
       this.#paint();
@@ -169,6 +177,15 @@ export class Viewer {
       opacity,
       h("label.check", { for: "regions" }, regions, "Regions of the stored vectors"),
     );
+  }
+
+  /** Enables the regions of the stored vectors if the map of a pane assigns words to vectors. */
+  #enableVectorRegions() {
+    const regions = this.#dialog.querySelector("#regions");
+    regions.disabled = !this.#panes.some((pane) => pane.words.some(hasVector));
+    regions.parentElement.title = regions.disabled
+      ? "The regions of the vectors of this item are not known in this representation."
+      : "";
   }
 
   /** Adds the image, the player or the text of the item for one representation. */
@@ -441,6 +458,7 @@ export class Viewer {
     } finally {
       pane.element.removeAttribute("aria-busy");
     }
+    this.#enableVectorRegions();
     if (!pane.map) {
       this.#note.textContent ||= "This item has no similarity map in this representation.";
       this.#paint();
@@ -525,9 +543,11 @@ export class Viewer {
     }
     this.#legend.querySelector(".low").textContent = low.toFixed(2);
     this.#legend.querySelector(".high").textContent = high.toFixed(2);
-    this.#legend.querySelector(".what").textContent = isAll
-      ? "contribution to the score, same scale for all hits"
-      : "similarity, same scale for all hits";
+    this.#legend.classList.toggle("regions", this.#view.regions);
+    const value = isAll ? "contribution to the score" : "similarity";
+    this.#legend.querySelector(".what").textContent = this.#view.regions
+      ? "one colour for each stored vector"
+      : `${value}, same scale for all hits`;
   }
 
   /** Marks the shown token, and colours the tokens by their similarity to the selected word. */

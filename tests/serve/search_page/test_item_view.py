@@ -124,6 +124,28 @@ def test_text_items_are_coloured(browser, page_url):
     assert "🐟 Fresh fish is sold" in browser.texts(".mapped")[0]
 
 
+@pytest.mark.parametrize(("item_id", "rep"), [("fish", "hpool_2"), (PAGE, "hpool_2")])
+def test_words_are_coloured_by_vector(browser, page_url, item_id, rep):
+    with Client(page_url, tries=3) as client:
+        options = {"representation": rep, "ids": [item_id], "k": 1, "explain": "map"}
+        (hit,) = client.search(QUERY, index="items", **options).hits
+    browser.open(f"{page_url}?{urlencode({'q': QUERY, 'k': 20, 'rep': rep, 'open': item_id})}")
+    browser.find("#regions:enabled").click()
+    script = (
+        "return [...document.querySelectorAll('.word')]"
+        ".map((e) => [e.textContent, e.style.backgroundColor])"
+    )
+    colours = dict(browser.run(script))
+    vectors = {word.text: word.vector for word in hit.map.words}
+    assert set(vectors.values()) == {0, 1} and all(colours.values())
+    assert len(set(colours.values())) == 2
+    for text, other in zip(vectors, list(vectors)[1:], strict=False):
+        assert (vectors[text] == vectors[other]) == (colours[text] == colours[other])
+    assert browser.texts(".legend .what") == ["one colour for each stored vector"]
+    browser.find("#regions").click()
+    assert dict(browser.run(script)) != colours
+
+
 def test_image_patches(browser, page_url):
     open_item(browser, page_url, "red.png", "a red square", index="shapes")
     wait_for_image(browser)

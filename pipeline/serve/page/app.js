@@ -465,9 +465,13 @@ function showError(error, side) {
       : "This server requires an access key.";
     showEmpty("Access key required", text);
     results.firstChild.append(
-      h("button.primary", { type: "button", on: { click: askForKey } }, "Enter the access key"),
+      h(
+        "button.primary",
+        { type: "button", on: { click: () => askForKey() } },
+        "Enter the access key",
+      ),
     );
-    askForKey();
+    askForKey(getKey() ? `The server rejected the key: ${error.message}. Try another one.` : "");
     return;
   }
   if (showFieldError(error, side)) {
@@ -501,10 +505,14 @@ function hideBanner() {
 
 // -- access key -------------------------------------------------------------------------------
 
-function askForKey() {
+/** Opens the dialog of the access key, with the reason if the server rejected the current one. */
+function askForKey(problem = "") {
   const dialog = $("key-dialog");
   if (viewer.isOpen) viewer.close();
   $("key-input").value = "";
+  $("key-input").setAttribute("aria-invalid", String(Boolean(problem)));
+  $("key-error").textContent = problem;
+  $("key-error").hidden = !problem;
   $("key-remove").hidden = !getKey();
   if (!dialog.open) dialog.showModal();
   $("key-input").focus();
@@ -608,7 +616,7 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-$("key-button").addEventListener("click", askForKey);
+$("key-button").addEventListener("click", () => askForKey());
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const key = $("key-input").value.trim();

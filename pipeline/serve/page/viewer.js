@@ -550,15 +550,15 @@ export class Viewer {
       : `${value}, same scale for all hits`;
   }
 
-  /** Marks the shown token, and colours the tokens by their similarity to the selected word. */
+  /** Marks the shown and the pinned token, and colours the tokens by their similarity to the selected word. */
   #paintChips() {
     const { selected, token, pinned } = this.#view;
     const pane = this.#panes.find((other) => other.map);
     const range = pane ? similarityRange([...pane.hits, { matches: pane.matches }]) : [0, 1];
     for (const button of this.#chips.children) {
       const number = button.dataset.token === "all" ? null : Number(button.dataset.token);
-      const isPressed = number === token || (number !== null && number === pinned);
-      button.setAttribute("aria-pressed", String(isPressed));
+      button.setAttribute("aria-pressed", String(number === pinned));
+      button.classList.toggle("shown", number === token);
       const value = selected && number !== null ? selected.similarities[number] : null;
       const at = value === null || value === undefined ? null : position(value, range);
       button.style.backgroundColor = at === null ? "" : css(at);
@@ -568,7 +568,9 @@ export class Viewer {
   }
 
   #onKey(event) {
-    if (event.target.matches("input, textarea, video, audio")) return;
+    // Sliders and players use the arrow keys themselves.
+    const usesArrows = event.target.matches("input[type=range], video, audio");
+    if (usesArrows && event.key.startsWith("Arrow")) return;
     const steps = { ArrowLeft: -1, ArrowRight: 1, k: -1, j: 1 };
     if (event.key in steps && !event.ctrlKey && !event.metaKey && !event.altKey) {
       event.preventDefault();

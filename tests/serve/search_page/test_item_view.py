@@ -73,6 +73,10 @@ def test_tokens_are_pinned(browser, page_url):
     browser.run("arguments[0].click(); arguments[0].blur();", chips[2])
     assert browser.texts(".tokens .chip[aria-pressed=true]") == ["All"]
     assert "contribution" in browser.texts(".legend .what")[0]
+    # The focus shows the map of a token, but does not pin it.
+    browser.run("arguments[0].focus();", chips[2])
+    assert browser.texts(".tokens .chip.shown") == ["fish"]
+    assert browser.texts(".tokens .chip[aria-pressed=true]") == ["All"]
 
 
 def test_scale_is_that_of_all_hits(browser, page_url):
@@ -207,6 +211,20 @@ def test_keyboard(browser, page_url):
         browser.run("return document.activeElement.closest('li.hit').dataset.item")
         == (browser.hits()[2])
     )
+
+
+def test_keys_after_a_click_on_the_checkbox(browser, page_url):
+    from selenium.webdriver.common.keys import Keys
+
+    open_item(browser, page_url, PAGE)
+    for key in ("j", Keys.ARROW_LEFT):
+        item_id = browser.texts("#viewer dl.item dd")[0]
+        browser.find("#regions:enabled").click()
+        browser.driver.switch_to.active_element.send_keys(key)
+        browser.wait(
+            "document.querySelector('#viewer dl.item dd')?.textContent !== arguments[0]", item_id
+        )
+    assert browser.texts("#viewer dl.item dd")[0] == PAGE
 
 
 def test_back_button_closes_the_item(browser, page_url):

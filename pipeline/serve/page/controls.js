@@ -10,6 +10,8 @@ const SCORES = {
   hybrid: "hybrid",
   fused: "fused (with BM25)",
 };
+const EDITED_FILTER =
+  "The filter has conditions that these buttons cannot show. Clear it to use them.";
 /** Controls of the fields of a request, as named in the errors of the API. */
 const FIELDS = {
   index: "index",
@@ -161,6 +163,7 @@ function fillFacets(facets, filter) {
           type: "button",
           "aria-pressed": String(isPressed),
           disabled: selected === null,
+          title: selected === null ? EDITED_FILTER : null,
           dataset: { value: `${facet.column}=${value}` },
         },
         value,
@@ -182,6 +185,7 @@ function fillFacets(facets, filter) {
     );
   });
   const focused = document.activeElement?.dataset.value; // the chip is replaced by a new one
-  replace($("facets"), groups);
+  const note = selected === null && groups.some(Boolean);
+  replace($("facets"), groups, note ? h("p.note", {}, EDITED_FILTER) : null);
   if (focused) $("facets").querySelector(`[data-value="${CSS.escape(focused)}"]`)?.focus();
 }

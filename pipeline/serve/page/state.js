@@ -133,14 +133,15 @@ export function facetFilter(selected) {
 
 /**
  * Returns the facet values that a filter selects by column, or null if the filter contains anything
- * else, because it was edited.
+ * else, because it was edited. White space and the case of keywords may differ from `facetFilter`.
  */
 export function parseFacetFilter(filter, columns) {
   const selected = Object.fromEntries(columns.map((column) => [column, []]));
   const text = filter.trim();
   if (!text) return selected;
   const literal = "'(?:[^']|'')*'";
-  const part = new RegExp(`^(\\w+) (?:= (${literal})|IN \\((${literal}(?:, ${literal})*)\\))`);
+  const list = `\\(\\s*(${literal}(?:\\s*,\\s*${literal})*)\\s*\\)`;
+  const part = new RegExp(`^(\\w+)\\s*(?:=\\s*(${literal})|\\bin\\s*${list})`, "i");
   let rest = text;
   for (;;) {
     const found = part.exec(rest);
@@ -149,7 +150,8 @@ export function parseFacetFilter(filter, columns) {
     selected[found[1]] = values.map((value) => value.slice(1, -1).replaceAll("''", "'"));
     rest = rest.slice(found[0].length);
     if (!rest) return selected;
-    if (!rest.startsWith(" AND ")) return null;
-    rest = rest.slice(5);
+    const and = /^\s*and\s+/i.exec(rest);
+    if (!and) return null;
+    rest = rest.slice(and[0].length);
   }
 }

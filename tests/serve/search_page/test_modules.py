@@ -75,7 +75,27 @@ def test_facet_filters(page, selected):
 
 
 @pytest.mark.parametrize(
-    "filter", ["title = 'x'", "modality = 'a' OR 1 = 1", "modality = 'a", "modality <> 'a'"]
+    "filter",
+    [
+        "modality IN ('page','text') AND source='web'",
+        " modality in('page' , 'text')and  source\n=  'web' ",
+    ],
+)
+def test_facets_of_filters_with_other_white_space(page, filter):
+    expression = f"m.parseFacetFilter({js(filter)}, {js(['modality', 'source'])})"
+    selected = page.module("state.js", expression)
+    assert selected == {"modality": ["page", "text"], "source": ["web"]}
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [
+        "title = 'x'",
+        "modality = 'a' OR 1 = 1",
+        "modality = 'a",
+        "modality <> 'a'",
+        "modalityin ('a')",
+    ],
 )
 def test_edited_filters_have_no_facets(page, filter):
     expression = f"m.parseFacetFilter({js(filter)}, {js(['modality'])})"

@@ -112,6 +112,8 @@ def test_facets_and_filter(browser, page_url, client):
     browser.choose("#filter", "item_id = 'bread'")
     browser.wait("document.querySelector('li.hit')?.dataset.item === 'bread'")
     assert all(not element.is_enabled() for element in browser.all(chip))
+    (note,) = browser.texts("#facets .note")
+    assert "Clear it" in note and browser.find(chip).get_attribute("title") == note
     browser.choose("#filter", "item_id = 'nobody'")
     browser.wait("document.querySelector('.empty')")
     assert "No hits" in browser.texts(".empty h2")

@@ -16,7 +16,7 @@ import { hitCard } from "./hits.js";
 import { dataUrl, imageOf, readImage } from "./images.js";
 import { Judge, setUpExport } from "./judge.js";
 import { changes, kendall, lost, overlap } from "./ranks.js";
-import { formatState, hasQuery, parseState, searchBody } from "./state.js";
+import { DEFAULTS, formatState, hasQuery, parseState, searchBody } from "./state.js";
 import { bytes, describeRepresentation, milliseconds } from "./text.js";
 import { Viewer } from "./viewer.js";
 
@@ -551,7 +551,8 @@ for (const name of CONTROLS) {
 }
 
 function controlValues() {
-  return Object.fromEntries(CONTROLS.map((name) => [name, $(name).value]));
+  const values = Object.fromEntries(CONTROLS.map((name) => [name, $(name).value]));
+  return { ...values, k: values.k.trim() || DEFAULTS.k };
 }
 
 for (const link of document.querySelectorAll("nav a[data-view], .brand")) {

@@ -28,6 +28,17 @@ const FIELDS = {
   "rerank.rerank_depth": "depth",
   rerank: "rerank",
 };
+/** Fields whose control has a label with the same meaning. */
+const LABELLED = new Set([
+  "query",
+  "representation",
+  "score",
+  "candidates",
+  "k",
+  "group_by",
+  "filter",
+  "rerank.rerank_depth",
+]);
 /** Fields of the state that are set by a control of the same id. */
 export const CONTROLS = [
   "index",
@@ -59,10 +70,19 @@ export function showFieldError(error, side) {
   const message = id && $(`${id}-error`);
   if (!control || !message) return false;
   control.setAttribute("aria-invalid", "true");
-  message.textContent = error.message;
+  message.textContent = withLabel(error, id);
   message.hidden = false;
   if (id !== "q") $("options").open = true;
   return true;
+}
+
+/** Returns the message of an error, with the label of the control in place of the field. */
+function withLabel(error, id) {
+  const label = document.querySelector(`label[for="${id}"]`)?.textContent;
+  // Some controls set several fields, which their labels would not distinguish.
+  if (!label || !LABELLED.has(error.field)) return error.message;
+  if (!error.message.startsWith(`${error.field} `)) return error.message;
+  return label + error.message.slice(error.field.length);
 }
 
 export function clearErrors() {

@@ -87,7 +87,7 @@ export function searchBody(state, image = null, side = "a") {
   const representation = side === "b" ? state.rep2 : state.rep;
   if (representation) body.representation = representation;
   // A search by an item returns the item itself, which is not shown.
-  const k = asNumber(state.k);
+  const k = asNumber(state.k.trim() || DEFAULTS.k);
   body.k = state.item && Number.isInteger(k) ? k + 1 : k;
   if (state.score !== DEFAULTS.score) body.score = state.score;
   if (state.candidates) body.candidates = state.candidates;

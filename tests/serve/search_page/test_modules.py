@@ -58,6 +58,7 @@ def test_search_bodies(page):
     assert right["representation"] == "hpool_4"
     assert right["rerank"] == {"method": "vectors", "representation": "full", "rerank_depth": 7}
     assert body({"q": "a", "k": "many"})["k"] == "many"  # the API names the field
+    assert body({"q": "a", "k": " "})["k"] == 10 and body({"item": "x", "k": ""})["k"] == 11
 
 
 @pytest.mark.parametrize(

@@ -123,13 +123,13 @@ def test_facets_and_filter(browser, page_url, client):
     ("state", "control", "text"),
     [
         ({"filter": "modality ="}, "filter", "does not parse"),
-        ({"k": "0"}, "k", "k must be"),
+        ({"k": "0"}, "k", "Hits must be"),
         ({"k": "51"}, "k", "at most 50"),
-        ({"k": "many"}, "k", "k must be"),
+        ({"k": "many"}, "k", "Hits must be"),
         ({"rep": "nope"}, "rep", "nope"),
         ({"candidates": "lemur"}, "candidates", "lemur"),
         ({"rerank": "vectors:nope", "depth": "8"}, "rerank", "nope"),
-        ({"rerank": "vectors:full", "depth": "99"}, "depth", "at most 50"),
+        ({"rerank": "vectors:full", "depth": "99"}, "depth", "Rerank depth must be at most 50"),
         ({"score": "hybrid", "rep": "caption_full", "index": "nope"}, "index", "nope"),
     ],
 )
@@ -139,6 +139,15 @@ def test_errors_at_their_fields(browser, page_url, state, control, text):
     assert text in element.text and element.is_displayed()
     assert browser.find(f"#{control}").get_attribute("aria-invalid") == "true"
     assert browser.texts(".field-error:not([hidden])") == [element.text]
+
+
+def test_empty_number_of_hits(browser, page_url):
+    open_search(browser, page_url, q=QUERY, k="")
+    assert len(browser.hits()) == 9 and not browser.all(".field-error:not([hidden])")
+    open_search(browser, page_url, q=QUERY, k="2")
+    browser.choose("#k", " ")
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length === 9")
+    assert "k" not in state_of(browser)
 
 
 def test_rerank_and_scores(browser, page_url, client):

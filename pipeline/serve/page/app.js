@@ -7,6 +7,7 @@ import {
   currentRepresentation,
   fillControls,
   indexInfo,
+  queryKinds,
   showFieldError,
   sizeOf,
 } from "./controls.js";
@@ -17,7 +18,7 @@ import { dataUrl, imageOf, readImage } from "./images.js";
 import { Judge, setUpExport } from "./judge.js";
 import { changes, kendall, lost, overlap } from "./ranks.js";
 import { DEFAULTS, formatState, hasQuery, parseState, searchBody } from "./state.js";
-import { bytes, describeRepresentation, milliseconds } from "./text.js";
+import { alternatives, bytes, describeRepresentation, milliseconds } from "./text.js";
 import { Viewer } from "./viewer.js";
 
 let state = parseState(location.search);
@@ -212,6 +213,12 @@ function showQueryPart() {
 
 async function useImage(file) {
   clearErrors();
+  const kinds = currentQueryKinds();
+  if (!kinds.has("image")) {
+    const message = "Query image: this representation supports text queries only.";
+    showFieldError({ field: "query", message });
+    return;
+  }
   try {
     image = await readImage(file);
   } catch (error) {
@@ -219,7 +226,17 @@ async function useImage(file) {
     return;
   }
   columns = [];
-  go({ item: "", box: "", times: "", open: "", q: $("q").value });
+  const q = kinds.has("composed") ? $("q").value : "";
+  go({ item: "", box: "", times: "", open: "", q });
+}
+
+/** Removes the query image if there is a text that cannot be combined with it. */
+function replaceImage(text) {
+  if (text.trim() && !currentQueryKinds().has("composed")) image = null;
+}
+
+function currentQueryKinds() {
+  return queryKinds(state, indexInfo(state, indexes));
 }
 
 function searchByItem(hit, part = {}) {
@@ -437,10 +454,13 @@ function showStart() {
   columns = [];
   const info = indexInfo(state, indexes);
   const number = info?.num_items.toLocaleString("en-GB");
+  const kinds = currentQueryKinds();
+  const ways = ["Search by text", kinds.has("image") ? "by an image" : null];
+  if (kinds.has("composed")) ways.push("by both");
   const text =
     state.view === "compare"
       ? "Run one query with two representations, and see what the smaller one loses and why."
-      : "Search by text, by an image, or by both. Open a hit to see which parts match.";
+      : `${alternatives(ways.filter(Boolean))}. Open a hit to see which parts match.`;
   showEmpty(`${number} items in ${info?.name}`, text);
 }
 
@@ -534,6 +554,7 @@ $("search-form").addEventListener("submit", (event) => {
   const q = $("q").value;
   const change = { q, open: "" };
   if (q.trim()) Object.assign(change, { item: "", box: "", times: "" });
+  replaceImage(q);
   columns = [];
   go({ ...change, ...controlValues() });
 });
@@ -546,6 +567,7 @@ for (const name of CONTROLS) {
       Object.assign(change, { score: "maxsim", candidates: "", item: "", box: "", times: "" });
     }
     if (name === "rep") Object.assign(change, { candidates: "" });
+    replaceImage($("q").value);
     go({ ...change, q: $("q").value, open: "" });
   });
 }

@@ -127,6 +127,11 @@ export function fillControls(state, indexes, facets) {
   $("group").value = state.group;
   $("filter").value = state.filter;
   $("q").value = state.q;
+  const kinds = queryKinds(state, info);
+  $("image-button").hidden = !kinds.has("image");
+  $("q").placeholder = kinds.has("image")
+    ? "Search by text, or drop or paste an image"
+    : "Search by text";
   fillFacets(facets, state.filter);
 }
 
@@ -140,6 +145,15 @@ export function currentRepresentation(state, info, side = "a") {
   const given = side === "b" ? state.rep2 : state.rep;
   const name = (given || info?.default_representation || "").split("@")[0];
   return info?.representations.find((representation) => representation.name === name);
+}
+
+/** Returns the kinds of queries that all searched representations of a state support. */
+export function queryKinds(state, info) {
+  const sides = state.view === "compare" ? ["a", "b"] : ["a"];
+  const [first, ...others] = sides.map(
+    (side) => currentRepresentation(state, info, side)?.queries ?? [],
+  );
+  return new Set(first.filter((kind) => others.every((kinds) => kinds.includes(kind))));
 }
 
 /** Returns the size of a representation, or of a prefix NAME@K of one, or null if unknown. */

@@ -13,6 +13,12 @@ export function bytes(value) {
   return `${size.toFixed(digits)} ${units[unit]}`;
 }
 
+/** Joins parts of a sentence: "a", "a or b", "a, b, or c". */
+export function alternatives(parts) {
+  if (parts.length < 3) return parts.join(" or ");
+  return `${parts.slice(0, -1).join(", ")}, or ${parts.at(-1)}`;
+}
+
 /** Returns the description of a representation, such as "hpool, float16, 32 vectors, 24.6 kB". */
 export function describeRepresentation(representation, size) {
   if (!representation) return "";

@@ -215,6 +215,12 @@ def test_numbers(page, function, value, expected):
     assert page.module("text.js", f"m.{function}({value})") == expected
 
 
+def test_alternatives(page):
+    parts = ["a", "b", "c"]
+    found = [page.module("text.js", f"m.alternatives({js(parts[:n])})") for n in (1, 2, 3)]
+    assert found == ["a", "a or b", "a, b, or c"]
+
+
 def test_copied_commands(page):
     body = {"query": "it's", "k": 3, "rerank": {"method": "vectors"}}
     curl = page.module("text.js", f"m.asCurl('http://h/v1/search', {js(body)}, true)")

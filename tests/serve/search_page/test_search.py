@@ -217,7 +217,24 @@ def test_search_by_image(browser, page_url, corpus):
     assert browser.errors() == []
 
 
+def test_query_kinds(browser, page_url, corpus):
+    """The page offers the kinds of queries that the representation supports."""
+    browser.open(f"{page_url}?index=items")
+    browser.wait("document.querySelector('#results h2')")
+    assert browser.texts("#results p")[0].startswith("Search by text. Open")
+    assert not browser.find("#image-button").is_displayed()
+    assert browser.find("#q").get_attribute("placeholder") == "Search by text"
+    drop(browser, (corpus / "squares/green.png").read_bytes())
+    browser.wait("document.querySelector('#q-error').textContent.includes('text queries only')")
+    browser.choose("#index", "shapes")
+    browser.wait("!document.querySelector('#image-button').hidden")
+    browser.wait("document.querySelector('#results h2')?.textContent.includes('shapes')")
+    assert browser.texts("#results p")[0].startswith("Search by text or by an image. Open")
+    assert "image" in browser.find("#q").get_attribute("placeholder")
+
+
 def test_pasted_image_and_back_button(browser, page_url, corpus):
+    """The encoder supports no composed queries, so image and text replace each other."""
     browser.open(f"{page_url}?index=shapes&q=square")
     browser.wait_for_results()
     browser.run(
@@ -230,18 +247,20 @@ def test_pasted_image_and_back_button(browser, page_url, corpus):
         """,
         base64.b64encode((corpus / "squares/red.png").read_bytes()).decode(),
     )
-    # The tiny encoder supports no composed queries, which the API reports at the query.
-    browser.wait("!document.querySelector('#q-error').hidden")
-    browser.find("#q").clear()
-    browser.run("document.querySelector('#search-form').requestSubmit()")
+    browser.wait("!document.querySelector('#query-part').hidden")
     browser.wait("document.querySelector('li.hit')?.dataset.item === 'red.png'")
-    browser.driver.back()
+    assert "q" not in state_of(browser)
     browser.driver.back()
     browser.wait("document.querySelector('#query-part').hidden")
+    assert state_of(browser)["q"] == "square"
     browser.driver.forward()
-    browser.driver.forward()
+    browser.wait("document.querySelector('#query-part img')")
     browser.wait("document.querySelector('li.hit')?.dataset.item === 'red.png'")
     assert browser.find("#query-part img").is_displayed()
+    browser.find("#q").send_keys("blue\n")
+    browser.wait("document.querySelector('#query-part').hidden")
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length === 5")
+    assert state_of(browser)["q"] == "blue"
 
 
 def test_rejects_files_that_are_no_images(browser, page_url):

@@ -182,4 +182,4 @@ def test_order_of_the_keyboard_focus(browser, page_url):
     positions = [position for _, position in order[:-1]]
     assert positions == sorted(positions)
     names = [name for name, _ in order]
-    assert {"q", "image-button", "index", "rep", "rerank", "score", "k", "filter"} <= set(names)
+    assert {"q", "index", "rep", "rerank", "score", "k", "filter"} <= set(names)

@@ -19,6 +19,8 @@ import { asCurl, asPython, place, time } from "./text.js";
 /** Minimum width and height of a selected region, as a fraction of the image. */
 const MIN_REGION = 0.01;
 const PAGE_WIDTH = 1600;
+/** Images that are narrower, in pixels, are enlarged without smoothing. */
+const SMALL_WIDTH = 240;
 
 /**
  * Item view in a modal dialog.
@@ -215,7 +217,12 @@ export class Viewer {
     pane.canvas = h("canvas", { "aria-hidden": "true" });
     pane.region = h("span.selection", { hidden: true });
     const area = h(`div.image-area.${hit.modality}`, {}, image, pane.canvas, pane.region);
-    image.addEventListener("load", () => this.#paint());
+    image.addEventListener("load", () => {
+      area.style.setProperty("--width", `${image.naturalWidth}px`);
+      area.style.setProperty("--ratio", image.naturalWidth / image.naturalHeight);
+      area.classList.toggle("small", image.naturalWidth < SMALL_WIDTH);
+      this.#paint();
+    });
     pane.image = image;
     const failed = () => {
       area.replaceChildren(h("p.missing", {}, "The image of this item is not available."));

@@ -159,6 +159,23 @@ def test_image_patches(browser, page_url):
     assert browser.errors() == []
 
 
+@pytest.mark.parametrize(("width", "expected"), [(1280, 480), (390, 340)])
+def test_small_images_are_enlarged(browser, page_url, width, expected):
+    browser.resize(width)
+    open_item(browser, page_url, "red.png", "a red square", index="shapes")
+    wait_for_image(browser)
+    image, canvas = (
+        browser.run(
+            "const b = document.querySelector(arguments[0]).getBoundingClientRect();"
+            "return [b.left, b.top, b.width, b.height]",
+            selector,
+        )
+        for selector in (".image-area img", CANVAS)
+    )
+    assert image == pytest.approx(canvas, abs=1)
+    assert image[2] >= expected and image[2] == pytest.approx(image[3], abs=1)
+
+
 def test_region_as_query(browser, page_url):
     from selenium.webdriver.common.action_chains import ActionChains
 

@@ -106,13 +106,17 @@ export class Viewer {
         h(
           "aside.panel",
           { "aria-label": "Explanation" },
-          h("h3", {}, "Query tokens"),
-          this.#chips,
-          h("p.hint", {}, "Hover over a token to see its map, click to pin it. Hover over a word " +
-            "or patch to see which tokens it serves."),
-          this.#legend,
-          this.#controls(),
-          this.#note,
+          h(
+            "div.steering",
+            {},
+            h("h3", {}, "Query tokens"),
+            this.#chips,
+            h("p.hint", {}, "Hover over a token to see its map, click to pin it. Hover over a " +
+              "word or patch to see which tokens it serves."),
+            this.#legend,
+            this.#controls(),
+            this.#note,
+          ),
           this.#details,
         ),
       ),

@@ -176,6 +176,28 @@ def test_small_images_are_enlarged(browser, page_url, width, expected):
     assert image[2] >= expected and image[2] == pytest.approx(image[3], abs=1)
 
 
+def test_tokens_stay_above_the_item_on_a_phone(browser, page_url):
+    browser.resize(390, 844)
+    open_item(browser, page_url, PAGE)
+    wait_for_image(browser)
+    assert "page 1" in browser.find(".viewer-top .meta").text
+    body = browser.find(".viewer-body")
+    assert browser.run("arguments[0].scrollTop = 1e6; return arguments[0].scrollTop > 0;", body)
+    for selector in (".tokens .chip", ".legend .what", "#opacity", "#regions"):
+        top, bottom = browser.run(
+            "const b = document.querySelector(arguments[0]).getBoundingClientRect();"
+            "return [b.top, b.bottom]",
+            selector,
+        )
+        assert 0 <= top < bottom <= 844 / 3
+        assert browser.run(
+            "const e = document.querySelector(arguments[0]);"
+            "const b = e.getBoundingClientRect();"
+            "return e.contains(document.elementFromPoint(b.left + 4, b.top + b.height / 2))",
+            selector,
+        )
+
+
 def test_region_as_query(browser, page_url):
     from selenium.webdriver.common.action_chains import ActionChains
 

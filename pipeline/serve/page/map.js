@@ -3,6 +3,9 @@
 import { alpha, colour, css, position, textColour, wordValue } from "./colours.js";
 import { h } from "./dom.js";
 
+/** Tolerance of times, which are rounded, in seconds. */
+const TOLERANCE = 0.05;
+
 /**
  * Draws the boxes of words in the colours of their values.
  *
@@ -74,7 +77,8 @@ function rectangle([x0, y0, x1, y1], width, height) {
 function isVisible(word, seconds) {
   if (!word.box) return false;
   if (!word.times || seconds === null || seconds === undefined) return true;
-  return word.times[0] <= seconds + 0.05 && seconds <= word.times[1] + 0.05;
+  // Of two successive frames, one is visible at the time where they meet.
+  return word.times[0] <= seconds + TOLERANCE && seconds + TOLERANCE < word.times[1];
 }
 
 export function sameVector(word, other) {

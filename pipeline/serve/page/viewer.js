@@ -203,10 +203,9 @@ export class Viewer {
       pane.element.append(h("figcaption", {}, side.label));
     }
     const isTimed = hit.span?.unit === "seconds";
-    if (hit.modality === "page" || hit.modality === "image" || hit.modality === "video") {
-      pane.element.append(this.#imageArea(pane));
-    }
-    if (isTimed) pane.element.append(this.#timeArea(pane));
+    const isVisual = ["page", "image", "video"].includes(hit.modality);
+    const image = isVisual ? this.#imageArea(pane) : null;
+    append(pane.element, [isTimed ? this.#timeArea(pane) : null, pane.frameLabel, image]);
     pane.textArea = h("div.text-area", {}, hit.text ? h("p.mapped", {}, hit.text) : null);
     pane.element.append(pane.textArea);
     this.#panes.push(pane);
@@ -232,8 +231,10 @@ export class Viewer {
       area.replaceChildren(h("p.missing", {}, "The image of this item is not available."));
       pane.canvas = null;
     };
+    pane.frameLabel = isVideo ? h("p.note.frame-label") : null;
     pane.showFrame = (seconds) => {
-      pane.seconds = seconds;
+      pane.seconds = isVideo ? Math.min(seconds, hit.span.end - 0.1) : null;
+      if (isVideo) pane.frameLabel.textContent = `Still frame at ${time(seconds)}, with its map`;
       const parameters = isVideo ? { seconds, width: 960 } : { width: PAGE_WIDTH };
       this.#media.load(image, previewUrl(this.#context.state.index, hit.item_id, parameters), failed);
     };
@@ -598,11 +599,10 @@ export class Viewer {
   }
 }
 
-/** Returns the time at which an item matches best, or the middle of the item. */
+/** Returns the start of the best passage of an item, or of the item. */
 function firstTime(hit) {
   const found = (hit.passages ?? []).find((passage) => passage.times);
-  if (found) return (found.times[0] + found.times[1]) / 2;
-  return (hit.span.start + hit.span.end) / 2;
+  return found ? found.times[0] : hit.span.start;
 }
 
 function sorted([x0, y0], [x1, y1]) {

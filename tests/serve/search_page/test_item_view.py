@@ -276,6 +276,22 @@ def test_back_button_closes_the_item(browser, page_url):
     assert len(browser.hits()) == 9
 
 
+def test_video_starts_at_its_best_passage(browser, page_url):
+    open_item(browser, page_url, CLIP, "a storm at the lighthouse")
+    wait_for_image(browser)
+    browser.wait("document.querySelector('video').readyState >= 1")
+    (start,) = [text for text in browser.texts(".passages .link") if text.startswith("Go to")][:1]
+    assert start == "Go to 0:03"
+    browser.wait("Math.abs(document.querySelector('video').currentTime - 3) < 0.1")
+    assert browser.texts(".frame-label") == ["Still frame at 0:03, with its map"]
+    parts = browser.run(
+        "return [...document.querySelectorAll('video, .similarity-strip, .frame-label, "
+        ".image-area img')].map((e) => e.localName)"
+    )
+    assert parts == ["video", "canvas", "p", "img"]
+    assert "seconds=3" in browser.find(".image-area img").get_attribute("src")
+
+
 def test_video(browser, page_url):
     open_item(browser, page_url, CLIP, "a storm at the lighthouse")
     wait_for_image(browser)

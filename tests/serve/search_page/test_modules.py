@@ -262,6 +262,13 @@ def test_values_of_a_strip(page):
     assert found == [0.5, 0.5, 1, 1, None, None, None, None]
 
 
+def test_one_frame_is_visible_at_a_time(page):
+    words = [{"box": [0, 0, 1, 1], "times": times} for times in ([0, 2], [2, 4])]
+    for seconds, expected in ((0, 0), (1.9, 0), (1.999, 1), (2, 1), (3.9, 1)):
+        found = page.module("map.js", f"m.wordAt({js(words)}, 0.5, 0.5, {seconds})")
+        assert found == words[expected]
+
+
 def test_smallest_word_at_a_position(page):
     words = [{"box": [0, 0, 1, 1]}, {"box": [0.4, 0.4, 0.6, 0.6]}, {"box": None}]
     assert page.module("map.js", f"m.wordAt({js(words)}, 0.5, 0.5, null)") == words[1]

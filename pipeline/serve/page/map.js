@@ -74,7 +74,8 @@ function rectangle([x0, y0, x1, y1], width, height) {
   return [x0 * width, y0 * height, (x1 - x0) * width, (y1 - y0) * height];
 }
 
-function isVisible(word, seconds) {
+/** Checks whether a word, patch or passage has a box that is visible at a time of a video. */
+export function isVisible(word, seconds) {
   if (!word.box) return false;
   if (!word.times || seconds === null || seconds === undefined) return true;
   // Of two successive frames, one is visible at the time where they meet.
@@ -101,24 +102,55 @@ export function wordAt(words, x, y, seconds) {
   return best;
 }
 
-/** Returns a text with a span per word, and a function that colours them. */
-export function mappedText(text, words, onHover) {
+/**
+ * Returns a text with a span per word and a mark per passage, and a function that colours the words.
+ *
+ * @param {string} text
+ * @param {object[]} words Words of a map with spans.
+ * @param {object[]} passages Passages, best first. Their overlaps belong to the better one.
+ * @param {function} onHover Called with the word under the pointer, or null.
+ */
+export function mappedText(text, words, passages, onHover) {
   const points = Array.from(text);
   const spans = [];
   const paragraph = h("p.mapped", { tabindex: "0", "aria-label": "Text with similarities" });
+  const passageAt = (at) => passages.findIndex(({ span }) => span[0] <= at && at < span[1]);
+  const ends = passages.flatMap(({ span }) => span).sort((a, b) => a - b);
+  let mark = null;
+  /** Appends the content that starts at a position, to the mark of a passage if it is in one. */
+  const place = (content, at) => {
+    const passage = passageAt(at);
+    if (passage < 0) {
+      mark = null;
+      paragraph.append(content);
+      return;
+    }
+    if (mark?.dataset.passage !== String(passage)) {
+      mark = h("mark.passage-frame", { dataset: { passage } });
+      paragraph.append(mark);
+    }
+    mark.append(content);
+  };
+  const placeText = (start, end) => {
+    while (start < end) {
+      const stop = Math.min(end, ends.find((at) => at > start) ?? end);
+      place(points.slice(start, stop).join(""), start);
+      start = stop;
+    }
+  };
   let done = 0;
   for (const word of [...words].sort((a, b) => a.span[0] - b.span[0])) {
     const [start, end] = word.span;
     if (start < done || end <= start) continue;
-    if (start > done) paragraph.append(points.slice(done, start).join(""));
+    placeText(done, start);
     const span = h("span.word", {}, points.slice(start, end).join(""));
     span.addEventListener("pointerenter", () => onHover(word));
     span.addEventListener("pointerleave", () => onHover(null));
-    paragraph.append(span);
+    place(span, start);
     spans.push([span, word]);
     done = end;
   }
-  if (done < points.length) paragraph.append(points.slice(done).join(""));
+  placeText(done, points.length);
   const paint = (view) => {
     for (const [span, word] of spans) {
       if (view.regions) {

@@ -2,7 +2,7 @@
 
 import { Media, getJson, mediaUrl, previewUrl, search, segment } from "./api.js";
 import { contributionRange, css, position, similarityRange, textColour } from "./colours.js";
-import { $, append, copyText, h, replace } from "./dom.js";
+import { $, append, copyText, h, placeBox, replace } from "./dom.js";
 import { scores, title } from "./hits.js";
 import {
   drawBoxes,
@@ -10,6 +10,7 @@ import {
   drawRegions,
   drawStrip,
   hasVector,
+  isVisible,
   mappedText,
   wordAt,
 } from "./map.js";
@@ -127,6 +128,7 @@ export class Viewer {
     close.focus();
     this.#loadItem();
     this.#panes.forEach((pane) => this.#loadMap(pane));
+    this.#reveal();
   }
 
   close() {
@@ -146,6 +148,7 @@ export class Viewer {
   #stage;
   #details;
   #player = null;
+  #isRevealed = false;
 
   #reset() {
     this.#controller.abort();
@@ -155,6 +158,7 @@ export class Viewer {
     this.#panes = [];
     this.#item = null;
     this.#player = null;
+    this.#isRevealed = false;
     Object.assign(this.#view, { token: null, pinned: null, selected: null, regions: false });
   }
 
@@ -206,10 +210,40 @@ export class Viewer {
     const isVisual = ["page", "image", "video"].includes(hit.modality);
     const image = isVisual ? this.#imageArea(pane) : null;
     append(pane.element, [isTimed ? this.#timeArea(pane) : null, pane.frameLabel, image]);
-    pane.textArea = h("div.text-area", {}, hit.text ? h("p.mapped", {}, hit.text) : null);
+    pane.textArea = h("div.text-area");
+    if (hit.text) this.#showText(pane, []);
     pane.element.append(pane.textArea);
     this.#panes.push(pane);
     this.#stage.append(pane.element);
+  }
+
+  /** Shows the text of the item with the words of a map and the best passages. */
+  #showText(pane, words) {
+    const passages = this.#framedPassages(pane);
+    pane.text = mappedText(this.#hit.text, words, passages, (word) => this.#select(word));
+    replace(pane.textArea, pane.text.paragraph);
+  }
+
+  /** Returns the best passages if they are those of the representation of a pane. */
+  #framedPassages(pane) {
+    return pane.hits.includes(this.#hit) ? (this.#hit.passages ?? []) : [];
+  }
+
+  /** Scrolls to the best passage of a page, an image or a text. */
+  #reveal() {
+    const frame = this.#stage.querySelector('[data-passage="0"]');
+    if (this.#player || this.#isRevealed || !frame) return;
+    const image = frame.closest(".image-area")?.querySelector("img");
+    if (image && !image.naturalWidth) return; // it is called again when the image is loaded
+    this.#isRevealed = true;
+    if (frame.getBoundingClientRect().bottom > 0.9 * window.innerHeight) scrollTo(frame);
+  }
+
+  /** Highlights a passage, or none (null), in the list and where it is framed. */
+  #highlightPassage(number) {
+    for (const element of this.#dialog.querySelectorAll("[data-passage]")) {
+      element.classList.toggle("active", element.dataset.passage === String(number));
+    }
   }
 
   #imageArea(pane) {
@@ -219,12 +253,27 @@ export class Viewer {
     const image = h("img", { alt, decoding: "async" });
     pane.canvas = h("canvas", { "aria-hidden": "true" });
     pane.region = h("span.selection", { hidden: true });
-    const area = h(`div.image-area.${hit.modality}`, {}, image, pane.canvas, pane.region);
+    const passages = this.#framedPassages(pane);
+    pane.frames = passages.map((passage, number) => {
+      if (!passage.box) return null;
+      const label = passages.length > 1 ? h("span.passage-number", {}, number + 1) : null;
+      const frame = h("span.passage-frame", { dataset: { passage: number } }, label);
+      return placeBox(frame, clamp(passage.box));
+    });
+    const area = h(
+      `div.image-area.${hit.modality}`,
+      {},
+      image,
+      pane.canvas,
+      pane.frames,
+      pane.region,
+    );
     image.addEventListener("load", () => {
       area.style.setProperty("--width", `${image.naturalWidth}px`);
       area.style.setProperty("--ratio", image.naturalWidth / image.naturalHeight);
       area.classList.toggle("small", image.naturalWidth < SMALL_WIDTH);
       this.#paint();
+      this.#reveal();
     });
     pane.image = image;
     const failed = () => {
@@ -397,7 +446,7 @@ export class Viewer {
     const passages = hit.passages ?? [];
     if (!passages.length) return null;
     const points = Array.from(hit.text ?? "");
-    const rows = passages.map((passage) => {
+    const rows = passages.map((passage, number) => {
       const [start, end] = passage.span;
       const text = start >= 0 ? points.slice(start, end).join("") : "Region of the image";
       const part = passage.box ? { box: clamp(passage.box) } : {};
@@ -421,7 +470,20 @@ export class Viewer {
         const label = `Go to ${time(from)}`;
         buttons.push(h("button.link", { type: "button", on: { click: jump } }, label));
       }
-      return h("li", {}, h("span.passage", {}, text), buttons);
+      const show = () => {
+        const selector = `.passage-frame[data-passage="${number}"]:not([hidden])`;
+        const frame = this.#stage.querySelector(selector);
+        if (frame) scrollTo(frame);
+      };
+      const name = h("button.passage", { type: "button", on: { click: show } }, text);
+      if (passages.length > 1) name.prepend(h("span.rank", {}, `${number + 1}  `));
+      const on = {
+        pointerenter: () => this.#highlightPassage(number),
+        pointerleave: () => this.#highlightPassage(null),
+        focusin: () => this.#highlightPassage(number),
+        focusout: () => this.#highlightPassage(null),
+      };
+      return h("li", { dataset: { passage: number }, on }, name, buttons);
     });
     return [h("h3", {}, "Best passages"), h("ol.passages", {}, rows)];
   }
@@ -477,10 +539,7 @@ export class Viewer {
       return;
     }
     const inText = pane.words.filter((word) => word.span[0] >= 0);
-    if (this.#hit.text && inText.length) {
-      pane.text = mappedText(this.#hit.text, inText, (word) => this.#select(word));
-      replace(pane.textArea, pane.text.paragraph);
-    }
+    if (this.#hit.text && inText.length) this.#showText(pane, inText);
     if (pane === this.#panes.find((other) => other.map)) this.#fillTokens(pane);
     this.#paint();
   }
@@ -532,6 +591,10 @@ export class Viewer {
       if (pane.canvas) {
         if (this.#view.regions) drawRegions(pane.canvas, pane.words, view);
         else drawBoxes(pane.canvas, pane.words, view);
+        (this.#hit.passages ?? []).forEach((passage, number) => {
+          const frame = pane.frames[number];
+          if (frame) frame.hidden = !isVisible(passage, pane.seconds);
+        });
       }
       if (pane.strip) drawStrip(pane.strip, pane.words, this.#hit.span, view);
       pane.text?.paint(view);
@@ -603,6 +666,10 @@ export class Viewer {
 function firstTime(hit) {
   const found = (hit.passages ?? []).find((passage) => passage.times);
   return found ? found.times[0] : hit.span.start;
+}
+
+function scrollTo(element) {
+  element.scrollIntoView({ block: "center", inline: "nearest" });
 }
 
 function sorted([x0, y0], [x1, y1]) {

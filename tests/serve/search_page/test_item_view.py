@@ -218,6 +218,52 @@ def test_region_as_query(browser, page_url):
     assert browser.errors() == []
 
 
+def test_best_passages_are_framed(browser, page_url):
+    open_item(browser, page_url, PAGE)
+    wait_for_image(browser)
+    with Client(page_url, tries=3) as client:
+        hits = client.search(QUERY, index="items", k=1, ids=[PAGE], explain="matches").hits
+    passages = hits[0].passages
+    area, *frames = browser.run(
+        "return [...document.querySelectorAll(arguments[0])].map((e) => {"
+        " const b = e.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom]; })",
+        ".image-area, .image-area .passage-frame",
+    )
+    assert len(frames) == len(passages) == len(browser.all(".passages li"))
+    for frame, passage in zip(frames, passages, strict=True):
+        scale = [
+            (edge - area[i % 2]) / (area[2 + i % 2] - area[i % 2]) for i, edge in enumerate(frame)
+        ]
+        assert scale == pytest.approx(passage.box, abs=0.005)
+    text = hits[0].text
+    for number, passage in enumerate(passages):
+        marks = browser.texts(f"mark.passage-frame[data-passage='{number}']")
+        assert "".join(marks) == text[slice(*passage.span)]
+    assert not browser.all(".passage-frame.active")
+    browser.run("document.querySelector('.passages button').focus()")
+    assert (
+        len(browser.all(".passage-frame[data-passage='0'].active")) == 2
+    )  # on the page, in the text
+
+
+def test_item_view_scrolls_to_the_best_passage(browser, page_url):
+    browser.resize(1280, 420)
+    open_item(browser, page_url, "fish", "sold at the market near the harbour")
+    browser.wait("document.querySelector('mark.passage-frame .word')")
+    top, bottom = browser.run(
+        "const b = document.querySelector('mark.passage-frame').getBoundingClientRect();"
+        "return [b.top, b.bottom]"
+    )
+    assert 0 < top < bottom < 420
+    browser.resize(390, 500)
+    open_item(browser, page_url, PAGE)
+    wait_for_image(browser)
+    browser.wait("document.querySelector('.image-area .passage-frame')")
+    browser.wait(
+        "document.querySelector('.image-area .passage-frame').getBoundingClientRect().bottom < 500"
+    )
+
+
 def test_part_of_a_passage_as_query(browser, page_url):
     open_item(browser, page_url, PAGE)
     browser.find(".passages .link").click()

@@ -262,6 +262,19 @@ def test_values_of_a_strip(page):
     assert found == [0.5, 0.5, 1, 1, None, None, None, None]
 
 
+def test_passages_of_a_text(page):
+    text = "🐟 fresh fish is sold"
+    words = [{"span": [i, i + n]} for i, n in ((2, 5), (8, 4), (13, 2), (16, 4))]
+    passages = [{"span": [8, 15]}, {"span": [2, 12]}]  # the second overlaps with the first
+    arguments = f"{js(text)}, {js(words)}, {js(passages)}, () => {{}}"
+    expression = (
+        f"[...m.mappedText({arguments}).paragraph.childNodes]"
+        ".map((e) => [e.dataset?.passage ?? null, e.textContent])"
+    )
+    found = page.module("map.js", expression)
+    assert found == [[None, "🐟 "], ["1", "fresh "], ["0", "fish is"], [None, " "], [None, "sold"]]
+
+
 def test_one_frame_is_visible_at_a_time(page):
     words = [{"box": [0, 0, 1, 1], "times": times} for times in ([0, 2], [2, 4])]
     for seconds, expected in ((0, 0), (1.9, 0), (1.999, 1), (2, 1), (3.9, 1)):

@@ -15,7 +15,7 @@ import {
   wordAt,
 } from "./map.js";
 import { searchBody } from "./state.js";
-import { asCurl, asPython, place, time } from "./text.js";
+import { asCurl, asPython, metadataRows, place, time } from "./text.js";
 
 /** Minimum width and height of a selected region, as a fraction of the image. */
 const MIN_REGION = 0.01;
@@ -499,15 +499,13 @@ export class Viewer {
     }
     const list = this.#details.querySelector("dl.item");
     if (!list) return;
-    const rows = [
-      ["parent", this.#item.parent_id],
-      ["source", this.#item.source],
-      ...Object.entries(this.#item.metadata ?? {}).map(([name, value]) => [
-        name,
-        typeof value === "string" ? value : JSON.stringify(value),
-      ]),
-    ];
-    append(list, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+    const entries = (rows) => rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]);
+    append(list, entries([["parent", this.#item.parent_id], ["source", this.#item.source]]));
+    const { metadata, ...rest } = this.#item.metadata ?? {};
+    // Some sources keep the metadata of their records in a field of this name.
+    const isNested = metadata !== null && typeof metadata === "object";
+    const rows = metadataRows(isNested ? { ...rest, ...metadata } : this.#item.metadata);
+    if (rows.length) list.after(h("h3", {}, "Metadata"), h("dl.item.metadata", {}, entries(rows)));
   }
 
   // -- maps -------------------------------------------------------------------------------------
@@ -625,7 +623,7 @@ export class Viewer {
       : `${value}, same scale for all hits`;
   }
 
-  /** Marks the shown and the pinned token, and colours the tokens by their similarity to the selected word. */
+  /** Marks the shown and pinned tokens, and colours tokens by their similarity to the word. */
   #paintChips() {
     const { selected, token, pinned } = this.#view;
     const pane = this.#panes.find((other) => other.map);

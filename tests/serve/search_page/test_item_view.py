@@ -381,6 +381,17 @@ def test_audio(browser, page_url):
     assert browser.errors() == []
 
 
+def test_metadata(browser, page_url):
+    open_item(browser, page_url, PAGE)
+    browser.find("dl.metadata")
+    with Client(page_url, tries=3) as client:
+        metadata = client.item(PAGE, index="items").metadata
+    assert metadata["label"] is None
+    names = browser.texts("dl.metadata dt")
+    assert "label" not in names and {"width", "height"} <= set(names)
+    assert "null" not in browser.texts("dl.metadata dd")
+
+
 def test_missing_media(browser, page_url, corpus):
     path = corpus / "photos/red.png"
     content, moved = path.read_bytes(), path.with_suffix(".moved")

@@ -215,6 +215,26 @@ def test_numbers(page, function, value, expected):
     assert page.module("text.js", f"m.{function}({value})") == expected
 
 
+def test_metadata_rows(page):
+    metadata = {
+        "label": None,
+        "width": 612.0,
+        "has_audio": False,
+        "tags": ["a", 1],
+        "frames": [[0, 0.0], [50, 2.0]],
+        "camera": {"make": "x", "lens": {"mm": 35, "note": ""}},
+    }
+    assert page.module("text.js", f"m.metadataRows({js(metadata)})") == [
+        ["width", "612"],
+        ["has_audio", "false"],
+        ["tags", "a, 1"],
+        ["frames", "2 entries"],
+        ["camera.make", "x"],
+        ["camera.lens.mm", "35"],
+    ]
+    assert page.module("text.js", "m.metadataRows(null)") == []
+
+
 def test_alternatives(page):
     parts = ["a", "b", "c"]
     found = [page.module("text.js", f"m.alternatives({js(parts[:n])})") for n in (1, 2, 3)]

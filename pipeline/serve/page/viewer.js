@@ -353,12 +353,23 @@ export class Viewer {
         "div.time-area",
         {},
         h("span.time", {}, time(start)),
-        h("span.strip-holder", {}, strip, marker),
+        h("span.strip-holder", {}, strip, this.#timeFrames(pane), marker),
         h("span.time", {}, time(end)),
       ),
     );
     pane.seek(firstTime(hit), false);
     return parts.length > 1 ? h("div", {}, parts) : parts[0];
+  }
+
+  /** Returns frames of the best passages on the similarity strip. */
+  #timeFrames(pane) {
+    const { start, end } = this.#hit.span;
+    const share = (seconds) => Math.min(1, Math.max(0, (seconds - start) / (end - start || 1)));
+    return this.#framedPassages(pane).map(({ times }, number) => {
+      if (!times) return null;
+      const frame = h("span.passage-frame", { dataset: { passage: number } });
+      return placeBox(frame, [share(times[0]), 0, share(times[1]), 1]);
+    });
   }
 
   /** Lets the user draw a rectangle on the image, which becomes the query. */

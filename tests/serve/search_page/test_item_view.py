@@ -372,6 +372,12 @@ def test_audio(browser, page_url):
     open_item(browser, page_url, AUDIO, "what you can do for your country")
     browser.wait("document.querySelector('audio').readyState >= 1")
     assert browser.pixels(".similarity-strip", (0.55, 0, 0.7, 1))[3] > 0
+    # The best passage is framed on the strip, from second 6 to 9 of 12.
+    (left, width) = browser.run(
+        "const { left, width } = document.querySelector('.strip-holder .passage-frame').style;"
+        "return [parseFloat(left), parseFloat(width)]"
+    )
+    assert left >= 49 and left + width <= 76
     button = next(b for b in browser.all(".passages .link") if b.text.startswith("Go to 0:0"))
     button.click()
     browser.wait("Math.abs(document.querySelector('audio').currentTime - 6.5) < 1.2")

@@ -7,6 +7,7 @@ import {
   currentRepresentation,
   fillControls,
   indexInfo,
+  queryKinds,
   scoreLabel,
   showFieldError,
   sizeOf,
@@ -18,8 +19,8 @@ import { hitCard } from "./hits.js";
 import { dataUrl, imageOf, readImage } from "./images.js";
 import { Judge, setUpExport } from "./judge.js";
 import { changes, kendall, lost, overlap } from "./ranks.js";
-import { EVALUATION, formatState, hasQuery, parseState, searchBody } from "./state.js";
-import { bytes, describeRepresentation, milliseconds } from "./text.js";
+import { DEFAULTS, EVALUATION, formatState, hasQuery, parseState, searchBody } from "./state.js";
+import { alternatives, bytes, describeRepresentation, milliseconds } from "./text.js";
 import { Viewer } from "./viewer.js";
 
 let state = parseState(location.search);
@@ -232,6 +233,12 @@ function showQueryPart() {
 
 async function useImage(file) {
   clearErrors();
+  const kinds = currentQueryKinds();
+  if (!kinds.has("image")) {
+    const message = "Query image: this representation supports text queries only.";
+    showFieldError({ field: "query", message });
+    return;
+  }
   try {
     image = await readImage(file);
   } catch (error) {
@@ -239,7 +246,17 @@ async function useImage(file) {
     return;
   }
   columns = [];
-  go({ item: "", box: "", times: "", open: "", q: $("q").value });
+  const q = kinds.has("composed") ? $("q").value : "";
+  go({ item: "", box: "", times: "", open: "", q });
+}
+
+/** Removes the query image if there is a text that cannot be combined with it. */
+function replaceImage(text) {
+  if (text.trim() && !currentQueryKinds().has("composed")) image = null;
+}
+
+function currentQueryKinds() {
+  return queryKinds(state, indexInfo(state, indexes));
 }
 
 function searchByItem(hit, part = {}) {
@@ -473,10 +490,13 @@ function showStart() {
   columns = [];
   const info = indexInfo(state, indexes);
   const number = info?.num_items.toLocaleString("en-GB");
+  const kinds = currentQueryKinds();
+  const ways = ["Search by text", kinds.has("image") ? "by an image" : null];
+  if (kinds.has("composed")) ways.push("by both");
   const text =
     state.view === "compare"
       ? "Run one query with two representations, and see what the smaller one loses and why."
-      : "Search by text, by an image, or by both. Open a hit to see which parts match.";
+      : `${alternatives(ways.filter(Boolean))}. Open a hit to see which parts match.`;
   showEmpty(`${number} items in ${info?.name}`, text);
 }
 
@@ -501,9 +521,13 @@ function showError(error, side) {
       : "This server requires an access key.";
     showEmpty("Access key required", text);
     results.firstChild.append(
-      h("button.primary", { type: "button", on: { click: askForKey } }, "Enter the access key"),
+      h(
+        "button.primary",
+        { type: "button", on: { click: () => askForKey() } },
+        "Enter the access key",
+      ),
     );
-    askForKey();
+    askForKey(getKey() ? `The server rejected the key: ${error.message}. Try another one.` : "");
     return;
   }
   if (showFieldError(error, side)) {
@@ -537,10 +561,14 @@ function hideBanner() {
 
 // -- access key -------------------------------------------------------------------------------
 
-function askForKey() {
+/** Opens the dialog of the access key, with the reason if the server rejected the current one. */
+function askForKey(problem = "") {
   const dialog = $("key-dialog");
   if (viewer.isOpen) viewer.close();
   $("key-input").value = "";
+  $("key-input").setAttribute("aria-invalid", String(Boolean(problem)));
+  $("key-error").textContent = problem;
+  $("key-error").hidden = !problem;
   $("key-remove").hidden = !getKey();
   if (!dialog.open) dialog.showModal();
   $("key-input").focus();
@@ -562,6 +590,7 @@ $("search-form").addEventListener("submit", (event) => {
   const q = $("q").value;
   const change = { q, open: "" };
   if (q.trim()) Object.assign(change, { item: "", box: "", times: "" });
+  replaceImage(q);
   columns = [];
   go({ ...change, ...controlValues() });
 });
@@ -575,12 +604,14 @@ for (const name of CONTROLS) {
       Object.assign(change, { item: "", box: "", times: "" });
     }
     if (name === "rep") Object.assign(change, { candidates: "" });
+    replaceImage($("q").value);
     go({ ...change, q: $("q").value, open: "" });
   });
 }
 
 function controlValues() {
-  return Object.fromEntries(CONTROLS.map((name) => [name, $(name).value]));
+  const values = Object.fromEntries(CONTROLS.map((name) => [name, $(name).value]));
+  return { ...values, k: values.k.trim() || DEFAULTS.k };
 }
 
 for (const link of document.querySelectorAll("nav a[data-view], .brand")) {
@@ -645,7 +676,7 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-$("key-button").addEventListener("click", askForKey);
+$("key-button").addEventListener("click", () => askForKey());
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const key = $("key-input").value.trim();

@@ -10,6 +10,8 @@ const SCORES = {
   hybrid: "hybrid",
   fused: "fused (with BM25)",
 };
+const EDITED_FILTER =
+  "The filter has conditions that these buttons cannot show. Clear it to use them.";
 /** Controls of the fields of a request, as named in the errors of the API. */
 const FIELDS = {
   index: "index",
@@ -26,6 +28,17 @@ const FIELDS = {
   "rerank.rerank_depth": "depth",
   rerank: "rerank",
 };
+/** Fields whose control has a label with the same meaning. */
+const LABELLED = new Set([
+  "query",
+  "representation",
+  "score",
+  "candidates",
+  "k",
+  "group_by",
+  "filter",
+  "rerank.rerank_depth",
+]);
 /** Fields of the state that are set by a control of the same id. */
 export const CONTROLS = [
   "index",
@@ -61,10 +74,19 @@ export function showFieldError(error, side) {
   const message = id && $(`${id}-error`);
   if (!control || !message) return false;
   control.setAttribute("aria-invalid", "true");
-  message.textContent = error.message;
+  message.textContent = withLabel(error, id);
   message.hidden = false;
   if (id !== "q") $("options").open = true;
   return true;
+}
+
+/** Returns the message of an error, with the label of the control in place of the field. */
+function withLabel(error, id) {
+  const label = document.querySelector(`label[for="${id}"]`)?.textContent;
+  // Some controls set several fields, which their labels would not distinguish.
+  if (!label || !LABELLED.has(error.field)) return error.message;
+  if (!error.message.startsWith(`${error.field} `)) return error.message;
+  return label + error.message.slice(error.field.length);
 }
 
 export function clearErrors() {
@@ -111,6 +133,11 @@ export function fillControls(state, indexes, facets) {
   $("group").value = state.group;
   $("filter").value = state.filter;
   $("q").value = state.q;
+  const kinds = queryKinds(state, info);
+  $("image-button").hidden = !kinds.has("image");
+  $("q").placeholder = kinds.has("image")
+    ? "Search by text, or drop or paste an image"
+    : "Search by text";
   fillFacets(facets, state.filter);
 }
 
@@ -143,6 +170,15 @@ export function smallestOther(left, representations, facets) {
     null,
   );
   return smallest?.name ?? left;
+}
+
+/** Returns the kinds of queries that all searched representations of a state support. */
+export function queryKinds(state, info) {
+  const sides = state.view === "compare" ? ["a", "b"] : ["a"];
+  const [first, ...others] = sides.map(
+    (side) => currentRepresentation(state, info, side)?.queries ?? [],
+  );
+  return new Set(first.filter((kind) => others.every((kinds) => kinds.includes(kind))));
 }
 
 /** Returns the size of a representation, or of a prefix NAME@K of one, or null if unknown. */
@@ -190,6 +226,7 @@ function fillFacets(facets, filter) {
           type: "button",
           "aria-pressed": String(isPressed),
           disabled: selected === null,
+          title: selected === null ? EDITED_FILTER : null,
           dataset: { value: `${facet.column}=${value}` },
         },
         value,
@@ -211,6 +248,7 @@ function fillFacets(facets, filter) {
     );
   });
   const focused = document.activeElement?.dataset.value; // the chip is replaced by a new one
-  replace($("facets"), groups);
+  const note = selected === null && groups.some(Boolean);
+  replace($("facets"), groups, note ? h("p.note", {}, EDITED_FILTER) : null);
   if (focused) $("facets").querySelector(`[data-value="${CSS.escape(focused)}"]`)?.focus();
 }

@@ -3,6 +3,9 @@
 import { alpha, colour, css, position, textColour, wordValue } from "./colours.js";
 import { h } from "./dom.js";
 
+/** Tolerance of times, which are rounded, in seconds. */
+const TOLERANCE = 0.05;
+
 /**
  * Draws the boxes of words in the colours of their values.
  *
@@ -45,31 +48,42 @@ export function drawBoxes(canvas, words, view) {
   }
 }
 
-/** Outlines the regions of the stored vectors, each in a colour of its own. */
+/** Fills the regions of the stored vectors, each in a colour of its own. */
 export function drawRegions(canvas, words, view) {
   drawBoxes(canvas, [], { ...view, selected: null });
   const context = canvas.getContext("2d");
   for (const word of words) {
     if (!isVisible(word, view.seconds)) continue;
-    if (word.vector === null || word.vector === undefined) continue;
-    const hue = (word.vector * 137.508) % 360;
-    context.fillStyle = `hsl(${hue} 75% 50% / ${0.55 * view.opacity + 0.05})`;
+    if (!hasVector(word)) continue;
+    context.fillStyle = `hsl(${hue(word.vector)} 75% 50% / ${0.55 * view.opacity + 0.05})`;
     context.fillRect(...rectangle(word.box, canvas.width, canvas.height));
   }
+}
+
+/** Returns the hue of a vector. The golden angle separates the hues of successive vectors. */
+function hue(vector) {
+  return (vector * 137.508) % 360;
+}
+
+/** Checks whether the vector that represents a word or patch is known. */
+export function hasVector(word) {
+  return word.vector !== null && word.vector !== undefined;
 }
 
 function rectangle([x0, y0, x1, y1], width, height) {
   return [x0 * width, y0 * height, (x1 - x0) * width, (y1 - y0) * height];
 }
 
-function isVisible(word, seconds) {
+/** Checks whether a word, patch or passage has a box that is visible at a time of a video. */
+export function isVisible(word, seconds) {
   if (!word.box) return false;
   if (!word.times || seconds === null || seconds === undefined) return true;
-  return word.times[0] <= seconds + 0.05 && seconds <= word.times[1] + 0.05;
+  // Of two successive frames, one is visible at the time where they meet.
+  return word.times[0] <= seconds + TOLERANCE && seconds + TOLERANCE < word.times[1];
 }
 
 function sameVector(word, other) {
-  return word.vector !== null && word.vector !== undefined && word.vector === other.vector;
+  return hasVector(word) && word.vector === other.vector;
 }
 
 /** Returns the smallest word at a position in [0, 1], or null. */
@@ -88,30 +102,67 @@ export function wordAt(words, x, y, seconds) {
   return best;
 }
 
-/** Returns a text with a span per word, and a function that colours them. */
-export function mappedText(text, words, onHover) {
+/**
+ * Returns a text with a span per word and a mark per passage, and a function that colours the words.
+ *
+ * @param {string} text
+ * @param {object[]} words Words of a map with spans.
+ * @param {object[]} passages Passages, best first. Their overlaps belong to the better one.
+ * @param {function} onHover Called with the word under the pointer, or null.
+ */
+export function mappedText(text, words, passages, onHover) {
   const points = Array.from(text);
   const spans = [];
   const paragraph = h("p.mapped", { tabindex: "0", "aria-label": "Text with similarities" });
+  const passageAt = (at) => passages.findIndex(({ span }) => span[0] <= at && at < span[1]);
+  const ends = passages.flatMap(({ span }) => span).sort((a, b) => a - b);
+  let mark = null;
+  /** Appends the content that starts at a position, to the mark of a passage if it is in one. */
+  const place = (content, at) => {
+    const passage = passageAt(at);
+    if (passage < 0) {
+      mark = null;
+      paragraph.append(content);
+      return;
+    }
+    if (mark?.dataset.passage !== String(passage)) {
+      mark = h("mark.passage-frame", { dataset: { passage } });
+      paragraph.append(mark);
+    }
+    mark.append(content);
+  };
+  const placeText = (start, end) => {
+    while (start < end) {
+      const stop = Math.min(end, ends.find((at) => at > start) ?? end);
+      place(points.slice(start, stop).join(""), start);
+      start = stop;
+    }
+  };
   let done = 0;
   for (const word of [...words].sort((a, b) => a.span[0] - b.span[0])) {
     const [start, end] = word.span;
     if (start < done || end <= start) continue;
-    if (start > done) paragraph.append(points.slice(done, start).join(""));
+    placeText(done, start);
     const span = h("span.word", {}, points.slice(start, end).join(""));
     span.addEventListener("pointerenter", () => onHover(word));
     span.addEventListener("pointerleave", () => onHover(null));
-    paragraph.append(span);
+    place(span, start);
     spans.push([span, word]);
     done = end;
   }
-  if (done < points.length) paragraph.append(points.slice(done).join(""));
+  placeText(done, points.length);
   const paint = (view) => {
     for (const [span, word] of spans) {
-      const at = position(wordValue(word, view.token), view.range);
-      const isShown = at !== null && at > 0.25 && view.opacity > 0;
-      span.style.backgroundColor = isShown ? css(at) : "";
-      span.style.color = isShown ? textColour(at) : "";
+      if (view.regions) {
+        const isShown = hasVector(word) && view.opacity > 0;
+        span.style.backgroundColor = isShown ? `hsl(${hue(word.vector)} 80% 80%)` : "";
+        span.style.color = isShown ? "#000000" : "";
+      } else {
+        const at = position(wordValue(word, view.token), view.range);
+        const isShown = at !== null && at > 0.25 && view.opacity > 0;
+        span.style.backgroundColor = isShown ? css(at) : "";
+        span.style.color = isShown ? textColour(at) : "";
+      }
       const isSelected =
         view.selected && (word === view.selected || sameVector(word, view.selected));
       span.classList.toggle("selected", Boolean(isSelected));

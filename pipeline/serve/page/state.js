@@ -91,7 +91,7 @@ export function searchBody(state, image = null, side = "a") {
   const representation = side === "b" ? state.rep2 : state.rep;
   if (representation) body.representation = representation;
   // A search by an item returns the item itself, which is not shown.
-  const k = asNumber(state.k);
+  const k = asNumber(state.k.trim() || DEFAULTS.k);
   body.k = state.item && Number.isInteger(k) ? k + 1 : k;
   const score = (side === "b" && state.score2) || state.score;
   if (score !== DEFAULTS.score) body.score = score;
@@ -138,14 +138,15 @@ export function facetFilter(selected) {
 
 /**
  * Returns the facet values that a filter selects by column, or null if the filter contains anything
- * else, because it was edited.
+ * else, because it was edited. White space and the case of keywords may differ from `facetFilter`.
  */
 export function parseFacetFilter(filter, columns) {
   const selected = Object.fromEntries(columns.map((column) => [column, []]));
   const text = filter.trim();
   if (!text) return selected;
   const literal = "'(?:[^']|'')*'";
-  const part = new RegExp(`^(\\w+) (?:= (${literal})|IN \\((${literal}(?:, ${literal})*)\\))`);
+  const list = `\\(\\s*(${literal}(?:\\s*,\\s*${literal})*)\\s*\\)`;
+  const part = new RegExp(`^(\\w+)\\s*(?:=\\s*(${literal})|\\bin\\s*${list})`, "i");
   let rest = text;
   for (;;) {
     const found = part.exec(rest);
@@ -154,7 +155,8 @@ export function parseFacetFilter(filter, columns) {
     selected[found[1]] = values.map((value) => value.slice(1, -1).replaceAll("''", "'"));
     rest = rest.slice(found[0].length);
     if (!rest) return selected;
-    if (!rest.startsWith(" AND ")) return null;
-    rest = rest.slice(5);
+    const and = /^\s*and\s+/i.exec(rest);
+    if (!and) return null;
+    rest = rest.slice(and[0].length);
   }
 }

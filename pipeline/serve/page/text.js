@@ -13,6 +13,29 @@ export function bytes(value) {
   return `${size.toFixed(digits)} ${units[unit]}`;
 }
 
+/** Joins parts of a sentence: "a", "a or b", "a, b, or c". */
+export function alternatives(parts) {
+  if (parts.length < 3) return parts.join(" or ");
+  return `${parts.slice(0, -1).join(", ")}, or ${parts.at(-1)}`;
+}
+
+/**
+ * Returns the metadata of an item as rows [name, value], without missing values. Names of nested
+ * values are joined by dots.
+ */
+export function metadataRows(metadata, prefix = "") {
+  return Object.entries(metadata ?? {}).flatMap(([key, value]) => {
+    if (value === null || value === "") return [];
+    const name = prefix + key;
+    if (Array.isArray(value)) {
+      const isFlat = value.every((entry) => entry === null || typeof entry !== "object");
+      return [[name, isFlat ? value.join(", ") : `${value.length} entries`]];
+    }
+    if (typeof value === "object") return metadataRows(value, `${name}.`);
+    return [[name, String(value)]];
+  });
+}
+
 /** Returns the description of a representation, such as "hpool, float16, 32 vectors, 24.6 kB". */
 export function describeRepresentation(representation, size) {
   if (!representation) return "";

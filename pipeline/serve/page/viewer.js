@@ -2,15 +2,26 @@
 
 import { Media, getJson, mediaUrl, previewUrl, search, segment } from "./api.js";
 import { contributionRange, css, position, similarityRange, textColour } from "./colours.js";
-import { $, append, copyText, h, replace } from "./dom.js";
+import { $, append, copyText, h, placeBox, replace } from "./dom.js";
 import { scores, title } from "./hits.js";
-import { drawBoxes, drawLegend, drawRegions, drawStrip, mappedText, wordAt } from "./map.js";
+import {
+  drawBoxes,
+  drawLegend,
+  drawRegions,
+  drawStrip,
+  hasVector,
+  isVisible,
+  mappedText,
+  wordAt,
+} from "./map.js";
 import { searchBody } from "./state.js";
-import { asCurl, asPython, place, time } from "./text.js";
+import { asCurl, asPython, metadataRows, place, time } from "./text.js";
 
 /** Minimum width and height of a selected region, as a fraction of the image. */
 const MIN_REGION = 0.01;
 const PAGE_WIDTH = 1600;
+/** Images that are narrower, in pixels, are enlarged without smoothing. */
+const SMALL_WIDTH = 240;
 
 /**
  * Item view in a modal dialog.
@@ -96,13 +107,17 @@ export class Viewer {
         h(
           "aside.panel",
           { "aria-label": "Explanation" },
-          h("h3", {}, "Query tokens"),
-          this.#chips,
-          h("p.hint", {}, "Hover over a token to see its map, click to pin it. Hover over a word " +
-            "or patch to see which tokens it serves."),
-          this.#legend,
-          this.#controls(),
-          this.#note,
+          h(
+            "div.steering",
+            {},
+            h("h3", {}, "Query tokens"),
+            this.#chips,
+            h("p.hint", {}, "Hover over a token to see its map, click to pin it. Hover over a " +
+              "word or patch to see which tokens it serves."),
+            this.#legend,
+            this.#controls(),
+            this.#note,
+          ),
           this.#details,
         ),
       ),
@@ -113,6 +128,7 @@ export class Viewer {
     close.focus();
     this.#loadItem();
     this.#panes.forEach((pane) => this.#loadMap(pane));
+    this.#reveal();
   }
 
   close() {
@@ -132,6 +148,7 @@ export class Viewer {
   #stage;
   #details;
   #player = null;
+  #isRevealed = false;
 
   #reset() {
     this.#controller.abort();
@@ -141,6 +158,7 @@ export class Viewer {
     this.#panes = [];
     this.#item = null;
     this.#player = null;
+    this.#isRevealed = false;
     Object.assign(this.#view, { token: null, pinned: null, selected: null, regions: false });
   }
 
@@ -157,7 +175,7 @@ export class Viewer {
       this.#view.opacity = Number(opacity.value);
       this.#paint();
     });
-    const regions = h("input", { type: "checkbox", id: "regions" });
+    const regions = h("input", { type: "checkbox", id: "regions", disabled: true });
     regions.addEventListener("change", () => {
       this.#view.regions = regions.checked;
       this.#paint();
@@ -171,6 +189,15 @@ export class Viewer {
     );
   }
 
+  /** Enables the regions of the stored vectors if the map of a pane assigns words to vectors. */
+  #enableVectorRegions() {
+    const regions = this.#dialog.querySelector("#regions");
+    regions.disabled = !this.#panes.some((pane) => pane.words.some(hasVector));
+    regions.parentElement.title = regions.disabled
+      ? "The regions of the vectors of this item are not known in this representation."
+      : "";
+  }
+
   /** Adds the image, the player or the text of the item for one representation. */
   #addPane(side) {
     const hit = this.#hit;
@@ -180,14 +207,43 @@ export class Viewer {
       pane.element.append(h("figcaption", {}, side.label));
     }
     const isTimed = hit.span?.unit === "seconds";
-    if (hit.modality === "page" || hit.modality === "image" || hit.modality === "video") {
-      pane.element.append(this.#imageArea(pane));
-    }
-    if (isTimed) pane.element.append(this.#timeArea(pane));
-    pane.textArea = h("div.text-area", {}, hit.text ? h("p.mapped", {}, hit.text) : null);
+    const isVisual = ["page", "image", "video"].includes(hit.modality);
+    const image = isVisual ? this.#imageArea(pane) : null;
+    append(pane.element, [isTimed ? this.#timeArea(pane) : null, pane.frameLabel, image]);
+    pane.textArea = h("div.text-area");
+    if (hit.text) this.#showText(pane, []);
     pane.element.append(pane.textArea);
     this.#panes.push(pane);
     this.#stage.append(pane.element);
+  }
+
+  /** Shows the text of the item with the words of a map and the best passages. */
+  #showText(pane, words) {
+    const passages = this.#framedPassages(pane);
+    pane.text = mappedText(this.#hit.text, words, passages, (word) => this.#select(word));
+    replace(pane.textArea, pane.text.paragraph);
+  }
+
+  /** Returns the best passages if they are those of the representation of a pane. */
+  #framedPassages(pane) {
+    return pane.hits.includes(this.#hit) ? (this.#hit.passages ?? []) : [];
+  }
+
+  /** Scrolls to the best passage of a page, an image or a text. */
+  #reveal() {
+    const frame = this.#stage.querySelector('[data-passage="0"]');
+    if (this.#player || this.#isRevealed || !frame) return;
+    const image = frame.closest(".image-area")?.querySelector("img");
+    if (image && !image.naturalWidth) return; // it is called again when the image is loaded
+    this.#isRevealed = true;
+    if (frame.getBoundingClientRect().bottom > 0.9 * window.innerHeight) scrollTo(frame);
+  }
+
+  /** Highlights a passage, or none (null), in the list and where it is framed. */
+  #highlightPassage(number) {
+    for (const element of this.#dialog.querySelectorAll("[data-passage]")) {
+      element.classList.toggle("active", element.dataset.passage === String(number));
+    }
   }
 
   #imageArea(pane) {
@@ -197,15 +253,37 @@ export class Viewer {
     const image = h("img", { alt, decoding: "async" });
     pane.canvas = h("canvas", { "aria-hidden": "true" });
     pane.region = h("span.selection", { hidden: true });
-    const area = h(`div.image-area.${hit.modality}`, {}, image, pane.canvas, pane.region);
-    image.addEventListener("load", () => this.#paint());
+    const passages = this.#framedPassages(pane);
+    pane.frames = passages.map((passage, number) => {
+      if (!passage.box) return null;
+      const label = passages.length > 1 ? h("span.passage-number", {}, number + 1) : null;
+      const frame = h("span.passage-frame", { dataset: { passage: number } }, label);
+      return placeBox(frame, clamp(passage.box));
+    });
+    const area = h(
+      `div.image-area.${hit.modality}`,
+      {},
+      image,
+      pane.canvas,
+      pane.frames,
+      pane.region,
+    );
+    image.addEventListener("load", () => {
+      area.style.setProperty("--width", `${image.naturalWidth}px`);
+      area.style.setProperty("--ratio", image.naturalWidth / image.naturalHeight);
+      area.classList.toggle("small", image.naturalWidth < SMALL_WIDTH);
+      this.#paint();
+      this.#reveal();
+    });
     pane.image = image;
     const failed = () => {
       area.replaceChildren(h("p.missing", {}, "The image of this item is not available."));
       pane.canvas = null;
     };
+    pane.frameLabel = isVideo ? h("p.note.frame-label") : null;
     pane.showFrame = (seconds) => {
-      pane.seconds = seconds;
+      pane.seconds = isVideo ? Math.min(seconds, hit.span.end - 0.1) : null;
+      if (isVideo) pane.frameLabel.textContent = `Still frame at ${time(seconds)}, with its map`;
       const parameters = isVideo ? { seconds, width: 960 } : { width: PAGE_WIDTH };
       this.#media.load(image, previewUrl(this.#context.state.index, hit.item_id, parameters), failed);
     };
@@ -275,12 +353,23 @@ export class Viewer {
         "div.time-area",
         {},
         h("span.time", {}, time(start)),
-        h("span.strip-holder", {}, strip, marker),
+        h("span.strip-holder", {}, strip, this.#timeFrames(pane), marker),
         h("span.time", {}, time(end)),
       ),
     );
     pane.seek(firstTime(hit), false);
     return parts.length > 1 ? h("div", {}, parts) : parts[0];
+  }
+
+  /** Returns frames of the best passages on the similarity strip. */
+  #timeFrames(pane) {
+    const { start, end } = this.#hit.span;
+    const share = (seconds) => Math.min(1, Math.max(0, (seconds - start) / (end - start || 1)));
+    return this.#framedPassages(pane).map(({ times }, number) => {
+      if (!times) return null;
+      const frame = h("span.passage-frame", { dataset: { passage: number } });
+      return placeBox(frame, [share(times[0]), 0, share(times[1]), 1]);
+    });
   }
 
   /** Lets the user draw a rectangle on the image, which becomes the query. */
@@ -379,7 +468,7 @@ export class Viewer {
     const passages = hit.passages ?? [];
     if (!passages.length) return null;
     const points = Array.from(hit.text ?? "");
-    const rows = passages.map((passage) => {
+    const rows = passages.map((passage, number) => {
       const [start, end] = passage.span;
       const text = start >= 0 ? points.slice(start, end).join("") : "Region of the image";
       const part = passage.box ? { box: clamp(passage.box) } : {};
@@ -403,7 +492,20 @@ export class Viewer {
         const label = `Go to ${time(from)}`;
         buttons.push(h("button.link", { type: "button", on: { click: jump } }, label));
       }
-      return h("li", {}, h("span.passage", {}, text), buttons);
+      const show = () => {
+        const selector = `.passage-frame[data-passage="${number}"]:not([hidden])`;
+        const frame = this.#stage.querySelector(selector);
+        if (frame) scrollTo(frame);
+      };
+      const name = h("button.passage", { type: "button", on: { click: show } }, text);
+      if (passages.length > 1) name.prepend(h("span.rank", {}, `${number + 1}  `));
+      const on = {
+        pointerenter: () => this.#highlightPassage(number),
+        pointerleave: () => this.#highlightPassage(null),
+        focusin: () => this.#highlightPassage(number),
+        focusout: () => this.#highlightPassage(null),
+      };
+      return h("li", { dataset: { passage: number }, on }, name, buttons);
     });
     return [h("h3", {}, "Best passages"), h("ol.passages", {}, rows)];
   }
@@ -419,15 +521,13 @@ export class Viewer {
     }
     const list = this.#details.querySelector("dl.item");
     if (!list) return;
-    const rows = [
-      ["parent", this.#item.parent_id],
-      ["source", this.#item.source],
-      ...Object.entries(this.#item.metadata ?? {}).map(([name, value]) => [
-        name,
-        typeof value === "string" ? value : JSON.stringify(value),
-      ]),
-    ];
-    append(list, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+    const entries = (rows) => rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]);
+    append(list, entries([["parent", this.#item.parent_id], ["source", this.#item.source]]));
+    const { metadata, ...rest } = this.#item.metadata ?? {};
+    // Some sources keep the metadata of their records in a field of this name.
+    const isNested = metadata !== null && typeof metadata === "object";
+    const rows = metadataRows(isNested ? { ...rest, ...metadata } : this.#item.metadata);
+    if (rows.length) list.after(h("h3", {}, "Metadata"), h("dl.item.metadata", {}, entries(rows)));
   }
 
   // -- maps -------------------------------------------------------------------------------------
@@ -452,16 +552,14 @@ export class Viewer {
     } finally {
       pane.element.removeAttribute("aria-busy");
     }
+    this.#enableVectorRegions();
     if (!pane.map) {
       this.#note.textContent ||= "This item has no similarity map in this representation.";
       this.#paint();
       return;
     }
     const inText = pane.words.filter((word) => word.span[0] >= 0);
-    if (this.#hit.text && inText.length) {
-      pane.text = mappedText(this.#hit.text, inText, (word) => this.#select(word));
-      replace(pane.textArea, pane.text.paragraph);
-    }
+    if (this.#hit.text && inText.length) this.#showText(pane, inText);
     if (pane === this.#panes.find((other) => other.map)) this.#fillTokens(pane);
     this.#paint();
   }
@@ -513,6 +611,10 @@ export class Viewer {
       if (pane.canvas) {
         if (this.#view.regions) drawRegions(pane.canvas, pane.words, view);
         else drawBoxes(pane.canvas, pane.words, view);
+        (this.#hit.passages ?? []).forEach((passage, number) => {
+          const frame = pane.frames[number];
+          if (frame) frame.hidden = !isVisible(passage, pane.seconds);
+        });
       }
       if (pane.strip) drawStrip(pane.strip, pane.words, this.#hit.span, view);
       pane.text?.paint(view);
@@ -536,20 +638,22 @@ export class Viewer {
     }
     this.#legend.querySelector(".low").textContent = low.toFixed(2);
     this.#legend.querySelector(".high").textContent = high.toFixed(2);
-    this.#legend.querySelector(".what").textContent = isAll
-      ? "contribution to the score, same scale for all hits"
-      : "similarity, same scale for all hits";
+    this.#legend.classList.toggle("regions", this.#view.regions);
+    const value = isAll ? "contribution to the score" : "similarity";
+    this.#legend.querySelector(".what").textContent = this.#view.regions
+      ? "one colour for each stored vector"
+      : `${value}, same scale for all hits`;
   }
 
-  /** Marks the shown token, and colours the tokens by their similarity to the selected word. */
+  /** Marks the shown and pinned tokens, and colours tokens by their similarity to the word. */
   #paintChips() {
     const { selected, token, pinned } = this.#view;
     const pane = this.#panes.find((other) => other.map);
     const range = pane ? similarityRange([...pane.hits, { matches: pane.matches }]) : [0, 1];
     for (const button of this.#chips.children) {
       const number = button.dataset.token === "all" ? null : Number(button.dataset.token);
-      const isPressed = number === token || (number !== null && number === pinned);
-      button.setAttribute("aria-pressed", String(isPressed));
+      button.setAttribute("aria-pressed", String(number === pinned));
+      button.classList.toggle("shown", number === token);
       const value = selected && number !== null ? selected.similarities[number] : null;
       const at = value === null || value === undefined ? null : position(value, range);
       button.style.backgroundColor = at === null ? "" : css(at);
@@ -559,7 +663,9 @@ export class Viewer {
   }
 
   #onKey(event) {
-    if (event.target.matches("input, textarea, video, audio")) return;
+    // Sliders and players use the arrow keys themselves.
+    const usesArrows = event.target.matches("input[type=range], video, audio");
+    if (usesArrows && event.key.startsWith("Arrow")) return;
     const steps = { ArrowLeft: -1, ArrowRight: 1, k: -1, j: 1 };
     if (event.key in steps && !event.ctrlKey && !event.metaKey && !event.altKey) {
       event.preventDefault();
@@ -576,11 +682,14 @@ export class Viewer {
   }
 }
 
-/** Returns the time at which an item matches best, or the middle of the item. */
+/** Returns the start of the best passage of an item, or of the item. */
 function firstTime(hit) {
   const found = (hit.passages ?? []).find((passage) => passage.times);
-  if (found) return (found.times[0] + found.times[1]) / 2;
-  return (hit.span.start + hit.span.end) / 2;
+  return found ? found.times[0] : hit.span.start;
+}
+
+function scrollTo(element) {
+  element.scrollIntoView({ block: "center", inline: "nearest" });
 }
 
 function sorted([x0, y0], [x1, y1]) {

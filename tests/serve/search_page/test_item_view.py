@@ -73,6 +73,10 @@ def test_tokens_are_pinned(browser, page_url):
     browser.run("arguments[0].click(); arguments[0].blur();", chips[2])
     assert browser.texts(".tokens .chip[aria-pressed=true]") == ["All"]
     assert "contribution" in browser.texts(".legend .what")[0]
+    # The focus shows the map of a token, but does not pin it.
+    browser.run("arguments[0].focus();", chips[2])
+    assert browser.texts(".tokens .chip.shown") == ["fish"]
+    assert browser.texts(".tokens .chip[aria-pressed=true]") == ["All"]
 
 
 def test_scale_is_that_of_all_hits(browser, page_url):
@@ -124,6 +128,28 @@ def test_text_items_are_coloured(browser, page_url):
     assert "🐟 Fresh fish is sold" in browser.texts(".mapped")[0]
 
 
+@pytest.mark.parametrize(("item_id", "rep"), [("fish", "hpool_2"), (PAGE, "hpool_2")])
+def test_words_are_coloured_by_vector(browser, page_url, item_id, rep):
+    with Client(page_url, tries=3) as client:
+        options = {"representation": rep, "ids": [item_id], "k": 1, "explain": "map"}
+        (hit,) = client.search(QUERY, index="items", **options).hits
+    browser.open(f"{page_url}?{urlencode({'q': QUERY, 'k': 20, 'rep': rep, 'open': item_id})}")
+    browser.find("#regions:enabled").click()
+    script = (
+        "return [...document.querySelectorAll('.word')]"
+        ".map((e) => [e.textContent, e.style.backgroundColor])"
+    )
+    colours = dict(browser.run(script))
+    vectors = {word.text: word.vector for word in hit.map.words}
+    assert set(vectors.values()) == {0, 1} and all(colours.values())
+    assert len(set(colours.values())) == 2
+    for text, other in zip(vectors, list(vectors)[1:], strict=False):
+        assert (vectors[text] == vectors[other]) == (colours[text] == colours[other])
+    assert browser.texts(".legend .what") == ["one colour for each stored vector"]
+    browser.find("#regions").click()
+    assert dict(browser.run(script)) != colours
+
+
 def test_image_patches(browser, page_url):
     open_item(browser, page_url, "red.png", "a red square", index="shapes")
     wait_for_image(browser)
@@ -131,6 +157,45 @@ def test_image_patches(browser, page_url):
     browser.find("#regions").click()
     assert browser.pixels(CANVAS, (0, 0, 1, 1))[3] > 0
     assert browser.errors() == []
+
+
+@pytest.mark.parametrize(("width", "expected"), [(1280, 480), (390, 340)])
+def test_small_images_are_enlarged(browser, page_url, width, expected):
+    browser.resize(width)
+    open_item(browser, page_url, "red.png", "a red square", index="shapes")
+    wait_for_image(browser)
+    image, canvas = (
+        browser.run(
+            "const b = document.querySelector(arguments[0]).getBoundingClientRect();"
+            "return [b.left, b.top, b.width, b.height]",
+            selector,
+        )
+        for selector in (".image-area img", CANVAS)
+    )
+    assert image == pytest.approx(canvas, abs=1)
+    assert image[2] >= expected and image[2] == pytest.approx(image[3], abs=1)
+
+
+def test_tokens_stay_above_the_item_on_a_phone(browser, page_url):
+    browser.resize(390, 844)
+    open_item(browser, page_url, PAGE)
+    wait_for_image(browser)
+    assert "page 1" in browser.find(".viewer-top .meta").text
+    body = browser.find(".viewer-body")
+    assert browser.run("arguments[0].scrollTop = 1e6; return arguments[0].scrollTop > 0;", body)
+    for selector in (".tokens .chip", ".legend .what", "#opacity", "#regions"):
+        top, bottom = browser.run(
+            "const b = document.querySelector(arguments[0]).getBoundingClientRect();"
+            "return [b.top, b.bottom]",
+            selector,
+        )
+        assert 0 <= top < bottom <= 844 / 3
+        assert browser.run(
+            "const e = document.querySelector(arguments[0]);"
+            "const b = e.getBoundingClientRect();"
+            "return e.contains(document.elementFromPoint(b.left + 4, b.top + b.height / 2))",
+            selector,
+        )
 
 
 def test_region_as_query(browser, page_url):
@@ -151,6 +216,52 @@ def test_region_as_query(browser, page_url):
     browser.wait("document.querySelectorAll('li.hit[data-item]').length > 0")
     assert PAGE not in browser.hits() and "boats" in browser.hits()[:3]
     assert browser.errors() == []
+
+
+def test_best_passages_are_framed(browser, page_url):
+    open_item(browser, page_url, PAGE)
+    wait_for_image(browser)
+    with Client(page_url, tries=3) as client:
+        hits = client.search(QUERY, index="items", k=1, ids=[PAGE], explain="matches").hits
+    passages = hits[0].passages
+    area, *frames = browser.run(
+        "return [...document.querySelectorAll(arguments[0])].map((e) => {"
+        " const b = e.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom]; })",
+        ".image-area, .image-area .passage-frame",
+    )
+    assert len(frames) == len(passages) == len(browser.all(".passages li"))
+    for frame, passage in zip(frames, passages, strict=True):
+        scale = [
+            (edge - area[i % 2]) / (area[2 + i % 2] - area[i % 2]) for i, edge in enumerate(frame)
+        ]
+        assert scale == pytest.approx(passage.box, abs=0.005)
+    text = hits[0].text
+    for number, passage in enumerate(passages):
+        marks = browser.texts(f"mark.passage-frame[data-passage='{number}']")
+        assert "".join(marks) == text[slice(*passage.span)]
+    assert not browser.all(".passage-frame.active")
+    browser.run("document.querySelector('.passages button').focus()")
+    assert (
+        len(browser.all(".passage-frame[data-passage='0'].active")) == 2
+    )  # on the page, in the text
+
+
+def test_item_view_scrolls_to_the_best_passage(browser, page_url):
+    browser.resize(1280, 420)
+    open_item(browser, page_url, "fish", "sold at the market near the harbour")
+    browser.wait("document.querySelector('mark.passage-frame .word')")
+    top, bottom = browser.run(
+        "const b = document.querySelector('mark.passage-frame').getBoundingClientRect();"
+        "return [b.top, b.bottom]"
+    )
+    assert 0 < top < bottom < 420
+    browser.resize(390, 500)
+    open_item(browser, page_url, PAGE)
+    wait_for_image(browser)
+    browser.wait("document.querySelector('.image-area .passage-frame')")
+    browser.wait(
+        "document.querySelector('.image-area .passage-frame').getBoundingClientRect().bottom < 500"
+    )
 
 
 def test_part_of_a_passage_as_query(browser, page_url):
@@ -187,6 +298,20 @@ def test_keyboard(browser, page_url):
     )
 
 
+def test_keys_after_a_click_on_the_checkbox(browser, page_url):
+    from selenium.webdriver.common.keys import Keys
+
+    open_item(browser, page_url, PAGE)
+    for key in ("j", Keys.ARROW_LEFT):
+        item_id = browser.texts("#viewer dl.item dd")[0]
+        browser.find("#regions:enabled").click()
+        browser.driver.switch_to.active_element.send_keys(key)
+        browser.wait(
+            "document.querySelector('#viewer dl.item dd')?.textContent !== arguments[0]", item_id
+        )
+    assert browser.texts("#viewer dl.item dd")[0] == PAGE
+
+
 def test_back_button_closes_the_item(browser, page_url):
     browser.open(f"{page_url}?{urlencode({'q': QUERY})}")
     browser.wait_for_results()
@@ -207,6 +332,22 @@ def test_item_that_is_not_among_the_hits(browser, page_url):
     browser.find(".hit-title a").click()
     browser.find("#viewer[open]")
     assert not browser.find("#banner").is_displayed()
+
+
+def test_video_starts_at_its_best_passage(browser, page_url):
+    open_item(browser, page_url, CLIP, "a storm at the lighthouse")
+    wait_for_image(browser)
+    browser.wait("document.querySelector('video').readyState >= 1")
+    (start,) = [text for text in browser.texts(".passages .link") if text.startswith("Go to")][:1]
+    assert start == "Go to 0:03"
+    browser.wait("Math.abs(document.querySelector('video').currentTime - 3) < 0.1")
+    assert browser.texts(".frame-label") == ["Still frame at 0:03, with its map"]
+    parts = browser.run(
+        "return [...document.querySelectorAll('video, .similarity-strip, .frame-label, "
+        ".image-area img')].map((e) => e.localName)"
+    )
+    assert parts == ["video", "canvas", "p", "img"]
+    assert "seconds=3" in browser.find(".image-area img").get_attribute("src")
 
 
 def test_video(browser, page_url):
@@ -243,6 +384,12 @@ def test_audio(browser, page_url):
     open_item(browser, page_url, AUDIO, "what you can do for your country")
     browser.wait("document.querySelector('audio').readyState >= 1")
     assert browser.pixels(".similarity-strip", (0.55, 0, 0.7, 1))[3] > 0
+    # The best passage is framed on the strip, from second 6 to 9 of 12.
+    (left, width) = browser.run(
+        "const { left, width } = document.querySelector('.strip-holder .passage-frame').style;"
+        "return [parseFloat(left), parseFloat(width)]"
+    )
+    assert left >= 49 and left + width <= 76
     button = next(b for b in browser.all(".passages .link") if b.text.startswith("Go to 0:0"))
     button.click()
     browser.wait("Math.abs(document.querySelector('audio').currentTime - 6.5) < 1.2")
@@ -250,6 +397,17 @@ def test_audio(browser, page_url):
     strip.send_keys(Keys.HOME)
     browser.wait("document.querySelector('audio').currentTime === 0")
     assert browser.errors() == []
+
+
+def test_metadata(browser, page_url):
+    open_item(browser, page_url, PAGE)
+    browser.find("dl.metadata")
+    with Client(page_url, tries=3) as client:
+        metadata = client.item(PAGE, index="items").metadata
+    assert metadata["label"] is None
+    names = browser.texts("dl.metadata dt")
+    assert "label" not in names and {"width", "height"} <= set(names)
+    assert "null" not in browser.texts("dl.metadata dd")
 
 
 def test_missing_media(browser, page_url, corpus):

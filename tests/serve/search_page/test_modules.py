@@ -64,6 +64,7 @@ def test_search_bodies(page):
     assert body({**scores, "score2": "fused"}, None, "b")["score"] == "fused"
     assert "score" not in body({**scores, "score2": "maxsim"}, None, "b")
     assert body({"q": "a", "k": "many"})["k"] == "many"  # the API names the field
+    assert body({"q": "a", "k": " "})["k"] == 10 and body({"item": "x", "k": ""})["k"] == 11
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,27 @@ def test_facet_filters(page, selected):
 
 
 @pytest.mark.parametrize(
-    "filter", ["title = 'x'", "modality = 'a' OR 1 = 1", "modality = 'a", "modality <> 'a'"]
+    "filter",
+    [
+        "modality IN ('page','text') AND source='web'",
+        " modality in('page' , 'text')and  source\n=  'web' ",
+    ],
+)
+def test_facets_of_filters_with_other_white_space(page, filter):
+    expression = f"m.parseFacetFilter({js(filter)}, {js(['modality', 'source'])})"
+    selected = page.module("state.js", expression)
+    assert selected == {"modality": ["page", "text"], "source": ["web"]}
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [
+        "title = 'x'",
+        "modality = 'a' OR 1 = 1",
+        "modality = 'a",
+        "modality <> 'a'",
+        "modalityin ('a')",
+    ],
 )
 def test_edited_filters_have_no_facets(page, filter):
     expression = f"m.parseFacetFilter({js(filter)}, {js(['modality'])})"
@@ -198,6 +219,32 @@ def test_snippet_contains_the_highlights(page):
 )
 def test_numbers(page, function, value, expected):
     assert page.module("text.js", f"m.{function}({value})") == expected
+
+
+def test_metadata_rows(page):
+    metadata = {
+        "label": None,
+        "width": 612.0,
+        "has_audio": False,
+        "tags": ["a", 1],
+        "frames": [[0, 0.0], [50, 2.0]],
+        "camera": {"make": "x", "lens": {"mm": 35, "note": ""}},
+    }
+    assert page.module("text.js", f"m.metadataRows({js(metadata)})") == [
+        ["width", "612"],
+        ["has_audio", "false"],
+        ["tags", "a, 1"],
+        ["frames", "2 entries"],
+        ["camera.make", "x"],
+        ["camera.lens.mm", "35"],
+    ]
+    assert page.module("text.js", "m.metadataRows(null)") == []
+
+
+def test_alternatives(page):
+    parts = ["a", "b", "c"]
+    found = [page.module("text.js", f"m.alternatives({js(parts[:n])})") for n in (1, 2, 3)]
+    assert found == ["a", "a or b", "a, b, or c"]
 
 
 def test_copied_commands(page):
@@ -317,6 +364,26 @@ def test_values_of_a_strip(page):
     span = {"start": 0, "end": 4}
     found = page.module("map.js", f"m.stripValues({js(words)}, {js(span)}, {js(view)}, 8)")
     assert found == [0.5, 0.5, 1, 1, None, None, None, None]
+
+
+def test_passages_of_a_text(page):
+    text = "🐟 fresh fish is sold"
+    words = [{"span": [i, i + n]} for i, n in ((2, 5), (8, 4), (13, 2), (16, 4))]
+    passages = [{"span": [8, 15]}, {"span": [2, 12]}]  # the second overlaps with the first
+    arguments = f"{js(text)}, {js(words)}, {js(passages)}, () => {{}}"
+    expression = (
+        f"[...m.mappedText({arguments}).paragraph.childNodes]"
+        ".map((e) => [e.dataset?.passage ?? null, e.textContent])"
+    )
+    found = page.module("map.js", expression)
+    assert found == [[None, "🐟 "], ["1", "fresh "], ["0", "fish is"], [None, " "], [None, "sold"]]
+
+
+def test_one_frame_is_visible_at_a_time(page):
+    words = [{"box": [0, 0, 1, 1], "times": times} for times in ([0, 2], [2, 4])]
+    for seconds, expected in ((0, 0), (1.9, 0), (1.999, 1), (2, 1), (3.9, 1)):
+        found = page.module("map.js", f"m.wordAt({js(words)}, 0.5, 0.5, {seconds})")
+        assert found == words[expected]
 
 
 def test_smallest_word_at_a_position(page):

@@ -115,6 +115,8 @@ def test_facets_and_filter(browser, page_url, client):
     browser.choose("#filter", "item_id = 'bread'")
     browser.wait("document.querySelector('li.hit')?.dataset.item === 'bread'")
     assert all(not element.is_enabled() for element in browser.all(chip))
+    (note,) = browser.texts("#facets .note")
+    assert "Clear it" in note and browser.find(chip).get_attribute("title") == note
     browser.choose("#filter", "item_id = 'nobody'")
     browser.wait("document.querySelector('.empty')")
     assert "No hits" in browser.texts(".empty h2")
@@ -124,13 +126,13 @@ def test_facets_and_filter(browser, page_url, client):
     ("state", "control", "text"),
     [
         ({"filter": "modality ="}, "filter", "does not parse"),
-        ({"k": "0"}, "k", "k must be"),
+        ({"k": "0"}, "k", "Hits must be"),
         ({"k": "51"}, "k", "at most 50"),
-        ({"k": "many"}, "k", "k must be"),
+        ({"k": "many"}, "k", "Hits must be"),
         ({"rep": "nope"}, "rep", "nope"),
         ({"candidates": "lemur"}, "candidates", "lemur"),
         ({"rerank": "vectors:nope", "depth": "8"}, "rerank", "nope"),
-        ({"rerank": "vectors:full", "depth": "99"}, "depth", "at most 50"),
+        ({"rerank": "vectors:full", "depth": "99"}, "depth", "Rerank depth must be at most 50"),
         ({"score": "hybrid", "rep": "caption_full", "index": "nope"}, "index", "nope"),
     ],
 )
@@ -140,6 +142,15 @@ def test_errors_at_their_fields(browser, page_url, state, control, text):
     assert text in element.text and element.is_displayed()
     assert browser.find(f"#{control}").get_attribute("aria-invalid") == "true"
     assert browser.texts(".field-error:not([hidden])") == [element.text]
+
+
+def test_empty_number_of_hits(browser, page_url):
+    open_search(browser, page_url, q=QUERY, k="")
+    assert len(browser.hits()) == 9 and not browser.all(".field-error:not([hidden])")
+    open_search(browser, page_url, q=QUERY, k="2")
+    browser.choose("#k", " ")
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length === 9")
+    assert "k" not in state_of(browser)
 
 
 def test_rerank_and_scores(browser, page_url, client):
@@ -209,7 +220,24 @@ def test_search_by_image(browser, page_url, corpus):
     assert browser.errors() == []
 
 
+def test_query_kinds(browser, page_url, corpus):
+    """The page offers the kinds of queries that the representation supports."""
+    browser.open(f"{page_url}?index=items")
+    browser.wait("document.querySelector('#results h2')")
+    assert browser.texts("#results p")[0].startswith("Search by text. Open")
+    assert not browser.find("#image-button").is_displayed()
+    assert browser.find("#q").get_attribute("placeholder") == "Search by text"
+    drop(browser, (corpus / "squares/green.png").read_bytes())
+    browser.wait("document.querySelector('#q-error').textContent.includes('text queries only')")
+    browser.choose("#index", "shapes")
+    browser.wait("!document.querySelector('#image-button').hidden")
+    browser.wait("document.querySelector('#results h2')?.textContent.includes('shapes')")
+    assert browser.texts("#results p")[0].startswith("Search by text or by an image. Open")
+    assert "image" in browser.find("#q").get_attribute("placeholder")
+
+
 def test_pasted_image_and_back_button(browser, page_url, corpus):
+    """The encoder supports no composed queries, so image and text replace each other."""
     browser.open(f"{page_url}?index=shapes&q=square")
     browser.wait_for_results()
     browser.run(
@@ -222,18 +250,20 @@ def test_pasted_image_and_back_button(browser, page_url, corpus):
         """,
         base64.b64encode((corpus / "squares/red.png").read_bytes()).decode(),
     )
-    # The tiny encoder supports no composed queries, which the API reports at the query.
-    browser.wait("!document.querySelector('#q-error').hidden")
-    browser.find("#q").clear()
-    browser.run("document.querySelector('#search-form').requestSubmit()")
+    browser.wait("!document.querySelector('#query-part').hidden")
     browser.wait("document.querySelector('li.hit')?.dataset.item === 'red.png'")
-    browser.driver.back()
+    assert "q" not in state_of(browser)
     browser.driver.back()
     browser.wait("document.querySelector('#query-part').hidden")
+    assert state_of(browser)["q"] == "square"
     browser.driver.forward()
-    browser.driver.forward()
+    browser.wait("document.querySelector('#query-part img')")
     browser.wait("document.querySelector('li.hit')?.dataset.item === 'red.png'")
     assert browser.find("#query-part img").is_displayed()
+    browser.find("#q").send_keys("blue\n")
+    browser.wait("document.querySelector('#query-part').hidden")
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length === 5")
+    assert state_of(browser)["q"] == "blue"
 
 
 def test_rejects_files_that_are_no_images(browser, page_url):

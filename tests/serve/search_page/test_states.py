@@ -40,7 +40,10 @@ def test_access_key(browser, page_url, url):
     assert "requires an access key" in browser.texts(".empty p")[0]
     browser.find("#key-input").send_keys("mr_wrong\n")
     browser.wait("document.querySelector('.empty p')?.textContent.includes('rejected')")
-    browser.find("#key-dialog[open] #key-input").send_keys("mr_few\n")
+    browser.wait("document.querySelector('#key-dialog[open] #key-error')?.checkVisibility()")
+    assert "The server rejected the key" in browser.texts("#key-error")[0]
+    assert browser.run("return document.activeElement.id") == "key-input"
+    browser.find("#key-input").send_keys("mr_few\n")
     browser.wait("document.querySelector('#results h2')?.textContent.includes('items in texts')")
     assert browser.run("return sessionStorage.length") == 1
     assert browser.run("return localStorage.length + document.cookie.length") == 0
@@ -49,6 +52,7 @@ def test_access_key(browser, page_url, url):
     browser.wait("document.querySelectorAll('li.hit[data-item]').length === 8")
     assert "mr_few" not in browser.driver.current_url
     browser.find("#key-button").click()
+    assert not browser.find("#key-error").is_displayed()
     browser.find("#key-remove").click()
     browser.wait(
         "document.querySelector('.empty p')?.textContent.includes('requires an access key')"
@@ -178,4 +182,4 @@ def test_order_of_the_keyboard_focus(browser, page_url):
     positions = [position for _, position in order[:-1]]
     assert positions == sorted(positions)
     names = [name for name, _ in order]
-    assert {"q", "image-button", "index", "rep", "rerank", "score", "k", "filter"} <= set(names)
+    assert {"q", "index", "rep", "rerank", "score", "k", "filter"} <= set(names)

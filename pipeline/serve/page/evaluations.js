@@ -112,7 +112,7 @@ export class Evaluations {
     const changes = this.#queriesArea(state, evaluation, metrics, perQuery, queries);
     const draw = () => {
       const points = pointsOf(metrics, select.value);
-      const front = pareto(points);
+      const front = pareto(points, select.value);
       replace(plotted, plotOrNote(metrics, points, front, select.value));
       table.mark(front.map(({ row }) => row));
       changes?.show(select.value);

@@ -44,15 +44,19 @@ export function kendall(one, other) {
   return sum / pairs;
 }
 
-/** Returns the points that no other point of at most the same size equals or exceeds. */
-export function pareto(points) {
-  const sorted = [...points].sort((a, b) => a.size - b.size || b.quality - a.quality);
+/**
+ * Returns the points that no other point of at most the same size equals or exceeds. Ranks (MdR) are
+ * better if they are lower.
+ */
+export function pareto(points, measure = "") {
+  const sign = measure === "MdR" ? -1 : 1;
+  const sorted = [...points].sort((a, b) => a.size - b.size || sign * (b.quality - a.quality));
   const front = [];
   let best = -Infinity;
   for (const point of sorted) {
-    if (point.quality > best) {
+    if (sign * point.quality > best) {
       front.push(point);
-      best = point.quality;
+      best = sign * point.quality;
     }
   }
   return front;

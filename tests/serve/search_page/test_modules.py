@@ -180,6 +180,8 @@ def test_pareto_front(page):
     given = [{"size": size, "quality": quality} for size, quality in points]
     front = page.module("ranks.js", f"m.pareto({js(given)})")
     assert [(p["size"], p["quality"]) for p in front] == [(1, 0.1), (2, 0.4), (4, 0.5), (8, 0.9)]
+    front = page.module("ranks.js", f"m.pareto({js(given)}, 'MdR')")
+    assert [(p["size"], p["quality"]) for p in front] == [(1, 0.1)]
 
 
 # -- text.js ---------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import soundfile
 import jobs
 from jobs.bench.harness import Bench, Repeats, run_apart, table
 from jobs.bench.reading import decoded_items, listed_items
+from pipeline.config import SpecError
 from pipeline.registry import OCR, SPEECH
 from pipeline.schema import AUDIO, Item
 from pipeline.sources.pages import Pages
@@ -114,6 +115,8 @@ def _compare(bench: Bench, kind: str, files: Path, args: Any, title: str, names:
             for side in ("ray", "bare") if repeat % 2 == 0 else ("bare", "ray"):
                 module = "jobs.bench.media_run"
                 run = run_apart(module, side, kind, str(files), str(processes))
+                if not run["seconds"]:  # from the end of the first unit to that of the last
+                    raise SpecError("--copies", args.copies, "enough files for two units")
                 taken[side].append(run["amount"] / run["seconds"])
         rates = {side: Repeats(tuple(values)) for side, values in taken.items()}
         ratio = rates["ray"].over(rates["bare"])

@@ -34,13 +34,16 @@ LAPTOP = Path(jobs.__file__).parents[1] / "cluster/profiles/laptop.yaml"
 SLEEPING = {"name": "sleeping", "seconds": 0.01, "batch_size": 8}
 SMALL = {"name": "sleeping", "seconds": 0.0, "batch_size": 64, "num_tokens": 4, "dim": 16}
 
+#: Items per commit of tiny items.
+SMALL_COMMIT_ITEMS = 1024
+
 #: Beginning of the steady state, as a fraction of the items. At the first commit, the Ray job has
 #: encoded more than it has committed, because its writer starts late. After a third, only one or
 #: two units are queued.
 STARTS = {"from the first commit": 0.0, "from a third on": 1 / 3}
 
 #: Steps of resuming, until the first new items are encoded and written.
-STEPS = ("import", "lease", "index ids", "plan", "list", "mark duplicates", "load encoder")
+STEPS = ("import", "lease", "index ids", "list", "mark duplicates", "load encoder")
 
 
 @dataclass(frozen=True)
@@ -277,6 +280,8 @@ def _build_small(runs: Runs, num_items: int) -> dict[str, Any]:
             source={"name": "text", "path": path},
             encoder=SMALL,
             representations=[{"compressor": "none"}],
+            fragment_items=SMALL_COMMIT_ITEMS,  # `resume` restores one of several commits
+            commit_items=SMALL_COMMIT_ITEMS,
         )
         record.write_text(json.dumps(runs.run("ray", spec)))
     index = runs.folder / f"small-{num_items}"

@@ -238,7 +238,9 @@ def fit_columns(
         else:
             stage = encode_stage(spec, columns.encoder_info, [r])
             with context.phase(f"fit {r.id}", total=context.progress.to_do):
-                learned[r.id] = ray.get(task.remote(job, num_shards, spec.fit, stage, r))
+                threads = context.resources.encode.num_threads
+                call = task.remote(job, num_shards, spec.fit, stage, r, threads)
+                learned[r.id] = ray.get(call)
         fields += fitted_fields(spec.index, r, columns.encoder_info, learned[r.id])
     context.writer.add_columns([*columns.encoder_fields, *fields, *columns.rerank_fields])
     return learned

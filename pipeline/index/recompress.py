@@ -17,6 +17,7 @@ import lance
 import numpy as np
 import pyarrow as pa
 import ray
+import torch
 from pydantic import Field, PositiveInt
 
 from pipeline.codecs import Codec
@@ -139,7 +140,7 @@ def run(
     with Session(
         spec.index, spec, "recompress", job, progress.summary, lease_seconds, show
     ) as session:
-        learned = _prepare_columns(session, spec, encoder_info, wanted)
+        learned = _prepare_columns(session, spec, encoder_info, wanted, resources.compress)
         dataset = session.writer.dataset
         incomplete = incomplete_fragments(dataset, [r.id for r in wanted])
         progress.fragments = len(dataset.get_fragments())
@@ -263,10 +264,12 @@ def _prepare_columns(
     spec: RecompressSpec,
     encoder_info: EncoderInfo,
     wanted: Sequence[Representation],
+    resources: Resources,
 ) -> dict[str, LearnedState]:
     """Adds the missing columns. Returns the fitted state of all representations by id."""
     schema = session.writer.dataset.schema
     learned, added = {}, []
+    task = _fit.options(**resources.task_options)
     for r in wanted:
         if r.id in schema.names:
             stored = RepresentationInfo.from_schema(schema, r.id)
@@ -275,7 +278,8 @@ def _prepare_columns(
             continue
         if needs_fit(r):
             with session.monitor.phase(f"fit {r.id}"):
-                learned[r.id] = ray.get(_fit.remote(spec, encoder_info, r))
+                call = task.remote(spec, encoder_info, r, resources.num_threads)
+                learned[r.id] = ray.get(call)
         else:
             learned[r.id] = trained_state(r, encoder_info)
         added += fitted_fields(spec.index, r, encoder_info, learned[r.id])
@@ -287,8 +291,6 @@ class FillFragment:
     """Actor that compresses the token vectors of a fragment and writes the new columns."""
 
     def __init__(self, index: str, version: int, source: str, stage: Compress, num_threads: int):
-        import torch
-
         torch.set_num_threads(num_threads)
         self.index = Index(index, version)
         self.source, self.stage, self.compressor = source, stage, stage.load()
@@ -366,9 +368,13 @@ def with_vectors(table: pa.Table, codec: Codec, dim: int) -> pa.Table:
 
 @ray.remote
 def _fit(
-    spec: RecompressSpec, encoder_info: EncoderInfo, representation: Representation
+    spec: RecompressSpec,
+    encoder_info: EncoderInfo,
+    representation: Representation,
+    num_threads: int,
 ) -> LearnedState:
     """Fits a representation to a sample of the stored items."""
+    torch.set_num_threads(num_threads)
     index = Index(spec.fit_index or spec.index)
     field_info = encoder_info.for_field(representation.field)
     columns = {"vectors": spec.source}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import ray
+import torch
 
 from pipeline.config import ComponentSpec, SpecError, dump_stored, within
 from pipeline.decoding import Unreadable
@@ -161,6 +162,7 @@ def fit_representation(
     fit_sample: FitSample,
     stage: Encode,
     representation: Representation,
+    num_threads: int,
 ) -> LearnedState:
     """Fits a representation to a sample of the listed items.
 
@@ -170,10 +172,12 @@ def fit_representation(
         fit_sample: Size and seed of the sample.
         stage: Stage that encodes the items.
         representation: Representation to fit.
+        num_threads: Number of threads of torch.
 
     Raises:
         SpecError: The source has too few readable items.
     """
+    torch.set_num_threads(num_threads)
     encoder = stage.load()
     taps = COMPRESSORS.build(representation.compressor).needs_taps
     hashes: set[int] = set()

@@ -255,7 +255,7 @@ def _prepare(
         call = _fit_texts.options(**resources.fit.task_options).remote(spec, source)
     else:
         task = _fit.options(**resources.fit.task_options)
-        call = task.remote(spec, representation.name, list(queries))
+        call = task.remote(spec, representation.name, list(queries), resources.fit.num_threads)
     with session.monitor.phase(f"fit {generator}"):
         artefact = ray.get(call)
     info = CandidatesInfo(
@@ -293,9 +293,10 @@ def _remarks(index: Index, column: str) -> list[str]:
 
 @ray.remote
 def _fit(
-    spec: CandidatesJobSpec, representation: str, queries: list[AnyQuery]
+    spec: CandidatesJobSpec, representation: str, queries: list[AnyQuery], num_threads: int
 ) -> dict[str, np.ndarray]:
     """Fits the generator to a sample of the index."""
+    torch.set_num_threads(num_threads)  # sums of products are rounded by their number
     sample = draw_sample(
         Index(spec.index),
         representation,

@@ -250,7 +250,7 @@ def test_unavailable_device_is_one_sentence():
 @pytest.mark.heavy
 def test_the_media_bench(cluster, tmp_path):
     record = tmp_path / "figures.json"
-    sizes = ("--copies", "5", "--seconds", "6", "--minutes", "2", "--pages", "1")
+    sizes = ("--copies", "5", "--seconds", "24", "--minutes", "2", "--pages", "1")
     few = ("--repeats", "1", "--processes", "1", "--only", "video", "memory", "recognition")
     arguments = ("media", *sizes, *few, "--out", str(record))
     process = start_job("jobs.bench", *arguments, address=cluster)

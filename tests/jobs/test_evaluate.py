@@ -191,7 +191,8 @@ def test_cached_results_are_not_recomputed(spec_file, own_index, tmp_path, capsy
     more = progress(spec_file, capsys, given)
     assert more == {**again, "hpool_4_copy.maxsim": True}
 
-    entries = sorted((tmp_path / "out/entries").iterdir(), key=lambda path: path.stat().st_mtime)
+    paths = sorted((tmp_path / "out/entries").iterdir(), key=lambda path: path.stat().st_mtime)
+    entries = [path for path in paths if path.read_text().startswith('{"rankings"')]  # of rows
     entries[0].write_text(entries[0].read_text()[:-20])
     entries[1].write_text("{}")
     assert sum(progress(spec_file, capsys, given).values()) == 2

@@ -74,7 +74,7 @@ def test_index_status_search_and_recompress(s3, tmp_path):
     assert "listed 3 = indexed 3 (0 new, 0 replaced, 3 unchanged) + rejected 0" in done.stdout
     assert "2 of 2 fragments to fill with 1 representations" in done.stdout
     assert f"index        {uri}\n" in done.stdout
-    assert "  1  " in done.stdout and "[shells]" in done.stdout
+    assert "  1  " in done.stdout and "[buckle]" in done.stdout
 
     summary = status(uri)
     assert (summary["items"], summary["lease"]) == (3, None)

@@ -303,7 +303,7 @@ def test_metrics_and_logs(client, url):
         assert not any("zeppelin" in line for line in logged)
         return [json.loads(line) for line in logged if '"request_id": "edje-7"' in line]
 
-    wait_until(lambda: any('"edje"' in line["message"] for line in lines()))
+    wait_until(lambda: any(line.get("stage") == "edje" for line in lines()))
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("int8", "float32"), ("bfloat16", "bfloat16")])

@@ -6,6 +6,7 @@ The page is public, but contains no data. It calls the API with an access key th
 from __future__ import annotations
 
 import functools
+import gzip
 from importlib import resources
 from typing import NamedTuple
 
@@ -52,8 +53,8 @@ class Asset(NamedTuple):
     """File of the page."""
 
     content: bytes
+    compressed: bytes
     media_type: str
-    etag: str
 
 
 @functools.cache
@@ -64,7 +65,7 @@ def assets() -> dict[str, Asset]:
         media_type = MEDIA_TYPES.get(file.name.rpartition(".")[2])
         if media_type is not None:
             content = file.read_bytes()
-            found[file.name] = Asset(content, media_type, entity_tag(content))
+            found[file.name] = Asset(content, gzip.compress(content, mtime=0), media_type)
     return found
 
 
@@ -84,7 +85,13 @@ def _respond(request: Request, name: str) -> Response:
     found = assets().get(name)
     if found is None:
         raise ApiError("not_found", f"unknown file {name!r} of the search page")
-    if is_current(request, found.etag):
-        return not_modified(found.etag, HEADERS)
-    headers = {**HEADERS, "ETag": found.etag}
-    return Response(found.content, media_type=found.media_type, headers=headers)
+    headers = {**HEADERS, "Vary": "Accept-Encoding"}
+    is_compressed = "gzip" in request.headers.get("accept-encoding", "")
+    content = found.compressed if is_compressed else found.content
+    etag = entity_tag(content)
+    if is_current(request, etag):
+        return not_modified(etag, headers)
+    if is_compressed:
+        headers["Content-Encoding"] = "gzip"
+    headers["ETag"] = etag
+    return Response(content, media_type=found.media_type, headers=headers)

@@ -12,7 +12,6 @@ unit. All actors have started before the first unit is read.
 from __future__ import annotations
 
 import json
-import resource
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ import pyarrow as pa
 import ray
 
 import jobs
-from jobs.bench.harness import Bench, Repeats, table
+from jobs.bench.harness import Bench, Repeats, cpu_seconds, table
 from pipeline.index.session import configure_ray_data, iter_rows
 from pipeline.index.stream import unit_dataset, write_units
 from pipeline.index.units import UnitRange
@@ -156,7 +155,7 @@ def _run(setting: Setting, num_units: int, index: str) -> dict[str, float]:
     for row in iter_rows(written):
         if row is not None:
             num_done += len(json.loads(row["summary"])["units"])
-            arrivals.append((time.perf_counter(), _cpu_seconds(), num_done))
+            arrivals.append((time.perf_counter(), cpu_seconds(), num_done))
     first, last = (round(share * (len(arrivals) - 1)) for share in MEASURED)
     (start, cpu_start, done_start), (end, cpu_end, done_end) = arrivals[first], arrivals[last]
     num_measured = done_end - done_start
@@ -197,11 +196,6 @@ class _Sleeper(LoadedStage):
     def process(self, items: pa.Table) -> Processed:
         time.sleep(self._seconds)
         return Processed(items.slice(0, 0), [])
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 FIGURES = {"empty": empty_units, "scheduling": scheduling, "sleeping": sleeping}

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import shlex
 import statistics
 import subprocess
@@ -164,6 +165,12 @@ def peak_bytes(pid: int | None = None) -> int:
     text = Path(f"/proc/{pid or 'self'}/status").read_text()
     fields = dict(line.split(":", 1) for line in text.splitlines())
     return int(fields["VmHWM"].split()[0]) * 1024
+
+
+def cpu_seconds() -> float:
+    """Returns the CPU time of this process in seconds."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def proportional_bytes(pid: int) -> int:

@@ -11,7 +11,6 @@ listed. Without the delay, the time is that of the walk and of Ray.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import fsspec
 import ray
 
 import jobs
-from jobs.bench.harness import Bench, Repeats, peak_bytes, table
+from jobs.bench.harness import Bench, Repeats, cpu_seconds, peak_bytes, table
 from pipeline.index import listing, tasks
 from pipeline.index.listing import ListingJob
 from pipeline.registry import SOURCES
@@ -99,7 +98,7 @@ def _run(folders: int, files: int, latency: float) -> dict[str, float]:
     job = ListingJob("", "", source, "", wants=("frames",))
     options: dict[str, Any] = {"num_cpus": 0, "num_returns": "streaming"}
     options["_generator_backpressure_num_objects"] = tasks.WAITING_MESSAGES
-    start, cpu_start = time.perf_counter(), _cpu_seconds()
+    start, cpu_start = time.perf_counter(), cpu_seconds()
     messages: Any = _plan.options(**options).remote(job, folders, files, latency)
     num_shards = sum(len(ray.get(message)) for message in messages)
     seconds = time.perf_counter() - start
@@ -107,7 +106,7 @@ def _run(folders: int, files: int, latency: float) -> dict[str, float]:
         "shards": num_shards,
         "seconds": seconds,
         "shards_per_s": num_shards / seconds,
-        "driver_s": _cpu_seconds() - cpu_start,
+        "driver_s": cpu_seconds() - cpu_start,
         "peak_mib": peak_bytes() / 2**20,
     }
 
@@ -124,8 +123,3 @@ def _plan(
 
     fsspec.register_implementation("simulated", Store, clobber=True)
     yield from listing.chunks(listing.plan(job), tasks.PLANNED_SHARDS)
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime

@@ -50,11 +50,13 @@ page = APIRouter(include_in_schema=False)
 
 
 class Asset(NamedTuple):
-    """File of the page."""
+    """File of the page, plain and compressed by gzip, with an entity tag of each."""
 
-    content: bytes
-    compressed: bytes
     media_type: str
+    content: bytes
+    etag: str
+    compressed: bytes
+    compressed_etag: str
 
 
 @functools.cache
@@ -65,7 +67,9 @@ def assets() -> dict[str, Asset]:
         media_type = MEDIA_TYPES.get(file.name.rpartition(".")[2])
         if media_type is not None:
             content = file.read_bytes()
-            found[file.name] = Asset(content, gzip.compress(content, mtime=0), media_type)
+            compressed = gzip.compress(content, mtime=0)
+            tags = entity_tag(content), entity_tag(compressed)
+            found[file.name] = Asset(media_type, content, tags[0], compressed, tags[1])
     return found
 
 
@@ -85,10 +89,11 @@ def _respond(request: Request, name: str) -> Response:
     found = assets().get(name)
     if found is None:
         raise ApiError("not_found", f"unknown file {name!r} of the search page")
-    headers = {**HEADERS, "Vary": "Accept-Encoding"}
     is_compressed = "gzip" in request.headers.get("accept-encoding", "")
-    content = found.compressed if is_compressed else found.content
-    etag = entity_tag(content)
+    content, etag = (
+        (found.compressed, found.compressed_etag) if is_compressed else (found.content, found.etag)
+    )
+    headers = {**HEADERS, "Vary": "Accept-Encoding"}
     if is_current(request, etag):
         return not_modified(etag, headers)
     if is_compressed:

@@ -191,7 +191,7 @@ def set_ray_serve_env() -> None:
     Raises:
         MissingExtra: Traces are configured, and their exporter is not installed.
     """
-    from pipeline.serve.settings import PROXY_ENV, RAY_SERVE_ENV, TRACING_ENV
+    from pipeline.serve.environment import PROXY_ENV, RAY_SERVE_ENV, TRACING_ENV
 
     variables = RAY_SERVE_ENV | PROXY_ENV
     if tracing.is_configured():

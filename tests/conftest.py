@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import lance
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,14 +18,14 @@ import pytest
 import torch
 
 from pipeline.config import parse
+from pipeline.index import ITEMS
 from pipeline.index.columns import Representation, encoder_fields, representation_fields
 from pipeline.index.info import EncoderInfo
 from pipeline.index.positions import encode_positions
-from pipeline.index.reader import ITEMS
 from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item, column_metadata, with_metadata
-from pipeline.serve.settings import PROXY_ENV
+from pipeline.serve.environment import PROXY_ENV
 from pipeline.stage import REUSE_PROCESSES
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests must not access the hub
@@ -245,6 +244,8 @@ def nested_uri(tmp_path_factory) -> str:
 
 def write_index(uri: str, representations: list[dict], keep_positions: bool = True) -> None:
     """Encodes and compresses `TEXTS` with the stages of the index job and writes the rows."""
+    import lance  # tests of kernels and models need neither Lance nor Ray
+
     spec = ENCODERS.resolve("minilm")
     encoder_info = EncoderInfo.from_encoder(ENCODERS.build(spec), spec)
     parsed = [parse(Representation, fields) for fields in representations]

@@ -12,8 +12,6 @@ import pyarrow as pa
 from PIL import Image
 
 from pipeline import config
-from pipeline.index import job
-from pipeline.index.spec import IndexResources, IndexSpec
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -38,6 +36,9 @@ def make_images(*sizes: tuple[int, int]) -> tuple[list[Image.Image], pa.Table]:
 
 def index_photos(folder: Path, encoder: str, model: str, **fields: object) -> dict[str, bytes]:
     """Indexes five images, uncompressed and as eight vectors; returns them by id."""
+    from pipeline.index import job  # tests of encoders need neither Lance nor Ray
+    from pipeline.index.spec import IndexResources, IndexSpec
+
     (folder / "photos").mkdir()
     photos = {f"{seed}.png": png(noise(60 + seed, 50, seed)) for seed in range(5)}
     for name, photo in photos.items():
@@ -60,6 +61,9 @@ def index_captioned(
     folder: Path, encoder: dict[str, Any], photos: dict[str, bytes], **fields: Any
 ) -> str:
     """Indexes images as four vectors in two fragments, all but the first with a caption."""
+    from pipeline.index import job
+    from pipeline.index.spec import IndexResources, IndexSpec
+
     folder.mkdir(exist_ok=True)
     lines = []
     for number, (name, photo) in enumerate(photos.items()):

@@ -12,7 +12,7 @@ import zipfile
 import pytest
 import yaml
 
-from pipeline.serve.settings import PROXY_ENV
+from pipeline.serve.environment import PROXY_ENV
 from tests.conftest import ROOT
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -358,9 +358,10 @@ def long_video(path: Path, seconds: int) -> Path:
 @pytest.mark.parametrize("sampling", ["fps", "scenes"])
 def test_memory_is_independent_of_duration(tmp_path, sampling):
     short, long = (long_video(tmp_path / f"{s}.mp4", s) for s in (60, 480))
-    baseline = peak_memory(short, 60, sampling=sampling)
-    # Peaks vary by a fifth with the load; keeping all frames and audio would add a half.
-    assert peak_memory(long, 480, sampling=sampling) < 1.35 * baseline
+    limit = 1.35 * peak_memory(short, 60, sampling=sampling)
+    # Keeping all frames and audio would add a half in every run. On a busy machine, buffers of the
+    # decoder add almost as much in some runs.
+    assert any(peak_memory(long, 480, sampling=sampling) < limit for _ in range(3))
 
 
 @pytest.mark.heavy

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import lance
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.index.reader import ITEMS
+from pipeline.index import ITEMS
 from pipeline.schema import ITEM, Item
-from pipeline.search.query import Queries
-from pipeline.search.searcher import Searcher, open_index
+
+if TYPE_CHECKING:
+    from pipeline.search.query import Queries
+    from pipeline.search.searcher import Searcher
 
 DIM = 384
 
@@ -31,6 +32,9 @@ class Row(NamedTuple):
 @pytest.fixture
 def make_index(index_uri, tmp_path) -> Callable[[Sequence[Row]], Searcher]:
     """Returns a function that writes rows to an index as `hpool_2` and single vectors."""
+    import lance  # tests of kernels need neither Lance nor Ray
+
+    from pipeline.search.searcher import open_index
 
     def write(rows: Sequence[Row]) -> Searcher:
         stored = lance.dataset(f"{index_uri}/{ITEMS}").schema
@@ -67,6 +71,8 @@ def random_rows(rng: np.random.Generator, number: int) -> list[Row]:
 
 def random_queries(rng: np.random.Generator, number: int) -> Queries:
     """Returns queries of 1, 2 or 4 tokens, whose sums and means of scores are exact."""
+    from pipeline.search.query import Queries
+
     lengths = rng.choice([1, 2, 4], number)
     tokens = [torch.from_numpy(rng.integers(-1, 2, (n, DIM)).astype(np.float32)) for n in lengths]
     pooled = torch.from_numpy(rng.integers(-1, 2, (number, DIM)).astype(np.float32))

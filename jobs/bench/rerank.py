@@ -31,7 +31,7 @@ from jobs.bench import maxsim, maxsim_gpu
 from jobs.bench.harness import Bench, Repeats, parse_on_device, table
 from jobs.bench.rerank_run import median_p95, milliseconds, random_candidates, scores_on_cpu
 from pipeline.config import SpecError, parse
-from pipeline.rerank.joint import JointEncoder, Texts, _Layers
+from pipeline.rerank.joint import JointEncoder, Texts
 
 WORDS = 30522
 #: Wider than BERT's initialisation, so that scores vary as in a trained model.
@@ -339,7 +339,8 @@ def _runs(
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     """Yields functions that score all pairs: eager, compiled and, on a GPU, as a CUDA graph."""
     with torch.backends.mkldnn.flags(enabled=False):  # packed weights do not compile
-        layers = _Layers(joint.language.base_model, in_int8=False)
+        layers = joint._layers()
+    assert layers is not None
     words = joint.words(read.ids)
     tokens = tokens.to(words.dtype)
 

@@ -34,6 +34,7 @@ from pipeline.encoders.loading import (
 )
 from pipeline.encoders.minilm import BUNDLED, BUNDLED_PACKAGE
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK
+from pipeline.rerank.cuda_layers import CudaLayers
 from pipeline.tokens import pad
 
 #: Supported model types. Other types do not accept embeddings with explicit positions.
@@ -159,7 +160,7 @@ class JointEncoder(torch.nn.Module):
         self.recover.to(weight.dtype)
         if spec.quantise and weight.device.type != "cpu":
             raise SpecError("quantise", spec.quantise, f"null on {weight.device.type}")
-        self._layer_cache: tuple[Any, _Layers | None] = (None, None)
+        self._layer_cache: tuple[Any, _Layers | CudaLayers | None] = (None, None)
 
     @classmethod
     def check(cls, spec: Spec) -> None:
@@ -428,7 +429,7 @@ class JointEncoder(torch.nn.Module):
 
     def _optimised_logits(
         self,
-        layers: _Layers,
+        layers: _Layers | CudaLayers,
         is_padded: bool,
         texts: Texts,
         tokens_BVD: torch.Tensor,
@@ -447,7 +448,7 @@ class JointEncoder(torch.nn.Module):
             states_PH = layers(self._embed(inputs), mask_P11S, mask_BV.shape[1])
             return self.match(states_PH).squeeze(1).float()
 
-    def _layers(self) -> _Layers | None:
+    def _layers(self) -> _Layers | CudaLayers | None:
         """Returns the layers optimised for inference.
 
         Returns None during training and for custom layers.
@@ -462,7 +463,11 @@ class JointEncoder(torch.nn.Module):
         if self._layer_cache[0] != versions:
             linear = {type(m) for m in base.encoder.modules() if hasattr(m, "in_features")}
             is_plain = linear == {torch.nn.Linear}  # no LoRA
-            layers = _Layers(base, self.spec.quantise == "int8") if is_plain else None
+            layers: _Layers | CudaLayers | None = None
+            if is_plain and CudaLayers.supports(base):
+                layers = CudaLayers(base)
+            elif is_plain:
+                layers = _Layers(base, self.spec.quantise == "int8")
             self._layer_cache = versions, layers
         return self._layer_cache[1]
 

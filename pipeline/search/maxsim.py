@@ -112,8 +112,8 @@ def maxsim(
     scores_QB = torch.zeros(len(queries), num_docs, device=device)
     if not len(queries) or not num_docs:
         return scores_QB
-    query_MD = _concatenate(queries, packed)
-    query_lengths = torch.tensor([len(query) for query in queries], device=device)
+    query_MD, lengths = _concatenate(queries, packed)
+    query_lengths = torch.tensor(lengths, device=device)
     if kernels is None:
         first = 0
         for segment, documents in packed.select(rows):
@@ -159,7 +159,7 @@ def best_tokens(
     if not len(query_MD):
         return
     kernels, level = _backend(backend, packed)
-    query_MD = _concatenate([query_MD], packed)
+    query_MD, _ = _concatenate([query_MD], packed)
     if kernels is not None:
         rows = torch.arange(len(packed)) if rows is None else rows
         size = max(block_bytes // (8 * len(query_MD)), 1)
@@ -208,13 +208,21 @@ def _backend(name: str | None, packed: PackedVectors) -> tuple[ModuleType | None
     return (None if level == "torch" else _kernels(packed)), level
 
 
-def _concatenate(queries: Sequence[torch.Tensor], packed: PackedVectors) -> torch.Tensor:
-    """Concatenates the tokens of all queries (M, D) as float32 on the device of the documents."""
-    for query in queries:
-        if query.ndim != 2 or query.shape[1] != packed.dim:
-            shape = tuple(query.shape)
-            raise ValueError(f"queries must have the shape (tokens, {packed.dim}), got {shape}")
-    return torch.cat(list(queries)).to(packed.device, torch.float32)
+def _concatenate(
+    queries: Sequence[torch.Tensor], packed: PackedVectors
+) -> tuple[torch.Tensor, list[int]]:
+    """Concatenates the tokens of all queries on the device of the documents.
+
+    Returns:
+        Tokens (M, D) float32, and the number of tokens per query.
+    """
+    shapes = [query.shape for query in queries]
+    for shape in shapes:
+        if len(shape) != 2 or shape[1] != packed.dim:
+            rule = f"queries must have the shape (tokens, {packed.dim})"
+            raise ValueError(f"{rule}, got {tuple(shape)}")
+    tokens_MD = torch.cat(list(queries)).to(packed.device, torch.float32)
+    return tokens_MD, [shape[0] for shape in shapes]
 
 
 def _score(

@@ -31,12 +31,12 @@ documents.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -139,7 +139,7 @@ def _similarities(
     """Multiplies a panel by document tokens, (M, N). The scales of the queries are not applied."""
     WIDTH: tl.constexpr = BLOCK_D * NUM_BLOCKS
     sim_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if KIND == 1 else tl.float32)
-    square_N = tl.zeros((BLOCK_N,), tl.float32)
+    square_N = tl.zeros((BLOCK_N,), tl.float64)
     for block in range(NUM_BLOCKS):
         first = block * BLOCK_D
         doc_Nd = _decode(
@@ -148,7 +148,9 @@ def _similarities(
         )  # fmt: skip
         if KIND == 3:
             if NORMALISED:
-                square_N += tl.sum(doc_Nd * doc_Nd, axis=1)
+                # In float64, so that the sum does not depend on the layout of the tile.
+                wide_Nd = doc_Nd.to(tl.float64)
+                square_N += tl.sum(wide_Nd * wide_Nd, axis=1)
             doc_Nd = doc_Nd.to(tl.float16)
         if NUM_BLOCKS == 1:
             part_Md, low_Md = query_MD, low_MD
@@ -169,8 +171,8 @@ def _similarities(
     if KIND == 1:
         sim_MN *= tl.load(scales + row_N, mask=valid_N, other=0)[None, :]
     if NORMALISED:
-        sim_MN /= tl.maximum(tl.sqrt(square_N), 1e-12)[None, :]
-    return tl.where(valid_N[None, :], sim_MN, float("-inf"))
+        sim_MN /= tl.maximum(tl.sqrt(square_N.to(tl.float32)), 1e-12)[None, :]
+    return sim_MN
 
 
 @triton.jit
@@ -276,9 +278,12 @@ def _kernel(
         # A constant bound lets the compiler overlap the loads of the next documents.
         end = 1 if SHORT else tl.max(length_N, axis=0).to(tl.int32)
         for first in range(0, end, SLOT):
+            # Beyond the end, the last token is repeated, which does not change the maximum. Masking
+            # all similarities would cost more.
+            position_N = tl.minimum(first + token_N, length_N - 1)
             sim_MN = _similarities(
                 query_MD, low_MD, queries, half, token_M, values, scales, codes, centroids, weights,
-                start_N + first + token_N, first + token_N < length_N,
+                start_N + position_N, length_N > 0,
                 DIM, ROW, KIND, BITS, NORMALISED, PAIR, BLOCK_M, BLOCK_N, BLOCK_D, NUM_BLOCKS,
             )  # fmt: skip
             sim_Mst = tl.reshape(sim_MN, (BLOCK_M, SLOTS, SLOT))
@@ -293,11 +298,17 @@ def _kernel(
         best_Ms *= scale_M[:, None]
         position_s = (doc + tl.arange(0, SLOTS)).to(tl.int64)
         is_doc_s = position_s < end_doc
+        document_s = position_s
+        if SELECTED:
+            document_s = tl.load(documents + position_s, mask=is_doc_s, other=0)
+        length_s = tl.load(lengths + document_s, mask=is_doc_s, other=0)
         if BEST:
             at_Ms = position_s[None, :] * out_stride + token_M[:, None]
             mask_Ms = is_doc_s[None, :] & (token_M < out_stride)[:, None]
+            best_Ms = tl.where(length_s[None, :] > 0, best_Ms, float("-inf"))
+            last_s = length_s.to(tl.int32) - 1  # -1 without tokens
             tl.store(out + at_Ms, best_Ms, mask=mask_Ms)
-            tl.store(index + at_Ms, token_Ms, mask=mask_Ms)
+            tl.store(index + at_Ms, tl.minimum(token_Ms, last_s[None, :]), mask=mask_Ms)
         else:
             # In float64, so that the sum does not depend on the position of a query in the panel.
             quad_fs = tl.sum(tl.reshape(best_Ms.to(tl.float64), (BLOCK_M // 4, 4, SLOTS)), axis=1)
@@ -305,11 +316,7 @@ def _kernel(
             query_f = tl.load(quad_queries + index_f)
             is_query_qf = query_f[None, :] == tl.arange(0, QUERIES)[:, None]
             sum_qs = tl.sum(tl.where(is_query_qf[:, :, None], quad_fs[None, :, :], 0.0), axis=1)
-            document_s = position_s
-            if SELECTED:
-                document_s = tl.load(documents + position_s, mask=is_doc_s, other=0)
-            length_s = tl.load(lengths + document_s, mask=is_doc_s, other=0)
-            score_qs = tl.where(length_s[None, :] == 0, float("-inf"), sum_qs.to(tl.float32))
+            score_qs = tl.where(length_s[None, :] > 0, sum_qs.to(tl.float32), float("-inf"))
             row_q = tl.load(panel_queries + panel * 16 + tl.arange(0, QUERIES)).to(tl.int64)
             at_qs = row_q[:, None] * out_stride + position_s[None, :]
             mask_qs = (row_q >= 0)[:, None] & is_doc_s[None, :]
@@ -340,46 +347,58 @@ class _Panels:
 
     @classmethod
     def pack(
-        cls, query_MD: torch.Tensor, pieces: Sequence[tuple[int, int, int]], layout: _Layout
+        cls, query_MD: torch.Tensor, pieces: tuple[np.ndarray, ...], layout: _Layout
     ) -> _Panels:
-        """Packs query chunks (row of the scores, first token, number of tokens) in order."""
+        """Packs query chunks in order.
+
+        Args:
+            query_MD: float32, query tokens.
+            pieces: Row of the scores, first token and number of tokens of each of P chunks, (P,)
+                int64 each.
+            layout: Data type and block sizes.
+        """
+        rows_P, firsts_P, counts_P = pieces
         size, device = layout.panel, query_MD.device
-        starts: list[int] = []
-        quads: list[list[int]] = []
-        queries: list[list[int]] = []
-        used = size
-        for row, _, count in pieces:
-            aligned = -(-count // ALIGN) * ALIGN
-            if used + aligned > size or len(queries[-1]) == PANEL_QUERIES:
-                queries.append([])
-                quads.append([])
-                used = 0
-            starts.append((len(queries) - 1) * size + used)
-            quads[-1] += [len(queries[-1])] * (aligned // ALIGN)
-            queries[-1].append(row)
-            used += aligned
-        _, firsts, counts = torch.tensor(pieces).T
-        # Row t is row t + shift in the queries and in the panels, with a shift per piece for each.
-        ends = counts.cumsum(0)
-        token = torch.arange(int(ends[-1]))
-        shift = torch.stack([firsts, torch.tensor(starts)]) - (ends - counts)
-        source, target = (token + torch.repeat_interleave(shift, counts, dim=1)).to(device)
-        rows_MD = torch.zeros(len(queries) * size, query_MD.shape[1], device=device)
+        aligned_P = -(-counts_P // ALIGN) * ALIGN
+        ends_P = aligned_P.cumsum()
+        bounds = [0]  # first chunk of each panel
+        while bounds[-1] < len(ends_P):
+            start = bounds[-1]
+            full = int(np.searchsorted(ends_P, ends_P[start] - aligned_P[start] + size, "right"))
+            bounds.append(min(full, start + PANEL_QUERIES))
+        per_panel = np.diff(bounds)
+        panel_P = np.repeat(np.arange(len(per_panel)), per_panel)
+        number_P = np.arange(len(rows_P)) - np.repeat(bounds[:-1], per_panel)
+        before_P = ends_P - aligned_P
+        start_P = panel_P * size + before_P - before_P[bounds[:-1]][panel_P]
+        queries = np.full((len(per_panel), PANEL_QUERIES), -1, np.int32)
+        queries[panel_P, number_P] = rows_P
+        quads = np.full(len(per_panel) * (size // ALIGN), -1, np.int32)
+        quads[_runs(start_P // ALIGN, aligned_P // ALIGN)] = np.repeat(number_P, aligned_P // ALIGN)
+        source, target = (
+            torch.from_numpy(_runs(starts, counts_P)).to(device) for starts in (firsts_P, start_P)
+        )
+        rows_MD = torch.zeros(len(per_panel) * size, query_MD.shape[1], device=device)
         rows_MD[target] = query_MD[source]
         tokens, scales = layout.quantise(rows_MD)
         return cls(
             tokens,
             scales,
-            _pad_rows(quads, size // ALIGN).to(device),
-            _pad_rows(queries, PANEL_QUERIES).to(device),
+            torch.from_numpy(quads).to(device),
+            torch.from_numpy(queries).to(device),
             size,
-            max(map(len, queries)),
+            int(per_panel.max()),
         )
 
 
-def _pad_rows(rows: list[list[int]], width: int) -> torch.Tensor:
-    """Pads rows with -1 to a common width and converts them to an int32 tensor."""
-    return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32)
+def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Concatenates the ranges of `count` integers from each start.
+
+    >>> _runs(np.array([5, 0]), np.array([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    ends = counts.cumsum()
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
 
 
 @dataclass(frozen=True)
@@ -404,7 +423,7 @@ class _Layout:
         # The queries of a program stay in shared memory if they fit.
         block = padded if padded * dtype.itemsize <= (256 if decoded else 512) else 64
         small = padded * dtype.itemsize <= 256 and dtype != torch.bfloat16
-        max_panel = 64 if dtype == torch.float32 else 256 if small else 128
+        max_panel = 64 if dtype == torch.float32 else 256 if small and kind != _INT8 else 128
         panel = min(max(triton.next_power_of_2(num_tokens), 64), max_panel)
         tile = 64 if decoded or panel == 256 or dtype == torch.float32 else 128
         num_blocks = -(-segment.dim // block)
@@ -500,16 +519,16 @@ def _pack(query_MD: torch.Tensor, counts: list[int], layout: _Layout) -> list[_P
     The first launch contains the first piece of each query, of at most a panel. Later launches
     contain the following pieces of longer queries.
     """
-    firsts = itertools.accumulate(counts, initial=0)
-    pieces = [
-        (row, first, count) for row, (first, count) in enumerate(zip(firsts, counts, strict=False))
-    ]
+    counts_Q = np.array(counts, dtype=np.int64)
+    rows_P, firsts_P, counts_P = np.arange(len(counts)), counts_Q.cumsum() - counts_Q, counts_Q
     launches = []
-    while pieces:
-        current = [(row, first, min(count, layout.panel)) for row, first, count in pieces]
-        launches.append(_Panels.pack(query_MD, current, layout))
-        rest = ((row, first + layout.panel, count - layout.panel) for row, first, count in pieces)
-        pieces = [piece for piece in rest if piece[2] > 0]
+    while len(rows_P):
+        current_P = np.minimum(counts_P, layout.panel)
+        launches.append(_Panels.pack(query_MD, (rows_P, firsts_P, current_P), layout))
+        is_longer_P = counts_P > layout.panel
+        rows_P = rows_P[is_longer_P]
+        firsts_P = firsts_P[is_longer_P] + layout.panel
+        counts_P = counts_P[is_longer_P] - layout.panel
     return launches
 
 
@@ -539,9 +558,9 @@ def best(
         if first == last:
             continue
         layout = _Layout.choose(segment, num_tokens)
-        firsts = range(0, num_tokens, layout.panel)
-        pieces = [(0, piece, min(layout.panel, num_tokens - piece)) for piece in firsts]
-        panels = _Panels.pack(query_MD, pieces, layout)
+        firsts_P = np.arange(0, num_tokens, layout.panel)
+        counts_P = np.minimum(num_tokens - firsts_P, layout.panel)
+        panels = _Panels.pack(query_MD, (np.zeros_like(firsts_P), firsts_P, counts_P), layout)
         outputs = best_RM[first:last], index_RM[first:last]
         _launch(panels, layout, segment, documents, *outputs)
     return best_RM, index_RM
@@ -633,11 +652,24 @@ def _launch(
         if key not in _fastest and num_groups >= num_timed and not add:
             schedules = SCHEDULES[panels.size]
             _fastest[key] = _autotune(schedules, lambda schedule: run(schedule, num_timed))
-        run(_fastest.get(key, SCHEDULES[panels.size][0]), num_groups)
+        candidates = [_fastest[key]] if key in _fastest else list(SCHEDULES[panels.size])
+        _run_first(candidates, lambda schedule: run(schedule, num_groups))
 
 
 #: Fastest schedule by device, data type and constants of the kernel.
 _fastest: dict[tuple[Any, ...], tuple[int, int]] = {}
+
+
+def _run_first(
+    schedules: Sequence[tuple[int, int]], run: Callable[[tuple[int, int]], None]
+) -> None:
+    """Runs the first schedule whose shared memory the device has."""
+    for schedule in schedules[:-1]:
+        try:
+            return run(schedule)
+        except triton.runtime.errors.OutOfResources:
+            continue
+    run(schedules[-1])
 
 
 def _autotune(

@@ -16,6 +16,9 @@ def test_gpu_equals_cpu(name):
     expected, found = codec.quantise(tokens), codec.quantise(tokens.cuda())
     for part, (dtype, _) in codec.parts(48).items():
         assert found[part].is_cuda and found[part].dtype == dtype
+        if dtype.is_floating_point:  # the GPU divides by multiplying with a reciprocal
+            torch.testing.assert_close(found[part].cpu(), expected[part])
+            continue
         # Values at a rounding boundary may be rounded differently.
         assert (expected[part] == found[part].cpu()).double().mean() > 0.99
     on_gpu = {part: values.cuda() for part, values in expected.items()}

@@ -146,9 +146,8 @@ def test_compiles_for_hopper(spec, num_queries, monkeypatch):
         packed = quantise(spec, vectors(64, dim), [64])
         query_MD = torch.cat(queries(dim, (32,) * num_queries))
         lengths = torch.full((num_queries,), 32)
-        selection = [(packed.segments[0], None)]
-        triton_kernels.score(query_MD, lengths, selection, torch.empty(num_queries, 1), "triton")
-    triton_kernels.best(query_MD, packed.segments[0], torch.tensor([0]), "triton")
+        triton_kernels.score(query_MD, lengths, packed, None, torch.empty(num_queries, 1), "triton")
+    triton_kernels.best(query_MD, packed, torch.tensor([0]), "triton")
     assert len(shared) == 4 and max(shared) <= HOPPER_SHARED, shared
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,21 +54,50 @@ def ids_between(tokenizer: Any, before: str, text: str, after: str) -> torch.Ten
         text: Text to insert.
         after: Part of the prompt after the text.
     """
-    names = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-    special = re.compile("|".join(map(re.escape, names)) or "(?!)")
-    begin = max((found.end() for found in special.finditer(before)), default=0)
-    found = special.search(after)
+    special = _special_tokens(tokenizer)
+    begin = max((found.end() for found in special.pattern.finditer(before)), default=0)
+    found = special.pattern.search(after)
     end = found.start() if found else len(after)
     # Plain text of the prompt is tokenised together with the text, because a token may span both.
     plain_text = before[begin:] + text + after[:end]
     ids = []
     for part, is_plain in ((before[:begin], False), (plain_text, True), (after[end:], False)):
-        options = {"add_special_tokens": False, "split_special_tokens": is_plain, "verbose": False}
-        with TOKENIZER_LOCK:
-            ids += tokenizer(part, **options)["input_ids"]
+        if part:
+            ids += _token_ids(tokenizer, part, split_special_tokens=is_plain)
+    return torch.tensor(special.first_ids + ids + special.last_ids)
+
+
+class _SpecialTokens(NamedTuple):
+    """Special tokens of a tokenizer.
+
+    Attributes:
+        pattern: Pattern of their names.
+        first_ids: Tokens that the tokenizer puts before each text.
+        last_ids: Tokens that it appends.
+    """
+
+    pattern: re.Pattern[str]
+    first_ids: list[int]
+    last_ids: list[int]
+
+
+#: A tokenizer with a thousand added tokens, such as that of ColPali, takes milliseconds to list
+#: them.
+_cache: weakref.WeakKeyDictionary[Any, _SpecialTokens] = weakref.WeakKeyDictionary()
+
+
+def _special_tokens(tokenizer: Any) -> _SpecialTokens:
+    """Returns the special tokens of a tokenizer, which must not change after the first call."""
+    if tokenizer not in _cache:
+        names = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        whole, plain = (_token_ids(tokenizer, "a", add_special_tokens=b) for b in (True, False))
+        start = whole.index(plain[0])
+        pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        _cache[tokenizer] = _SpecialTokens(pattern, whole[:start], whole[start + len(plain) :])
+    return _cache[tokenizer]
+
+
+def _token_ids(tokenizer: Any, text: str, **options: bool) -> list[int]:
+    options = {"add_special_tokens": False, "verbose": False, **options}
     with TOKENIZER_LOCK:
-        whole, plain = (
-            tokenizer("a", add_special_tokens=both)["input_ids"] for both in (True, False)
-        )
-    start = whole.index(plain[0])
-    return torch.tensor(whole[:start] + ids + whole[start + len(plain) :])
+        return tokenizer(text, **options)["input_ids"]

@@ -113,9 +113,10 @@ class Loop:
         self._loss_parameters = [p for p in loss_parameters if p.requires_grad]
         if self.spec.activation_checkpointing:
             sharding.checkpoint_activations(learner.model)
-        if distributed.num_workers() == 1:
+        is_sharded = self.spec.fsdp and torch.distributed.is_initialized()
+        if distributed.num_workers() == 1 and not is_sharded:
             return learner
-        if self.spec.fsdp:
+        if is_sharded:
             dtype = torch.bfloat16 if self.spec.precision == "bfloat16" else None
             sharding.shard(learner, set(loss_parameters), dtype)
             return learner

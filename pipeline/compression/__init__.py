@@ -5,9 +5,13 @@ Each module of this package implements one method from the literature, or a base
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
 
 import numpy as np
@@ -29,6 +33,9 @@ NumVectors = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 #: large batches need.
 MAX_BLOCK_ELEMENTS = {"cpu": 1 << 21}
 DEFAULT_MAX_BLOCK_ELEMENTS = 1 << 26
+
+#: Values that differ by less from the minimum are considered equal to it.
+TIE_TOLERANCE = 1e-5
 
 
 class Compressor(ABC, Generic[ComponentSpecT]):
@@ -317,6 +324,18 @@ def is_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def _kernels(tensor: torch.Tensor) -> ModuleType | None:
+    """Returns the module of Triton kernels if they can process the tensor, else None."""
+    if tensor.device.type != "cuda" or not _has_triton():
+        return None
+    return importlib.import_module("pipeline.compression.triton_kernels")
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> TokenBatch:
     """Selects the tokens at the positions `index` (B, K) for which `index_mask` (B, K) is True.
 
@@ -385,8 +404,11 @@ def first_minimum(values: torch.Tensor, dim: int) -> torch.Tensor:
     [1]
     """
     if not is_cpu(values):
+        is_supported = values.dtype == torch.float32 and 0 <= dim < values.ndim - 1
+        if is_supported and values.is_contiguous() and (kernels := _kernels(values)):
+            return kernels.first_minimum(values, dim, TIE_TOLERANCE)
         # Boolean values need less memory bandwidth. argmax is not implemented for them.
-        is_minimum = values <= values.amin(dim=dim, keepdim=True).add_(1e-5)
+        is_minimum = values <= values.amin(dim=dim, keepdim=True).add_(TIE_TOLERANCE)
         return is_minimum.view(torch.uint8).argmax(dim=dim)
     # The maximum of descending ranks is the first match. argmax, argmin and boolean comparisons are
     # several times slower on a CPU. float32 represents the ranks exactly.
@@ -394,7 +416,7 @@ def first_minimum(values: torch.Tensor, dim: int) -> torch.Tensor:
     ranks = torch.arange(size, 0, -1, dtype=torch.float32, device=values.device)
     ranks = ranks.reshape(-1, *[1] * (values.ndim - 1 - dim))
     is_minimum = torch.empty_like(values)
-    torch.le(values, values.amin(dim=dim, keepdim=True) + 1e-5, out=is_minimum)
+    torch.le(values, values.amin(dim=dim, keepdim=True) + TIE_TOLERANCE, out=is_minimum)
     return size - is_minimum.mul_(ranks).amax(dim=dim).long()
 
 

@@ -324,7 +324,7 @@ def is_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _kernels(tensor: torch.Tensor) -> ModuleType | None:
+def kernel_module(tensor: torch.Tensor) -> ModuleType | None:
     """Returns the module of Triton kernels if they can process the tensor, else None."""
     if tensor.device.type != "cuda" or not _has_triton():
         return None
@@ -405,7 +405,7 @@ def first_minimum(values: torch.Tensor, dim: int) -> torch.Tensor:
     """
     if not is_cpu(values):
         is_supported = values.dtype == torch.float32 and 0 <= dim < values.ndim - 1
-        if is_supported and values.is_contiguous() and (kernels := _kernels(values)):
+        if is_supported and values.is_contiguous() and (kernels := kernel_module(values)):
             return kernels.first_minimum(values, dim, TIE_TOLERANCE)
         # Boolean values need less memory bandwidth. argmax is not implemented for them.
         is_minimum = values <= values.amin(dim=dim, keepdim=True).add_(TIE_TOLERANCE)

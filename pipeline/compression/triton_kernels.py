@@ -176,20 +176,20 @@ def _merge_groups(
         bound = tl.min(row_M, axis=0) + TOLERANCE
         partner = tl.min(tl.where(row_M <= bound, group_M, M), axis=0)
         cost = tl.min(tl.where(group_M == partner, row_M, float("inf")), axis=0)
-        kept, merged = tl.minimum(group, partner), tl.maximum(group, partner)
-        kept_M = tl.min(tl.where(row_M1 == kept, costs_MM, float("inf")), axis=0)
-        merged_M = tl.min(tl.where(row_M1 == merged, costs_MM, float("inf")), axis=0)
-        kept_size = tl.sum(tl.where(group_M == kept, sizes_M, 0.0), axis=0)
-        merged_size = tl.sum(tl.where(group_M == merged, sizes_M, 0.0), axis=0)
+        first, second = tl.minimum(group, partner), tl.maximum(group, partner)
+        first_M = tl.min(tl.where(row_M1 == first, costs_MM, float("inf")), axis=0)
+        second_M = tl.min(tl.where(row_M1 == second, costs_MM, float("inf")), axis=0)
+        first_size = tl.sum(tl.where(group_M == first, sizes_M, 0.0), axis=0)
+        second_size = tl.sum(tl.where(group_M == second, sizes_M, 0.0), axis=0)
         # The costs of the merged group follow from those of its parts (Lance and Williams, 1967).
-        new_M = (kept_size + sizes_M) * kept_M + (merged_size + sizes_M) * merged_M
-        new_M = (new_M - sizes_M * cost) / (kept_size + merged_size + sizes_M)
-        costs_MM = tl.where(row_M1 == kept, new_M[None, :], costs_MM)
-        costs_MM = tl.where(column_1M == kept, new_M[:, None], costs_MM)
-        costs_MM = tl.where((row_M1 == merged) | (column_1M == merged), float("inf"), costs_MM)
-        sizes_M = tl.where(group_M == kept, kept_size + merged_size, sizes_M)
-        sizes_M = tl.where(group_M == merged, 0.0, sizes_M)
-        target_M = tl.where(target_M == merged, kept, target_M)
+        new_M = (first_size + sizes_M) * first_M + (second_size + sizes_M) * second_M
+        new_M = (new_M - sizes_M * cost) / (first_size + second_size + sizes_M)
+        costs_MM = tl.where(row_M1 == first, new_M[None, :], costs_MM)
+        costs_MM = tl.where(column_1M == first, new_M[:, None], costs_MM)
+        costs_MM = tl.where((row_M1 == second) | (column_1M == second), float("inf"), costs_MM)
+        sizes_M = tl.where(group_M == first, first_size + second_size, sizes_M)
+        sizes_M = tl.where(group_M == second, 0.0, sizes_M)
+        target_M = tl.where(target_M == second, first, target_M)
     tl.store(targets_BM + item * num_groups + group_M, target_M.to(tl.int64), group_M < num_groups)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,10 +65,21 @@ class TokenBatch:
     def __len__(self) -> int:
         return self.vectors.shape[0]
 
-    @property
+    @cached_property
     def lengths(self) -> torch.Tensor:
-        """Number of tokens per item without padding, (B,) int64."""
+        """Number of tokens per item without padding, (B,) int64.
+
+        It is cached, so the mask must not be changed in place.
+        """
         return self.mask.sum(dim=1)
+
+    @cached_property
+    def is_full(self) -> bool:
+        """True if the batch has no padding.
+
+        It is cached, because reading a value from a GPU waits for all preceding kernels.
+        """
+        return bool(self.mask.all())
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """Returns a copy of the batch with all tensors on `device`."""
@@ -83,8 +95,11 @@ class TokenBatch:
         """Selects items without changing their padding.
 
         Args:
-            rows: Indices (int64) of the items, or a slice. A slice returns views of the tensors.
+            rows: Indices (int64) of the items, or a slice. A slice returns views of the tensors; a
+                slice of all items returns the batch itself.
         """
+        if isinstance(rows, slice) and rows.indices(len(self)) == (0, len(self), 1):
+            return self
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[rows if isinstance(rows, slice) else rows.to(tensor.device)]
@@ -106,7 +121,7 @@ def normalise(vectors: torch.Tensor) -> torch.Tensor:
 def masked_vectors(batch: TokenBatch) -> torch.Tensor:
     """Returns the vectors as a (B, N, D) float32 tensor that is zero at padding."""
     vectors = batch.vectors.float()
-    if bool(batch.mask.all()):  # avoids a copy
+    if batch.is_full:  # avoids a copy
         return vectors
     return vectors.masked_fill(~batch.mask.unsqueeze(-1), 0.0)
 

@@ -80,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def methods(bench: Bench, args: Any) -> None:
     """Measures each method in a separate process. Also measures its lower bound, if it has one."""
+    unit, per_second = ("us", 1e6) if args.device == "cuda" else ("ms", 1e3)
     sizes = {"num_tokens": args.tokens, "dim": args.dim, "num_vectors": args.vectors}
     protocol = {"batches": args.batch, "repeats": args.repeats, "seconds": args.seconds}
     rows, figures = [], {}
@@ -92,19 +93,19 @@ def methods(bench: Bench, args: Any) -> None:
             continue
         for batch in run["batches"]:
             times, cpu_times = (
-                Repeats(tuple(1e3 * seconds for seconds in batch[side]))
+                Repeats(tuple(per_second * seconds for seconds in batch[side]))
                 for side in ("seconds", "cpu_seconds")
             )
             compared: tuple[Repeats | str, Repeats | str] = "-", "-"
             if "bare" in batch:
-                bare = Repeats(tuple(1e3 * seconds for seconds in batch["bare"]))
+                bare = Repeats(tuple(per_second * seconds for seconds in batch["bare"]))
                 batch["ratio"] = times.over(bare)
                 compared = bare, batch["ratio"]
             memory = f"{batch['peak_bytes'] / 2**20:,.0f}"
             rows.append([name, batch["size"], times, cpu_times, *compared, memory, ""])
     memory = "GPU MiB" if args.device == "cuda" else "process MiB"
-    header = ["method", "batch", "ms/document", "CPU ms/document", "bare, ms/document", "ratio"]
-    header += [memory, ""]
+    columns = [f"{unit}/document", f"CPU {unit}/document", f"bare, {unit}/document"]
+    header = ["method", "batch", *columns, "ratio", memory, ""]
     title = (
         f"N = {args.tokens:,} tokens of D = {args.dim} to K = {args.vectors} vectors on"
         f" {args.device}"

@@ -6,11 +6,11 @@ The argument is a JSON object with the fields of `Run`. The last line of the out
 with the size of each batch, the seconds per document of both sides and the CPU seconds of the
 method for each repeat, and the peak memory of the method. The script needs neither Ray nor Lance.
 
-The lower bound ("bare") consists of the operations that the method cannot avoid. For `samer` and
-`attention_clustering`, these are the matrix products of their equations with the same number of
-threads: distances (N x K x D) and means (K x N x D) of each iteration, and the final ones. For
-hierarchical clustering, it is scipy's `pdist`, `linkage` and `fcluster` on the CPU, one document at
-a time.
+The lower bound ("bare") consists of the operations that the method cannot avoid. For `samer`,
+`attention_clustering` and `agc`, these are the matrix products of their equations with the same
+number of threads: distances (N x K x D) and means (K x N x D) of each iteration, and the final
+ones. For hierarchical clustering, it is scipy's `pdist`, `linkage` and `fcluster` on the CPU, one
+document at a time.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pipeline.registry import COMPRESSORS
 from pipeline.tokens import TokenBatch
 
 NUM_FITTED = 8  # documents on which methods are fitted
+NUM_PROBED = 16  # documents that are sufficient to recognise a slow method
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class Run:
 
     Attributes:
         name: Compressor, with settings as in "hpool,linkage=rows".
-        batches: Batch sizes. All but the smallest are reduced if all repeats would take longer than
-            `seconds`; then the number of repeats is reduced.
+        batches: Batch sizes. On a CPU, all but the smallest are reduced if all repeats would take
+            longer than `seconds`; on a GPU, only if a single call would. Then the number of repeats
+            is reduced.
         repeats: Repeats per measurement, alternating between the two sides.
         seconds: Approximate time limit per batch size.
         num_tokens: Tokens per document, N.
@@ -79,10 +81,8 @@ def measure(run: Run) -> dict[str, Any]:
     before = peak_bytes()
     rows: list[dict[str, Any]] = []
     for size in sorted(run.batches):
-        if rows:  # the time per document is known
-            each = sorted(rows[-1]["seconds"])[len(rows[-1]["seconds"]) // 2]
-            fitting = int(run.seconds / (each * (1 + run.repeats)))
-            size = max(rows[-1]["size"], min(size, max(fitting, min(size, 16))))
+        if rows:
+            size = max(rows[-1]["size"], fitting_size(run, compressor, size, rows[-1]))
         batch = documents(run, compressor, size).to(run.device)
         rows.append(time_both(run, compressor, batch))
     return {
@@ -91,6 +91,33 @@ def measure(run: Run) -> dict[str, Any]:
         "before_bytes": before,
         "threads": torch.get_num_threads(),
     }
+
+
+def fitting_size(run: Run, compressor: Compressor, size: int, row: dict[str, Any]) -> int:
+    """Returns the batch size that fits into the time limit, given the results of a smaller one.
+
+    On a GPU, launches of kernels determine the time of a small batch, which is about the same for
+    larger ones.
+    """
+    least = min(size, NUM_PROBED)
+    each = sorted(row["seconds"])[len(row["seconds"]) // 2]
+    if run.device == "cuda":
+        batch = documents(run, compressor, least).to(run.device)
+        sides = both_sides(run, compressor, batch).values()
+        each = sum(min(timed(side, run.device) for _ in range(2)) for side in sides) / least
+        if each * size <= run.seconds:
+            return size
+    return min(size, max(least, int(run.seconds / (each * (1 + run.repeats)))))
+
+
+def both_sides(
+    run: Run, compressor: Compressor, batch: TokenBatch
+) -> dict[str, Callable[[], object]]:
+    """Returns the method and its lower bound, if it has one, by their keys in the results."""
+    sides: dict[str, Callable[[], object]] = {"seconds": lambda: compressor.compress(batch)}
+    if make_bare := BARE.get(run.name) or BARE.get(compressor.spec.name):
+        sides["bare"] = make_bare(run, compressor, batch)
+    return sides
 
 
 def time_both(run: Run, compressor: Compressor, batch: TokenBatch) -> dict[str, Any]:
@@ -102,11 +129,12 @@ def time_both(run: Run, compressor: Compressor, batch: TokenBatch) -> dict[str, 
         torch.cuda.reset_peak_memory_stats()
     first = timed(lambda: compressor.compress(batch), run.device)  # warm-up
     peak = torch.cuda.max_memory_allocated() if run.device == "cuda" else peak_bytes()
-    repeats = max(1, min(run.repeats, int(run.seconds / first)))
-    sides: dict[str, Callable[[], object]] = {"seconds": lambda: compressor.compress(batch)}
-    if make_bare := BARE.get(run.name) or BARE.get(compressor.spec.name):
-        sides["bare"] = make_bare(run, compressor, batch)
+    sides = both_sides(run, compressor, batch)
+    if "bare" in sides:
         timed(sides["bare"], run.device)
+    if run.device == "cuda":  # the first call initialises libraries and allocates memory
+        first = timed(sides["seconds"], run.device)
+    repeats = max(1, min(run.repeats, int(run.seconds / first)))
     taken: dict[str, list[float]] = {name: [] for name in (*sides, "cpu_seconds")}
     for repeat in range(repeats):
         for side in sides if repeat % 2 == 0 else reversed(sides):
@@ -183,7 +211,7 @@ def samer(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], N
     return products(compressor.spec.num_iterations + 1, run, batch)
 
 
-def attention_clustering(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
+def assignment(run: Run, compressor: Compressor, batch: TokenBatch) -> Callable[[], None]:
     """Returns the products of the assignment to the K most salient tokens and of the means."""
     return products(1, run, batch)
 
@@ -213,7 +241,8 @@ def row_distances(item: np.ndarray) -> np.ndarray:
 
 BARE = {
     "samer": samer,
-    "attention_clustering": attention_clustering,
+    "attention_clustering": assignment,
+    "agc": assignment,
     "hpool": ward(pdist),
     "hpool,linkage=rows": ward(row_distances),
     "hpool,linkage=condensed": ward(lambda item: pdist(item, "cosine")),

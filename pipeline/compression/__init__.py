@@ -5,9 +5,13 @@ Each module of this package implements one method from the literature, or a base
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
 
 import numpy as np
@@ -29,6 +33,9 @@ NumVectors = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 #: large batches need.
 MAX_BLOCK_ELEMENTS = {"cpu": 1 << 21}
 DEFAULT_MAX_BLOCK_ELEMENTS = 1 << 26
+
+#: Values that differ by less from the minimum are considered equal to it.
+TIE_TOLERANCE = 1e-5
 
 
 class Compressor(ABC, Generic[ComponentSpecT]):
@@ -139,9 +146,15 @@ class Compressor(ABC, Generic[ComponentSpecT]):
             result = self._compress(packed)
         if result.assignment is None:
             return result
+        assignment = result.assignment
+        if not packed.is_full:
+            assignment = assignment.masked_fill(~packed.mask, -1)
         # Convert positions in the packed batch back to positions in `batch`.
-        assignment = torch.full_like(batch.mask, -1, dtype=torch.int64)
-        assignment.scatter_(1, order, result.assignment.masked_fill(~packed.mask, -1))
+        if order is not None:
+            unassigned = torch.full_like(batch.mask, -1, dtype=torch.int64)
+            assignment = unassigned.scatter_(1, order, assignment)
+        elif num_missing := batch.mask.shape[1] - assignment.shape[1]:
+            assignment = torch.nn.functional.pad(assignment, (0, num_missing), value=-1)
         return replace(result, assignment=assignment)
 
     def check_encoder(self, encoder: ComponentSpec) -> None:
@@ -238,29 +251,34 @@ class Budgeted(Compressor[BudgetT]):
         """
 
 
-def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
+def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor | None]:
     """Moves padding to the end of each row and truncates it to the longest item.
 
     The order of the tokens is preserved.
 
     Returns:
         The packed batch, padded to the longest item (N'), and the input position of each packed
-        token (B, N').
+        token (B, N'), or None if all tokens keep their positions.
     """
-    max_length = int(batch.lengths.max()) if len(batch) else 0
-    if bool(batch.mask[:, :max_length].sum() == batch.mask.sum()) and bool(
-        (batch.mask[:, : max(0, max_length - 1)] >= batch.mask[:, 1:max_length]).all()
-    ):  # the batch is already packed, which is the case for all batches read from an index
-        order = torch.arange(max_length, device=batch.mask.device).expand(len(batch), -1)
+    if batch.is_full:
+        return batch, None
+    # A single transfer, because reading values from a GPU waits for all preceding kernels.
+    ranks_N = torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)
+    ends_B = (batch.mask * ranks_N).amax(dim=1)
+    lengths, ends = torch.stack([batch.lengths, ends_B]).tolist()
+    max_length = max(lengths)
+    order: torch.Tensor | None = None
+    if lengths == ends:  # the case for all batches read from an index
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[:, :max_length]
     else:
-        order = torch.argsort((~batch.mask).to(torch.int8), dim=1, stable=True)[:, :max_length]
+        order_BN = torch.argsort((~batch.mask).to(torch.int8), dim=1, stable=True)
+        order = index_BN = order_BN[:, :max_length]
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
-            index = order.reshape(*order.shape, *[1] * (tensor.ndim - 2))
-            return tensor.gather(1, index.expand(*order.shape, *tensor.shape[2:]))
+            index = index_BN.reshape(*index_BN.shape, *[1] * (tensor.ndim - 2))
+            return tensor.gather(1, index.expand(*index_BN.shape, *tensor.shape[2:]))
 
     def take_any(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else take(tensor)
@@ -276,13 +294,15 @@ def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
         objects=take_any(batch.objects),
         taps={name: take(tap) for name, tap in batch.taps.items()},
     )
+    vars(packed)["is_full"] = min(lengths) == max_length
     return packed, order
 
 
 def blocks(items_B: torch.Tensor, elements_per_item: int) -> Iterator[slice]:
     """Yields slices of the items that are small enough to limit the size of intermediate tensors.
 
-    All slices have about the same size, because the cost per item is higher for small slices.
+    All slices have about the same size, because the cost per item is higher for small slices. For
+    an empty batch, there is one slice.
 
     items_B: Tensor whose first dimension is the batch. Its device determines the limit.
     elements_per_item: Number of elements of the largest intermediate tensor per item.
@@ -290,8 +310,30 @@ def blocks(items_B: torch.Tensor, elements_per_item: int) -> Iterator[slice]:
     max_elements = MAX_BLOCK_ELEMENTS.get(items_B.device.type, DEFAULT_MAX_BLOCK_ELEMENTS)
     max_items = max(1, max_elements // max(1, elements_per_item))
     size = -(-len(items_B) // max(1, -(-len(items_B) // max_items)))
-    for start in range(0, len(items_B), max(1, size)):
+    for start in range(0, max(1, len(items_B)), max(1, size)):
         yield slice(start, start + size)
+
+
+def concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenates the results of blocks, without a copy if there is only one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def is_cpu(tensor: torch.Tensor) -> bool:
+    """Returns True if the tensor is in the memory of a CPU."""
+    return tensor.device.type == "cpu"
+
+
+def kernel_module(tensor: torch.Tensor) -> ModuleType | None:
+    """Returns the module of Triton kernels if they can process the tensor, else None."""
+    if tensor.device.type != "cuda" or not _has_triton():
+        return None
+    return importlib.import_module("pipeline.compression.triton_kernels")
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> TokenBatch:
@@ -302,11 +344,11 @@ def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> 
     """
     dim = batch.vectors.shape[2]
     vectors = batch.vectors.gather(1, index.unsqueeze(-1).expand(-1, -1, dim))
-    assignment = torch.full(batch.mask.shape, -1, dtype=torch.int64, device=batch.mask.device)
+    num_tokens = batch.mask.shape[1]
     outputs = torch.arange(index.shape[1], device=index.device).expand_as(index)
     # Masked slots are written to an additional column, which is dropped at the end.
-    padded = torch.cat([assignment, assignment.new_full((len(batch), 1), -1)], dim=1)
-    padded.scatter_(1, torch.where(index_mask, index, batch.mask.shape[1]), outputs)
+    padded = index.new_full((len(batch), num_tokens + 1), -1)
+    padded.scatter_(1, torch.where(index_mask, index, num_tokens), outputs)
     selected = TokenBatch(
         vectors, index_mask, batch.normalised, pooled=batch.pooled, assignment=padded[:, :-1]
     )
@@ -337,9 +379,8 @@ def largest(
     order_BN = masked_BN.argsort(dim=1, descending=True, stable=True)
     slot_mask = torch.arange(size, device=budgets_B.device) < budgets_B.unsqueeze(1)
     # N is larger than any position, so unused slots stay last after sorting.
-    index_BK = order_BN[:, :size].masked_fill(~slot_mask, scores_BN.shape[1])
-    index_BK = index_BK.sort(dim=1).values
-    return index_BK.masked_fill(~slot_mask, 0), slot_mask
+    index_BK = torch.where(slot_mask, order_BN[:, :size], scores_BN.shape[1])
+    return index_BK.sort(dim=1).values * slot_mask, slot_mask
 
 
 def memberships(groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
@@ -348,8 +389,9 @@ def memberships(groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
     >>> memberships(torch.tensor([[1, 0, -1]]), 2).tolist()
     [[[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]]
     """
-    groups = torch.arange(num_groups, device=groups_BN.device)
-    return (groups_BN.unsqueeze(-1) == groups).float()
+    result = torch.empty((*groups_BN.shape, num_groups), device=groups_BN.device)
+    groups_K = torch.arange(num_groups, device=groups_BN.device)
+    return torch.eq(groups_BN.unsqueeze(-1), groups_K, out=result)
 
 
 def first_minimum(values: torch.Tensor, dim: int) -> torch.Tensor:
@@ -361,35 +403,56 @@ def first_minimum(values: torch.Tensor, dim: int) -> torch.Tensor:
     >>> first_minimum(torch.tensor([[0.5, 0.2000001, 0.2]]), dim=1).tolist()
     [1]
     """
+    if not is_cpu(values):
+        is_supported = values.dtype == torch.float32 and 0 <= dim < values.ndim - 1
+        if is_supported and values.is_contiguous() and (kernels := kernel_module(values)):
+            return kernels.first_minimum(values, dim, TIE_TOLERANCE)
+        # Boolean values need less memory bandwidth. argmax is not implemented for them.
+        is_minimum = values <= values.amin(dim=dim, keepdim=True).add_(TIE_TOLERANCE)
+        return is_minimum.view(torch.uint8).argmax(dim=dim)
     # The maximum of descending ranks is the first match. argmax, argmin and boolean comparisons are
-    # several times slower. float32 represents the ranks exactly.
+    # several times slower on a CPU. float32 represents the ranks exactly.
     size = values.shape[dim]
     ranks = torch.arange(size, 0, -1, dtype=torch.float32, device=values.device)
     ranks = ranks.reshape(-1, *[1] * (values.ndim - 1 - dim))
     is_minimum = torch.empty_like(values)
-    torch.le(values, values.amin(dim=dim, keepdim=True) + 1e-5, out=is_minimum)
+    torch.le(values, values.amin(dim=dim, keepdim=True) + TIE_TOLERANCE, out=is_minimum)
     return size - is_minimum.mul_(ranks).amax(dim=dim).long()
 
 
-def group_sums(values_BNV: torch.Tensor, groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Returns the sum of the values of each group, (B, K, V), in the precision of the values.
+def group_sums(
+    values_BNV: torch.Tensor,
+    groups_BN: torch.Tensor,
+    num_groups: int,
+    weights_BN: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns the weighted sum of the values of each group, (B, K, V), in their precision.
 
     Args:
         values_BNV: Values per token; must be finite, including those of tokens without a group.
         groups_BN: Group index of each token, or -1 for none.
         num_groups: Number of groups K.
+        weights_BN: Weights of the tokens, 0 for tokens without a group; None if all are 1.
 
     >>> tokens = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]])
     >>> group_sums(tokens, torch.tensor([[0, 1, 0]]), 2).tolist()
     [[[3.0, 0.0], [0.0, 1.0]]]
     """
     num_items, num_tokens, width = values_BNV.shape
-    if values_BNV.device.type != "cpu":
+    if not is_cpu(values_BNV):
         # On GPUs, index_add uses atomic additions in arbitrary order and is not deterministic.
-        parts = [values_BNV.new_zeros(0, num_groups, width)]  # for an empty batch
-        for rows in blocks(values_BNV, num_tokens * num_groups):
-            parts.append(memberships(groups_BN[rows], num_groups).mT @ values_BNV[rows])
-        return torch.cat(parts)
+        parts = [
+            _group_products(
+                values_BNV[rows],
+                groups_BN[rows],
+                num_groups,
+                None if weights_BN is None else weights_BN[rows],
+            )
+            for rows in blocks(values_BNV, num_tokens * num_groups)
+        ]
+        return concatenate(parts)
+    if weights_BN is not None:
+        values_BNV = values_BNV * weights_BN.unsqueeze(2)
     # Each item has an additional last group for tokens without a group.
     offset_B1 = torch.arange(0, num_items * (num_groups + 1), num_groups + 1).unsqueeze(1)
     row_BN = offset_B1 + torch.where(groups_BN < 0, num_groups, groups_BN)
@@ -397,6 +460,20 @@ def group_sums(values_BNV: torch.Tensor, groups_BN: torch.Tensor, num_groups: in
     flat = values_BNV.reshape(num_items * num_tokens, width)
     sums = sums.index_add(0, row_BN.reshape(-1), flat)
     return sums.reshape(num_items, num_groups + 1, width)[:, :num_groups]
+
+
+def _group_products(
+    values_BNV: torch.Tensor,
+    groups_BN: torch.Tensor,
+    num_groups: int,
+    weights_BN: torch.Tensor | None,
+) -> torch.Tensor:
+    """Computes `group_sums` as a matrix product."""
+    if weights_BN is None:
+        return memberships(groups_BN, num_groups).mT @ values_BNV
+    weights_BKN = weights_BN.new_zeros(len(groups_BN), num_groups, groups_BN.shape[1])
+    index_B1N = groups_BN.clamp_min(0).unsqueeze(1)
+    return weights_BKN.scatter_(1, index_B1N, weights_BN.unsqueeze(1)) @ values_BNV
 
 
 def group_sizes(groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from pipeline.compression import (
     Budget,
     Budgeted,
     blocks,
+    concatenate,
     first_minimum,
     group_sums,
     largest,
@@ -79,18 +80,18 @@ def weighted_clusters(
     Returns:
         A batch of unit vectors, without those of centroids to which no token is assigned.
     """
-    weights_BN = weights_BN.clamp_min(1e-12).masked_fill(~batch.mask, 0.0)
-    num_items, num_tokens, dim = batch.vectors.shape
-    num_outputs = centroids_BK.shape[1]
-    groups_BN = torch.full_like(batch.mask, -1, dtype=torch.int64)
-    vectors_BKD = batch.vectors.new_zeros((num_items, num_outputs, dim), dtype=torch.float32)
+    weights_BN = weights_BN.clamp_min(1e-12)
+    if not batch.is_full:
+        weights_BN = weights_BN.masked_fill(~batch.mask, 0.0)
+    (num_tokens, dim), num_outputs = batch.vectors.shape[1:], centroids_BK.shape[1]
+    parts = []
     for block in blocks(batch.mask, num_tokens * max(num_outputs, dim)):
         items = batch.take(block)
-        groups_BN[block] = nearest_centroids(items, centroids_BK[block], slot_mask_BK[block])
+        groups_BN = nearest_centroids(items, centroids_BK[block], slot_mask_BK[block])
         # Vectors of encoders without normalisation are weighted by their length as well.
-        weighted_BND = masked_vectors(items) * weights_BN[block].unsqueeze(2)
-        sums_BKD = group_sums(weighted_BND, groups_BN[block], num_outputs)
-        vectors_BKD[block] = normalise(sums_BKD)  # the sum of the weights cancels
+        sums_BKD = group_sums(masked_vectors(items), groups_BN, num_outputs, weights_BN[block])
+        parts.append((normalise(sums_BKD), groups_BN))  # the sum of the weights cancels
+    vectors_BKD, groups_BN = (concatenate(part) for part in zip(*parts, strict=True))
     mask_BK = slot_mask_BK & vectors_BKD.any(dim=2)
     vectors_BKD, mask_BK, assignment_BN = pack_outputs(vectors_BKD, mask_BK, groups_BN)
     return TokenBatch(vectors_BKD, mask_BK, True, pooled=batch.pooled, assignment=assignment_BN)
@@ -111,10 +112,15 @@ def nearest_centroids(
         Indices of the centroids, (B, N) int64. They are -1 at padding.
     """
     tokens_BND = unit_vectors(batch)
-    index = centroids_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2])
+    if not centroids_BK.shape[1]:
+        return torch.full_like(batch.mask, -1, dtype=torch.int64)
+    # Unused slots repeat the first centroid. Of equal centroids, the first is the nearest.
+    positions_BK = torch.where(slot_mask_BK, centroids_BK, centroids_BK[:, :1])
+    index = positions_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2])
     # Reductions over k are vectorised over the tokens, which are in the last dimension.
     distance_BKN = tokens_BND.gather(1, index).neg() @ tokens_BND.mT
-    return nearest(distance_BKN, slot_mask_BK, batch.mask)
+    nearest_BN = first_minimum(distance_BKN, dim=1)
+    return nearest_BN if batch.is_full else nearest_BN.masked_fill(~batch.mask, -1)
 
 
 def nearest(

@@ -12,12 +12,14 @@ import torch
 from pydantic import Field, model_validator
 
 from pipeline.compression import (
+    TIE_TOLERANCE,
     Budget,
     Budgeted,
     blocks,
     first_minimum,
     group_sizes,
     group_sums,
+    kernel_module,
     pack_outputs,
 )
 from pipeline.compression.attention_clustering import nearest
@@ -149,7 +151,9 @@ class KCenter(Budgeted["KCenter.Spec"]):
         num_tokens, dim = batch.vectors.shape[1:]
         parts = [
             self._group(batch.take(rows), budgets_B[rows], num_groups)
-            for rows in blocks(batch.mask, num_tokens * max(num_groups, dim))
+            for rows in blocks(
+                batch.mask, num_tokens * max(num_groups, dim, self._num_pairs(batch))
+            )
         ]
         vectors_BMD, sums_BMD, groups_BN, budgets_B = (
             torch.cat(part) for part in zip(*parts, strict=True)
@@ -177,21 +181,13 @@ class KCenter(Budgeted["KCenter.Spec"]):
         batch = replace(batch, vectors=tokens_BND, normalised=True)
         weights_BN = self._weights(batch)
         num_centres_B = self._num_centres(budgets_B, batch.lengths)
-        distances: list[torch.Tensor] = []  # (B, N) from each centre
-        centres_BM, radii_BM = farthest_order(
-            seed_distance(tokens_BND, batch.mask, self.spec.start, distances),
-            batch.mask,
-            max(1, int(num_centres_B.max())),
-            weights_BN,
-            self._max_distance,
-        )
+        num_centres = max(1, int(num_centres_B.max()))
+        centres_BM, radii_BM, distance_BMN = self._centres(batch, weights_BN, num_centres)
         if self._max_distance is not None:
             budgets_B = torch.minimum(budgets_B, enough_centres(radii_BM, self._max_distance))
             num_centres_B = budgets_B
         ranks_M = torch.arange(centres_BM.shape[1], device=budgets_B.device)
         slot_mask_BM = ranks_M < num_centres_B.unsqueeze(1)
-        distance_BMN = torch.stack(distances, dim=1)
-        distances.clear()  # frees memory
         groups_BN = nearest(distance_BMN, slot_mask_BM, batch.mask)
         if self.is_nested:
             if self.spec.output == "centre":
@@ -213,6 +209,44 @@ class KCenter(Budgeted["KCenter.Spec"]):
         weighted_BND = tokens_BND * weights_BN.unsqueeze(2)
         weighted_BMD = group_sums(weighted_BND, groups_BN, num_groups)
         return weighted_BMD, sums_BMD, groups_BN, budgets_B
+
+    def _num_pairs(self, batch: TokenBatch) -> int:
+        """Returns the number of distances per token that `_centres` computes at once."""
+        kernels, num_tokens = kernel_module(batch.vectors), batch.mask.shape[1]
+        is_used = kernels and num_tokens <= kernels.MAX_TOKENS and self._max_distance is None
+        return num_tokens if is_used else 1
+
+    @torch.no_grad()
+    def _centres(
+        self, batch: TokenBatch, weights_BN: torch.Tensor | None, num_centres: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Selects centres by farthest-point sampling, see `farthest_order`.
+
+        Args:
+            batch: Items with unit vectors, zero at padding.
+            weights_BN: Factors of the distances in the selection of a centre.
+            num_centres: Number of centres M, at least 1.
+
+        Returns:
+            Positions of the centres (B, M), covering radii (B, M), and distances of the tokens from
+            the centres (B, M, N).
+        """
+        tokens_BND, max_distance = batch.vectors, self._max_distance
+        distances: list[torch.Tensor] = []  # (B, N) from each centre
+        distance = seed_distance(tokens_BND, batch.mask, self.spec.start, distances)
+        kernels = kernel_module(tokens_BND)
+        if kernels and self._num_pairs(batch) > 1:
+            first_B = first_minimum(distance(None).masked_fill(~batch.mask, torch.inf), dim=1)
+            distance_BNN = (tokens_BND @ tokens_BND.mT).neg_().add_(1.0)
+            centres_BM, radii_BM = kernels.farthest_order(
+                distance_BNN, first_B, batch.lengths, num_centres, weights_BN, TIE_TOLERANCE
+            )
+            index_BMN = centres_BM.unsqueeze(2).expand(-1, -1, distance_BNN.shape[2])
+            return centres_BM, radii_BM, distance_BNN.gather(1, index_BMN)
+        centres_BM, radii_BM = farthest_order(
+            distance, batch.mask, num_centres, weights_BN, max_distance
+        )
+        return centres_BM, radii_BM, torch.stack(distances, dim=1)
 
     @property
     def _max_distance(self) -> float | None:
@@ -370,6 +404,22 @@ def merge_groups(
     """
     num_groups = sizes_BM.shape[1]
     is_empty_BM = sizes_BM == 0
+    kernels = kernel_module(sizes_BM)
+    if kernels and num_groups <= kernels.MAX_GROUPS:
+        costs_BMM = merge_cost(sums_BMD, sizes_BM)
+        target_BM = kernels.merge_groups(costs_BMM, sizes_BM, budgets_B, TIE_TOLERANCE)
+    else:
+        target_BM = _merge_targets(sums_BMD, sizes_BM, budgets_B)
+    is_used_BM = group_sizes(target_BM.masked_fill(is_empty_BM, -1), num_groups) > 0
+    number_BM = is_used_BM.long().cumsum(dim=1) - 1
+    return number_BM.gather(1, target_BM).masked_fill(is_empty_BM, -1)
+
+
+def _merge_targets(
+    sums_BMD: torch.Tensor, sizes_BM: torch.Tensor, budgets_B: torch.Tensor
+) -> torch.Tensor:
+    """Returns the group (B, M) into which each group is merged, see `merge_groups`."""
+    num_groups = sizes_BM.shape[1]
     num_left_B = (sizes_BM > 0).sum(dim=1)
     num_merges = int((num_left_B - budgets_B).max()) if len(sizes_BM) else 0
     target_BM = torch.arange(num_groups, device=sizes_BM.device).repeat(len(sizes_BM), 1)
@@ -398,9 +448,7 @@ def merge_groups(
                 target_RM == merged_R.unsqueeze(1), kept_R.unsqueeze(1), target_RM
             )
             num_left_B[rows_R] -= 1
-    is_used_BM = group_sizes(target_BM.masked_fill(is_empty_BM, -1), num_groups) > 0
-    number_BM = is_used_BM.long().cumsum(dim=1) - 1
-    return number_BM.gather(1, target_BM).masked_fill(is_empty_BM, -1)
+    return target_BM
 
 
 def renumber(groups_BN: torch.Tensor, numbers_BM: torch.Tensor) -> torch.Tensor:

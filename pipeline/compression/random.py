@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -54,11 +54,11 @@ def random_draws(batch: TokenBatch, seed: int) -> torch.Tensor:
     """
     _, num_tokens, dim = batch.vectors.shape
     device = batch.vectors.device
-    position_N = mix(torch.arange(1, num_tokens + 1, device=device))
-    dimension_D = mix(torch.arange(1, dim + 1, device=device))
+    mixed = mix(torch.arange(1, max(num_tokens, dim) + 1, device=device))
+    position_N, dimension_D = mixed[:num_tokens], mixed[:dim]
     token_BN = torch.where(torch.signbit(batch.vectors), dimension_D, 0).sum(dim=2)
     token_BN = mix(mix(token_BN & _MAX) ^ position_N).masked_fill(~batch.mask, 0)
-    mixed_seed = mix(torch.tensor(seed ^ 0x9E3779B9, device=device))  # because mix maps 0 to 0
+    mixed_seed = mix(seed ^ 0x9E3779B9)  # because mix maps 0 to 0
     item_B1 = mix(token_BN.sum(dim=1, keepdim=True) & _MAX) ^ mixed_seed
     return mix(mix(item_B1) ^ position_N)
 
@@ -95,11 +95,13 @@ def sample_tokens(
     return tokens
 
 
+Bits = TypeVar("Bits", int, torch.Tensor)
+
 _MAX = 2**32 - 1
 
 
-def mix(bits: torch.Tensor) -> torch.Tensor:
-    """Applies a bijective mixing function to 32-bit integers that are stored as int64.
+def mix(bits: Bits) -> Bits:
+    """Applies a bijective mixing function to 32-bit integers, stored as int64 in tensors.
 
     Intermediate products are less than 2^59, so they do not overflow.
     """

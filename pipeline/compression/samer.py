@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, Self
 
 import torch
@@ -10,6 +9,7 @@ from pydantic import Field, model_validator
 
 from pipeline.compression import (
     blocks,
+    concatenate,
     first_minimum,
     group_sums,
     memberships,
@@ -109,55 +109,69 @@ class SaMer(SeededCompressor):
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""
         num_tokens = batch.mask.shape[1]
-        if torch.equal(budgets_B, batch.lengths):
-            identity_BN = torch.arange(num_tokens, device=batch.mask.device).expand_as(batch.mask)
+        excess_B = batch.lengths - budgets_B
+        num_outputs = min_excess = max_excess = 0
+        if len(batch):  # a single transfer, see `pack_left`
+            extremes = budgets_B.amax(), *excess_B.aminmax()
+            num_outputs, min_excess, max_excess = torch.stack(extremes).tolist()
+        if max_excess == 0:
+            identity_N = torch.arange(num_tokens, device=batch.mask.device)
+            identity_BN = identity_N.repeat(len(batch), 1)
             tokens_BND = unit_vectors(batch)
             return TokenBatch(
                 tokens_BND, batch.mask, self.normalised, pooled=batch.pooled, assignment=identity_BN
             )
-        num_outputs = int(budgets_B.max())
         largest_tensor = num_tokens * max(num_outputs, batch.vectors.shape[2])
-        parts = []
-        for block in blocks(batch.mask, largest_tensor):
-            parts.append(self._reduce_block(batch.take(block), budgets_B[block], num_outputs))
-        vectors_BKD, mask_BK, assignment_BN = (torch.cat(p) for p in zip(*parts, strict=True))
+        parts = [
+            self._reduce_block(
+                batch.take(block), budgets_B[block], num_outputs, has_short=min_excess == 0
+            )
+            for block in blocks(batch.mask, largest_tensor)
+        ]
+        vectors_BKD, mask_BK, assignment_BN = (concatenate(p) for p in zip(*parts, strict=True))
         return TokenBatch(
             vectors_BKD, mask_BK, self.normalised, pooled=batch.pooled, assignment=assignment_BN
         )
 
     def _reduce_block(
-        self, batch: TokenBatch, budgets_B: torch.Tensor, num_outputs: int
+        self, batch: TokenBatch, budgets_B: torch.Tensor, num_outputs: int, *, has_short: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the vectors (B, K, D), mask (B, K) and assignment (B, N) of a block of items."""
+        """Returns the vectors (B, K, D), mask (B, K) and assignment (B, N) of a block of items.
+
+        `has_short` must be True if there are items within their budget.
+        """
         spec = self.spec
         tokens_BND = unit_vectors(batch)
         slots_K = torch.arange(num_outputs, device=budgets_B.device)
         slot_mask_BK = slots_K < budgets_B.unsqueeze(1)
         coords_BNA = token_coordinates(batch, spec.axes, spec.seconds_per_unit)
-        geometry = Geometry(coords_BNA, batch.mask, spec.gamma)
-        seeds_BK = seed_positions(spec.seeds, tokens_BND, batch, budgets_B, geometry)
-        features_BKD, sites_BKA, previous_BN = cluster(
-            tokens_BND, seeds_BK, slot_mask_BK, geometry, spec.num_iterations
-        )
-        distance_BKN = geometry.distance(tokens_BND, features_BKD, sites_BKA, slot_mask_BK)
+        geometry = Geometry(tokens_BND, coords_BNA, batch.mask, spec.gamma)
+        seeds_BK = seed_positions(spec.seeds, batch, budgets_B, num_outputs, geometry)
+        offsets_BK = (~slot_mask_BK).float() * MASKED_DISTANCE
+        sums_BKE, previous_BN = cluster(geometry, seeds_BK, offsets_BK, spec.num_iterations)
+        distance_BKN = geometry.distance(sums_BKE, offsets_BK)
         nearest_BN = first_minimum(distance_BKN.detach(), dim=1)
         if spec.centroid == "soft":
             if spec.object_prior and batch.objects is not None:
                 assigned_BN = nearest_BN if spec.penalty_assignment == "final" else previous_BN
                 distance_BKN += penalty(batch.objects, batch.mask, assigned_BN, num_outputs)
-            merged_BKD = soft_centroids(tokens_BND, batch.mask, distance_BKN, spec.tau_s)
+            merged_BKD = soft_centroids(
+                tokens_BND, None if batch.is_full else batch.mask, distance_BKN, spec.tau_s
+            )
             has_tokens_BK = slot_mask_BK
         else:
             merged_BKD, has_tokens_BK = self._hard_centroids(
                 tokens_BND, batch, nearest_BN, distance_BKN.detach()
             )
 
-        # Items within their budget keep their tokens.
-        is_long_B1 = (batch.lengths > budgets_B).unsqueeze(1)
-        identity_N = torch.arange(batch.mask.shape[1], device=batch.mask.device)
-        vectors_BKD = torch.where(is_long_B1.unsqueeze(2), merged_BKD, tokens_BND[:, :num_outputs])
-        mask_BK = torch.where(is_long_B1, has_tokens_BK, slot_mask_BK)
-        assignment_BN = torch.where(is_long_B1, nearest_BN, identity_N)
+        vectors_BKD, mask_BK, assignment_BN = merged_BKD, has_tokens_BK, nearest_BN
+        if has_short:  # items within their budget keep their tokens
+            is_long_B1 = (batch.lengths > budgets_B).unsqueeze(1)
+            identity_N = torch.arange(batch.mask.shape[1], device=batch.mask.device)
+            kept_BKD = tokens_BND[:, :num_outputs]
+            vectors_BKD = torch.where(is_long_B1.unsqueeze(2), merged_BKD, kept_BKD)
+            mask_BK = torch.where(is_long_B1, has_tokens_BK, slot_mask_BK)
+            assignment_BN = torch.where(is_long_B1, nearest_BN, identity_N)
         if spec.centroid == "soft":
             return vectors_BKD, mask_BK, assignment_BN
         # At padding, the identity exceeds the number of outputs.
@@ -191,94 +205,102 @@ class SaMer(SeededCompressor):
 
 
 class Geometry:
-    """Token positions p_i of a block of items and the distance of eq. 2.
+    """Tokens of a block of items as points whose matrix products yield the distance of eq. 2.
+
+    The columns of the points are the features v_i; for each axis, the position p_i, p_i^2, and 1
+    where the position is defined; and 1 for tokens. They are 0 at padding, and undefined positions
+    are 0. Coordinates are multiplied by the square root of gamma.
+
+    Centroids are represented by the sum of the points of their tokens, which determines their
+    features, positions and sizes.
 
     Args:
-        coords_BNA: Coordinates of the tokens on A >= 0 axes, NaN if undefined.
+        tokens_BND: Features v_i of the tokens, zero at padding.
+        coords_BNA: Coordinates of the tokens on A >= 0 axes, NaN if undefined and at padding.
         mask_BN: True for tokens and False for padding.
         gamma: Weight of the spatial term.
     """
 
-    def __init__(self, coords_BNA: torch.Tensor, mask_BN: torch.Tensor, gamma: float):
-        self.coords_BNA, self.gamma = coords_BNA, gamma
-        is_known_BNA = ~coords_BNA.isnan() & mask_BN.unsqueeze(2)
-        known_BNA, filled_BNA = is_known_BNA.float(), coords_BNA.masked_fill(~is_known_BNA, 0.0)
-        self._counted = torch.cat([mask_BN.unsqueeze(2).float(), known_BNA, filled_BNA], dim=2)
-        squares_BNA = filled_BNA.square()
-        self._moments = torch.cat([squares_BNA, filled_BNA, known_BNA], dim=2)
-        # For large coordinates (times in small units), p^2 - 2ps + s^2 loses too many digits.
-        self._is_small = bool((gamma * squares_BNA <= 1).all())
-
-    def distance(
+    def __init__(
         self,
         tokens_BND: torch.Tensor,
-        features_BKD: torch.Tensor,
-        sites_BKA: torch.Tensor,
-        slot_mask_BK: torch.Tensor,
-    ) -> torch.Tensor:
+        coords_BNA: torch.Tensor,
+        mask_BN: torch.Tensor,
+        gamma: float,
+    ):
+        num_dims, num_axes = tokens_BND.shape[2], coords_BNA.shape[2]
+        # Products of rows that start at multiples of 16 bytes are faster on GPUs.
+        num_ones = 1 + -(num_dims + 3 * num_axes + 1) % 4
+        self._widths = [num_dims, num_axes, num_axes, num_axes, num_ones]
+        ones_BNC = mask_BN.unsqueeze(2).float().expand(-1, -1, num_ones)
+        parts = [tokens_BND, ones_BNC]
+        # For large coordinates (times in small units), p^2 - 2ps + s^2 loses too many digits.
+        self._is_small = True
+        if num_axes:
+            self._coords_BNA = coords_BNA * gamma**0.5
+            is_known_BNA = self._coords_BNA == self._coords_BNA  # not NaN
+            filled_BNA = self._coords_BNA.nan_to_num(nan=0.0)
+            squares_BNA = filled_BNA.square()
+            parts[1:1] = [filled_BNA, squares_BNA, is_known_BNA.float()]
+            self._is_small = not squares_BNA.numel() or float(squares_BNA.amax()) <= 1
+        self.points_BNE = torch.cat(parts, dim=2)
+
+    def distance(self, sums_BKE: torch.Tensor, offsets_BK: torch.Tensor) -> torch.Tensor:
         """Computes `-v_i . mu_k + gamma * |p_i - s_k|^2` without undefined axes.
 
         The constant 1 of eq. 2 is omitted, because it affects neither minimum nor softmax and would
         cost a pass over all distances.
 
         Args:
-            tokens_BND: Features v_i of the tokens.
-            features_BKD: Features mu_k of the centroids.
-            sites_BKA: Positions s_k of the centroids, NaN if undefined.
-            slot_mask_BK: True for centroids and False for padding.
+            sums_BKE: Sum of the points of each centroid.
+            offsets_BK: Offset of the distances of each centroid: 0, or `MASKED_DISTANCE` for
+                padding.
 
         Returns:
-            Distances (B, K, N), `MASKED_DISTANCE` at padded centroids. With tokens as the last
-            dimension, reductions over k are vectorised over tokens.
+            Distances (B, K, N), undefined at padded tokens. With tokens as the last dimension,
+            reductions over k are vectorised over tokens.
         """
-        result_BKN = features_BKD.neg() @ tokens_BND.mT
-        if self._is_small:
-            is_known_BKA, filled_BKA = ~sites_BKA.isnan(), sites_BKA.nan_to_num(nan=0.0)
-            moments = torch.cat([is_known_BKA, -2 * filled_BKA, filled_BKA.square()], dim=2)
-            result_BKN.baddbmm_(self.gamma * moments, self._moments.mT)
-        else:
+        features_BKD, sums_BKA, _, counts_BKA, ones_BKC = sums_BKE.split(self._widths, dim=2)
+        terms = [normalise(features_BKD).neg()]
+        if self._widths[1] and self._is_small:
+            sites_BKA = sums_BKA / counts_BKA.clamp_min(1)
+            terms += [sites_BKA * -2, counts_BKA.clamp_max(1), sites_BKA.square()]
+        elif self._widths[1]:
+            terms.append(torch.zeros_like(sums_BKE[..., : 3 * self._widths[1]]))
+        terms.append(offsets_BK.unsqueeze(2).expand_as(ones_BKC))
+        result_BKN = torch.cat(terms, dim=2) @ self.points_BNE.mT
+        if not self._is_small:
+            sites_BKA = sums_BKA / counts_BKA  # 0 / 0 is NaN
             for coord_BN, site_BK in zip(
-                self.coords_BNA.unbind(2), sites_BKA.unbind(2), strict=True
+                self._coords_BNA.unbind(2), sites_BKA.unbind(2), strict=True
             ):
                 offset_BKN = (coord_BN.unsqueeze(1) - site_BK.unsqueeze(2)).nan_to_num(nan=0.0)
-                result_BKN.addcmul_(offset_BKN, offset_BKN, value=self.gamma)
-        if not bool(slot_mask_BK.all()):
-            result_BKN.masked_fill_(~slot_mask_BK.unsqueeze(2), MASKED_DISTANCE)
+                result_BKN.addcmul_(offset_BKN, offset_BKN)
         return result_BKN
 
-    def sites(
-        self, nearest_BN: torch.Tensor, num_outputs: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the size (B, K, 1) and mean position (B, K, A) of each group.
+    def sums(self, nearest_BN: torch.Tensor, num_outputs: int) -> torch.Tensor:
+        """Returns the sum (B, K, E) of the points of each group."""
+        return group_sums(self.points_BNE, nearest_BN, num_outputs)
 
-        Positions are NaN on axes that are undefined for all tokens of the group.
-        """
-        num_axes = self.coords_BNA.shape[2]
-        sums = group_sums(self._counted, nearest_BN, num_outputs)
-        sizes_BK1, num_placed_BKA, sums_BKA = sums.split([1, num_axes, num_axes], dim=2)
-        return sizes_BK1, sums_BKA / num_placed_BKA  # 0 / 0 is NaN
+    def take(self, positions_BK: torch.Tensor) -> torch.Tensor:
+        """Returns the points (B, K, E) of the tokens at the given positions."""
+        index_BKE = positions_BK.unsqueeze(2).expand(-1, -1, self.points_BNE.shape[2])
+        return self.points_BNE.gather(1, index_BKE)
 
-    def seed_distance(
-        self, tokens_BND: torch.Tensor
-    ) -> Callable[[torch.Tensor | None], torch.Tensor]:
-        """Returns the distance function for `farthest_positions`.
+    def sizes(self, sums_BKE: torch.Tensor) -> torch.Tensor:
+        """Returns the number of tokens (B, K, 1) of each centroid."""
+        return sums_BKE[..., -1:]
+
+    def seed_distance(self, positions_B: torch.Tensor | None) -> torch.Tensor:
+        """Returns the distances (B, N) for `farthest_positions`.
 
         The centre has the normalised mean of the features and the mean position.
         """
-
-        def distance(positions_B: torch.Tensor | None) -> torch.Tensor:
-            if positions_B is None:
-                features_B1D = normalise(tokens_BND.sum(dim=1, keepdim=True))
-                group_BN = tokens_BND.new_zeros(tokens_BND.shape[:2], dtype=torch.int64)
-                sites_B1A = self.sites(group_BN, 1)[1]
-            else:
-                rows = torch.arange(len(positions_B), device=positions_B.device)
-                features_B1D = tokens_BND[rows, positions_B].unsqueeze(1)
-                sites_B1A = self.coords_BNA[rows, positions_B].unsqueeze(1)
-            slots_B1 = torch.ones(len(tokens_BND), 1, dtype=torch.bool, device=tokens_BND.device)
-            return self.distance(tokens_BND, features_B1D, sites_B1A, slots_B1).squeeze(1)
-
-        return distance
+        if positions_B is None:
+            sums_B1E = self.points_BNE.sum(dim=1, keepdim=True)
+        else:
+            sums_B1E = self.take(positions_B.unsqueeze(1))
+        return self.distance(sums_B1E, torch.zeros_like(sums_B1E[..., 0])).squeeze(1)
 
 
 def token_coordinates(
@@ -300,9 +322,11 @@ def token_coordinates(
     """
     if batch.extents is None or not axes or not batch.mask.shape[1]:
         return batch.vectors.new_zeros((*batch.mask.shape, 0), dtype=torch.float32)
-    extents = batch.extents.float().masked_fill(~batch.mask.unsqueeze(2), torch.nan)
-    columns = {"x": (extents[..., 0] + extents[..., 2]) / 2}
-    columns["y"] = (extents[..., 1] + extents[..., 3]) / 2
+    extents = batch.extents.float()
+    if not batch.is_full:
+        extents = extents.masked_fill(~batch.mask.unsqueeze(2), torch.nan)
+    x_BN, y_BN = ((extents[..., :2] + extents[..., 2:4]) / 2).unbind(2)
+    columns = {"x": x_BN, "y": y_BN}
     if "t" in axes:
         starts_BN, ends_BN = extents[..., 4], extents[..., 5]
         first_B1 = starts_BN.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
@@ -318,78 +342,63 @@ def token_coordinates(
 
 def seed_positions(
     seeds: Placement,
-    tokens_BND: torch.Tensor,
     batch: TokenBatch,
     budgets_B: torch.Tensor,
+    num_outputs: int,
     geometry: Geometry,
 ) -> torch.Tensor:
     """Returns the positions (B, K) int64 of the seed tokens, or 0 beyond the budget of an item."""
+    if seeds == "paper":
+        return uniform_positions(batch.lengths, budgets_B, num_outputs)[0]
     if seeds == "lattice":
         coords_BNA = token_coordinates(batch, ("t", "y", "x"))
-        return lattice_positions(coords_BNA, batch.mask, budgets_B)[0]
-    if seeds == "farthest":
-        return farthest_positions(geometry.seed_distance(tokens_BND), batch.mask, budgets_B)[0]
-    return uniform_positions(batch.lengths, budgets_B)[0]
+        positions_BK = lattice_positions(coords_BNA, batch.mask, budgets_B)[0]
+    else:
+        positions_BK = farthest_positions(geometry.seed_distance, batch.mask, budgets_B)[0]
+    missing = num_outputs - positions_BK.shape[1]  # items of other blocks may have larger budgets
+    return torch.nn.functional.pad(positions_BK, (0, missing))
 
 
 @torch.no_grad()
 def cluster(
-    tokens_BND: torch.Tensor,
-    seeds_BK: torch.Tensor,
-    slot_mask_BK: torch.Tensor,
-    geometry: Geometry,
-    num_iterations: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    geometry: Geometry, seeds_BK: torch.Tensor, offsets_BK: torch.Tensor, num_iterations: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs k-means with the distance of eq. 2.
 
     Each iteration assigns every token to its nearest centroid and moves the centroids to the mean
     of their tokens. Centroids without tokens are not moved.
 
     Args:
-        tokens_BND: Unit vectors, zero at padding.
+        geometry: Features and positions of the tokens.
         seeds_BK: Positions of the tokens that are the initial centroids.
-        slot_mask_BK: True for centroids and False for padding.
-        geometry: Positions of the tokens and distance function.
+        offsets_BK: Offset of the distances of each centroid, see `Geometry.distance`.
         num_iterations: Number of iterations.
 
     Returns:
-        Unit features mu (B, K, D) and positions s (B, K, A) of the centroids, and the assignment
-        (B, N) of the last iteration (of the seeds if there were no iterations).
+        Sums of the points of each centroid (B, K, E), see `Geometry`, and the assignment (B, N) of
+        the last iteration (of the seeds if there were no iterations).
     """
-    num_outputs = slot_mask_BK.shape[1]
-    missing = num_outputs - seeds_BK.shape[1]  # items of other blocks may have larger budgets
-    seeds_BK1 = torch.nn.functional.pad(seeds_BK, (0, missing)).unsqueeze(2)
-    features_BKD = tokens_BND.gather(1, seeds_BK1.expand(-1, -1, tokens_BND.shape[2]))
-    sites_BKA = geometry.coords_BNA.gather(
-        1, seeds_BK1.expand(-1, -1, geometry.coords_BNA.shape[2])
-    )
-
-    def nearest() -> torch.Tensor:
-        distance_BKN = geometry.distance(tokens_BND, features_BKD, sites_BKA, slot_mask_BK)
-        return first_minimum(distance_BKN, dim=1)
-
-    if num_iterations == 0:
-        return features_BKD, sites_BKA, nearest()
-    for _ in range(num_iterations):
-        nearest_BN = nearest()
-        sizes_BK1, means_BKA = geometry.sites(nearest_BN, num_outputs)
-        means_BKD = normalise(group_sums(tokens_BND, nearest_BN, num_outputs))
-        features_BKD = torch.where(sizes_BK1 > 0, means_BKD, features_BKD)
-        sites_BKA = torch.where(sizes_BK1 > 0, means_BKA, sites_BKA)
-    return features_BKD, sites_BKA, nearest_BN
+    sums_BKE = geometry.take(seeds_BK)
+    nearest_BN = first_minimum(geometry.distance(sums_BKE, offsets_BK), dim=1)
+    for iteration in range(num_iterations):
+        if iteration:
+            nearest_BN = first_minimum(geometry.distance(sums_BKE, offsets_BK), dim=1)
+        new_BKE = geometry.sums(nearest_BN, offsets_BK.shape[1])
+        sums_BKE = torch.where(geometry.sizes(new_BKE) > 0, new_BKE, sums_BKE)
+    return sums_BKE, nearest_BN
 
 
 def soft_centroids(
-    tokens_BND: torch.Tensor, mask_BN: torch.Tensor, distance_BKN: torch.Tensor, tau: float
+    tokens_BND: torch.Tensor, mask_BN: torch.Tensor | None, distance_BKN: torch.Tensor, tau: float
 ) -> torch.Tensor:
     """Returns the representatives r_k (B, K, D) of eq. 3, or of eq. 6 if distances have a penalty.
 
     The weights a_ik are a softmax over k, and r_k divides by their sum over the tokens. The latter
     is computed as a softmax over i of log a_ik, so that weights of distant representatives do not
-    underflow.
+    underflow. `mask_BN` is True for tokens, or None without padding.
     """
     log_weights_BKN = (distance_BKN * (-1 / tau)).log_softmax(dim=1)
-    if not bool(mask_BN.all()):
+    if mask_BN is not None:
         lowest = torch.finfo(log_weights_BKN.dtype).min
         log_weights_BKN = log_weights_BKN.masked_fill(~mask_BN.unsqueeze(1), lowest)
     return normalise(log_weights_BKN.softmax(dim=2) @ tokens_BND)

@@ -50,7 +50,7 @@ class SeededCompressor(Budgeted):
 
 
 def uniform_positions(
-    lengths: torch.Tensor, budgets_B: torch.Tensor
+    lengths: torch.Tensor, budgets_B: torch.Tensor, num_positions: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the positions `linspace(0, length - 1, budget).round()` of each item.
 
@@ -61,22 +61,27 @@ def uniform_positions(
     Args:
         lengths: Number of tokens per item, (B,) int64.
         budgets_B: Number of positions per item, int64, at most its length.
+        num_positions: Width K of the result. Defaults to the largest budget.
 
     Returns:
-        Positions (B, K) int64 in ascending order, where K is the largest budget, and their mask.
+        Positions (B, K) int64 in ascending order and their mask.
 
     >>> positions, mask = uniform_positions(torch.tensor([6, 2]), torch.tensor([3, 2]))
     >>> positions.tolist(), mask.tolist()
     ([[0, 2, 5], [0, 1, 0]], [[True, True, True], [True, True, False]])
     """
-    rank = torch.arange(int(budgets_B.max()) if len(lengths) else 0, device=lengths.device)
+    if num_positions is None:
+        num_positions = int(budgets_B.max()) if len(lengths) else 0
+    rank = torch.arange(num_positions, device=lengths.device)
     nums = budgets_B.unsqueeze(1)
     mask = rank < nums
+    # The quotient rank * (length - 1) / steps, rounded half up, and decremented if it is odd and
+    # exact in halves.
     steps = (nums - 1).clamp_min(1)
-    numerator = rank * (lengths.unsqueeze(1) - 1).clamp_min(0)
-    floor, rest = numerator // steps, numerator % steps
-    up = (2 * rest > steps) | ((2 * rest == steps) & (floor % 2 == 1))
-    return torch.where(mask, floor + up, 0), mask
+    doubled = rank * (lengths - 1).unsqueeze(1) * 2 + steps
+    nearest = doubled // (2 * steps)
+    excess = (nearest * (2 * steps) == doubled) & nearest
+    return (nearest - excess) * mask, mask
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from pipeline import compression
 from pipeline.compression import Budget, Budgeted, Compressor
 from pipeline.config import SpecError, parse
 from pipeline.registry import COMPRESSORS
@@ -120,6 +121,20 @@ def test_assignment_maps_tokens_to_outputs(compressor, ragged):
 def test_runs_are_bit_identical(compressor, ragged):
     batch = make_batch(compressor, ragged, boxes=True)
     assert_equal(compressor.compress(batch), compressor.compress(batch))
+
+
+def test_other_devices_compute_the_same(compressor, ragged, monkeypatch):
+    """Some helpers use other operations on GPUs, which yield the same results on a CPU."""
+    batch = make_batch(compressor, ragged, boxes=True)
+    expected = compressor.compress(batch)
+    monkeypatch.setattr(compression, "is_cpu", lambda tensor: False)
+    found = compressor.compress(batch)
+    assert torch.equal(found.mask, expected.mask)
+    if expected.assignment is not None:
+        assert torch.equal(found.assignment, expected.assignment)
+    torch.testing.assert_close(
+        found.vectors[found.mask], expected.vectors[expected.mask], atol=1e-5, rtol=0
+    )
 
 
 def test_result_is_independent_of_batch(compressor, ragged):

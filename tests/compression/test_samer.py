@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.compression import memberships, samer
+from pipeline import compression
+from pipeline.compression import group_sums, memberships, samer
 from pipeline.compression.samer import SaMer, object_labels, soft_centroids, token_coordinates
 from pipeline.config import SpecError, parse
 from pipeline.tokens import TokenBatch
@@ -450,13 +451,18 @@ def test_blocks_do_not_change_results(ragged, monkeypatch, centroid):
     torch.testing.assert_close(parts.vectors[parts.mask], whole.vectors[whole.mask])
 
 
-def test_group_sums_equal_products_with_memberships():
+def test_group_sums_equal_products_with_memberships(monkeypatch):
     """Other devices use the product, because atomic additions are not deterministic."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 20, 4, generator=generator)
-    groups = torch.randint(0, 5, (3, 20), generator=generator)
+    groups = torch.randint(-1, 5, (3, 20), generator=generator)
+    weights = torch.rand(3, 20, generator=generator).masked_fill(groups < 0, 0.0)
     expected = memberships(groups, 6).mT @ values
-    torch.testing.assert_close(samer.group_sums(values, groups, 6), expected)
+    weighted = memberships(groups, 6).mT @ (values * weights.unsqueeze(2))
+    for is_cpu in (True, False):
+        monkeypatch.setattr(compression, "is_cpu", lambda tensor, is_cpu=is_cpu: is_cpu)
+        torch.testing.assert_close(group_sums(values, groups, 6), expected)
+        torch.testing.assert_close(group_sums(values, groups, 6, weights), weighted)
 
 
 @pytest.mark.gpu

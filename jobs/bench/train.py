@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 import jobs
-from jobs.bench import encode
+from jobs.bench import encode_models
 from jobs.bench.harness import Bench, Repeats, parse_on_device, table
 from pipeline import config
 from pipeline.config import ComponentSpec
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = jobs.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=FIGURES, help="parts to run (default: all)")
     parser.add_argument("--scenes", type=jobs.positive, default=256, help="scenes per epoch")
-    parser.add_argument("--family", choices=encode.SHAPES, default="colqwen2")
+    parser.add_argument("--family", choices=["colpali", "colqwen2"], default="colqwen2")
     parser.add_argument("--layers", type=jobs.positive, help="layers of the language model")
     parser.add_argument(
         "--batch", type=jobs.positive, default=16 if on_gpu else 2, help="pages per batch"
@@ -120,14 +120,15 @@ def states(bench: Bench, folder: Path, args: Any) -> None:
 
 def lora(bench: Bench, folder: Path, args: Any) -> None:
     """Measures training steps on pages with LoRA of rank 128 applied to the language model."""
-    args.items = args.batch
-    encoder = encode.write(folder, args.family, args)
+    encoder = encode_models.spec(
+        folder / "model", args.family, args.layers, args.device, args.batch
+    )
     given = {
         "name": "lora",
         "output": str(folder / "run"),
         "learner": {
             "name": "contrastive",
-            "encoder": {**encoder, "max_batch_tokens": 1 << 20},
+            "encoder": {**config.dump_stored(encoder), "max_batch_tokens": 1 << 20},
             "trainable": "lora",
         },
         "data": {"name": "shapes", "num_scenes": 2, "validation": 2},
@@ -135,7 +136,7 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
         "precision": "bfloat16",
         "activation_checkpointing": args.activation_checkpointing,
     }
-    pages = [path.read_bytes() for path in sorted((folder / "pages").glob("*.jpg"))]
+    pages = encode_models.pages(args.batch)["image"].to_pylist()
     facts = torch.arange(len(pages)).unsqueeze(1)
     batch = Batch(
         [f"what does page {number} say" for number in range(len(pages))],

@@ -213,9 +213,8 @@ def weighted_rows(
     num_sums = len(weights_SBN)
     sums = query_BHND.new_zeros(num_items, num_heads, num_sums, num_columns)
     rows_N = weights_SBN.any(dim=1).any(dim=0).nonzero().squeeze(1)
-    if mask is None and is_causal:
-        columns_N = torch.arange(num_columns, device=sums.device)
-        mask = (columns_N <= columns_N.unsqueeze(1)).expand(num_items, 1, -1, -1)
+    is_causal = is_causal and mask is None
+    columns_N = torch.arange(num_columns, device=sums.device)
     if mask is not None and mask.dtype == torch.bool and (mask == mask[:, :, :1]).all():
         # A mask that is equal for all rows, like that of padding, is added to the logits through
         # one additional dimension of the keys, which saves a pass over all logits.
@@ -245,6 +244,8 @@ def weighted_rows(
                     logits.masked_fill_(~block_mask, MASKED_LOGIT)
                 else:
                     logits.add_(block_mask.float().clamp_min(MASKED_LOGIT))
+            if is_causal:  # by block, because a whole mask has N x N elements
+                logits.masked_fill_(columns_N > rows_R.unsqueeze(1), MASKED_LOGIT)
             torch.softmax(logits, dim=3, out=probabilities)
             sums[items] += weights_BSN[items][:, :, rows_R].unsqueeze(1) @ probabilities
     return sums.permute(2, 0, 1, 3)

@@ -48,7 +48,7 @@ from jobs.bench import encode_models
 from jobs.bench.encode_stream import pass_times, pipeline, stages, timed, wait
 from jobs.bench.harness import Bench, Repeats, parse_on_device, table
 from pipeline import extras
-from pipeline.config import dump_stored, parse
+from pipeline.config import parse
 from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.attention import AttentionInputs, selected_rows, weighted_rows
 from pipeline.encoders.minilm import MiniLM
@@ -325,7 +325,7 @@ def actors(bench: Bench, family: str, encoder: SequenceEncoder[Any], args: Any) 
                         {
                             "index": f"{index}/index",
                             "source": {"name": "images", "path": pages},
-                            "encoder": dump_stored(encoder.spec),
+                            "encoder": encoder.spec.model_dump(mode="json"),
                             "representations": [{"compressor": "none"}],
                             "unit_items": max(1, args.items // 4),
                         },

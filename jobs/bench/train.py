@@ -128,7 +128,7 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
         "output": str(folder / "run"),
         "learner": {
             "name": "contrastive",
-            "encoder": {**config.dump_stored(encoder), "max_batch_tokens": 1 << 20},
+            "encoder": {**encoder.model_dump(mode="json"), "max_batch_tokens": 1 << 20},
             "trainable": "lora",
         },
         "data": {"name": "shapes", "num_scenes": 2, "validation": 2},

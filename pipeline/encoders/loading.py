@@ -18,6 +18,7 @@ from transformers.utils import is_flash_attn_2_available
 from pipeline import config, extras
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
+from pipeline.encoders.varlen import use_varlen_attention
 
 WEIGHTS = ["*.safetensors"]
 #: Patterns of all other files of a checkpoint that affect the vectors.
@@ -339,6 +340,8 @@ def load_model(
         model = merge_adapter(model, adapter, spec)
     if not device_map:
         model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if spec.attention == "sdpa":
+        use_varlen_attention(model)
     return model.eval()
 
 

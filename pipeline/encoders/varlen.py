@@ -1,0 +1,77 @@
+"""Attention within the segments of a packed sequence, for vision and audio towers on a GPU.
+
+The towers of the Qwen models pack all images of a batch into one sequence and attend only within an
+image, a window or a chunk of audio. Without flash attention, transformers calls the attention
+function once per segment, which for the windows of Qwen2.5-VL is dozens of calls per page and
+layer. Torch computes all segments in one call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+#: Name of the attention implementation. Transformers passes the segments to implementations whose
+#: names contain "flash".
+NAME = "varlen_flash"
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def attend(
+    module: torch.nn.Module,
+    query_1HTD: torch.Tensor,
+    key_1HTD: torch.Tensor,
+    value_1HTD: torch.Tensor,
+    attention_mask: None,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes attention within segments, in the interface of transformers.
+
+    Args:
+        module: Attention layer.
+        query_1HTD: Queries.
+        key_1HTD: Keys.
+        value_1HTD: Values.
+        attention_mask: None.
+        cu_seq_lens_q: Bounds of the S segments (S + 1,).
+        max_length_q: Length of the longest segment.
+        options: Further arguments of the interface, which are not used.
+
+    Returns:
+        Output (1, T, H, D), and None in place of the probabilities.
+    """
+    inputs = query_1HTD, key_1HTD, value_1HTD
+    if query_1HTD.is_cuda and query_1HTD.dtype in DTYPES:
+        from torch.nn.attention.varlen import varlen_attn
+
+        packed = (tensor[0].transpose(0, 1) for tensor in inputs)
+        bounds = cu_seq_lens_q.to(torch.int32)
+        output_THD = varlen_attn(*packed, bounds, bounds, max_length_q, max_length_q)
+        return output_THD.unsqueeze(0), None
+    lengths = cu_seq_lens_q.diff().tolist()
+    segments = zip(*(tensor.split(lengths, dim=2) for tensor in inputs), strict=True)
+    output_1HTD = torch.cat([scaled_dot_product_attention(*each) for each in segments], dim=2)
+    return output_1HTD.transpose(1, 2), None
+
+
+def use_varlen_attention(model: PreTrainedModel) -> None:
+    """Lets the towers of a model attend to all segments in one call, if its device supports it.
+
+    Args:
+        model: Model that uses the attention implementation "sdpa".
+    """
+    if model.device.type != "cuda" or model.dtype not in DTYPES:
+        return
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    for module in model.modules():
+        settings = getattr(module, "config", None)
+        if settings is not None and "cu_seqlens" in inspect.signature(module.forward).parameters:
+            settings._attn_implementation = NAME

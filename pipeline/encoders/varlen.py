@@ -52,13 +52,15 @@ def attend(
     if query_1HTD.is_cuda and query_1HTD.dtype in DTYPES:
         from torch.nn.attention.varlen import varlen_attn
 
-        packed = (tensor[0].transpose(0, 1) for tensor in inputs)
-        bounds = cu_seq_lens_q.to(torch.int32)
-        output_THD = varlen_attn(*packed, bounds, bounds, max_length_q, max_length_q)
-        return output_THD.unsqueeze(0), None
+        query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in inputs)
+        bounds, size = cu_seq_lens_q.to(torch.int32), max_length_q
+        output = varlen_attn(query_THD, key_THD, value_THD, bounds, bounds, size, size)
+        assert isinstance(output, torch.Tensor)
+        return output.unsqueeze(0), None
     lengths = cu_seq_lens_q.diff().tolist()
-    segments = zip(*(tensor.split(lengths, dim=2) for tensor in inputs), strict=True)
-    output_1HTD = torch.cat([scaled_dot_product_attention(*each) for each in segments], dim=2)
+    queries, keys, values = (tensor.split(lengths, dim=2) for tensor in inputs)
+    outputs = map(scaled_dot_product_attention, queries, keys, values)
+    output_1HTD = torch.cat(list(outputs), dim=2)
     return output_1HTD.transpose(1, 2), None
 
 

@@ -59,8 +59,9 @@ from tests.train.runs import assert_same, logged, run_workers, spec_of, trained,
     ],
 )
 def test_two_workers_equal_one(model, tmp_path, learner, more):
-    if "states" in learner:
-        learner = {**learner, "hidden_states_cache": learner["states"].format(tmp_path)}
+    if "hidden_states_cache" in learner:
+        folder = learner["hidden_states_cache"].format(tmp_path)
+        learner = {**learner, "hidden_states_cache": folder}
     loss_atol, atol = 1e-5, 1e-4
     if "encoder" in learner:  # the base computes in bfloat16, which rounds by the batch
         learner = {**learner, "encoder": {**learner["encoder"], "model": model}}

@@ -110,7 +110,10 @@ class TokenBatch:
             if isinstance(value := getattr(self, f.name), torch.Tensor)
         }
         taps = {name: take(tap) for name, tap in self.taps.items()}
-        return dataclasses.replace(self, **selected, taps=taps)
+        result = dataclasses.replace(self, **selected, taps=taps)
+        if vars(self).get("is_full"):
+            vars(result)["is_full"] = True
+        return result
 
 
 def normalise(vectors: torch.Tensor) -> torch.Tensor:

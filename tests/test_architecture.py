@@ -72,6 +72,7 @@ UNMIRRORED = {
     "codecs": "contract cuda",
     "compression": "contract cuda",
     "encoders": "contract cuda",
+    "train": "cuda",
 }
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 

@@ -235,7 +235,10 @@ class Budgeted(Compressor[BudgetT]):
     """Base class of compressors that have a vector budget."""
 
     def _compress(self, batch: TokenBatch) -> TokenBatch:
-        return self.reduce(batch, self.spec.budgets(batch.lengths))
+        if not batch.is_full or not batch.mask.numel():
+            return self.reduce(batch, self.spec.budgets(batch.lengths))
+        budget = int(self.spec.budgets(torch.tensor([batch.mask.shape[1]])))
+        return self.reduce_uniform(batch, budget)
 
     @abstractmethod
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
@@ -249,6 +252,17 @@ class Budgeted(Compressor[BudgetT]):
             budgets_B: Number of output vectors per item, int64. It is at most the number of tokens
                 of the item, and 0 only if the item has no tokens.
         """
+
+    def reduce_uniform(self, batch: TokenBatch, budget: int) -> TokenBatch:
+        """Compresses a batch without padding with the same budget for all items.
+
+        Methods override it if they need fewer operations when the budget is known on the host.
+
+        Args:
+            batch: At least one item, and at least one token per item.
+            budget: Number of output vectors per item, at least 1 and at most the number of tokens.
+        """
+        return self.reduce(batch, batch.lengths.clamp(max=budget))
 
 
 def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor | None]:
@@ -381,6 +395,16 @@ def largest(
     # N is larger than any position, so unused slots stay last after sorting.
     index_BK = torch.where(slot_mask, order_BN[:, :size], scores_BN.shape[1])
     return index_BK.sort(dim=1).values * slot_mask, slot_mask
+
+
+def top_positions(scores_BN: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """Computes `largest` without padding, with the same number of positions for all items.
+
+    >>> top_positions(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 2).tolist()
+    [[1, 2]]
+    """
+    order_BN = scores_BN.argsort(dim=1, descending=True, stable=True)
+    return order_BN[:, :num_positions].sort(dim=1).values
 
 
 def memberships(groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, model_validator
 
-from pipeline.compression import Budget, Budgeted, largest, select
+from pipeline.compression import Budget, Budgeted, largest, select, top_positions
 from pipeline.compression.attention_clustering import weighted_clusters
 from pipeline.compression.random import random_draws
 from pipeline.config import SpecError
@@ -70,13 +70,30 @@ class AGC(Budgeted["AGC.Spec"]):
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""
-        alpha_BN = batch.taps[self.needs_taps[0].name].float()
+        return self._merge(batch, *largest(self._scores(batch), batch.mask, budgets_B))
+
+    def reduce_uniform(self, batch: TokenBatch, budget: int) -> TokenBatch:
+        """Compresses a batch without padding with the same budget for all items."""
+        return self._merge(batch, top_positions(self._scores(batch), budget), None)
+
+    def _saliency(self, batch: TokenBatch) -> torch.Tensor:
+        return batch.taps[self.needs_taps[0].name].float()
+
+    def _scores(self, batch: TokenBatch) -> torch.Tensor:
+        """Returns the scores (B, N) whose largest values select the centroids."""
         if self.spec.centroids == "random":
-            scores_BN = -random_draws(batch, self.spec.seed).double()
-        else:
-            scores_BN = alpha_BN.detach()
-        centroids_BK, slot_mask_BK = largest(scores_BN, batch.mask, budgets_B)
+            return -random_draws(batch, self.spec.seed).double()
+        return self._saliency(batch).detach()
+
+    def _merge(
+        self, batch: TokenBatch, centroids_BK: torch.Tensor, slot_mask_BK: torch.Tensor | None
+    ) -> TokenBatch:
+        """Returns the vectors of the given centroids; `slot_mask_BK` is None without padding."""
         if self.spec.assignment == "none":
+            if slot_mask_BK is None:
+                slot_mask_BK = torch.ones_like(centroids_BK, dtype=torch.bool)
             return select(batch, centroids_BK, slot_mask_BK)
-        weights_BN = torch.ones_like(alpha_BN) if self.spec.weights == "uniform" else alpha_BN
+        weights_BN = self._saliency(batch)
+        if self.spec.weights == "uniform":
+            weights_BN = torch.ones_like(weights_BN)
         return weighted_clusters(batch, weights_BN, centroids_BK, slot_mask_BK)

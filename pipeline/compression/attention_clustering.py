@@ -16,6 +16,7 @@ from pipeline.compression import (
     group_sums,
     largest,
     pack_outputs,
+    top_positions,
 )
 from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, masked_vectors, normalise, unit_vectors
@@ -54,17 +55,26 @@ class AttentionClustering(Budgeted["AttentionClustering.Spec"]):
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""
+        alpha_BN = self._saliency(batch)
+        return weighted_clusters(batch, alpha_BN, *largest(alpha_BN, batch.mask, budgets_B))
+
+    def reduce_uniform(self, batch: TokenBatch, budget: int) -> TokenBatch:
+        """Compresses a batch without padding with the same budget for all items."""
+        alpha_BN = self._saliency(batch)
+        return weighted_clusters(batch, alpha_BN, top_positions(alpha_BN, budget))
+
+    def _saliency(self, batch: TokenBatch) -> torch.Tensor:
         alpha_BN = batch.taps[self.needs_taps[0].name].float()
         if self.spec.reading == "code" and alpha_BN.numel():
-            alpha_BN = alpha_BN.masked_fill(~batch.mask, -torch.inf).softmax(dim=1)
-        return weighted_clusters(batch, alpha_BN, *largest(alpha_BN, batch.mask, budgets_B))
+            return alpha_BN.masked_fill(~batch.mask, -torch.inf).softmax(dim=1)
+        return alpha_BN
 
 
 def weighted_clusters(
     batch: TokenBatch,
     weights_BN: torch.Tensor,
     centroids_BK: torch.Tensor,
-    slot_mask_BK: torch.Tensor,
+    slot_mask_BK: torch.Tensor | None = None,
 ) -> TokenBatch:
     """Assigns tokens to their nearest centroids and returns the weighted means of the clusters.
 
@@ -75,7 +85,7 @@ def weighted_clusters(
         weights_BN: Non-negative weights of the tokens; ignored at padding. A cluster whose weights
             are all 0 yields the unweighted mean.
         centroids_BK: Positions of the tokens that are centroids.
-        slot_mask_BK: True at the centroids of an item, False at padding.
+        slot_mask_BK: True at the centroids of an item, False at padding; None without padding.
 
     Returns:
         A batch of unit vectors, without those of centroids to which no token is assigned.
@@ -87,26 +97,29 @@ def weighted_clusters(
     parts = []
     for block in blocks(batch.mask, num_tokens * max(num_outputs, dim)):
         items = batch.take(block)
-        groups_BN = nearest_centroids(items, centroids_BK[block], slot_mask_BK[block])
+        block_mask_BK = None if slot_mask_BK is None else slot_mask_BK[block]
+        groups_BN = nearest_centroids(items, centroids_BK[block], block_mask_BK)
         # Vectors of encoders without normalisation are weighted by their length as well.
         sums_BKD = group_sums(masked_vectors(items), groups_BN, num_outputs, weights_BN[block])
         parts.append((normalise(sums_BKD), groups_BN))  # the sum of the weights cancels
     vectors_BKD, groups_BN = (concatenate(part) for part in zip(*parts, strict=True))
-    mask_BK = slot_mask_BK & vectors_BKD.any(dim=2)
+    mask_BK = vectors_BKD.any(dim=2)
+    if slot_mask_BK is not None:
+        mask_BK &= slot_mask_BK
     vectors_BKD, mask_BK, assignment_BN = pack_outputs(vectors_BKD, mask_BK, groups_BN)
     return TokenBatch(vectors_BKD, mask_BK, True, pooled=batch.pooled, assignment=assignment_BN)
 
 
 @torch.no_grad()
 def nearest_centroids(
-    batch: TokenBatch, centroids_BK: torch.Tensor, slot_mask_BK: torch.Tensor
+    batch: TokenBatch, centroids_BK: torch.Tensor, slot_mask_BK: torch.Tensor | None
 ) -> torch.Tensor:
     """Finds the centroid with the highest cosine similarity to each token.
 
     Args:
         batch: Items whose padding is at the end of each row.
         centroids_BK: Positions of the tokens that serve as centroids.
-        slot_mask_BK: True for centroids and False for padding.
+        slot_mask_BK: True for centroids and False for padding; None without padding.
 
     Returns:
         Indices of the centroids, (B, N) int64. They are -1 at padding.
@@ -114,9 +127,10 @@ def nearest_centroids(
     tokens_BND = unit_vectors(batch)
     if not centroids_BK.shape[1]:
         return torch.full_like(batch.mask, -1, dtype=torch.int64)
-    # Unused slots repeat the first centroid. Of equal centroids, the first is the nearest.
-    positions_BK = torch.where(slot_mask_BK, centroids_BK, centroids_BK[:, :1])
-    index = positions_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2])
+    if slot_mask_BK is not None:
+        # Unused slots repeat the first centroid. Of equal centroids, the first is the nearest.
+        centroids_BK = torch.where(slot_mask_BK, centroids_BK, centroids_BK[:, :1])
+    index = centroids_BK.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2])
     # Reductions over k are vectorised over the tokens, which are in the last dimension.
     distance_BKN = tokens_BND.gather(1, index).neg() @ tokens_BND.mT
     nearest_BN = first_minimum(distance_BKN, dim=1)

@@ -12,6 +12,7 @@ from pipeline.compression import (
     concatenate,
     first_minimum,
     group_sums,
+    kernel_module,
     memberships,
     pack_outputs,
 )
@@ -108,12 +109,36 @@ class SaMer(SeededCompressor):
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""
-        num_tokens = batch.mask.shape[1]
         excess_B = batch.lengths - budgets_B
         num_outputs = min_excess = max_excess = 0
         if len(batch):  # a single transfer, see `pack_left`
             extremes = budgets_B.amax(), *excess_B.aminmax()
             num_outputs, min_excess, max_excess = torch.stack(extremes).tolist()
+        return self._reduce(batch, budgets_B, num_outputs, min_excess, max_excess)
+
+    def reduce_uniform(self, batch: TokenBatch, budget: int) -> TokenBatch:
+        """Compresses a batch without padding with the same budget for all items."""
+        excess = batch.mask.shape[1] - budget
+        return self._reduce(batch, None, budget, excess, excess)
+
+    def _reduce(
+        self,
+        batch: TokenBatch,
+        budgets_B: torch.Tensor | None,
+        num_outputs: int,
+        min_excess: int,
+        max_excess: int,
+    ) -> TokenBatch:
+        """Compresses each item to its budget.
+
+        Args:
+            batch: Items to compress.
+            budgets_B: Budgets of the items. None without padding, if all are `num_outputs`.
+            num_outputs: Largest budget.
+            min_excess: Minimum number of tokens of an item beyond its budget.
+            max_excess: Maximum number of tokens of an item beyond its budget.
+        """
+        num_tokens = batch.mask.shape[1]
         if max_excess == 0:
             identity_N = torch.arange(num_tokens, device=batch.mask.device)
             identity_BN = identity_N.repeat(len(batch), 1)
@@ -121,33 +146,43 @@ class SaMer(SeededCompressor):
             return TokenBatch(
                 tokens_BND, batch.mask, self.normalised, pooled=batch.pooled, assignment=identity_BN
             )
-        largest_tensor = num_tokens * max(num_outputs, batch.vectors.shape[2])
-        parts = [
-            self._reduce_block(
-                batch.take(block), budgets_B[block], num_outputs, has_short=min_excess == 0
+        parts = []
+        for block in blocks(batch.mask, num_tokens * max(num_outputs, batch.vectors.shape[2])):
+            block_budgets_B = None if budgets_B is None else budgets_B[block]
+            items = batch.take(block)
+            parts.append(
+                self._reduce_block(items, block_budgets_B, num_outputs, has_short=min_excess == 0)
             )
-            for block in blocks(batch.mask, largest_tensor)
-        ]
         vectors_BKD, mask_BK, assignment_BN = (concatenate(p) for p in zip(*parts, strict=True))
         return TokenBatch(
             vectors_BKD, mask_BK, self.normalised, pooled=batch.pooled, assignment=assignment_BN
         )
 
     def _reduce_block(
-        self, batch: TokenBatch, budgets_B: torch.Tensor, num_outputs: int, *, has_short: bool
+        self,
+        batch: TokenBatch,
+        budgets_B: torch.Tensor | None,
+        num_outputs: int,
+        *,
+        has_short: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the vectors (B, K, D), mask (B, K) and assignment (B, N) of a block of items.
 
-        `has_short` must be True if there are items within their budget.
+        `has_short` must be True if there are items within their budget. See `_reduce` for the other
+        arguments.
         """
         spec = self.spec
         tokens_BND = unit_vectors(batch)
-        slots_K = torch.arange(num_outputs, device=budgets_B.device)
-        slot_mask_BK = slots_K < budgets_B.unsqueeze(1)
+        if budgets_B is None:
+            slot_mask_BK = batch.mask[:, :num_outputs]
+            offsets_BK = torch.zeros_like(slot_mask_BK, dtype=torch.float32)
+        else:
+            slots_K = torch.arange(num_outputs, device=budgets_B.device)
+            slot_mask_BK = slots_K < budgets_B.unsqueeze(1)
+            offsets_BK = (~slot_mask_BK).float() * MASKED_DISTANCE
         coords_BNA = token_coordinates(batch, spec.axes, spec.seconds_per_unit)
         geometry = Geometry(tokens_BND, coords_BNA, batch.mask, spec.gamma)
         seeds_BK = seed_positions(spec.seeds, batch, budgets_B, num_outputs, geometry)
-        offsets_BK = (~slot_mask_BK).float() * MASKED_DISTANCE
         sums_BKE, previous_BN = cluster(geometry, seeds_BK, offsets_BK, spec.num_iterations)
         distance_BKN = geometry.distance(sums_BKE, offsets_BK)
         nearest_BN = first_minimum(distance_BKN.detach(), dim=1)
@@ -165,7 +200,7 @@ class SaMer(SeededCompressor):
             )
 
         vectors_BKD, mask_BK, assignment_BN = merged_BKD, has_tokens_BK, nearest_BN
-        if has_short:  # items within their budget keep their tokens
+        if has_short and budgets_B is not None:  # items within their budget keep their tokens
             is_long_B1 = (batch.lengths > budgets_B).unsqueeze(1)
             identity_N = torch.arange(batch.mask.shape[1], device=batch.mask.device)
             kept_BKD = tokens_BND[:, :num_outputs]
@@ -260,16 +295,9 @@ class Geometry:
             Distances (B, K, N), undefined at padded tokens. With tokens as the last dimension,
             reductions over k are vectorised over tokens.
         """
-        features_BKD, sums_BKA, _, counts_BKA, ones_BKC = sums_BKE.split(self._widths, dim=2)
-        terms = [normalise(features_BKD).neg()]
-        if self._widths[1] and self._is_small:
-            sites_BKA = sums_BKA / counts_BKA.clamp_min(1)
-            terms += [sites_BKA * -2, counts_BKA.clamp_max(1), sites_BKA.square()]
-        elif self._widths[1]:
-            terms.append(torch.zeros_like(sums_BKE[..., : 3 * self._widths[1]]))
-        terms.append(offsets_BK.unsqueeze(2).expand_as(ones_BKC))
-        result_BKN = torch.cat(terms, dim=2) @ self.points_BNE.mT
+        result_BKN = self._coefficients(sums_BKE, offsets_BK) @ self.points_BNE.mT
         if not self._is_small:
+            _, sums_BKA, _, counts_BKA, _ = sums_BKE.split(self._widths, dim=2)
             sites_BKA = sums_BKA / counts_BKA  # 0 / 0 is NaN
             for coord_BN, site_BK in zip(
                 self._coords_BNA.unbind(2), sites_BKA.unbind(2), strict=True
@@ -277,6 +305,22 @@ class Geometry:
                 offset_BKN = (coord_BN.unsqueeze(1) - site_BK.unsqueeze(2)).nan_to_num(nan=0.0)
                 result_BKN.addcmul_(offset_BKN, offset_BKN)
         return result_BKN
+
+    def _coefficients(self, sums_BKE: torch.Tensor, offsets_BK: torch.Tensor) -> torch.Tensor:
+        """Returns the vectors (B, K, E) whose products with the points are the distances."""
+        num_dims, num_axes = self._widths[:2]
+        if not sums_BKE.requires_grad and (kernels := kernel_module(sums_BKE)):
+            has_sites = self._is_small and num_axes > 0
+            return kernels.coefficients(sums_BKE, offsets_BK, num_dims, num_axes, has_sites)
+        features_BKD, sums_BKA, _, counts_BKA, ones_BKC = sums_BKE.split(self._widths, dim=2)
+        terms = [normalise(features_BKD).neg()]
+        if num_axes and self._is_small:
+            sites_BKA = sums_BKA / counts_BKA.clamp_min(1)
+            terms += [sites_BKA * -2, counts_BKA.clamp_max(1), sites_BKA.square()]
+        elif num_axes:
+            terms.append(torch.zeros_like(sums_BKE[..., : 3 * num_axes]))
+        terms.append(offsets_BK.unsqueeze(2).expand_as(ones_BKC))
+        return torch.cat(terms, dim=2)
 
     def sums(self, nearest_BN: torch.Tensor, num_outputs: int) -> torch.Tensor:
         """Returns the sum (B, K, E) of the points of each group."""
@@ -343,11 +387,20 @@ def token_coordinates(
 def seed_positions(
     seeds: Placement,
     batch: TokenBatch,
-    budgets_B: torch.Tensor,
+    budgets_B: torch.Tensor | None,
     num_outputs: int,
     geometry: Geometry,
 ) -> torch.Tensor:
-    """Returns the positions (B, K) int64 of the seed tokens, or 0 beyond the budget of an item."""
+    """Returns the positions (B, K) int64 of the seed tokens, or 0 beyond the budget of an item.
+
+    `budgets_B` is None for a batch without padding in which all budgets are `num_outputs`.
+    """
+    if budgets_B is None and seeds == "paper":
+        size_1, budget_1 = torch.tensor([[batch.mask.shape[1]], [num_outputs]])
+        positions_1K = uniform_positions(size_1, budget_1, num_outputs)[0]
+        return positions_1K.to(batch.mask.device, non_blocking=True).expand(len(batch), -1)
+    if budgets_B is None:
+        budgets_B = batch.lengths.clamp(max=num_outputs)
     if seeds == "paper":
         return uniform_positions(batch.lengths, budgets_B, num_outputs)[0]
     if seeds == "lattice":
@@ -397,7 +450,11 @@ def soft_centroids(
     is computed as a softmax over i of log a_ik, so that weights of distant representatives do not
     underflow. `mask_BN` is True for tokens, or None without padding.
     """
-    log_weights_BKN = (distance_BKN * (-1 / tau)).log_softmax(dim=1)
+    kernels = None if distance_BKN.requires_grad else kernel_module(distance_BKN)
+    if kernels and distance_BKN.shape[1] <= kernels.MAX_CLASSES:
+        log_weights_BKN = kernels.log_softmax(distance_BKN, -1 / tau)
+    else:
+        log_weights_BKN = (distance_BKN * (-1 / tau)).log_softmax(dim=1)
     if mask_BN is not None:
         lowest = torch.finfo(log_weights_BKN.dtype).min
         log_weights_BKN = log_weights_BKN.masked_fill(~mask_BN.unsqueeze(1), lowest)

@@ -16,6 +16,8 @@ TILE_ROWS, TILE_COLUMNS = 16, 128
 MAX_TOKENS = 4096
 #: Maximum number of groups of `merge_groups`, whose costs are in registers.
 MAX_GROUPS = 128
+#: Maximum size of the dimension of `log_softmax`, and the number of values of a program.
+MAX_CLASSES, MAX_CLASS_VALUES = 512, 1 << 13
 
 
 @triton.jit
@@ -220,3 +222,122 @@ def merge_groups(
         num_warps=8,
     )
     return targets_BM
+
+
+@triton.jit
+def _coefficients(
+    sums_RE,
+    offsets_R,
+    result_RE,
+    num_rows,
+    num_columns,
+    DIMS: tl.constexpr,
+    AXES: tl.constexpr,
+    HAS_SITES: tl.constexpr,
+    ROWS: tl.constexpr,
+    E: tl.constexpr,
+):
+    row_R1 = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column_1E = tl.arange(0, E)[None, :]
+    is_row_R1 = row_R1 < num_rows
+    is_feature_RE = is_row_R1 & (column_1E < DIMS)
+    start_R1 = row_R1 * num_columns
+    features_RE = tl.load(sums_RE + start_R1 + column_1E, is_feature_RE, 0.0)
+    norm_R = tl.sqrt_rn(tl.sum(features_RE * features_RE, axis=1))
+    result = -features_RE / tl.maximum(norm_R, 1e-12)[:, None]
+    if HAS_SITES:
+        # The positions, their squares and the numbers of tokens with positions of each axis.
+        section_1E = (column_1E - DIMS) // AXES
+        axis_1E = (column_1E - DIMS) % AXES
+        is_site_RE = is_row_R1 & (column_1E >= DIMS) & (column_1E < DIMS + 3 * AXES)
+        site_sums_RE = tl.load(sums_RE + start_R1 + DIMS + axis_1E, is_site_RE, 0.0)
+        counts_RE = tl.load(sums_RE + start_R1 + DIMS + 2 * AXES + axis_1E, is_site_RE, 0.0)
+        sites_RE = site_sums_RE / tl.maximum(counts_RE, 1.0)
+        squares_RE = tl.where(section_1E == 2, sites_RE * sites_RE, tl.minimum(counts_RE, 1.0))
+        terms_RE = tl.where(section_1E == 0, -2.0 * sites_RE, squares_RE)
+        result = tl.where(is_site_RE, terms_RE, result)
+    offset_R1 = tl.load(offsets_R + row_R1, is_row_R1, 0.0)
+    result = tl.where(column_1E >= DIMS + 3 * AXES, offset_R1, result)
+    tl.store(result_RE + start_R1 + column_1E, result, is_row_R1 & (column_1E < num_columns))
+
+
+def coefficients(
+    sums_BKE: torch.Tensor,
+    offsets_BK: torch.Tensor,
+    num_dims: int,
+    num_axes: int,
+    has_sites: bool,
+) -> torch.Tensor:
+    """Computes the vectors whose products with points are distances, see `samer.Geometry`.
+
+    Args:
+        sums_BKE: Sum of the points of each centroid, float32.
+        offsets_BK: Offset of the distances of each centroid.
+        num_dims: Number of features.
+        num_axes: Number of coordinates.
+        has_sites: Whether the result includes the positions. Otherwise, their columns are 0.
+    """
+    sums_BKE, offsets_BK = sums_BKE.contiguous(), offsets_BK.contiguous()
+    result_BKE = torch.empty_like(sums_BKE)
+    num_rows, num_columns = offsets_BK.numel(), sums_BKE.shape[2]
+    if num_rows:
+        width = triton.next_power_of_2(num_columns)
+        rows = max(1, 1024 // width)
+        _coefficients[(triton.cdiv(num_rows, rows),)](
+            sums_BKE,
+            offsets_BK,
+            result_BKE,
+            num_rows,
+            num_columns,
+            DIMS=num_dims,
+            AXES=num_axes,
+            HAS_SITES=has_sites,
+            ROWS=rows,
+            E=width,
+        )
+    return result_BKE
+
+
+@triton.jit
+def _log_softmax(
+    values_BKN,
+    result_BKN,
+    num_classes,
+    num_columns,
+    scale,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    item = tl.program_id(0).to(tl.int64)
+    class_K1 = tl.arange(0, K)[:, None]
+    column_1N = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    is_value_KN = (class_K1 < num_classes) & (column_1N < num_columns)
+    index_KN = (item * num_classes + class_K1) * num_columns + column_1N
+    # A finite value, because differences of infinite values are NaN.
+    values_KN = tl.load(values_BKN + index_KN, is_value_KN, 0.0) * scale
+    values_KN = tl.where(class_K1 < num_classes, values_KN, -3.0e38)
+    shifted_KN = values_KN - tl.max(values_KN, axis=0)[None, :]
+    result_KN = shifted_KN - tl.log(tl.sum(tl.exp(shifted_KN), axis=0))[None, :]
+    tl.store(result_BKN + index_KN, result_KN, is_value_KN)
+
+
+def log_softmax(values_BKN: torch.Tensor, scale: float) -> torch.Tensor:
+    """Computes `(values_BKN * scale).log_softmax(dim=1)` in one pass over float32 values."""
+    values_BKN = values_BKN.contiguous()
+    num_items, num_classes, num_columns = values_BKN.shape
+    result_BKN = torch.empty_like(values_BKN)
+    if result_BKN.numel():
+        size = triton.next_power_of_2(num_classes)
+        columns = max(16, min(TILE_COLUMNS, MAX_CLASS_VALUES // size))
+        grid = (num_items, triton.cdiv(num_columns, columns))
+        _log_softmax[grid](
+            values_BKN,
+            result_BKN,
+            num_classes,
+            num_columns,
+            scale,
+            K=size,
+            COLUMNS=columns,
+            num_warps=8,
+        )
+    return result_BKN

@@ -31,7 +31,7 @@ class _Layer(NamedTuple):
 
 
 class CudaLayers:
-    """Layers of a BERT-like language model, of which the last computes only one position.
+    """Layers of a BERT-like language model. The last layer computes only one position.
 
     GELU is approximated by tanh, which changes an activation by less than half of the rounding
     error of bfloat16.

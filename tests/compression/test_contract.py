@@ -158,6 +158,42 @@ def test_result_is_independent_of_batch(compressor, ragged):
             assert torch.equal(result.assignment[0], together.assignment[i, real])
 
 
+@pytest.mark.parametrize("length", [40, NUM_VECTORS, 3])
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_batches_without_padding_equal_others(
+    compressor, ragged, monkeypatch, length, in_blocks, is_cpu
+):
+    """Some methods need no masks for them. The other batch has an additional longer item."""
+    padded = make_batch(compressor, ragged, [length, length, length, length + 2], boxes=True)
+    expected = compressor.compress(padded)
+
+    def unpad(tensor):
+        return tensor[:3][padded.mask[:3]].unflatten(0, (3, length))
+
+    full = dataclasses.replace(
+        padded,
+        vectors=unpad(padded.vectors),
+        mask=unpad(padded.mask),
+        extents=unpad(padded.extents),
+        taps={name: unpad(tap) for name, tap in padded.taps.items()},
+        appended=None if padded.appended is None else padded.appended[:3],
+    )
+    monkeypatch.setattr(compression, "is_cpu", lambda tensor: is_cpu)
+    if in_blocks:
+        monkeypatch.setitem(compression.MAX_BLOCK_ELEMENTS, "cpu", 1)
+    found = compressor.compress(full)
+    for i in range(3):
+        torch.testing.assert_close(
+            found.vectors[i, found.mask[i]],
+            expected.vectors[i, expected.mask[i]],
+            atol=1e-5,
+            rtol=0,
+        )
+        if expected.assignment is not None:
+            assert torch.equal(found.assignment[i], expected.assignment[i, padded.mask[i]])
+
+
 @pytest.mark.parametrize("garbage", [float("inf"), 1e30, -7.0])
 def test_values_at_padding_are_ignored(compressor, ragged, garbage):
     clean = compressor.compress(make_batch(compressor, ragged, boxes=True, garbage=0.0))

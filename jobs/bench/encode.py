@@ -9,8 +9,8 @@ Models have the shapes of published ones with random weights and `--layers` laye
 a GPU, four on a CPU). Only `actors` needs Ray. The parts are:
 
 - `taps`: forward passes without attention statistics, with SAP's column sums, with AGC's appended
-  tokens and their saliency, and with eager attention that returns all probabilities; and the memory
-  of the column sums by number of tokens.
+  tokens, with these and their saliency, and with eager attention that returns all probabilities;
+  and, on a GPU, the memory of the column sums by number of tokens.
 - `appended`: a forward pass without learned tokens, with them, and with AGC's saliency; and the
   memory that the gradient of the saliency needs, by number of tokens, next to the size of the
   attention matrix of one layer.
@@ -50,7 +50,12 @@ from jobs.bench.harness import Bench, Repeats, parse_on_device, table
 from pipeline import extras
 from pipeline.config import parse
 from pipeline.encoders.appended import AppendedTokens
-from pipeline.encoders.attention import AttentionInputs, selected_rows, weighted_rows
+from pipeline.encoders.attention import (
+    AttentionInputs,
+    kernel_module,
+    selected_rows,
+    weighted_rows,
+)
 from pipeline.encoders.minilm import MiniLM
 from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.registry import ENCODERS
@@ -190,24 +195,30 @@ def taps(bench: Bench, family: str, encoder: SequenceEncoder[Any], args: Any) ->
         with _eager(encoder):
             return _encode_pages(encoder, items)
 
+    plain, with_tokens = "fused", f"with {NUM_APPENDED} appended tokens"
+    with_sums, with_saliency = f"with column sums of {len(sums)} layers", "with their saliency"
     sides: dict[str, Callable[[], float]] = {
-        "fused": lambda: _encode_pages(encoder, items),
-        f"with column sums of {len(sums)} layers": lambda: _encode_pages(encoder, items, sums),
-        f"with {NUM_APPENDED} appended tokens and their saliency": lambda: _encode_pages(
-            extended, items, saliency
-        ),
+        plain: lambda: _encode_pages(encoder, items),
+        with_sums: lambda: _encode_pages(encoder, items, sums),
+        with_tokens: lambda: _encode_pages(extended, items),
+        with_saliency: lambda: _encode_pages(extended, items, saliency),
     }
+    # The pass without the statistics of a pass, whose cost is the difference.
+    bases = {with_sums: plain, with_saliency: with_tokens}
     if args.eager:
         sides["eager, all probabilities returned"] = eagerly
+        bases["eager, all probabilities returned"] = plain
     found, rows = _repeated(sides, args.repeats), []
     for name, side in sides.items():
         peak = _peak(side)
         times = Repeats(tuple(1e3 * s for s in found[name].values))
-        ratio = found[name].over(found["fused"])
+        overhead = "-"
+        if name in bases:
+            overhead = f"{found[name].over(found[bases[name]]).median - 1:+.1%}"
         memory = "-" if peak is None else f"{peak:.2f}"
-        rows.append([name, times, ratio, f"{ratio.median - 1:+.1%}", memory])
+        rows.append([name, times, found[name].over(found[plain]), overhead, memory])
     what = _describe(family, encoder, items)
-    text = table(["pass", "ms", "x fused", "overhead", "peak, GiB"], rows)
+    text = table(["pass", "ms", "x fused", "statistics", "peak, GiB"], rows)
     bench.add(f"taps {family}", what, {"seconds": found}, text)
     if args.device == "cuda":
         _column_sums_memory(bench, family, encoder)
@@ -216,20 +227,25 @@ def taps(bench: Bench, family: str, encoder: SequenceEncoder[Any], args: Any) ->
 def _column_sums_memory(bench: Bench, family: str, encoder: SequenceEncoder[Any]) -> None:
     """Measures the GPU memory that the column sums of one layer need, by number of tokens."""
     heads, groups, dim = _heads(encoder)
-    is_causal = family != "colpali"
-    memory, rows = {}, []
+    has_mask = family == "colpali"  # a mask per row; the attention of the others is causal
+    memory, rows, kernels = {}, [], None
     for number in (1024, 2048, 4096, 8192, 16384):
         query, key = (
             torch.randn(1, count, number, dim, device="cuda", dtype=torch.bfloat16)
             for count in (heads, groups)
         )
         weights = torch.ones(1, 1, number, device="cuda")
-        sums = functools.partial(weighted_rows, query, key, None, weights, is_causal=is_causal)
+        kernels = kernel_module(query)
+        mask = None
+        if has_mask:
+            mask = torch.ones(1, 1, number, number, dtype=torch.bool, device="cuda")
+        sums = functools.partial(weighted_rows, query, key, mask, weights, is_causal=not has_mask)
         memory[number] = 1024 * (_peak(sums) or 0.0)
         matrix = 4 * heads * number**2 / 2**20
         rows.append([f"{number:,}", f"{memory[number]:,.0f}", f"{matrix:,.0f}"])
     text = table(["tokens", "column sums, MiB", "attention matrix, MiB"], rows)
-    what = f"{family}: one layer of {heads} heads, one item, float32"
+    path = "torch" if kernels is None else "Triton"
+    what = f"{family}: one layer of {heads} heads, one item, {path}, matrix in float32"
     bench.add(f"column sums memory {family}", what, {"peak_mib": memory}, text)
 
 

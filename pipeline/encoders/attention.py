@@ -12,10 +12,14 @@ computed after the forward pass, from the queries and keys of the layer, and hav
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import importlib.util
 import math
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -177,6 +181,18 @@ def _register_recorded(name: str) -> str:
     return recorded_name
 
 
+def kernel_module(tensor: torch.Tensor) -> ModuleType | None:
+    """Returns the module of Triton kernels if they can process the tensor, else None."""
+    if tensor.device.type != "cuda" or not _has_triton():
+        return None
+    return importlib.import_module("pipeline.encoders.triton_kernels")
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 @torch.no_grad()
 def weighted_rows(
     query_BHND: torch.Tensor,
@@ -191,7 +207,8 @@ def weighted_rows(
 
     The sum of column j is `sum_i w_i softmax(q_i k^T scaling)_j`. Weights of 1 on all content rows
     give the column sums of SAP (its equation 2). A weight of 1 on a single row gives that row
-    (equation 11). Rows with zero weight in all items are skipped.
+    (equation 11). Rows with zero weight in all items are skipped. A Triton kernel computes the sums
+    of float16 and bfloat16 inputs on CUDA devices, see `kernel_module`.
 
     Args:
         query_BHND: Queries of H heads, after rotary position embedding if the model has it.
@@ -206,14 +223,20 @@ def weighted_rows(
         Sums (S, B, H, N) float32.
     """
     num_items, num_heads, _, dim = query_BHND.shape
-    query_BHND = query_BHND.float() * (dim**-0.5 if scaling is None else scaling)
+    scaling = dim**-0.5 if scaling is None else scaling
+    is_causal = is_causal and mask is None
+    kernels = kernel_module(query_BHND)
+    if kernels and kernels.can_sum(query_BHND, key_BGND, mask):
+        return kernels.weighted_rows(
+            query_BHND, key_BGND, mask, weights_SBN, scaling=scaling, is_causal=is_causal
+        )
+    query_BHND = query_BHND.float() * scaling
     key_BHDN = key_BGND.float().repeat_interleave(num_heads // key_BGND.shape[1], dim=1).mT
     num_columns = key_BHDN.shape[3]
     weights_BSN = weights_SBN.float().transpose(0, 1)
     num_sums = len(weights_SBN)
     sums = query_BHND.new_zeros(num_items, num_heads, num_sums, num_columns)
     rows_N = weights_SBN.any(dim=1).any(dim=0).nonzero().squeeze(1)
-    is_causal = is_causal and mask is None
     columns_N = torch.arange(num_columns, device=sums.device)
     if mask is not None and mask.dtype == torch.bool and (mask == mask[:, :, :1]).all():
         # A mask that is equal for all rows, like that of padding, is added to the logits through

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import jobs
@@ -167,10 +166,10 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
     trained = sum(p.numel() for p in loop.learner.parameters() if p.requires_grad)
     # Two operations per weight and product: frozen weights take part in two, trained ones in three.
     flops = tokens * (4 * weights + 6 * trained)
-    with torch.no_grad(), loop._autocast(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), loop._autocast(), encode_models.Operations() as operations:
         loop.learner(loop.learner.mini_batches(read, len(pages))[0])
     # The frozen vision tower and the attention products, of which only the forward pass counts.
-    rest = counter.get_total_flops() - 2 * tokens * (weights + trained)
+    rest = operations.count - 2 * tokens * (weights + trained)
     steps, peak = Repeats(tuple(rates)), Repeats(tuple(peaks))
     used, whole = (
         Repeats(tuple(count * rate for rate in rates)).over(peak) for count in (flops, flops + rest)

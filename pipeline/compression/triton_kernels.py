@@ -325,6 +325,8 @@ def log_softmax(values_BKN: torch.Tensor, scale: float) -> torch.Tensor:
     """Computes `(values_BKN * scale).log_softmax(dim=1)` in one pass over float32 values."""
     values_BKN = values_BKN.contiguous()
     num_items, num_classes, num_columns = values_BKN.shape
+    if num_classes == 1:  # reductions of a tile with one row return inf on an H100 (Triton 3.6)
+        return torch.zeros_like(values_BKN)
     result_BKN = torch.empty_like(values_BKN)
     if result_BKN.numel():
         size = triton.next_power_of_2(num_classes)

@@ -345,7 +345,8 @@ def weighted_rows(
         )
 
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kind, row_mask, column_mask, mask_strides = _NO_MASK, query_BHND, query_BHND, (0, 0)
+        kind, row_mask, column_mask = _NO_MASK, query_BHND, query_BHND
+        mask_strides: tuple[int, ...] = (0, 0)
         if mask is not None and mask.shape[2] == 1:
             kind, row_mask = _COLUMN_MASK, mask[:, 0, 0].view(torch.uint8).expand(num_items, -1)
             column_mask, mask_strides = row_mask, row_mask.stride()

@@ -134,7 +134,7 @@ def inputs(num_tokens, width, num_heads, num_groups, dtype, seed=0):
 
 
 def masks(num_tokens):
-    """Returns masks of items, of which one has padding and one has a single token."""
+    """Returns masks of three items: without padding, with padding and with a single token."""
     position = torch.arange(num_tokens)
     padding = position < LENGTHS.clamp_max(num_tokens)[:, None, None, None]
     causal = (position <= position[:, None])[None, None]
@@ -152,7 +152,7 @@ def masks(num_tokens):
 
 
 def weightings(num_tokens):
-    """Returns weightings of which some have one row, few rows or none, without padding."""
+    """Returns weightings of all rows, of the last row and of few rows, without padding."""
     position = torch.arange(num_tokens)
     is_token = position < LENGTHS.clamp_max(num_tokens).unsqueeze(1)
     generator = torch.Generator().manual_seed(1)

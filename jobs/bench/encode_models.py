@@ -96,6 +96,10 @@ class Operations(TorchFunctionMode):
         elif function is torch.nn.functional.scaled_dot_product_attention:
             query_BHND, key_BGMD = args[:2]
             self.count += 4 * query_BHND.numel() * key_BGMD.shape[2]
+        elif str(function) == "torch_attn._varlen_attn":  # see `pipeline.encoders.varlen`
+            query_THD, bounds = args[0], args[3]
+            pairs = int(bounds.diff().long().square().sum())
+            self.count += 4 * pairs * query_THD[0].numel()
         return result
 
 

@@ -168,7 +168,7 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
     flops = tokens * (4 * weights + 6 * trained)
     with torch.no_grad(), loop._autocast(), encode_models.Operations() as operations:
         loop.learner(loop.learner.mini_batches(read, len(pages))[0])
-    # The frozen vision tower and the attention products, of which only the forward pass counts.
+    # The frozen vision tower and the attention products. Only their forward pass counts.
     rest = operations.count - 2 * tokens * (weights + trained)
     steps, peak = Repeats(tuple(rates)), Repeats(tuple(peaks))
     used, whole = (

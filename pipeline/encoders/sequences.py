@@ -129,7 +129,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         """Encodes items, batching those of similar length."""
         if MODEL_INPUTS not in items.column_names:
             items = self._reader.prepare(items)
-        inputs = [self._appended_to(unpack(data.as_py())) for data in items[MODEL_INPUTS]]
+        inputs = [self._appended_to(unpack(data.as_buffer())) for data in items[MODEL_INPUTS]]
         sizes = np.array([sum(map(len, sequences)) for sequences in inputs], dtype=np.int64)
         batches = batches_by_size(sizes, self.spec.max_batch_tokens)
         for rows, passes in prefetch(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 import safetensors.torch
 import torch
@@ -104,6 +106,18 @@ def pack(inputs: Iterable[ModelInput]) -> bytes:
         for name, tensor in sequence.tensors().items()
     }
     return safetensors.torch.save(named)
+
+
+def unpack_column(column: pa.ChunkedArray) -> Iterator[list[ModelInput]]:
+    """Deserialises the sequences of each item of a column of `large_binary` without nulls.
+
+    The values of the column are not accessed one by one, because Arrow would copy each of them.
+    """
+    for chunk in filter(len, column.chunks):
+        _, offsets, data = chunk.buffers()
+        bounds = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+        for first, last in itertools.pairwise(bounds.tolist()):
+            yield unpack(data.slice(first, last - first))
 
 
 def unpack(data: pa.Buffer | bytes) -> list[ModelInput]:

@@ -34,7 +34,7 @@ from pipeline.encoders.loading import (
     adapter_folder,
     checkpoint_folder,
 )
-from pipeline.encoders.model_inputs import Collated, ModelInput, collate, unpack
+from pipeline.encoders.model_inputs import Collated, ModelInput, collate, unpack_column
 from pipeline.encoders.reader import MODEL_INPUTS, Reader
 from pipeline.encoders.templates import Templates
 from pipeline.encoders.trained import load_appended_tokens
@@ -129,7 +129,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         """Encodes items, batching those of similar length."""
         if MODEL_INPUTS not in items.column_names:
             items = self._reader.prepare(items)
-        inputs = [self._appended_to(unpack(data.as_buffer())) for data in items[MODEL_INPUTS]]
+        inputs = [self._appended_to(each) for each in unpack_column(items[MODEL_INPUTS])]
         sizes = np.array([sum(map(len, sequences)) for sequences in inputs], dtype=np.int64)
         batches = batches_by_size(sizes, self.spec.max_batch_tokens)
         for rows, passes in prefetch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.eval.grounding import GroundingMetrics
+from pipeline.eval.relevance_maps import GroundingMetrics
 from pipeline.eval.results import BM25, COSTS, FULL, OSR, Evaluation, Result
 from pipeline.eval.views import CandidatesScan, candidates_scans
 from pipeline.report.text import as_csv, decimal, p_value, percentage

@@ -129,7 +129,7 @@ def grounding(
         locations: Input tokens of the same documents, with their extents.
         boxes: Boxes (M, 4) of each phrase.
     """
-    from pipeline.eval.grounding import grounding_metrics, region_mask, relevance_map
+    from pipeline.eval.relevance_maps import grounding_metrics, region_mask, relevance_map
 
     weight_PM1 = phrases.mask.unsqueeze(2) / phrases.mask.sum(dim=1)[:, None, None]
     sim_PK = (phrases.vectors.float() @ documents.vectors.float().mT * weight_PM1).sum(dim=1)

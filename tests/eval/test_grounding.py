@@ -10,13 +10,15 @@ from pipeline.config import SpecError
 from pipeline.eval import Phrase
 from pipeline.eval.evaluation import run
 from pipeline.eval.grounding import (
-    GRID_SIZE,
     GeneratedPhrases,
     Grounder,
     check_phrases,
     generate_phrases,
-    grounding_metrics,
     read_phrases,
+)
+from pipeline.eval.relevance_maps import (
+    GRID_SIZE,
+    grounding_metrics,
     region_mask,
     relevance_map,
 )

@@ -192,7 +192,7 @@ def test_replicas_of_the_service_fit_on_its_smallest_cluster():
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     smallest, largest = (int(limits["cpu"]) * group[f"{m}Replicas"] for m in ("min", "max"))
     assert sum(scale.num_cpus * scale.num_replicas for scale in scales) <= smallest
-    most = [scale.num_cpus * (scale.max_replicas or scale.num_replicas) for scale in scales]
+    most = [scale.num_cpus * scale.max_num_replicas for scale in scales]
     assert sum(most) <= largest
 
 

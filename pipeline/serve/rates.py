@@ -19,11 +19,10 @@ from pipeline.serve.keys import Key
 
 log = logging.getLogger("ray.serve")
 
-#: Period whose tokens a gateway leases at once, in seconds.
-LEASE_SECONDS = 0.1
-#: Lifetime of a lease, in seconds. Then its unused tokens return to the bucket with the next call.
-#: It is also the longest time for which a gateway refuses requests without a call.
-LIFETIME_SECONDS = 1.0
+#: Lifetime of a lease, in seconds. A gateway leases at most the tokens of this period. Afterwards,
+#: those that it has not used return to the bucket with its next call. It is also the longest time
+#: for which a gateway refuses requests without a call.
+LEASE_SECONDS = 1.0
 #: Interval of the checks whether an unavailable rate limiter responds again, in seconds.
 CHECK_SECONDS = 1.0
 
@@ -67,15 +66,15 @@ class Buckets:
 
     Args:
         burst: Capacity of a bucket, in tokens.
-        num_takers: Number of gateways that take tokens. A call takes at most this fraction of a
-            bucket, so that the others find tokens too.
+        num_gateways: Number of gateways that take tokens. If there are several, a call takes at
+            most half of the share of a gateway, so that the others find tokens too.
         clock: Monotonic clock, in seconds. Tests replace it.
     """
 
     def __init__(
-        self, burst: float, num_takers: int = 1, clock: Callable[[], float] = time.monotonic
+        self, burst: float, num_gateways: int = 1, clock: Callable[[], float] = time.monotonic
     ):
-        self._burst, self._num_takers, self._clock = float(burst), num_takers, clock
+        self._burst, self._num_gateways, self._clock = float(burst), num_gateways, clock
         self._buckets: dict[str, tuple[float, float]] = {}  # level and time of the last update
 
     def take(self, name: str, rate: float, max_tokens: int = 1, num_returned: int = 0) -> Grant:
@@ -87,16 +86,19 @@ class Buckets:
             max_tokens: Maximum number of tokens to take.
             num_returned: Number of unused tokens to put back before.
 
-        >>> buckets = Buckets(burst=8, num_takers=2, clock=lambda: 0.0)
-        >>> [buckets.take("ann", rate=2, max_tokens=3).num_tokens for _ in range(6)]
-        [3, 2, 1, 1, 1, 0]
+        >>> buckets = Buckets(burst=12, num_gateways=2, clock=lambda: 0.0)
+        >>> [buckets.take("ann", rate=2, max_tokens=9).num_tokens for _ in range(8)]
+        [3, 2, 1, 1, 1, 1, 1, 1]
+        >>> [buckets.take("ann", rate=2, max_tokens=9).num_tokens for _ in range(2)]
+        [1, 0]
         >>> buckets.take("ann", rate=2).delay_s
         0.5
         """
         now = self._clock()
         level, updated_at = self._buckets.get(name, (self._burst, now))
         level = min(level + (now - updated_at) * rate + num_returned, self._burst)
-        num_tokens = max(1, min(max_tokens, int(level / self._num_takers))) if level >= 1 else 0
+        share = int(level / (2 * self._num_gateways))
+        num_tokens = max(1, min(max_tokens, share)) if level >= 1 else 0
         self._buckets[name] = (level - num_tokens, now)
         return Grant(num_tokens, 0.0 if num_tokens else (1 - level) / rate)
 
@@ -223,4 +225,4 @@ class _Lease:
         """Replaces the lease by a grant, of which the current request takes one token."""
         self.num_tokens = max(grant.num_tokens - 1, 0)
         self._rate, self._allowed_at = rate, now + grant.delay_s
-        self._expires_at = now + LIFETIME_SECONDS
+        self._expires_at = now + LEASE_SECONDS

@@ -95,7 +95,7 @@ def test_gateways_share_rate_and_burst(rate, burst, number):
         clock = Clock()
         single = await num_allowed_over_time(clock, [Rates(rate, burst, clock=clock)], 10, 4 * rate)
         # A gateway can hold unused tokens of a lease at the end.
-        unused = number * rate * rates.LEASE_SECONDS
+        unused = number * max(1, burst / (2 * number))
         assert single - unused <= allowed <= single
         assert 0.8 * 10 * rate <= allowed <= 10 * rate + burst
 
@@ -118,11 +118,12 @@ def test_most_requests_need_no_call():
     async def check() -> None:
         clock, limiter, limiters = gateways(1000, burst=1000)
         assert await num_allowed_over_time(clock, limiters, 10, 800) == 8000
-        assert limiter.num_calls <= 200
+        assert limiter.num_calls <= 100
         assert await num_allowed(limiters[0], SLOW, 1000) == 1000  # waiting requests share a call
-        assert limiter.num_calls <= 220
+        assert limiter.num_calls <= 120
         num_calls = limiter.num_calls
-        assert await num_allowed_over_time(clock, limiters, 1, 20_000) <= 2000
+        allowed = await num_allowed_over_time(clock, limiters, 1, 20_000)
+        assert 2000 <= allowed <= 2500  # up to half of the burst was leased before
         assert limiter.num_calls - num_calls < 4000  # most requests are refused without a call
 
     asyncio.run(check())

@@ -222,7 +222,7 @@ class _Lease:
         return self._allowed_at - now if now < self._allowed_at else None
 
     def renew(self, grant: Grant, rate: float, now: float) -> None:
-        """Replaces the lease by a grant, of which the current request takes one token."""
+        """Replaces the lease by a grant and takes one token from it."""
         self.num_tokens = max(grant.num_tokens - 1, 0)
         self._rate, self._allowed_at = rate, now + grant.delay_s
         self._expires_at = now + LEASE_SECONDS

@@ -10,6 +10,7 @@ enforces its share of the rate.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import Callable
@@ -179,7 +180,9 @@ class Rates:
             self._num_gateways,
             extra={"event": "limiter_unavailable"},
         )
-        self._recovery = asyncio.create_task(self._recover(limiter))
+        # In the context of the request, a disconnected client would cancel the calls of the task.
+        context = contextvars.Context()
+        self._recovery = asyncio.create_task(self._recover(limiter), context=context)
 
     async def _recover(self, limiter: Limiter) -> None:
         while True:

@@ -23,6 +23,7 @@ from pipeline.serve.engine import Engine
 from pipeline.serve.evaluations import EvaluationStore, Evaluator, check_folder
 from pipeline.serve.gateway import Gateway
 from pipeline.serve.library import Library
+from pipeline.serve.limiter import LimiterClient, RateLimiter
 from pipeline.serve.metrics import Metrics
 from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.settings import Scale, ServeSpec
@@ -35,10 +36,17 @@ HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 2, 10
 class Ingress:
     """Deployment of the gateway."""
 
-    def __init__(self, settings: ServeSpec, stages: Stages[Handle], evaluator: Any = None):
+    def __init__(
+        self,
+        settings: ServeSpec,
+        stages: Stages[Handle],
+        evaluator: Any = None,
+        limiter: Handle | None = None,
+    ):
         bind_to_loopback()
         # The evaluator is never called. Binding it to the gateway makes Ray deploy it.
         self._settings, self._stages, self._evaluator = settings, stages, evaluator
+        self._limiter = None if limiter is None else LimiterClient(limiter)
         self._gateway: Gateway | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # called by Ray Serve
@@ -49,7 +57,7 @@ class Ingress:
         engine = Engine(self._settings, self._stages, metrics.stage, metrics.event)
         await engine.indexes.start()
         store = EvaluationStore(self._settings) if self._settings.evaluations.folder else None
-        self._gateway = Gateway(self._settings, engine, metrics, store)
+        self._gateway = Gateway(self._settings, engine, metrics, store, self._limiter)
         return self._gateway
 
     async def drain(self) -> None:
@@ -93,10 +101,15 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
     evaluator = None
     if settings.evaluations.folder:
         evaluator = _deployment(Evaluator, "Evaluator", Scale(), drain_s).bind(settings)
+    limiter, num_gateways = None, settings.gateway.max_num_replicas
+    if num_gateways > 1:
+        scale = Scale(max_ongoing_requests=1_000, max_queued_requests=1_000)
+        deployment = _deployment(RateLimiter, "RateLimiter", scale, drain_s)
+        limiter = deployment.bind(settings.limits.burst, num_gateways)
     stages = Stages(
         encoder.bind(settings.encoder), searchers, rerankers, edjes, library.bind(settings.indexes)
     )
-    return gateway.bind(settings, stages, evaluator)
+    return gateway.bind(settings, stages, evaluator, limiter)
 
 
 def _parse_settings(settings: Mapping[str, Any]) -> ServeSpec:

@@ -9,7 +9,8 @@ from fastapi import Request
 
 from pipeline.config import SpecError
 from pipeline.serve.errors import ApiError, from_spec_error
-from pipeline.serve.keys import ANONYMOUS, KEYS_VARIABLE, Key, Keys, Rates
+from pipeline.serve.keys import ANONYMOUS, KEYS_VARIABLE, Key, Keys
+from pipeline.serve.rates import Limiter, Rates
 from pipeline.serve.settings import ServeSpec, is_loopback
 
 log = logging.getLogger("ray.serve")
@@ -21,13 +22,18 @@ FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-rea
 class Auth:
     """Authenticates requests by their access keys and limits the rate of each key.
 
+    Args:
+        settings: Settings of the server.
+        limiter: Rate limiter that the gateways share, or None if there is only one gateway.
+
     Attributes:
         has_keys: Whether requests require an access key.
     """
 
-    def __init__(self, settings: ServeSpec):
+    def __init__(self, settings: ServeSpec, limiter: Limiter | None = None):
         self._keys = Keys(settings.keys) if settings.keys or KEYS_VARIABLE in os.environ else None
-        self._rates = Rates(settings.limits.requests_per_second, settings.limits.burst)
+        limits, num_gateways = settings.limits, settings.gateway.max_num_replicas
+        self._rates = Rates(limits.requests_per_second, limits.burst, limiter, num_gateways)
         self.has_keys = self._keys is not None
 
     def key(self, request: Request) -> Key:
@@ -52,13 +58,13 @@ class Auth:
             raise ApiError("unauthenticated", "the access key is unknown or has expired")
         return key
 
-    def limit(self, key: Key) -> None:
+    async def limit(self, key: Key) -> None:
         """Counts a request towards the rate limit of a key.
 
         Raises:
             ApiError: The rate limit is exceeded.
         """
-        if delay_s := self._rates.acquire(key):
+        if delay_s := await self._rates.acquire(key):
             message = f"the key {key.name} has sent too many requests"
             raise ApiError("rate_limited", message, retry_after=delay_s)
 

@@ -100,7 +100,7 @@ class StageClient:
             try:
                 async with asyncio.timeout(remaining):
                     response = method.remote(*arguments, caller._replace(timeout_s=remaining))
-                    return unwrap(await _cancellable(response))
+                    return unwrap(await cancellable(response))
             except BackPressureError:
                 raise ApiError("unavailable", f"{stage} is overloaded") from None
             except RayTaskError:
@@ -136,7 +136,7 @@ class StageClient:
         )
 
 
-async def _cancellable(response: DeploymentResponse) -> Any:
+async def cancellable(response: DeploymentResponse) -> Any:
     """Awaits a response.
 
     If the awaiting task is cancelled, the call to the stage is cancelled, too.

@@ -12,6 +12,7 @@ from pipeline.serve.errors import ApiError
 from pipeline.serve.evaluations import EvaluationStore
 from pipeline.serve.keys import ANONYMOUS, Key
 from pipeline.serve.metrics import Metrics
+from pipeline.serve.rates import Limiter
 from pipeline.serve.scheduler import FairSlots
 from pipeline.serve.served import Served
 from pipeline.serve.settings import ServeSpec
@@ -28,6 +29,7 @@ class Gateway:
         engine: Engine that runs the searches.
         metrics: Metrics of the gateway.
         store: Store of the evaluations, or None if they are disabled.
+        limiter: Rate limiter that the gateways share, or None if there is only one gateway.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class Gateway:
         engine: Engine,
         metrics: Metrics,
         store: EvaluationStore | None = None,
+        limiter: Limiter | None = None,
     ):
         self.settings, self.engine, self.metrics, self.store = settings, engine, metrics, store
-        self.auth = Auth(settings)
+        self.auth = Auth(settings, limiter)
         are_shared = self.auth.has_keys
         self.in_flight = FairSlots(settings.limits.max_in_flight_requests, are_shared=are_shared)
         self.bodies = FairSlots(settings.limits.max_pending_bodies, are_shared=are_shared)

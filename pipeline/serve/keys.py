@@ -1,4 +1,4 @@
-"""Access keys and rate limits.
+"""Access keys.
 
 A key consists of the prefix `mr_` and 32 random bytes. The server stores only its SHA-256 hash,
 from which a random key of this length cannot be recovered. The file of the keys is a YAML list,
@@ -195,42 +195,3 @@ def read_keys(text: str) -> list[Key]:
             duplicate = next(value for value in values if values.count(value) > 1)
             raise SpecError(f"keys.{field}", duplicate, "unique", "occurs twice")
     return keys
-
-
-class Rates:
-    """Rate limiter that uses one token bucket per access key.
-
-    Args:
-        default: Rate of keys without a rate limit of their own, in requests per second; None:
-            unlimited.
-        burst: Capacity of a bucket, in requests.
-        clock: Monotonic clock, in seconds. Tests replace it.
-    """
-
-    def __init__(
-        self, default: float | None, burst: int, clock: Callable[[], float] = time.monotonic
-    ):
-        self._default, self._burst, self._clock = default, burst, clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # level and time of the last update
-
-    def acquire(self, key: Key, cost: float = 1.0) -> float:
-        """Tries to take a request from the bucket of a key.
-
-        Returns:
-            0 if the request is allowed, else the delay until it would be, in seconds.
-
-        >>> now = [0.0]
-        >>> rates = Rates(2, burst=1, clock=lambda: now[0])
-        >>> rates.acquire(ANONYMOUS), rates.acquire(ANONYMOUS)
-        (0.0, 0.5)
-        """
-        rate = key.requests_per_second or self._default
-        if rate is None:
-            return 0.0
-        now = self._clock()
-        level, updated_at = self._buckets.get(key.name, (float(self._burst), now))
-        level = min(level + (now - updated_at) * rate, float(self._burst))
-        cost = min(cost, float(self._burst))  # a larger cost requires a full bucket
-        delay_s = max(cost - level, 0.0) / rate
-        self._buckets[key.name] = (level if delay_s else level - cost, now)
-        return delay_s

@@ -29,12 +29,12 @@ def _gateway(request: Request) -> Gateway:
     return request.app.state.gateway
 
 
-def _key(
+async def _key(
     request: Request,
     _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> Key:
     key = request.state.key
-    _gateway(request).auth.limit(key)
+    await _gateway(request).auth.limit(key)
     return key
 
 

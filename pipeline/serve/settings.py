@@ -60,6 +60,11 @@ class Scale(Spec):
             raise SpecError("", maximum, f"at least num_replicas, {minimum}")
         return maximum
 
+    @property
+    def max_num_replicas(self) -> int:
+        """Largest number of replicas, with or without autoscaling."""
+        return self.max_replicas or self.num_replicas
+
 
 class ServedCandidates(Spec):
     """Default candidate generator of a representation."""
@@ -108,7 +113,7 @@ class ServedIndex(Spec):
 
 
 class Limits(Spec):
-    """Limits per request, access key and gateway."""
+    """Limits per request and per access key."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "body_bytes": "max_body_bytes",
@@ -147,10 +152,11 @@ class Limits(Spec):
     """Maximum number of requests per gateway with incomplete bodies. Access keys share these
     slots in the same way."""
     requests_per_second: PositiveFloat | None = None
-    """Rate limit per access key and gateway. Null means unlimited. An access key can override it.
-    """
+    """Rate limit per access key, which all gateways share. Null means unlimited. An access key can
+    override it."""
     burst: PositiveInt = 20
-    """Number of requests that a key can send in a burst before the rate limit applies."""
+    """Number of requests that a key can send in a burst before the rate limit applies. All gateways
+    share it."""
 
 
 class Timeouts(Spec):
@@ -222,7 +228,7 @@ class ServeSpec(Spec):
     """File of the access keys, see `pipeline.serve.keys`. Without a file, no key is required and
     only requests over the loopback interface are accepted."""
     limits: Limits = Limits()
-    """Limits per request, access key and gateway."""
+    """Limits per request and per access key."""
     timeouts: Timeouts = Timeouts()
     """Time limits for the stages of a request and for shutdown."""
     reload_interval_s: PositiveFloat = 5

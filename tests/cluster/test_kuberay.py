@@ -12,11 +12,13 @@ import yaml
 from docs.extensions.parsers import PROFILES, SPECS, parser
 from pipeline import config
 from pipeline.search.candidates_job import CandidatesJobSpec
+from pipeline.serve.environment import TRACING_ENV
 from pipeline.serve.routes import public
 from pipeline.serve.settings import Scale, ServeSpec
+from pipeline.tracing import ENDPOINT_VARIABLES
 from tests.cluster import manifests
 from tests.conftest import ROOT
-from tests.documentation import commands
+from tests.documentation import blocks, commands
 
 CLUSTERS = manifests.ray_clusters()
 JOBS = manifests.jobs()
@@ -134,6 +136,28 @@ def test_rules_of_clusters(name):
     assert not any(pod["automountServiceAccountToken"] for pod in workers)
 
 
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_containers_take_optional_variables_of_traces(name):
+    """The driver of a job runs on the head or, with `entrypointNumCpus`, on a worker."""
+    source = {"name": "maxray-tracing", "optional": True}
+    for pod in manifests.pods(CLUSTERS[name]):
+        for container in pod["containers"]:
+            assert container["envFrom"] == [{"configMapRef": source}, {"secretRef": source}]
+
+
+def test_documented_config_map_contains_the_variables_of_traces():
+    (command,) = (
+        words
+        for block in blocks(ROOT / "cluster/README.md")
+        for words in commands(block.text)
+        if words[:3] == ["kubectl", "create", "configmap"]
+    )
+    assert command[3] == "maxray-tracing"
+    literals = dict(word.removeprefix("--from-literal=").split("=", 1) for word in command[4:])
+    assert TRACING_ENV.items() <= literals.items()
+    assert literals.keys() - TRACING_ENV.keys() <= set(ENDPOINT_VARIABLES)
+
+
 def test_versions_are_those_of_the_package():
     requirements = importlib.metadata.requires("maxray") or []
     (ray_version,) = (r.partition("==")[2] for r in requirements if r.startswith("ray["))
@@ -192,7 +216,7 @@ def test_replicas_of_the_service_fit_on_its_smallest_cluster():
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     smallest, largest = (int(limits["cpu"]) * group[f"{m}Replicas"] for m in ("min", "max"))
     assert sum(scale.num_cpus * scale.num_replicas for scale in scales) <= smallest
-    most = [scale.num_cpus * (scale.max_replicas or scale.num_replicas) for scale in scales]
+    most = [scale.num_cpus * scale.max_num_replicas for scale in scales]
     assert sum(most) <= largest
 
 

@@ -1,4 +1,4 @@
-"""Tests of access keys, their file and rate limits."""
+"""Tests of access keys and their file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.serve.keys import ANONYMOUS, Key, Keys, Rates, hash_key, new_key, read_keys
+from pipeline.serve.keys import ANONYMOUS, Key, Keys, hash_key, new_key, read_keys
 from tests.serve.conftest import KEYS, write_keys
 
 
@@ -108,19 +108,6 @@ def test_rejects_missing_file(tmp_path):
     with pytest.raises(SpecError) as caught:
         Keys(str(tmp_path / "none.yaml"))
     assert caught.value.field == "keys"
-
-
-def test_rate_limits():
-    clock = Clock()
-    rates = Rates(10, burst=3, clock=clock)
-    assert [rates.acquire(ANONYMOUS) for _ in range(4)] == [0, 0, 0, pytest.approx(0.1)]
-    clock.now += 0.1
-    assert rates.acquire(ANONYMOUS) == 0 and rates.acquire(ANONYMOUS) > 0
-    slow = Key(name="slow", sha256="0" * 64, requests_per_second=1)
-    assert [rates.acquire(slow) for _ in range(4)] == [0, 0, 0, pytest.approx(1)]
-    clock.now += 100
-    assert [rates.acquire(slow) for _ in range(4)] == [0, 0, 0, pytest.approx(1)]
-    assert all(Rates(None, 1).acquire(ANONYMOUS) == 0 for _ in range(100))
 
 
 def test_command_prints_entry_and_key(capsys):

@@ -91,7 +91,13 @@ CASES = {
 }
 METHODS = ["full", "seqresize", "memtok", "agc"]
 #: Number of runs of each spec on generated data.
-SMALL = {"shapes": 30, "shapes_ablation": 15, "shapes_tokens": 12, "shapes_curves": 2}
+SMALL = {
+    "shapes": 30,
+    "shapes_ablation": 15,
+    "shapes_curves": 2,
+    "shapes_long": 21,
+    "shapes_tokens": 12,
+}
 
 
 @pytest.fixture

@@ -63,9 +63,9 @@ class CheckpointFields(config.Spec):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Dtype of the weights and activations."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention implementation. `sdpa` uses the kernels of torch, with which vision and audio towers
-    attend to all their windows in one call on a GPU in 16 bits. `flash_attention_2` needs the
-    package flash-attn and a GPU."""
+    """Attention implementation. `sdpa` uses the kernels of torch. On a GPU in 16 bits, vision and
+    audio towers then attend to all their windows in one call. `flash_attention_2` needs the package
+    flash-attn and a GPU."""
     max_batch_tokens: int = Field(16384, ge=1)
     """Maximum number of padded tokens per forward pass."""
     trust_remote_code: Literal[False] = False

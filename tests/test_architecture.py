@@ -20,7 +20,7 @@ ORDER = [
     ("atomic", "checkpoint", "retries", "scores"),
     ("schema",),
     ("registry",),
-    ("tokens", "taps", "decoding", "distributed"),
+    ("tokens", "taps", "decoding", "distributed", "kernels"),
     ("transcribe",),
     ("sources", "encoders", "compression", "codecs"),
     ("candidates", "rerank"),

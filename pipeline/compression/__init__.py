@@ -5,9 +5,6 @@ Each module of this package implements one method from the literature, or a base
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +16,7 @@ import torch
 from pydantic import Field, model_validator
 
 from pipeline.config import ComponentSpec, ComponentSpecT, MissingField, SpecError
+from pipeline.kernels import triton_module
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, unit_vectors
 
@@ -340,14 +338,7 @@ def is_cpu(tensor: torch.Tensor) -> bool:
 
 def kernel_module(tensor: torch.Tensor) -> ModuleType | None:
     """Returns the module of Triton kernels if they can process the tensor, else None."""
-    if tensor.device.type != "cuda" or not _has_triton():
-        return None
-    return importlib.import_module("pipeline.compression.triton_kernels")
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return triton_module("pipeline.compression.triton_kernels", tensor.device)
 
 
 def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> TokenBatch:

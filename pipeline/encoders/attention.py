@@ -12,9 +12,6 @@ computed after the forward pass, from the queries and keys of the layer, and hav
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
-import importlib.util
 import math
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -27,6 +24,7 @@ from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from pipeline.kernels import triton_module
 from pipeline.taps import APPENDED_MATRIX, APPENDED_STATISTICS, Tap
 from pipeline.tokens import AUDIO, TEXT, VISUAL
 
@@ -183,14 +181,7 @@ def _register_recorded(name: str) -> str:
 
 def kernel_module(tensor: torch.Tensor) -> ModuleType | None:
     """Returns the module of Triton kernels if they can process the tensor, else None."""
-    if tensor.device.type != "cuda" or not _has_triton():
-        return None
-    return importlib.import_module("pipeline.encoders.triton_kernels")
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return triton_module("pipeline.encoders.triton_kernels", tensor.device)
 
 
 @torch.no_grad()

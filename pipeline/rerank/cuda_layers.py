@@ -8,11 +8,12 @@ layer norm.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+
+from pipeline.kernels import triton_module
 
 
 class _Layer(NamedTuple):
@@ -99,8 +100,6 @@ def _normalise(
     states_MH: torch.Tensor, bias_H: torch.Tensor, norm: torch.nn.LayerNorm
 ) -> torch.Tensor:
     """Returns the layer norm of `states + bias`. May overwrite the states."""
-    if states_MH.is_cuda and importlib.util.find_spec("triton"):
-        from pipeline.rerank import triton_kernels
-
-        return triton_kernels.add_bias_and_normalise(states_MH, bias_H, norm)
+    if kernels := triton_module("pipeline.rerank.triton_kernels", states_MH.device):
+        return kernels.add_bias_and_normalise(states_MH, bias_H, norm)
     return norm(states_MH + bias_H)

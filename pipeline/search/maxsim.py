@@ -11,8 +11,6 @@ document, D dimensions.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Literal, NamedTuple
@@ -20,6 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from pipeline.kernels import triton_module
 from pipeline.search import native
 from pipeline.search.packed import PackedVectors, Segment
 
@@ -190,9 +189,9 @@ def _kernels(packed: PackedVectors) -> ModuleType | None:
 
     Returns None if there is none.
     """
-    if packed.device.type == "cuda" and importlib.util.find_spec("triton"):
-        return importlib.import_module("pipeline.search.triton_kernels")
-    return native if packed.device.type == "cpu" else None
+    if packed.device.type == "cpu":
+        return native
+    return triton_module("pipeline.search.triton_kernels", packed.device)
 
 
 def _backend(name: str | None, packed: PackedVectors) -> tuple[ModuleType | None, str]:

@@ -1,14 +1,6 @@
-"""Triton kernels of compressors, on a GPU or in Triton's interpreter.
-
-The interpreter must be enabled before Triton is imported, so it runs in a separate process.
-"""
+"""Triton kernels of compressors, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
-
-import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,10 +10,7 @@ from pipeline.compression import TIE_TOLERANCE, first_minimum, kcenter, samer
 from pipeline.compression.kcenter import KCenter
 from pipeline.compression.samer import SaMer
 from pipeline.tokens import TokenBatch
-from tests.conftest import ROOT
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
+from tests.interpreter import DEVICE, INTERPRETED, kernel_test, needs_triton, run_in_interpreter
 
 KERNELS = {
     "_first_minimum": {"TOLERANCE": TIE_TOLERANCE, "ROWS": 16, "COLUMNS": 128},
@@ -43,28 +32,12 @@ SHAPES = [
     ((2, 17, 3, 50), 1),
 ]
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
-
-
-def kernel_test(test):
-    """Marks a test to run on a GPU and in `test_interpreter`."""
-    return test if INTERPRETED else pytest.mark.gpu(test)
+pytestmark = needs_triton
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs in the interpreter already")
 def test_interpreter():
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "--no-header"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-5000:]
-    assert " passed" in result.stdout and "failed" not in result.stdout
+    run_in_interpreter(__file__)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")

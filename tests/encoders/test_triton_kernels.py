@@ -1,38 +1,22 @@
-"""Triton kernels of attention statistics, on a GPU or in Triton's interpreter.
-
-The interpreter must be enabled before Triton is imported, so it runs in a separate process.
-"""
+"""Triton kernels of attention statistics, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from pipeline.encoders import attention
 from pipeline.encoders.attention import weighted_rows
-from tests.conftest import ROOT
+from tests.interpreter import DEVICE, INTERPRETED, kernel_test, needs_triton, run_in_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 #: Shared memory per program on Hopper and on GPUs of compute capability 8.6 and 8.9, in bytes.
 HOPPER_SHARED, SMALL_SHARED = 227 << 10, 99 << 10
 LENGTHS = torch.tensor([150, 93, 1])
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
-
-
-def kernel_test(test):
-    """Marks a test to run on a GPU and in `test_interpreter`."""
-    return test if INTERPRETED else pytest.mark.gpu(test)
+pytestmark = needs_triton
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +30,7 @@ def interpreter(monkeypatch):
 
 @pytest.mark.skipif(INTERPRETED, reason="runs in the interpreter already")
 def test_interpreter():
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "--no-header"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-5000:]
-    assert " passed" in result.stdout and "failed" not in result.stdout
+    run_in_interpreter(__file__)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")

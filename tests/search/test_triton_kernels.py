@@ -1,15 +1,6 @@
-"""The Triton kernel against the oracle, on a GPU or in Triton's interpreter.
-
-The interpreter verifies results, not performance or instructions. It must be enabled before Triton
-is imported, so it runs in a separate process.
-"""
+"""The Triton kernel against the oracle, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
-
-import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,7 +8,7 @@ import torch
 from pipeline.search import maxsim as maxsim_module
 from pipeline.search.maxsim import backends, best_tokens, maxsim
 from pipeline.search.packed import PackedVectors, Segment
-from tests.conftest import ROOT
+from tests.interpreter import DEVICE, INTERPRETED, kernel_test, needs_triton, run_in_interpreter
 from tests.search.maxsim.test_backends import (
     CODEC_SPECS,
     FLOATS,
@@ -27,8 +18,6 @@ from tests.search.maxsim.test_backends import (
     vectors,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 #: Documents with zero, one and many tokens, some longer than a tile.
 LENGTHS = [3, 0, 1, 7, 0, 25, 1, 64, 65, 130, 31, 0]
 #: Tolerances for the similarity of unit vectors, with values rounded to float16 (to be divided by
@@ -39,17 +28,6 @@ ROUNDED, EXACT = 2e-3, 3e-6
 HOPPER_SHARED = 227 << 10
 
 spec_ids = {"ids": lambda spec: "-".join(map(str, spec.values()))}
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
-on_device = [needs_triton, *([] if INTERPRETED else [pytest.mark.gpu])]
-
-
-def kernel_test(test):
-    """Marks a test to run on a GPU and in `test_interpreter`."""
-    for mark in on_device:
-        test = mark(test)
-    return test
 
 
 @pytest.fixture(autouse=True)
@@ -81,16 +59,7 @@ def interpreter(monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="runs in the interpreter already")
 @pytest.mark.timeout(900)
 def test_interpreter():
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "--no-header"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-5000:]
-    assert " passed" in result.stdout and "failed" not in result.stdout
+    run_in_interpreter(__file__)
 
 
 @needs_triton

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -74,6 +75,19 @@ class FairSlots:
             del self._by_key[key]
 
 
+class Load(NamedTuple):
+    """Load of a scheduler since it was last measured.
+
+    Attributes:
+        queueing_delay_s: Mean time that requests waited before their computation started, in
+            seconds. Includes the requests that are waiting.
+        utilisation: Fraction of the time in which the worker threads were busy.
+    """
+
+    queueing_delay_s: float
+    utilisation: float
+
+
 #: Computes one result per value, given a group and its values. Yields between slices.
 Work = Callable[[Any, list[Any]], Generator[None, None, Sequence[Any]]]
 
@@ -85,6 +99,7 @@ class _Request:
     values: Sequence[Any]
     future: asyncio.Future
     context: contextvars.Context  # of the caller, with its trace
+    start: float
     results: list[Any] = field(default_factory=list)
     num_started: int = 0
     is_running: bool = False  # some of its values are in a batch
@@ -138,6 +153,17 @@ class FairScheduler:
         self._num_running = 0  # running worker loops, at most one per worker
         self._used: dict[str, float] = {}  # seconds used per key since the scheduler was idle
         self._slots = FairSlots(workers)
+        self._delays: list[float] = []  # since the load was last measured
+        self._busy_s, self._measured = 0.0, time.perf_counter()
+
+    def measure_load(self) -> Load:
+        """Returns the load since the last call of this method."""
+        now = time.perf_counter()
+        delays = self._delays + [now - r.start for r in self._waiting if not r.num_started]
+        elapsed = max(now - self._measured, 1e-9)
+        load = Load(fmean(delays) if delays else 0.0, self._busy_s / elapsed / self._workers)
+        self._delays, self._busy_s, self._measured = [], 0.0, now
+        return load
 
     async def run(self, caller: Caller, group: Hashable, values: Sequence[Any]) -> list[Any]:
         """Returns one result per value.
@@ -159,7 +185,8 @@ class FairScheduler:
             least = min(self._used.get(key, 0.0) for key in active)
             self._used[caller.key] = max(self._used.get(caller.key, 0.0), least)
         future = asyncio.get_running_loop().create_future()
-        request = _Request(caller.key, group, values, future, contextvars.copy_context())
+        context, start = contextvars.copy_context(), time.perf_counter()
+        request = _Request(caller.key, group, values, future, context, start)
         self._waiting.append(request)
         self._open.add(request)
         if self._num_running < self._workers:
@@ -198,6 +225,7 @@ class FairScheduler:
                 self._finish(batch, results)
         self._slots.release(batch.key)
         seconds = time.perf_counter() - start
+        self._busy_s += seconds
         total = sum(number for _, number in batch.members)
         for request, number in batch.members:
             used = self._used.get(request.key, 0.0)
@@ -244,6 +272,8 @@ class FairScheduler:
         members = [(request, number) for request, number in numbers.items() if number]
         values: list[Any] = []
         for request, number in members:
+            if not request.num_started:
+                self._delays.append(time.perf_counter() - request.start)
             values += request.values[request.num_started : request.num_started + number]
             request.num_started += number
             request.is_running = True
@@ -286,6 +316,12 @@ def _step(work: Generator[None, None, Sequence[Any]]) -> Sequence[Any] | None:
     except StopIteration as stop:
         return stop.value
     return None
+
+
+def busiest(*schedulers: FairScheduler) -> dict[str, float]:
+    """Measures the load of the schedulers of a stage. Returns the maximum of each value by name."""
+    loads = [scheduler.measure_load() for scheduler in schedulers]
+    return {name: max(getattr(load, name) for load in loads) for name in Load._fields}
 
 
 async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:

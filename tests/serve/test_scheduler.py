@@ -197,3 +197,28 @@ def test_accepts_requests_while_worker_loop_ends():
                 await asyncio.sleep(0)
 
     asyncio.run(scenario())
+
+
+def test_measures_queueing_delay_and_utilisation(work):
+    async def run() -> None:
+        scheduler = FairScheduler(work)
+        first = asyncio.create_task(scheduler.run(Caller("a", 60), "x", [3]))
+        await work.wait(1)
+        second = asyncio.create_task(scheduler.run(Caller("a", 60), "y", [1]))
+        third = asyncio.create_task(scheduler.run(Caller("a", 60), "z", [1]))
+        await asyncio.gather(first, second, third)
+        delay, utilisation = scheduler.measure_load()
+        # The second and the third request wait for the three slices before them, and for four.
+        assert 2 * SLICE / 3 <= delay <= 7 * SLICE / 3 and delay > 0
+        assert utilisation == pytest.approx(1)
+        work.seconds += 10
+        assert scheduler.measure_load() == (0, 0)
+        waiting = asyncio.create_task(scheduler.run(Caller("a", 60), "x", [5]))
+        await work.wait(len(work.slices) + 1)
+        stuck = asyncio.create_task(scheduler.run(Caller("a", 60), "y", [1]))
+        await asyncio.sleep(0)
+        work.seconds += 1
+        assert scheduler.measure_load().queueing_delay_s > 0.4  # the mean of 0 and a second
+        await asyncio.gather(waiting, stuck)
+
+    asyncio.run(run())

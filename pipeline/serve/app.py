@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.config import GangSchedulingConfig, RequestRouterConfig
 
 from pipeline.config import override, parse
 from pipeline.serve.api import create_app
@@ -26,11 +27,21 @@ from pipeline.serve.library import Library
 from pipeline.serve.limiter import LimiterClient, RateLimiter
 from pipeline.serve.metrics import Metrics
 from pipeline.serve.replica import bind_to_loopback
-from pipeline.serve.settings import Scale, ServeSpec
-from pipeline.serve.stages import JointRanker, QueryEncoder, Ranker
+from pipeline.serve.settings import Scale, ServedIndex, ServeSpec
+from pipeline.serve.stages import GangRanker, JointRanker, QueryEncoder, Ranker
 
 #: Interval and time limit of Ray's health checks of replicas, in seconds.
 HEALTH_CHECK_PERIOD_S, HEALTH_CHECK_TIMEOUT_S = 2, 10
+#: Router of the calls to searchers and rerankers. Their replicas report once per second what they
+#: have loaded.
+ROUTER = RequestRouterConfig.model_validate(
+    {
+        "request_router_class": "pipeline.serve.router.VectorRouter",
+        "request_routing_stats_period_s": 1,
+    }
+)
+#: Import path of the autoscaling policy for stages with `target_queueing_delay_s`.
+POLICY = "pipeline.serve.autoscaling:QueueingDelayPolicy"
 
 
 class Ingress:
@@ -45,7 +56,8 @@ class Ingress:
     ):
         bind_to_loopback()
         # The evaluator is never called. Binding it to the gateway makes Ray deploy it.
-        self._settings, self._stages, self._evaluator = settings, stages, evaluator
+        self._settings, self._evaluator = settings, evaluator
+        self._stages = stages.with_shards(settings.indexes)
         self._limiter = None if limiter is None else LimiterClient(limiter)
         self._gateway: Gateway | None = None
 
@@ -86,13 +98,10 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
     rerankers: dict[str, Any] = {}
     edjes: dict[str, Any] = {}
     for name, served in settings.indexes.items():
-        searchers[name] = [
-            _deployment(Ranker, f"Searcher-{name}-{i}", settings.searcher, drain_s).bind(
-                served, settings.searcher, settings.timeouts.filter_s, (i, served.num_shards)
-            )
-            for i in range(served.num_shards)
-        ]
-        reranker = _deployment(Ranker, f"Reranker-{name}", settings.reranker, drain_s)
+        searchers[name] = _searchers(name, served, settings)
+        reranker = _deployment(
+            Ranker, f"Reranker-{name}", settings.reranker, drain_s, router=ROUTER
+        )
         rerankers[name] = reranker.bind(served, settings.reranker, settings.timeouts.filter_s)
         if served.edje is not None:
             edje = _deployment(JointRanker, f"Edje-{name}", settings.edje, drain_s)
@@ -133,17 +142,58 @@ async def drain(application: str, timeout_s: float) -> None:
     await handle.broadcast("drain").results_async(timeout_s=timeout_s, return_exceptions=True)
 
 
-def _deployment(stage: type, name: str, scale: Scale, drain_s: float) -> serve.Deployment:
-    """Returns the deployment of a stage with the replicas and resources from the settings."""
-    num_replicas: int | str = scale.num_replicas
-    autoscaling: dict[str, float] | None = None
+def _searchers(name: str, served: ServedIndex, settings: ServeSpec) -> list[serve.Application]:
+    """Returns the searchers of an index: one per shard, or a single one for all shards of gangs."""
+    scale, drain_s = settings.searcher, settings.timeouts.drain_s
+    arguments = served, scale, settings.timeouts.filter_s
+    if served.gang:
+        deployment = _deployment(
+            GangRanker, f"Searcher-{name}", scale, drain_s, ROUTER, served.num_shards
+        )
+        return [deployment.bind(*arguments)]
+    return [
+        _deployment(Ranker, f"Searcher-{name}-{i}", scale, drain_s, ROUTER).bind(
+            *arguments, (i, served.num_shards)
+        )
+        for i in range(served.num_shards)
+    ]
+
+
+def _deployment(
+    stage: type,
+    name: str,
+    scale: Scale,
+    drain_s: float,
+    router: RequestRouterConfig | None = None,
+    gang_size: int = 1,
+) -> serve.Deployment:
+    """Returns the deployment of a stage with the replicas and resources from the settings.
+
+    Args:
+        stage: Class of the stage.
+        name: Name of the deployment.
+        scale: Settings of the deployment. Its replicas are gangs if `gang_size` is more than 1.
+        drain_s: Time limit for shutting down a replica, in seconds.
+        router: Router of the calls, or None for Ray's default.
+        gang_size: Number of replicas that are scheduled together.
+    """
+    num_replicas: int | str = scale.num_replicas * gang_size
+    autoscaling: dict[str, Any] | None = None
     if scale.max_replicas is not None:
         num_replicas = "auto"
         autoscaling = {
-            "min_replicas": scale.num_replicas,
-            "max_replicas": scale.max_replicas,
+            "min_replicas": scale.num_replicas * gang_size,
+            "max_replicas": scale.max_replicas * gang_size,
             "target_ongoing_requests": scale.target_ongoing_requests,
+            "upscale_delay_s": scale.upscale_delay_s,
+            "downscale_delay_s": scale.downscale_delay_s,
         }
+        if scale.target_queueing_delay_s is not None:
+            policy = {"target_s": scale.target_queueing_delay_s}
+            autoscaling["policy"] = {"policy_function": POLICY, "policy_kwargs": policy}
+    options: dict[str, Any] = {} if router is None else {"request_router_config": router}
+    if gang_size > 1:
+        options["gang_scheduling_config"] = GangSchedulingConfig(gang_size=gang_size)
     return serve.deployment(
         name=name,
         num_replicas=num_replicas,
@@ -156,4 +206,5 @@ def _deployment(stage: type, name: str, scale: Scale, drain_s: float) -> serve.D
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        **options,
     )(stage)

@@ -6,17 +6,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentResponse
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentResponse
 
 from pipeline.config import SpecError
 from pipeline.serve.errors import ApiError, from_spec_error
 from pipeline.serve.outcomes import unwrap
 from pipeline.serve.scheduler import Caller, gather_or_cancel
+from pipeline.serve.settings import ServedIndex
 
 log = logging.getLogger("ray.serve")
 
@@ -38,6 +39,12 @@ class Handle(Protocol):
 
     def __getattr__(self, method: str) -> Method: ...
 
+    def options(self, *, session_id: str) -> Handle:
+        """Returns a handle whose calls have a session id, see `VectorRouter`."""
+
+    def broadcast(self, method: str, *arguments: Any) -> DeploymentBroadcastResponse:
+        """Calls a method of all replicas."""
+
 
 StageT = TypeVar("StageT")
 
@@ -48,7 +55,8 @@ class Stages(Generic[StageT]):
 
     Attributes:
         encoder: The query encoder.
-        searchers: The shards of each index, in order.
+        searchers: The shards of each index, in order. Before `with_shards`, an index with gangs
+            has one deployment of all shards.
         rerankers: The reranker of each index.
         edjes: The joint encoder of each index that is served with an EDJE.
         library: The stage that reads items and previews.
@@ -59,6 +67,17 @@ class Stages(Generic[StageT]):
     rerankers: Mapping[str, StageT]
     edjes: Mapping[str, StageT]
     library: StageT
+
+    def with_shards(self: Stages[Handle], indexes: Mapping[str, ServedIndex]) -> Stages[Handle]:
+        """Replaces the handle of the gangs of an index by a handle per shard."""
+        searchers = dict(self.searchers)
+        for name, served in indexes.items():
+            if served.gang:
+                (gangs,) = searchers[name]
+                searchers[name] = [
+                    gangs.options(session_id=str(shard)) for shard in range(served.num_shards)
+                ]
+        return replace(self, searchers=searchers)
 
     def by_name(self) -> list[tuple[str, StageT]]:
         """Returns the handles of all stages with their names."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from pipeline.config import SpecError
 from pipeline.schema import Reranked
+from pipeline.search.candidates import EXACT
 from pipeline.search.facets import IndexFacets
 from pipeline.search.options import SearchOptions
 from pipeline.search.previews import ByteRange, MediaPart
@@ -30,6 +31,7 @@ from pipeline.serve.responses import hit_response, truncation_warnings
 from pipeline.serve.scheduler import Caller, gather_or_cancel
 from pipeline.serve.served import Served, ServedIndexes
 from pipeline.serve.settings import ServeSpec
+from pipeline.serve.vectors import SearchVectors
 from pipeline.tracing import span
 
 log = logging.getLogger("ray.serve")
@@ -209,6 +211,7 @@ class Engine:
         described = await self.calls.call(
             "search", Caller(key, timeout_s), shard.search, served.edition, encoded, options
         )
+        self.indexes.used(served.name, "search", SearchVectors.of(options))
         return [
             [
                 hit_response(hit, rank, map, options)
@@ -226,6 +229,7 @@ class Engine:
             self.calls.call("search", caller, shard.rank, served.edition, encoded, options)
             for shard in self._stages.searchers[served.name]
         )
+        self.indexes.used(served.name, "search", SearchVectors.of(options))
         offset = [
             [replace(ranking, rows=ranking.rows + i * SHARD_ROWS) for ranking in rankings]
             for i, rankings in enumerate(by_shard)
@@ -316,6 +320,7 @@ class Engine:
             encoded,
             options,
         )
+        self.indexes.used(served.name, "rerank", SearchVectors(representation, "maxsim", EXACT))
         return [ranking.scores_by_item() for ranking in rankings]
 
     async def score_by_edje(

@@ -24,7 +24,7 @@ from pipeline.search.query import Queries
 from pipeline.search.stored_items import stored_query
 from pipeline.serve.outcomes import logged, returns_errors
 from pipeline.serve.replica import bind_to_loopback
-from pipeline.serve.scheduler import Caller, FairScheduler
+from pipeline.serve.scheduler import Caller, FairScheduler, busiest
 from pipeline.serve.settings import ServedIndex
 from pipeline.serve.versions import Versions
 
@@ -53,6 +53,10 @@ class Library:
         self._item_scheduler = FairScheduler(_run_calls, workers=LIBRARY_THREADS)
         self._preview_scheduler = FairScheduler(_run_calls, workers=LIBRARY_THREADS)
         self._delete_scheduler = FairScheduler(_run_calls, workers=1)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns the queueing delay and the utilisation, for `QueueingDelayPolicy`."""
+        return busiest(self._item_scheduler, self._preview_scheduler)
 
     async def ping(self, caller: Caller) -> bool:
         """Responds to a readiness check."""

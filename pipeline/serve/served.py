@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
@@ -17,10 +22,16 @@ from pipeline.search.options import SearchOptions
 from pipeline.search.representations import representation_info
 from pipeline.serve.calls import Handle, Stages
 from pipeline.serve.errors import ApiError, from_spec_error
-from pipeline.serve.outcomes import unwrap
+from pipeline.serve.outcomes import Failure, unwrap
 from pipeline.serve.settings import ServedCandidates, ServedIndex, ServeSpec
+from pipeline.serve.vectors import SearchVectors
 
 log = logging.getLogger("ray.serve")
+
+#: Stages that load vectors.
+StageName = Literal["search", "rerank"]
+#: Time for which replicas keep the vectors that a request used, also in later versions, in seconds.
+RECENT_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,16 @@ class Served:
         is_built = candidates.generator in generators(self.index, info)
         return candidates if is_built else None
 
+    def preloaded(self) -> set[SearchVectors]:
+        """Returns the vectors that are loaded before the first request."""
+        names = []
+        for requested in self.spec.preload:
+            with contextlib.suppress(ApiError):  # the job may not have stored it yet
+                names.append(self.representation(requested).name)
+        if self.index.representations() and not self.spec.preload:
+            names = [self.representation(None).name]
+        return {SearchVectors.of(self.default_options(name)) for name in names}
+
     def default_options(self, representation: str) -> SearchOptions:
         """Returns the options of a search of a representation without other options."""
         candidates = self.default_candidates(self.representation(representation), "maxsim")
@@ -72,7 +93,8 @@ class ServedIndexes:
     """Versions of all indexes that are being served.
 
     A request uses the same version from beginning to end. A new version is served as soon as all
-    shards have opened it.
+    replicas of the searchers have loaded what is preloaded, and all replicas of searchers and
+    rerankers the vectors of recent requests. Replicas that start later load the same.
 
     Args:
         settings: Settings of the server.
@@ -87,6 +109,9 @@ class ServedIndexes:
         self._served: dict[str, Served] = {}
         self._refreshing: asyncio.Task | None = None
         self._locks = {name: asyncio.Lock() for name in settings.indexes}
+        self._recent: dict[str, dict[tuple[StageName, SearchVectors], float]] = {
+            name: {} for name in settings.indexes
+        }
 
     async def start(self) -> None:
         """Opens all indexes and starts to check them periodically for new versions.
@@ -126,30 +151,62 @@ class ServedIndexes:
     async def _refresh(self, name: str) -> None:
         """Serves the newest version of an index as soon as all shards have opened it."""
         async with self._locks[name]:  # an earlier version must not replace a later one
-            await self._open(name)
+            spec, current = self._settings.indexes[name], self._served.get(name)
+            served = await asyncio.to_thread(_open_newest, name, spec, current)
+            if served is None:
+                assert current is not None
+                await self._load_recent(current)
+                return
+            preload = served.preloaded()
+            shards = self._stages.searchers[name]
+            # Waits for replicas that have not started, which a broadcast does not.
+            calls: list[Awaitable] = [s.prepare.remote(served.edition, preload) for s in shards]
+            for outcome in await asyncio.gather(*calls):
+                unwrap(outcome)
+            for outcome in await self._prepare_all("search", served, preload):
+                unwrap(outcome)
+            await self._load_recent(served)
+            self._served[name] = served
+            if current is not None:
+                fields = {"event": "reloaded", "index": name, "version": served.version}
+                log.info("index %s reloaded: version %d", name, served.version, extra=fields)
 
-    async def _open(self, name: str) -> None:
-        spec = self._settings.indexes[name]
-        current = self._served.get(name)
-        served = await asyncio.to_thread(_open_newest, name, spec, current)
-        if served is None:
-            return
-        representations = served.index.representations()
-        names = []
-        for requested in spec.preload:
-            with contextlib.suppress(ApiError):  # the job may not have stored it yet
-                names.append(served.representation(requested).name)
-        if representations and not spec.preload:
-            names = [served.representation(None).name]
-        preload = [served.default_options(name) for name in names]
-        shards = self._stages.searchers[name]
-        calls: list[Awaitable] = [s.prepare.remote(served.edition, preload) for s in shards]
-        for outcome in await asyncio.gather(*calls):
-            unwrap(outcome)
-        self._served[name] = served
-        if current is not None:
-            fields = {"event": "reloaded", "index": name, "version": served.version}
-            log.info("index %s reloaded: version %d", name, served.version, extra=fields)
+    def used(self, name: str, stage: StageName, vectors: SearchVectors) -> None:
+        """Notes that a request has used vectors, so that all replicas of the stage load them."""
+        self._recent[name][stage, vectors] = time.monotonic()
+
+    async def _load_recent(self, served: Served) -> None:
+        """Lets all replicas load the preloaded vectors and those of recent requests."""
+        recent, oldest = self._recent[served.name], time.monotonic() - RECENT_SECONDS
+        for key in [key for key, used in recent.items() if used < oldest]:
+            del recent[key]
+        for stage in get_args(StageName):
+            vectors = {vectors for used_stage, vectors in recent if used_stage == stage}
+            if stage == "search":
+                vectors |= served.preloaded()
+            for outcome in await self._prepare_all(stage, served, vectors):
+                if isinstance(outcome, Failure):  # a later request reports it
+                    log.warning("index %s: not loaded: %s", served.name, outcome.error)
+
+    async def _prepare_all(
+        self, stage: StageName, served: Served, vectors: Collection[SearchVectors]
+    ) -> list[Failure | None]:
+        """Loads vectors in all running replicas of a stage. Ignores replicas that die."""
+        handles: Sequence[Handle] = [self._stages.rerankers[served.name]]
+        if stage == "search":
+            handles = self._stages.searchers[served.name]
+            handles = handles[:1] if served.spec.gang else handles  # a gang is one deployment
+        outcomes: list[Failure | None] = []
+        for handle in handles:
+            response = handle.broadcast("prepare", served.edition, vectors)
+            with contextlib.suppress(DeploymentUnavailableError):
+                results = await response.results_async(return_exceptions=True)
+                outcomes += [
+                    Failure(result) if isinstance(result, Exception) else result
+                    for result in results
+                    if not isinstance(result, RayActorError)
+                ]
+        return outcomes
 
     def __getitem__(self, name: str) -> Served:
         return self._served[name]

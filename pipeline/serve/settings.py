@@ -41,6 +41,13 @@ class Scale(Spec):
     """Maximum number of replicas under load. Null disables autoscaling."""
     target_ongoing_requests: PositiveFloat = 8
     """Target for the average number of requests in progress per replica."""
+    target_queueing_delay_s: PositiveFloat | None = None
+    """Target for the mean time that calls wait in a replica before their computation starts, in
+    seconds. If set, it replaces `target_ongoing_requests`. Not available for the gateway."""
+    upscale_delay_s: NonNegativeFloat = 30
+    """Time for which the load must exceed the target before replicas are added, in seconds."""
+    downscale_delay_s: NonNegativeFloat = 600
+    """Time for which fewer replicas must suffice before replicas are removed, in seconds."""
     num_cpus: NonNegativeFloat = 0.1
     """CPUs that Ray reserves per replica. The default lets a laptop run all deployments."""
     num_gpus: NonNegativeFloat = 0
@@ -59,6 +66,13 @@ class Scale(Spec):
         if maximum is not None and maximum < minimum:
             raise SpecError("", maximum, f"at least num_replicas, {minimum}")
         return maximum
+
+    @field_validator("target_queueing_delay_s")
+    @classmethod
+    def _check_autoscaling(cls, target_s: float | None, info: ValidationInfo) -> float | None:
+        if target_s is not None and info.data.get("max_replicas") is None:
+            raise SpecError("", target_s, "null without max_replicas")
+        return target_s
 
     @property
     def max_num_replicas(self) -> int:
@@ -85,6 +99,9 @@ class ServedIndex(Spec):
     """URI of the index. Every node of the cluster must be able to read it."""
     num_shards: PositiveInt = 1
     """Number of shards, each with a deployment of its own. A search queries all of them."""
+    gang: bool = False
+    """Schedules the shards together: their replicas form gangs of one replica per shard, which
+    start and stop together. See docs/reference/operations.md for the consequences."""
     cache: bool = True
     """Packs the vectors into local files that are memory-mapped."""
     device: str = "cpu"
@@ -110,6 +127,13 @@ class ServedIndex(Spec):
     edje_precision: Precision | None = None
     """Precision of the joint encoder: float32, bfloat16, float16 or (CPU only) int8; null: the
     precision stored with the model."""
+
+    @field_validator("gang")
+    @classmethod
+    def _check_gang(cls, gang: bool, info: ValidationInfo) -> bool:
+        if gang and info.data.get("num_shards", 2) < 2:
+            raise SpecError("", gang, "false for an index with one shard")
+        return gang
 
 
 class Limits(Spec):
@@ -247,6 +271,14 @@ class ServeSpec(Spec):
     """Deployment that reranks by EDJE, one per index with an EDJE model."""
     library: Scale = Scale()
     """Deployment that reads items and creates previews."""
+
+    @field_validator("gateway")
+    @classmethod
+    def _check_gateway(cls, gateway: Scale) -> Scale:
+        if gateway.target_queueing_delay_s is not None:
+            rule = "null for the gateway, which has no queue"
+            raise SpecError("target_queueing_delay_s", gateway.target_queueing_delay_s, rule)
+        return gateway
 
 
 def is_loopback(host: str | None) -> bool:

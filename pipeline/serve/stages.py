@@ -18,16 +18,17 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from ray import serve
 
 from pipeline.config import SpecError, digest
 from pipeline.encoders import Encoder
 from pipeline.index.info import EncoderInfo
-from pipeline.index.reader import Edition, open_edition
+from pipeline.index.reader import Edition, Index, open_edition
 from pipeline.schema import Hit
 from pipeline.search.describe import describe_in_slices
 from pipeline.search.maps import SimilarityMap, similarity_map
@@ -39,8 +40,11 @@ from pipeline.serve.filters import Filters
 from pipeline.serve.metrics import batch_sizes
 from pipeline.serve.outcomes import logged, returns_errors
 from pipeline.serve.replica import bind_to_loopback
-from pipeline.serve.scheduler import Caller, FairScheduler, gather_or_cancel
+from pipeline.serve.router import LOADED, SHARD
+from pipeline.serve.scheduler import Caller, FairScheduler, busiest, gather_or_cancel
+from pipeline.serve.served import Served
 from pipeline.serve.settings import Scale, ServedIndex
+from pipeline.serve.vectors import SearchVectors
 from pipeline.serve.versions import Versions
 from pipeline.tracing import span
 
@@ -75,6 +79,10 @@ class QueryEncoder:
         self._lock = threading.Lock()
         size = batch_sizes("encode").observe
         self._scheduler = FairScheduler(self._encode, _num_chars, BATCH_CHARS, observe=size)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns the queueing delay and the utilisation, for `QueueingDelayPolicy`."""
+        return busiest(self._scheduler)
 
     async def ping(self, caller: Caller) -> bool:
         """Responds to a readiness check."""
@@ -153,6 +161,13 @@ class Ranker:
 
     A searcher ranks the items of its shard. A reranker does not have a shard. It rescores the hits
     of the searchers with another representation.
+
+    Args:
+        served: Settings of the index.
+        scale: Settings of the deployment.
+        filter_timeout_s: Time limit for evaluating a filter, in seconds.
+        shard: (i, n) for shard i of n, or None for all items. A searcher loads the preloaded
+            representations of its shard before it receives calls.
     """
 
     def __init__(
@@ -166,7 +181,8 @@ class Ranker:
         limit_threads(scale)
         self._served, self._shard = served, shard
         self._versions = Versions(self._open)
-        self._loading: dict[tuple[Edition, str, str, str], asyncio.Future] = {}
+        self._loaded: set[tuple[Edition, SearchVectors]] = set()
+        self._loading: dict[tuple[Edition, SearchVectors], asyncio.Future] = {}
         self._filters = Filters(served.uri, shard, filter_timeout_s)
         size = batch_sizes("rank").observe
         self._rank_scheduler = FairScheduler(
@@ -175,6 +191,30 @@ class Ranker:
         self._describe_scheduler = FairScheduler(
             self._describe, lambda pair: len(pair[1].rows), BATCH_HITS
         )
+        if shard is not None:
+            self._preload()
+
+    def _preload(self) -> None:
+        """Loads the newest version, so that calls do not wait for it in a replica that starts."""
+        try:
+            index = Index(self._served.uri)
+            searcher = self._versions.get(index.edition)
+            served = Served(index.uri, self._served, index, index.edition)
+            for vectors in served.preloaded():
+                searcher.load(*vectors)
+                self._loaded.add((index.edition, vectors))
+        except Exception as error:  # the gateway reports the error or serves an earlier version
+            log.warning("index %s was not preloaded: %s", self._served.uri, error)
+
+    async def record_routing_stats(self) -> dict[str, set[tuple[Edition, SearchVectors]]]:
+        """Returns the vectors that have been loaded, for `VectorRouter`."""
+        open_editions = self._versions.editions
+        self._loaded = {key for key in self._loaded if key[0] in open_editions}
+        return {LOADED: self._loaded}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns the queueing delay and the utilisation, for `QueueingDelayPolicy`."""
+        return busiest(self._rank_scheduler, self._describe_scheduler)
 
     async def ping(self, caller: Caller) -> bool:
         """Responds to a readiness check."""
@@ -186,26 +226,26 @@ class Ranker:
         return Searcher(index, shard=self._shard, cache=cache, device=device)
 
     @returns_errors
-    async def prepare(self, edition: Edition, searches: Sequence[SearchOptions]) -> None:
-        """Opens a version of the index and loads the vectors that the given searches need."""
-        for options in searches:
-            await self._load(edition, options)
+    async def prepare(self, edition: Edition, needed: Collection[SearchVectors]) -> None:
+        """Opens a version of the index and loads the given vectors."""
+        for vectors in needed:
+            await self._load(edition, vectors)
         await asyncio.to_thread(self._versions.get, edition)
 
-    async def _load(self, edition: Edition, options: SearchOptions) -> Searcher:
+    async def _load(self, edition: Edition, vectors: SearchVectors) -> Searcher:
         """Returns a version of the index after loading the vectors that a search needs.
 
         Other calls are not blocked meanwhile.
         """
         searcher = await asyncio.to_thread(self._versions.get, edition)
-        needed = options.column, options.score, options.candidates
-        if not searcher.scorer.is_loaded(*needed):
-            key = edition, *needed
+        key = edition, vectors
+        if not searcher.scorer.is_loaded(*vectors):
             if key not in self._loading:
-                load = asyncio.ensure_future(asyncio.to_thread(searcher.load, *needed))
+                load = asyncio.ensure_future(asyncio.to_thread(searcher.load, *vectors))
                 self._loading[key] = load
                 load.add_done_callback(lambda _: self._loading.pop(key))
             await asyncio.shield(self._loading[key])  # loading continues if this call is cancelled
+        self._loaded.add(key)
         return searcher
 
     @returns_errors
@@ -245,7 +285,7 @@ class Ranker:
     ) -> list[Ranking]:
         async with asyncio.timeout(caller.timeout_s):
             options = options.first_stage()
-            searcher = await self._load(edition, options)
+            searcher = await self._load(edition, SearchVectors.of(options))
             rows = await self._filtered_rows(edition, searcher, options, caller)
             num_vectors = searcher.scorer.num_scored_vectors(options)
             pending = [_PendingSearch(q, rows, q.tokens[0].shape[0] * num_vectors) for q in queries]
@@ -339,6 +379,20 @@ class Ranker:
         return described
 
 
+class GangRanker(Ranker):
+    """Searcher of a gang, whose shard is its rank in the gang."""
+
+    def __init__(self, served: ServedIndex, scale: Scale, filter_timeout_s: float):
+        gang = serve.get_replica_context().gang_context
+        assert gang is not None
+        self._rank_in_gang = gang.rank
+        super().__init__(served, scale, filter_timeout_s, (gang.rank, served.num_shards))
+
+    async def record_replica_metadata(self) -> dict[str, str]:
+        """Returns the shard, for `VectorRouter`."""
+        return {SHARD: str(self._rank_in_gang)}
+
+
 def _similarity_map(
     searcher: Searcher, query: Queries, item_id: str, representation: str
 ) -> SimilarityMap | None:
@@ -368,6 +422,10 @@ class JointRanker:
         self._scheduler = FairScheduler(
             self._read_batch, lambda pair: len(pair[1]), BATCH_PAIRS, observe=size
         )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns the queueing delay and the utilisation, for `QueueingDelayPolicy`."""
+        return busiest(self._scheduler)
 
     async def ping(self, caller: Caller) -> bool:
         """Responds to a readiness check."""

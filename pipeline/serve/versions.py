@@ -29,6 +29,12 @@ class Versions(Generic[T]):
         self._lock = threading.Lock()
         self._load_locks: dict[Edition, threading.Lock] = {}
 
+    @property
+    def editions(self) -> set[Edition]:
+        """Versions that are open."""
+        with self._lock:
+            return set(self._open)
+
     def get(self, edition: Edition) -> T:
         """Returns a version. Each version is opened once, which does not block access to others."""
         with self._lock:

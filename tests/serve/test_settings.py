@@ -61,3 +61,25 @@ def test_default_candidates_must_exist(index_uri, representation, candidates, me
 def test_rejects_max_replicas_below_num_replicas():
     with pytest.raises(SpecError, match="num_replicas, 3"):
         parse(ServeSpec, {"indexes": INDEXES, "searcher": {"num_replicas": 3, "max_replicas": 2}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"encoder": {"target_queueing_delay_s": 0.1}},
+            "encoder.target_queueing_delay_s must be null without max_replicas, got 0.1",
+        ),
+        (
+            {"gateway": {"max_replicas": 2, "target_queueing_delay_s": 0.1}},
+            "gateway.target_queueing_delay_s must be null for the gateway, which has no queue",
+        ),
+        (
+            {"indexes": {"texts": {"uri": "x", "gang": True}}},
+            "indexes.texts.gang must be false for an index with one shard, got True",
+        ),
+    ],
+)
+def test_rejects_inconsistent_placement_and_autoscaling(settings: dict[str, Any], message: str):
+    with pytest.raises(SpecError, match=message):
+        parse(ServeSpec, {"indexes": INDEXES, **settings})

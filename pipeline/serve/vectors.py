@@ -1,0 +1,27 @@
+"""Vectors that a search needs. Calls are routed to replicas that have loaded them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipeline.scores import Score
+from pipeline.search.options import SearchOptions
+
+
+class SearchVectors(NamedTuple):
+    """Vectors that a search needs, as the arguments of `Searcher.load`.
+
+    Attributes:
+        representation: Name of the representation.
+        score: The score.
+        candidates: Name of the candidate generator, or "exact".
+    """
+
+    representation: str
+    score: Score
+    candidates: str
+
+    @classmethod
+    def of(cls, options: SearchOptions) -> SearchVectors:
+        """Returns the vectors that the first stage of a search needs."""
+        return cls(options.column, options.score, options.candidates)

@@ -7,11 +7,11 @@
 
 The index has random vectors and real texts. Queries are encoded by the bundled MiniLM. The load
 comes from another process over loopback. `overhead` compares latency with the same search in this
-process and measures the saturation throughput. `overload` sends half and twice that rate. `kills`
-kills the replica of each deployment under load, once with the retrying client and once with single
-requests. `swap` commits new versions of the index under load. `reranking` adds EDJE's joint encoder
-(bundled MiniLM, 64 random tokens per item) and compares its throughput with that in this process,
-and latency with and without it.
+process, for a server and for one with `single_process`, and measures the saturation throughput.
+`overload` sends half and twice that rate. `kills` kills the replica of each deployment under load,
+once with the retrying client and once with single requests. `swap` commits new versions of the
+index under load. `reranking` adds EDJE's joint encoder (bundled MiniLM, 64 random tokens per item)
+and compares its throughput with that in this process, and latency with and without it.
 """
 
 from __future__ import annotations
@@ -184,27 +184,40 @@ class Server:
         port: HTTP port.
         edje: Folder of the EDJE that reranks, if any.
         num_replicas: Number of replicas of each deployment. Ray Serve spreads them over the nodes.
+        single_process: Whether all stages run in the process of the gateway, under a route of its
+            own.
     """
 
-    def __init__(self, uri: str, port: int, edje: str | None = None, num_replicas: int = 1):
+    def __init__(
+        self,
+        uri: str,
+        port: int,
+        edje: str | None = None,
+        num_replicas: int = 1,
+        single_process: bool = False,
+    ):
         from ray import serve
 
         from pipeline.serve.app import build
         from pipeline.serve.settings import ServeSpec
 
-        self.uri, self.url = uri, f"http://127.0.0.1:{port}"
+        self._name = "single" if single_process else APPLICATION
+        route = "/single" if single_process else "/"
+        self.uri, self.url = uri, f"http://127.0.0.1:{port}{route}".rstrip("/")
         self.saturation: float | None = None  # searches per second, once measured
         self.body = {"k": K, "representation": COLUMN}
-        scale = {"num_replicas": num_replicas}
+        names = ["gateway"]
+        names += [] if single_process else ["encoder", "searcher", "reranker", "library"]
         settings = {
-            **dict.fromkeys(("gateway", "encoder", "searcher", "reranker", "library"), scale),
+            **{name: {"num_replicas": num_replicas} for name in names},
+            "single_process": single_process,
             "indexes": {"bench": {"uri": uri, "preload": [COLUMN], "edje": edje}},
             "limits": {"max_in_flight_requests": 32},
             "reload_interval_s": 1,
         }
         # One proxy, because the nodes of a simulated cluster share the ports of this machine.
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build(parse(ServeSpec, settings)), name=APPLICATION, route_prefix="/")
+        serve.run(build(parse(ServeSpec, settings)), name=self._name, route_prefix=route)
         self.load(clients=2, seconds=5)  # warm-up: the first request opens the index
 
     def stop(self) -> None:
@@ -212,6 +225,12 @@ class Server:
         from ray import serve
 
         serve.shutdown()
+
+    def delete(self) -> None:
+        """Deletes the application."""
+        from ray import serve
+
+        serve.delete(self._name)
 
     def start_load(
         self, seconds: float, *, retries: bool = False, **pattern: float
@@ -315,57 +334,63 @@ def overhead(bench: Bench, server: Server, args: Any) -> None:
     """Compares a single client with search in process and determines the saturation throughput."""
     searcher = open_index(server.uri)
     in_process(searcher, 2)
+    single = Server(server.uri, args.port, single_process=True)
+    servers = {"over HTTP": server, "single process": single}
     seconds = max(args.seconds / 6, 3)
-    alone: dict[str, list[Load]] = {"in process": [], "over HTTP": []}
-    best: dict[int, list[float]] = {clients: [] for clients in CLIENTS}
+    alone: dict[str, list[Load]] = {name: [] for name in ("in process", *servers)}
+    rates: dict[tuple[str, int], list[float]] = {}
     for _ in range(args.repeats):
         alone["in process"].append(in_process(searcher, seconds))
-        alone["over HTTP"].append(server.load(seconds, clients=1))
+        for name, one in servers.items():
+            alone[name].append(one.load(seconds, clients=1))
         for clients in CLIENTS:
-            best[clients].append(server.load(seconds, clients=clients).rate)
-    rows = []
+            for name, one in servers.items():
+                rate = one.load(seconds, clients=clients).rate
+                rates.setdefault((name, clients), []).append(rate)
+    single.delete()
+    rows, overheads = [], {}
     for name, loads in alone.items():
         taken = [Repeats(tuple(load.percentile(p) for load in loads)) for p in (50, 99)]
         rows.append([name, *taken, Repeats(tuple(load.rate for load in loads))])
-    difference = [
-        Repeats(
-            tuple(
-                remote.percentile(p) - local.percentile(p)
-                for remote, local in zip(alone["over HTTP"], alone["in process"], strict=True)
-            )
-        )
-        for p in (50, 99)
-    ]
-    rows.append(["**overhead**", *difference, ""])
+    for name in servers:
+        pairs = list(zip(alone[name], alone["in process"], strict=True))
+        overheads[name] = [
+            Repeats(tuple(remote.percentile(p) - local.percentile(p) for remote, local in pairs))
+            for p in (50, 99)
+        ]
+        rows.append([f"**overhead, {name}**", *overheads[name], ""])
     text = table(["sequential", "p50, ms", "p99, ms", "searches/s"], rows)
-    text += "\n\n" + table(["step, p50 in ms", "in process", "over HTTP"], _steps(alone))
-    rates = {clients: Repeats(tuple(values)) for clients, values in best.items()}
+    text += "\n\n" + table(["step, p50 in ms", *alone], _steps(alone))
+    best = {key: Repeats(tuple(values)) for key, values in rates.items()}
     local_rate = Repeats(tuple(load.rate for load in alone["in process"]))
-    most = max(rates, key=lambda clients: rates[clients].median)
-    rows = [[clients, rate, rate.over(local_rate)] for clients, rate in rates.items()]
-    text += "\n\n" + table(["clients", "searches/s", "x in process"], rows)
-    server.saturation = rates[most].median
+    rows = [[name, clients, rate, rate.over(local_rate)] for (name, clients), rate in best.items()]
+    text += "\n\n" + table(
+        ["server", "clients", "searches/s", "x in process"], sorted(rows, key=str)
+    )
+    server.saturation = max(best["over HTTP", clients].median for clients in CLIENTS)
     title = f"{args.items:,} items of {NUM_VECTORS} int8 vectors, k = {K}, loads of {seconds:g} s"
-    bench.add("overhead", title, {"alone": difference, "rates": rates}, text)
+    figures = {f"{name}, {clients} clients": rate for (name, clients), rate in best.items()}
+    bench.add("overhead", title, {"alone": overheads, "rates": figures}, text)
 
 
 def _steps(alone: Mapping[str, Sequence[Load]]) -> list[list[Any]]:
-    """Returns rows with the time of each step of a search, in process and over HTTP."""
-
-    def stage(name: str, stage: str) -> Repeats:
-        return Repeats(tuple(load.stage(stage) for load in alone[name]))
-
-    remote = alone["over HTTP"]
-    gateway, outside = [], []
-    for load in remote:
-        total = load.stage("total")
-        gateway.append(total - load.stage("encode") - load.stage("search"))
-        outside.append(load.percentile(50) - total)
-    return [
-        *([name, *(stage(side, name) for side in alone)] for name in ("encode", "search")),
-        ["rest of the gateway", "", Repeats(tuple(gateway))],
-        ["proxy and client", "", Repeats(tuple(outside))],
+    """Returns rows with the time of each step of a search, in process and of each server."""
+    rows = [
+        [name, *(Repeats(tuple(load.stage(name) for load in loads)) for loads in alone.values())]
+        for name in ("encode", "search")
     ]
+    gateway: list[Any] = ["rest of the gateway", ""]
+    outside: list[Any] = ["proxy and client", ""]
+    for loads in list(alone.values())[1:]:
+        totals = [load.stage("total") for load in loads]
+        pairs = list(zip(loads, totals, strict=True))
+        gateway.append(
+            Repeats(
+                tuple(total - load.stage("encode") - load.stage("search") for load, total in pairs)
+            )
+        )
+        outside.append(Repeats(tuple(load.percentile(50) - total for load, total in pairs)))
+    return [*rows, gateway, outside]
 
 
 def overload(bench: Bench, server: Server, args: Any) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentBroadcastResponse, DeploymentResponse
 
 from pipeline.config import SpecError
 from pipeline.serve.errors import ApiError, from_spec_error
@@ -27,22 +26,38 @@ RETRY_SECONDS = 0.2
 CHECK_SECONDS = 5.0
 
 
-class Method(Protocol):
-    """Protocol of a method of a stage, as its deployment handle exposes it."""
+class Response(Protocol):
+    """Protocol of the result of a call."""
 
-    def remote(self, *arguments: Any) -> DeploymentResponse:
+    def __await__(self) -> Generator[Any, Any, Any]: ...
+
+    def cancel(self) -> Any:
+        """Cancels the call."""
+
+
+class Broadcast(Protocol):
+    """Protocol of the results of a call to all replicas."""
+
+    async def results_async(self, *, return_exceptions: bool) -> list[Any]:
+        """Returns the results, and exceptions instead of raising them if requested."""
+
+
+class Method(Protocol):
+    """Protocol of a method of a stage, as its handle exposes it."""
+
+    def remote(self, *arguments: Any) -> Response:
         """Calls the method and returns a response that can be awaited."""
 
 
 class Handle(Protocol):
-    """Protocol of a deployment handle, whose attributes are the methods of the stage."""
+    """Protocol of a handle of a stage, whose attributes are the methods of the stage.
+
+    It is a deployment handle, or a `LocalHandle`.
+    """
 
     def __getattr__(self, method: str) -> Method: ...
 
-    def options(self, *, session_id: str) -> Handle:
-        """Returns a handle whose calls have a session id, see `VectorRouter`."""
-
-    def broadcast(self, method: str, *arguments: Any) -> DeploymentBroadcastResponse:
+    def broadcast(self, method: str, *arguments: Any) -> Broadcast:
         """Calls a method of all replicas."""
 
 
@@ -73,7 +88,7 @@ class Stages(Generic[StageT]):
         searchers = dict(self.searchers)
         for name, served in indexes.items():
             if served.gang:
-                (gangs,) = searchers[name]
+                gangs: Any = searchers[name][0]
                 searchers[name] = [
                     gangs.options(session_id=str(shard)) for shard in range(served.num_shards)
                 ]
@@ -155,7 +170,7 @@ class StageClient:
         )
 
 
-async def cancellable(response: DeploymentResponse) -> Any:
+async def cancellable(response: Response) -> Any:
     """Awaits a response.
 
     If the awaiting task is cancelled, the call to the stage is cancelled, too.

@@ -272,6 +272,23 @@ class ServeSpec(Spec):
     library: Scale = Scale()
     """Deployment that reads items and creates previews."""
 
+    single_process: bool = False
+    """Runs all stages in the processes of the gateways instead of deployments of their own.
+    Requests are faster, but stages do not scale separately, and only `gateway` has settings."""
+
+    @field_validator("single_process")
+    @classmethod
+    def _check_single_process(cls, single_process: bool, info: ValidationInfo) -> bool:
+        if not single_process:
+            return single_process
+        for name in ("encoder", "searcher", "reranker", "edje", "library"):
+            if info.data.get(name, Scale()) != Scale():
+                raise SpecError("", single_process, f"false with settings of {name}")
+        for name, served in info.data.get("indexes", {}).items():
+            if served.gang:
+                raise SpecError("", single_process, f"false with indexes.{name}.gang")
+        return single_process
+
     @field_validator("gateway")
     @classmethod
     def _check_gateway(cls, gateway: Scale) -> Scale:

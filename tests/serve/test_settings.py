@@ -78,6 +78,17 @@ def test_rejects_max_replicas_below_num_replicas():
             {"indexes": {"texts": {"uri": "x", "gang": True}}},
             "indexes.texts.gang must be false for an index with one shard, got True",
         ),
+        (
+            {"searcher": {"num_replicas": 2}, "single_process": True},
+            "single_process must be false with settings of searcher, got True",
+        ),
+        (
+            {
+                "indexes": {"texts": {"uri": "x", "num_shards": 2, "gang": True}},
+                "single_process": True,
+            },
+            "single_process must be false with indexes.texts.gang, got True",
+        ),
     ],
 )
 def test_rejects_inconsistent_placement_and_autoscaling(settings: dict[str, Any], message: str):

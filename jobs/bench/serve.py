@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -363,10 +364,10 @@ def overhead(bench: Bench, server: Server, args: Any) -> None:
     text += "\n\n" + table(["step, p50 in ms", *alone], _steps(alone))
     best = {key: Repeats(tuple(values)) for key, values in rates.items()}
     local_rate = Repeats(tuple(load.rate for load in alone["in process"]))
-    rows = [[name, clients, rate, rate.over(local_rate)] for (name, clients), rate in best.items()]
-    text += "\n\n" + table(
-        ["server", "clients", "searches/s", "x in process"], sorted(rows, key=str)
-    )
+    rows = []
+    for key in itertools.product(servers, CLIENTS):
+        rows.append([*key, best[key], best[key].over(local_rate)])
+    text += "\n\n" + table(["server", "clients", "searches/s", "x in process"], rows)
     server.saturation = max(best["over HTTP", clients].median for clients in CLIENTS)
     title = f"{args.items:,} items of {NUM_VECTORS} int8 vectors, k = {K}, loads of {seconds:g} s"
     figures = {f"{name}, {clients} clients": rate for (name, clients), rate in best.items()}

@@ -19,6 +19,8 @@ import { asCurl, asPython, metadataRows, place, time } from "./text.js";
 
 /** Minimum width and height of a selected region, as a fraction of the image. */
 const MIN_REGION = 0.01;
+/** Step by which keys move the edges of a region, as a fraction of the image. */
+const REGION_STEP = 0.02;
 const PAGE_WIDTH = 1600;
 /** Images that are narrower, in pixels, are enlarged without smoothing. */
 const SMALL_WIDTH = 240;
@@ -252,7 +254,12 @@ export class Viewer {
     const alt = isVideo ? `Frame of ${title(hit)}` : title(hit);
     const image = h("img", { alt, decoding: "async" });
     pane.canvas = h("canvas", { "aria-hidden": "true" });
-    pane.region = h("span.selection", { hidden: true });
+    pane.region = h("span.selection", {
+      hidden: true,
+      tabindex: "0",
+      role: "application",
+      "aria-label": "Selected region: arrow keys move it, with Shift they resize it, Enter searches",
+    });
     const passages = this.#framedPassages(pane);
     pane.frames = passages.map((passage, number) => {
       if (!passage.box) return null;
@@ -398,8 +405,39 @@ export class Viewer {
         region.hidden = true;
         return;
       }
-      this.#offerRegion(box, pane.seconds);
+      this.#selectRegion(pane, box);
     });
+    region.addEventListener("keydown", (event) => this.#onRegionKey(pane, event));
+  }
+
+  #selectRegion(pane, box) {
+    pane.box = box;
+    showRegion(pane.region, box);
+    this.#offerRegion(box, pane.seconds);
+  }
+
+  /** Moves the selected region with the arrow keys, or with Shift its right and lower edges. */
+  #onRegionKey(pane, event) {
+    if (event.key === "Enter") this.#details.querySelector(".region-offer button")?.click();
+    const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+    if (!(event.key in steps)) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const edges = steps[event.key].map((step, axis) => {
+      const [low, high] = [pane.box[axis], pane.box[axis + 2]];
+      const lowest = event.shiftKey ? low + REGION_STEP - high : -low;
+      const by = Math.min(Math.max(step * REGION_STEP, lowest), 1 - high);
+      return [event.shiftKey ? low : low + by, high + by];
+    });
+    this.#selectRegion(pane, [edges[0][0], edges[1][0], edges[0][1], edges[1][1]]);
+  }
+
+  /** Selects the middle of the image, for users without a mouse. */
+  #startRegion() {
+    const pane = this.#panes.find((other) => other.canvas);
+    if (!pane) return;
+    this.#selectRegion(pane, [0.25, 0.25, 0.75, 0.75]);
+    pane.region.focus();
   }
 
   #offerRegion(box, seconds) {
@@ -426,6 +464,14 @@ export class Viewer {
           "More like this",
         )
       : null;
+    const region =
+      canSearchItems && this.#panes.some((pane) => pane.canvas)
+        ? h(
+            "button.quiet-button",
+            { type: "button", on: { click: () => this.#startRegion() } },
+            "Select a region",
+          )
+        : null;
     const body = searchBody(state, image, sides[0].side);
     const url = new URL("./", document.baseURI).href;
     const copy = (label, text) => {
@@ -436,7 +482,7 @@ export class Viewer {
     replace(
       this.#details,
       h("div.region-offer"),
-      h("div.row", {}, similar, judge.buttons(hit)),
+      h("div.row", {}, similar, region, judge.buttons(hit)),
       h("h3", {}, "Score"),
       this.#scores(),
       this.#passages(),

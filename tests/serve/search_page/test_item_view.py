@@ -218,6 +218,37 @@ def test_region_as_query(browser, page_url):
     assert browser.errors() == []
 
 
+def test_region_by_keyboard(browser, page_url):
+    from selenium.webdriver.common.keys import Keys
+
+    open_item(browser, page_url, PAGE)
+    wait_for_image(browser)
+    (button,) = [b for b in browser.all("button") if b.text == "Select a region"]
+    button.send_keys(Keys.ENTER)
+    region = browser.find(".selection")
+    assert browser.run("return document.activeElement === arguments[0]", region)
+    style = "const s = arguments[0].style; return [s.left, s.top, s.width, s.height]"
+
+    def box() -> list[float]:
+        return [float(value.removesuffix("%")) for value in browser.run(style, region)]
+
+    assert box() == pytest.approx([25, 25, 50, 50])
+    region.send_keys(Keys.ARROW_LEFT, Keys.ARROW_UP, Keys.ARROW_UP)
+    assert box() == pytest.approx([23, 21, 50, 50])
+    region.send_keys(*[Keys.SHIFT, Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT])
+    assert box() == pytest.approx([23, 21, 54, 52])
+    region.send_keys(*[Keys.ARROW_LEFT] * 20)
+    assert box() == pytest.approx([0, 21, 54, 52])  # it stays on the image
+    region.send_keys(*[Keys.SHIFT] + [Keys.ARROW_UP] * 60)
+    assert box() == pytest.approx([0, 21, 54, 2])  # and keeps a minimum size
+    assert browser.find(".selection").is_displayed()  # arrow keys have not changed the item
+    region.send_keys(Keys.SHIFT, *[Keys.ARROW_DOWN] * 20)
+    region.send_keys(Keys.ENTER)
+    browser.wait("document.querySelector('.query-item')?.textContent.startsWith('part of')")
+    browser.wait("document.querySelectorAll('li.hit[data-item]').length > 0")
+    assert browser.errors() == []
+
+
 def test_best_passages_are_framed(browser, page_url):
     open_item(browser, page_url, PAGE)
     wait_for_image(browser)

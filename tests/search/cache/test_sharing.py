@@ -166,7 +166,7 @@ def test_prefix_keeps_its_storage(uri, without_gc):
     assert reference() is None
 
 
-#: Changes of an index, each of which creates a version.
+#: Changes of an index. Each one creates a version.
 CHANGES: list[Callable[[str], object]] = [
     lambda uri: append(uri, "new1", "new2"),
     lambda uri: dataset(uri).delete("item_id IN ('item04', 'item06', 'new2')"),

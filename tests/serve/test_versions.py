@@ -73,13 +73,13 @@ def test_threads_open_a_version_once(uri):
 
 def test_unused_version_is_closed_without_further_requests(uri):
     opened, first = Opened(uri, 0.3), Index(uri).edition
-    deleted, kept = (storage(opened.get(first), number) for number in (0, 1))
+    old, common = (storage(opened.get(first), number) for number in (0, 1))
     second = delete(uri, 0)
     newest = weakref.ref(opened.get(second))
-    assert deleted() is not None
-    wait_for_release(deleted)
+    assert old() is not None
+    wait_for_release(old)
     time.sleep(0.5)
-    assert newest() is opened.get(second) and kept() is not None  # it stays open without requests
+    assert newest() is opened.get(second) and common() is not None  # it stays open without requests
     assert [item.as_py() for item in opened.get(first).items.ids["item_id"]][:1] == ["i0"]
     assert opened.num_opened == 3
 

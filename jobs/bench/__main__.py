@@ -31,6 +31,7 @@ BENCHES = {
     "pages": "the source of PDF pages against a plain loop; memory on a long document",
     "pipeline": "the index job against a plain loop; resuming; memory of the driver",
     "plan": "predicted and actual time and size of index jobs",
+    "reload": "memory of a new version of an index next to the one in service",
     "rerank": "throughput and latency of EDJE reranking against a plain loop",
     "serve": "search over HTTP against search in process; overload, crashes, new versions",
     "serve_nodes": "searches over HTTP while a node of the cluster dies",

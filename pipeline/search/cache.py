@@ -8,6 +8,10 @@ which rows remain), and rewriting a column creates new files. The files take abo
 the column in the index and can be deleted at any time.
 
 If the folder is full or not writable, a warning is logged and vectors are read into memory.
+
+Open versions of an index share mapped files, vectors that were read into memory, and their copies
+on a device, by the same hash. Vectors in memory lack the rows that were deleted before they were
+read. Rows that are deleted later remain in memory as long as a version uses the fragment.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from pipeline.search.packed_file import (
     PackedWriter,
     remove_unfinished,
 )
+from pipeline.search.storage import SharedStorages, Storage
 
 log = logging.getLogger("maxray.cache")
 
@@ -49,6 +54,9 @@ KEEP_SECONDS = 24 * 3600
 #: Minimum interval in seconds between updates of a file's access time.
 TOUCH_SECONDS = 3600
 SUFFIX = ".packed"
+
+#: Vectors in memory by key of the fragment and device.
+_loaded: SharedStorages[Storage] = SharedStorages()
 
 
 def cache_folder() -> Path:
@@ -161,6 +169,45 @@ class Column:
                 parts, lengths = self.codec.unpack(batch[self.name], self.dim)
             yield parts, lengths, _row_offsets(batch)
 
+    def rows(self, fragment: lance.LanceFragment) -> np.ndarray:
+        """Returns the numbers of the rows of a fragment that are not deleted, ascending."""
+        if not fragment.num_deletions:
+            return np.arange(fragment.physical_rows)
+        batches = self.index.batches(
+            [], fragments=[fragment], with_address=True, batch_rows=1 << 20
+        )
+        return np.concatenate([np.empty(0, np.int64), *map(_row_offsets, batches)])
+
+    def read(self, fragment: lance.LanceFragment) -> Storage:
+        """Reads the vectors of all rows of a fragment that are not deleted."""
+        blocks, rows = [], [np.empty(0, np.int64)]
+        for parts, lengths, batch_rows in self.batches(fragment):
+            blocks.append((parts, lengths))
+            rows.append(batch_rows)
+        (segment,) = join_blocks(self.codec, self.dim, blocks).segments
+        return Storage(segment.parts, segment.lengths, np.concatenate(rows))
+
+    def segment(
+        self,
+        storage: Storage,
+        rows: np.ndarray,
+        verify: Callable[[np.ndarray, np.ndarray], None] = lambda starts, lengths: None,
+    ) -> Segment | None:
+        """Creates a view of the given rows of a fragment. Returns None if the storage lacks some.
+
+        Args:
+            storage: Vectors of rows of the fragment.
+            rows: (L,) int64, numbers of the rows, ascending.
+            verify: See `Segment`.
+        """
+        indices = storage.find(rows)
+        if indices is None:
+            return None
+        device = storage.lengths.device
+        live = torch.from_numpy(indices).to(device) if len(rows) < len(storage.rows) else None
+        parts, lengths = storage.parts, storage.lengths
+        return Segment(self.codec, self.dim, parts, lengths, live, verify=verify, storage=storage)
+
     def without_vectors(self, num_documents: int) -> Segment:
         """Creates a segment of documents that have no vectors."""
         parts = {n: torch.empty(0, width, dtype=dtype) for n, (dtype, width) in self.layout.items()}
@@ -178,21 +225,25 @@ def packed_column(
     fragments: Sequence[lance.LanceFragment],
     *,
     cache: bool = True,
+    device: str = "cpu",
     on_corruption: Callable[[], None] = lambda: None,
 ) -> PackedVectors:
     """Opens the vectors of a column. Each fragment of the index yields one segment.
+
+    Segments share vectors that are in use with those of other versions.
 
     Args:
         index: Open version of an index.
         name: Name of the column.
         fragments: Fragments of that version, in storage order.
         cache: Whether to read and write packed files. If False, vectors are read into memory.
+        device: Device that holds the vectors.
         on_corruption: Called when reading a file shows that it is corrupted. The column must then
             be reopened.
 
     Raises:
         SpecError: The index cannot be read. Reading vectors from a corrupted file raises it later
-            (field `cache`).
+            (field `cache`), or here if they are copied to a device.
     """
     column = Column(index, name)
     keys = [column.key(fragment) for fragment in fragments]
@@ -207,16 +258,48 @@ def packed_column(
             log.warning("%s; reading the vectors into memory instead", error)
             with contextlib.suppress(SpecError):  # files written before the error can be used
                 opened = _open_existing(column, to_open, on_corruption)
+    target = torch.empty(0, device=device).device  # resolves "cuda" to an index
     segments = []
     for key, fragment in zip(keys, fragments, strict=True):
         if key is None:
-            segments.append(column.without_vectors(fragment.count_rows()))
-        elif key in opened:
+            segments.append(column.without_vectors(fragment.count_rows()).to(target))
+        elif key in opened and target.type == "cpu":
             segments.append(opened[key])
         else:
-            blocks = [(parts, lengths) for parts, lengths, _ in column.batches(fragment)]
-            segments.extend(join_blocks(column.codec, column.dim, blocks).segments)
-    return PackedVectors(segments or [column.without_vectors(0)])
+            segments.append(_load(column, key, fragment, target, opened.get(key)))
+    return PackedVectors(segments or [column.without_vectors(0).to(target)])
+
+
+def _load(
+    column: Column,
+    key: str,
+    fragment: lance.LanceFragment,
+    device: torch.device,
+    file: Segment | None,
+) -> Segment:
+    """Opens the vectors of a fragment in the memory of a device.
+
+    Args:
+        column: Column of the vectors.
+        key: Key of the fragment.
+        fragment: Fragment of the open version.
+        device: The device.
+        file: Segment of the packed file, or None to read the fragment.
+    """
+    rows = column.rows(fragment)
+
+    def load() -> Storage:
+        source = file or column.segment(column.read(fragment), rows)
+        assert source is not None and source.storage is not None
+        if device.type == "cpu":
+            return source.storage
+        copy = source.to(device)
+        return Storage(copy.parts, copy.lengths, source.storage.rows)
+
+    storage = _loaded.get((key, device), load, lambda storage: storage.find(rows) is not None)
+    segment = column.segment(storage, rows)
+    assert segment is not None
+    return segment
 
 
 def _open_all(
@@ -299,40 +382,12 @@ def _segment(
         CorruptedError: The file is corrupted.
         OSError: The file is missing or unreadable.
     """
-    file = PackedFile.open(column.path(key), key)
-    live = _live(column, fragment, file.rows)
-    if live is None:
-        return None
-    _update_access_time(file.path)
-    return Segment(
-        column.codec,
-        column.dim,
-        file.parts,
-        file.lengths,
-        torch.from_numpy(live) if len(live) < len(file.rows) else None,
-        verify=functools.partial(_verify, file, on_corruption),
-    )
-
-
-def _live(column: Column, fragment: lance.LanceFragment, rows: np.ndarray) -> np.ndarray | None:
-    """Returns the indices of the documents in a file that exist in the open version.
-
-    Returns None if the file lacks rows of that version because it was written for a later one.
-    """
-    if not fragment.num_deletions:
-        wanted = np.arange(fragment.physical_rows)
-    else:
-        batches = column.index.batches(
-            [], fragments=[fragment], with_address=True, batch_rows=1 << 20
-        )
-        wanted = np.concatenate([np.empty(0, np.int64), *map(_row_offsets, batches)])
-    if len(wanted) > len(rows):
-        return None
-    if len(wanted) == len(rows):
-        return np.arange(len(rows)) if np.array_equal(wanted, rows) else None
-    live = np.searchsorted(rows, wanted)
-    in_range = live < len(rows)
-    return live if in_range.all() and np.array_equal(rows[live], wanted) else None
+    file = PackedFile.shared(column.path(key), key)
+    verify = functools.partial(_verify, file, on_corruption)
+    segment = column.segment(file, column.rows(fragment), verify)
+    if segment is not None:
+        _update_access_time(file.path)
+    return segment
 
 
 def _verify(
@@ -344,8 +399,7 @@ def _verify(
     try:
         file.verify(starts, lengths)
     except CorruptedError as error:
-        with contextlib.suppress(OSError):  # the folder may be read-only
-            file.path.unlink()
+        file.remove()
         on_corruption()
         note = "; the next search rebuilds it"
         raise SpecError("cache", str(file.path), "an intact file", str(error), note) from None

@@ -12,6 +12,7 @@ import torch
 
 from pipeline.codecs import Codec
 from pipeline.codecs.floats import Float16
+from pipeline.search.storage import Storage
 
 #: Bytes per copy to a device, which bounds the pages of a mapped file that are in host memory.
 COPY_BYTES = 64 << 20
@@ -34,6 +35,8 @@ class Segment:
         verify: Called with the starts and lengths (n,) int64 of runs of vectors before they are
             read. Raises `SpecError` if they are corrupted. Vectors on other devices were verified
             when they were copied.
+        storage: Owner of `parts` and `lengths`, if other segments may share them. It remains in use
+            as long as this segment.
     """
 
     codec: Codec
@@ -45,6 +48,7 @@ class Segment:
     verify: Callable[[np.ndarray, np.ndarray], None] = field(
         default=lambda starts, lengths: None, repr=False
     )
+    storage: Storage | None = field(default=None, repr=False)
 
     @functools.cached_property
     def starts(self) -> torch.Tensor:
@@ -125,15 +129,6 @@ class PackedVectors:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def to(self, device: torch.device | str) -> PackedVectors:
-        """Copies the vectors to a device.
-
-        Returns `self` if they are already on it.
-        """
-        if self.device == torch.empty(0, device=device).device:  # resolves "cuda" to an index
-            return self
-        return PackedVectors([segment.to(device) for segment in self.segments])
 
     def prefix(self, max_vectors: int) -> PackedVectors:
         """Returns a view of at most the first `max_vectors` vectors of each item."""

@@ -34,6 +34,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from pipeline.search.storage import SharedStorages, Storage
+
 #: Version of the format above.
 FORMAT = 1
 MAGIC = b"maxraypk"
@@ -210,21 +212,16 @@ def remove_unfinished(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class PackedFile:
+@dataclass(frozen=True, eq=False)
+class PackedFile(Storage):
     """Open file with memory-mapped tensors.
 
     Attributes:
         path: Path of the file, which may be removed or replaced while it is open.
-        parts: Parts of the vectors by name, (T, width) each.
-        lengths: (S,) int64, number of vectors per document.
-        rows: (S,) int64, ascending rows of the documents in their fragment.
     """
 
     path: Path
-    parts: dict[str, torch.Tensor]
-    lengths: torch.Tensor
-    rows: np.ndarray
+    _status: os.stat_result
     _block: int
     _sums: np.ndarray  # (parts, blocks)
     _verified: np.ndarray  # (blocks,) bool
@@ -241,7 +238,8 @@ class PackedFile:
             CorruptedError: The file is corrupted or has another format or key.
             OSError: The file is missing or unreadable.
         """
-        if path.stat().st_size < PAGE + _SEAL.size:
+        status = path.stat()
+        if status.st_size < PAGE + _SEAL.size:
             raise CorruptedError("is truncated")
         with pa.memory_map(str(path)) as file:  # the mapping outlives the open file
             data = np.frombuffer(file.read_buffer(), np.uint8)
@@ -256,11 +254,11 @@ class PackedFile:
             raise CorruptedError("contains other vectors")
         if description["size"] != len(data):
             raise CorruptedError("is truncated")
-        return cls._from_description(path, data, description)
+        return cls._from_description(path, status, data, description)
 
     @classmethod
     def _from_description(
-        cls, path: Path, data: np.ndarray, description: dict[str, Any]
+        cls, path: Path, status: os.stat_result, data: np.ndarray, description: dict[str, Any]
     ) -> PackedFile:
         """Creates views of the sections of a mapped file and verifies the seal."""
         num_docs, num_vectors = description["documents"], description["vectors"]
@@ -281,7 +279,25 @@ class PackedFile:
             for name, part in description["parts"].items()
         }
         rows = np.arange(num_docs) if rows is None else rows
-        return cls(path, parts, _tensor(lengths), rows, block, sums, np.zeros(num_blocks, bool))
+        verified = np.zeros(num_blocks, bool)
+        return cls(parts, _tensor(lengths), rows, path, status, block, sums, verified)
+
+    @classmethod
+    def shared(cls, path: Path, key: str) -> PackedFile:
+        """Opens a file, or returns it if it is open. Its blocks are then verified only once.
+
+        See `open` for the arguments and errors.
+        """
+        status = path.stat()
+        # The number of an inode is not reused as long as the file is mapped.
+        identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        return _open_files.get((path, key, *identity), lambda: cls.open(path, key))
+
+    def remove(self) -> None:
+        """Removes the file, unless another file has replaced it. Its mapping remains readable."""
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            if os.path.samestat(self.path.stat(), self._status):
+                self.path.unlink()
 
     def verify(self, starts: np.ndarray, lengths: np.ndarray) -> None:
         """Verifies the checksums of the blocks that contain some documents, once per block.
@@ -309,6 +325,9 @@ class PackedFile:
                 if zlib.crc32(part[vectors].numpy().data) != expected:
                     raise CorruptedError(f"is corrupted in block {block}")
             self._verified[block] = True
+
+
+_open_files: SharedStorages[PackedFile] = SharedStorages()
 
 
 def _view(data: np.ndarray, offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:

@@ -19,6 +19,7 @@ have unit length too (`normalised` in the metadata of the column).
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -215,14 +216,20 @@ class Scorer:
     def packed(self, column: str) -> PackedVectors:
         """Returns the vectors of a column, which is a representation or contains pooled vectors."""
         if column not in self._packed:
-            packed = packed_column(
+            scorer = weakref.ref(self)  # a cycle would delay the release of the vectors
+
+            def close() -> None:
+                if (opened := scorer()) is not None:
+                    opened._close(column)
+
+            self._packed[column] = packed_column(
                 self._items.index,
                 column,
                 self._items.fragments,
                 cache=self._cache,
-                on_corruption=lambda: self._close(column),
+                device=self._device,
+                on_corruption=close,
             )
-            self._packed[column] = packed if self._device == "cpu" else packed.to(self._device)
         return self._packed[column]
 
     def postings(self, column: str) -> Postings:

@@ -1,13 +1,14 @@
-"""Cache of the open versions of an index."""
+"""Versions of an index that are open in a process."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from pipeline.index.reader import Edition
+from pipeline.serve.settings import Timeouts
 
 T = TypeVar("T")
 
@@ -16,18 +17,37 @@ T = TypeVar("T")
 MAX_OPEN_VERSIONS = 2
 
 
+def request_seconds(timeouts: Timeouts) -> float:
+    """Returns the sum of the time limits of a search, in seconds.
+
+    A search that is reranked with another encoder encodes its queries twice.
+    """
+    limits = timeouts.search_s, timeouts.rerank_s, timeouts.describe_s
+    return 2 * timeouts.encode_s + sum(limits)
+
+
 class Versions(Generic[T]):
-    """Cache of the versions of an index that are open in a process, with LRU eviction.
+    """Versions of an index that are open in a process.
+
+    The version that was opened last stays open. An earlier one is closed when it has not been used
+    for `unused_s` seconds since the next one was opened, or when it is the least recently used of
+    more than `MAX_OPEN_VERSIONS`. A request that still needs it opens it again.
 
     Args:
         load: Opens a version.
+        unused_s: Time after which an earlier version is closed, in seconds. It should exceed the
+            duration of a request. Default: `request_seconds` of the default time limits.
     """
 
-    def __init__(self, load: Callable[[Edition], T]):
+    def __init__(self, load: Callable[[Edition], T], unused_s: float | None = None):
         self._load = load
-        self._open: OrderedDict[Edition, T] = OrderedDict()
+        self._unused_s = request_seconds(Timeouts()) if unused_s is None else unused_s
+        # Versions with the time of their last use, in this order.
+        self._open: dict[Edition, tuple[T, float]] = {}
+        self._newest: Edition | None = None
         self._lock = threading.Lock()
         self._load_locks: dict[Edition, threading.Lock] = {}
+        self._has_timer = False
 
     @property
     def editions(self) -> set[Edition]:
@@ -39,17 +59,43 @@ class Versions(Generic[T]):
         """Returns a version. Each version is opened once, which does not block access to others."""
         with self._lock:
             if edition in self._open:
-                self._open.move_to_end(edition)
-                return self._open[edition]
+                return self._use(edition)
             load_lock = self._load_locks.setdefault(edition, threading.Lock())
         with load_lock:
             with self._lock:
                 if edition in self._open:
-                    return self._open[edition]
+                    return self._use(edition)
             version = self._load(edition)
             with self._lock:
-                self._open[edition] = version
+                if self._newest is not None:  # requests may have begun with it until now
+                    self._use(self._newest)
+                self._open[edition] = version, time.monotonic()
+                self._newest = edition
                 self._load_locks.pop(edition, None)
                 while len(self._open) > MAX_OPEN_VERSIONS:
-                    self._open.popitem(last=False)
+                    del self._open[next(iter(self._open))]
+                self._start_timer()
             return version
+
+    def _use(self, edition: Edition) -> T:
+        version, _ = self._open.pop(edition)
+        self._open[edition] = version, time.monotonic()
+        return version
+
+    def _start_timer(self) -> None:
+        """Starts the timer that closes the next unused version, unless it is running."""
+        last_uses = [used for edition, (_, used) in self._open.items() if edition != self._newest]
+        if last_uses and not self._has_timer:
+            seconds = last_uses[0] + self._unused_s - time.monotonic()
+            timer = threading.Timer(seconds, self._close_unused)
+            timer.daemon = self._has_timer = True  # a process does not wait for it to exit
+            timer.start()
+
+    def _close_unused(self) -> None:
+        with self._lock:
+            limit = time.monotonic() - self._unused_s
+            for edition, (_, used) in list(self._open.items()):
+                if edition != self._newest and used <= limit:
+                    del self._open[edition]
+            self._has_timer = False
+            self._start_timer()

@@ -156,6 +156,24 @@ def test_the_nodes_bench(tmp_path):
     assert "| nodes |" in out
 
 
+@pytest.mark.heavy
+def test_the_reload_bench(tmp_path):
+    record = tmp_path / "figures.json"
+    few = ("--items", "20000", "--repeats", "1")
+    process = start_job("jobs.bench", "reload", *few, "--out", str(record))
+    out, error = process.communicate(timeout=280)
+    assert process.returncode == 0, error
+    figures = json.loads(record.read_text())["figures"]["reload"]
+    for change, growth in (("5 % appended", 1.05), ("5 % deleted", 1.0)):
+        (shared,), (separate,) = figures[change]["shared"], figures[change]["separate"]
+        before, during, after = shared["vector_bytes"]
+        assert during == after == pytest.approx(growth * before)
+        assert separate["vector_bytes"][1] > 1.9 * before
+        assert shared["resident_bytes"][1] < 1.2 * shared["resident_bytes"][0]
+        assert separate["resident_bytes"][1] > 1.5 * separate["resident_bytes"][0]
+    assert "| 5 % appended | shared |" in out
+
+
 METHODS = ("samer", "attention_clustering", "hpool,linkage=rows", "spatial", "adaptive_eos")
 
 

@@ -120,9 +120,14 @@ def test_compiles_for_hopper(spec, num_queries, monkeypatch):
     assert len(shared) == 4 and max(shared) <= HOPPER_SHARED, shared
 
 
+def on_device(packed: PackedVectors) -> PackedVectors:
+    """Copies vectors to the device of the kernels."""
+    return PackedVectors([segment.to(DEVICE) for segment in packed.segments])
+
+
 def kernel_scores(query_tokens, packed, **options) -> torch.Tensor:
     """Returns the scores of the kernel, on the CPU."""
-    packed = packed.to(DEVICE)
+    packed = on_device(packed)
     assert backends(packed) == ("torch", "triton")
     query_tokens = [query.to(DEVICE) for query in query_tokens]
     return maxsim(query_tokens, packed, backend="triton", **options).cpu()
@@ -140,7 +145,7 @@ def check(query_tokens, packed, rows, atol) -> None:
     close(kernel_scores(query_tokens, packed, rows=rows), expected[:, rows], query_tokens, atol)
     tolerance = {"rtol": 1e-6, "atol": atol}
     query_MD = torch.cat(query_tokens)
-    blocks = list(best_tokens(query_MD.to(DEVICE), packed.to(DEVICE), backend="triton"))
+    blocks = list(best_tokens(query_MD.to(DEVICE), on_device(packed), backend="triton"))
     similarity_BM = torch.cat([similarity.cpu() for _, similarity, _ in blocks])
     token_BM = torch.cat([token.cpu() for _, _, token in blocks])
     assert (token_BM < 0).equal(best < 0) and torch.isneginf(similarity_BM).equal(best < 0)
@@ -219,7 +224,7 @@ def test_ties_resolve_to_the_first_token(dtype):
     packed = PackedVectors.from_values(tokens.to(dtype), torch.tensor([156]))
     query = torch.eye(32)[[3, 1, 2, 0, 9]]
     [(first, similarity, token)] = best_tokens(
-        query.to(DEVICE), packed.to(DEVICE), backend="triton"
+        query.to(DEVICE), on_device(packed), backend="triton"
     )
     assert first == 0 and similarity.tolist() == [[1, 1, 1, 1, 0]]
     assert token.tolist() == [[4, 1, 2, 0, 0]]

@@ -280,8 +280,6 @@ def test_documents_are_copied_to_a_device_in_pieces(monkeypatch):
         assert copy.parts[name].equal(part) and copy.parts[name] is not part
     assert copy.lengths.equal(segment.lengths) and copy.live.equal(segment.live)
     assert verified[:2] == [(0, 15), (15, 15)] and sum(verified[-1]) == sum(LENGTHS)
-    packed = PackedVectors([segment])
-    assert packed.to("cpu") is packed
 
 
 def test_rejects_unknown_backend_and_wrong_dimension():

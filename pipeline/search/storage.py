@@ -1,0 +1,88 @@
+"""Vectors that the open versions of an index share.
+
+The vectors of a fragment never change. Versions of an index that are open in the same process
+therefore share the storages of the fragments that they have in common. They differ in the documents
+that are live, and in the fragments that only one of them contains.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """Vectors of documents of a fragment in the memory of a device, or in a mapped file.
+
+    Attributes:
+        parts: Parts of the vectors by name, (T, width) each; contiguous.
+        lengths: (S,) int64, number of vectors per document.
+        rows: (S,) int64, ascending rows of the documents in their fragment.
+    """
+
+    parts: dict[str, torch.Tensor]
+    lengths: torch.Tensor
+    rows: np.ndarray
+
+    def find(self, rows: np.ndarray) -> np.ndarray | None:
+        """Returns the indices of the documents in the given rows. None if one of them is missing.
+
+        Args:
+            rows: (L,) int64, ascending rows of the fragment.
+
+        >>> storage = Storage({}, torch.tensor([3, 1, 2]), np.array([0, 2, 5]))
+        >>> storage.find(np.array([2, 5])), storage.find(np.array([1, 2]))
+        (array([1, 2]), None)
+        """
+        if len(rows) == len(self.rows):
+            return np.arange(len(rows)) if np.array_equal(rows, self.rows) else None
+        indices = np.searchsorted(self.rows, rows)
+        in_range = indices < len(self.rows)
+        found = in_range.all() and np.array_equal(self.rows[indices], rows)
+        return indices if found else None
+
+
+StorageT = TypeVar("StorageT", bound=Storage)
+
+
+class SharedStorages(Generic[StorageT]):
+    """Storages in use, by keys that determine their contents.
+
+    It holds weak references, so the memory of a storage is released with its last user.
+    """
+
+    def __init__(self) -> None:
+        self._storages: WeakValueDictionary[Hashable, StorageT] = WeakValueDictionary()
+        self._creating: WeakValueDictionary[Hashable, threading.Lock] = WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    def get(
+        self,
+        key: Hashable,
+        create: Callable[[], StorageT],
+        is_usable: Callable[[StorageT], bool] = lambda storage: True,
+    ) -> StorageT:
+        """Returns the storage with a key. It is created once, even if several threads need it.
+
+        Args:
+            key: Hashable key. Access to other keys is not blocked meanwhile.
+            create: Creates the storage.
+            is_usable: Checks the storage in use. If False, a new one replaces it for later calls.
+        """
+        with self._lock:
+            creating = self._creating.setdefault(key, threading.Lock())
+        with creating:
+            storage = self._storages.get(key)
+            if storage is None or not is_usable(storage):
+                storage = self._storages[key] = create()
+            return storage

@@ -52,10 +52,10 @@ def create_stages(settings: ServeSpec, place: Place[StageT]) -> Stages[StageT]:
         settings: Settings of the server.
         place: Places a stage.
     """
-    filter_s, searcher, reranker = settings.timeouts.filter_s, settings.searcher, settings.reranker
+    timeouts, searcher, reranker = settings.timeouts, settings.searcher, settings.reranker
     searchers, rerankers, edjes = {}, {}, {}
     for name, served in settings.indexes.items():
-        arguments, num_shards = (served, searcher, filter_s), served.num_shards
+        arguments, num_shards = (served, searcher, timeouts), served.num_shards
         if served.gang:  # one deployment of all shards
             title = f"Searcher-{name}"
             gangs = place(GangRanker, title, searcher, *arguments, gang_size=num_shards)
@@ -65,12 +65,12 @@ def create_stages(settings: ServeSpec, place: Place[StageT]) -> Stages[StageT]:
                 place(Ranker, f"Searcher-{name}-{i}", searcher, *arguments, (i, num_shards))
                 for i in range(num_shards)
             ]
-        rerankers[name] = place(Ranker, f"Reranker-{name}", reranker, served, reranker, filter_s)
+        rerankers[name] = place(Ranker, f"Reranker-{name}", reranker, served, reranker, timeouts)
         if served.edje is not None:
             edje = settings.edje
-            edjes[name] = place(JointRanker, f"Edje-{name}", edje, served, edje)
+            edjes[name] = place(JointRanker, f"Edje-{name}", edje, served, edje, timeouts)
     encoder = place(QueryEncoder, "Encoder", settings.encoder, settings.encoder)
-    library = place(Library, "Library", settings.library, settings.indexes)
+    library = place(Library, "Library", settings.library, settings.indexes, timeouts)
     return Stages(encoder, searchers, rerankers, edjes, library)
 
 

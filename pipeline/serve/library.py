@@ -25,7 +25,7 @@ from pipeline.search.stored_items import stored_query
 from pipeline.serve.outcomes import logged, returns_errors
 from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.scheduler import Caller, FairScheduler, busiest
-from pipeline.serve.settings import ServedIndex
+from pipeline.serve.settings import ServedIndex, Timeouts
 from pipeline.serve.versions import Versions
 
 log = logging.getLogger("ray.serve")
@@ -39,15 +39,16 @@ LIBRARY_THREADS = 4
 class Library:
     """Stage that looks up individual items, creates previews of them and deletes items."""
 
-    def __init__(self, indexes: Mapping[str, ServedIndex]):
+    def __init__(self, indexes: Mapping[str, ServedIndex], timeouts: Timeouts):
         bind_to_loopback()
+        unused_s = timeouts.request_s
         self._versions = {
-            name: Versions(functools.partial(_open_previews, served))
+            name: Versions(functools.partial(_open_previews, served), unused_s)
             for name, served in indexes.items()
         }
         self._indexes = indexes
         self._facets = {
-            name: Versions(functools.partial(_open_facets, served))
+            name: Versions(functools.partial(_open_facets, served), unused_s)
             for name, served in indexes.items()
         }
         self._item_scheduler = FairScheduler(_run_calls, workers=LIBRARY_THREADS)

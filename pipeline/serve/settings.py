@@ -218,6 +218,14 @@ class Timeouts(Spec):
     drain_s: PositiveFloat = 30
     """Time limit for finishing the requests in progress when a replica shuts down, in seconds."""
 
+    @property
+    def request_s(self) -> float:
+        """Sum of the time limits of a search, in seconds.
+
+        A search that is reranked with another encoder encodes its queries twice.
+        """
+        return 2 * self.encode_s + self.search_s + self.rerank_s + self.describe_s
+
 
 class Evaluations(Spec):
     """Evaluations requested over HTTP."""

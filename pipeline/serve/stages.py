@@ -43,7 +43,7 @@ from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.router import LOADED, SHARD
 from pipeline.serve.scheduler import Caller, FairScheduler, busiest, gather_or_cancel
 from pipeline.serve.served import Served
-from pipeline.serve.settings import Scale, ServedIndex
+from pipeline.serve.settings import Scale, ServedIndex, Timeouts
 from pipeline.serve.vectors import SearchVectors
 from pipeline.serve.versions import Versions
 from pipeline.tracing import span
@@ -165,7 +165,7 @@ class Ranker:
     Args:
         served: Settings of the index.
         scale: Settings of the deployment.
-        filter_timeout_s: Time limit for evaluating a filter, in seconds.
+        timeouts: Time limits of the server.
         shard: (i, n) for shard i of n, or None for all items. A searcher loads the preloaded
             representations of its shard before it receives calls.
     """
@@ -174,16 +174,16 @@ class Ranker:
         self,
         served: ServedIndex,
         scale: Scale,
-        filter_timeout_s: float,
+        timeouts: Timeouts,
         shard: tuple[int, int] | None = None,
     ):
         bind_to_loopback()
         limit_threads(scale)
         self._served, self._shard = served, shard
-        self._versions = Versions(self._open)
+        self._versions = Versions(self._open, timeouts.request_s)
         self._loaded: set[tuple[Edition, SearchVectors]] = set()
         self._loading: dict[tuple[Edition, SearchVectors], asyncio.Future] = {}
-        self._filters = Filters(served.uri, shard, filter_timeout_s)
+        self._filters = Filters(served.uri, shard, timeouts.filter_s)
         size = batch_sizes("rank").observe
         self._rank_scheduler = FairScheduler(
             self._rank, lambda search: search.num_pairs, SLICE_PAIRS, observe=size
@@ -382,11 +382,11 @@ class Ranker:
 class GangRanker(Ranker):
     """Searcher of a gang, whose shard is its rank in the gang."""
 
-    def __init__(self, served: ServedIndex, scale: Scale, filter_timeout_s: float):
+    def __init__(self, served: ServedIndex, scale: Scale, timeouts: Timeouts):
         gang = serve.get_replica_context().gang_context
         assert gang is not None
         self._rank_in_gang = gang.rank
-        super().__init__(served, scale, filter_timeout_s, (gang.rank, served.num_shards))
+        super().__init__(served, scale, timeouts, (gang.rank, served.num_shards))
 
     async def record_replica_metadata(self) -> dict[str, str]:
         """Returns the shard, for `VectorRouter`."""
@@ -410,14 +410,16 @@ class JointRanker:
         SpecError: The configured folder does not contain an EDJE model.
     """
 
-    def __init__(self, served: ServedIndex, scale: Scale):
+    def __init__(self, served: ServedIndex, scale: Scale, timeouts: Timeouts):
         from pipeline.search.rerank import Reranker
 
         assert served.edje is not None
         bind_to_loopback()
         limit_threads(scale)
         self._reranker = Reranker(served.edje, precision=served.edje_precision)
-        self._versions = Versions(lambda edition: Searcher(open_edition(served.uri, edition)))
+        self._versions = Versions(
+            lambda edition: Searcher(open_edition(served.uri, edition)), timeouts.request_s
+        )
         size = batch_sizes("edje").observe
         self._scheduler = FairScheduler(
             self._read_batch, lambda pair: len(pair[1]), BATCH_PAIRS, observe=size

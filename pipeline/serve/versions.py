@@ -8,22 +8,12 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from pipeline.index.reader import Edition
-from pipeline.serve.settings import Timeouts
 
 T = TypeVar("T")
 
 #: Maximum number of open versions per index and stage: the newest one, and the previous one for
 #: requests in progress.
 MAX_OPEN_VERSIONS = 2
-
-
-def request_seconds(timeouts: Timeouts) -> float:
-    """Returns the sum of the time limits of a search, in seconds.
-
-    A search that is reranked with another encoder encodes its queries twice.
-    """
-    limits = timeouts.search_s, timeouts.rerank_s, timeouts.describe_s
-    return 2 * timeouts.encode_s + sum(limits)
 
 
 class Versions(Generic[T]):
@@ -36,12 +26,11 @@ class Versions(Generic[T]):
     Args:
         load: Opens a version.
         unused_s: Time after which an earlier version is closed, in seconds. It should exceed the
-            duration of a request. Default: `request_seconds` of the default time limits.
+            duration of a request.
     """
 
-    def __init__(self, load: Callable[[Edition], T], unused_s: float | None = None):
-        self._load = load
-        self._unused_s = request_seconds(Timeouts()) if unused_s is None else unused_s
+    def __init__(self, load: Callable[[Edition], T], unused_s: float):
+        self._load, self._unused_s = load, unused_s
         # Versions with the time of their last use, in this order.
         self._open: dict[Edition, tuple[T, float]] = {}
         self._newest: Edition | None = None

@@ -13,7 +13,7 @@ import pytest
 from pipeline.index.reader import ITEMS, Edition, Index, open_edition
 from pipeline.search.searcher import Searcher
 from pipeline.serve.settings import Timeouts
-from pipeline.serve.versions import MAX_OPEN_VERSIONS, Versions, request_seconds
+from pipeline.serve.versions import MAX_OPEN_VERSIONS, Versions
 from tests.search.vectors import rows, write
 
 
@@ -137,5 +137,5 @@ def test_failed_opening_is_repeated(uri):
 
 
 def test_default_time_exceeds_that_of_a_request():
-    assert request_seconds(Timeouts()) == 70
-    assert request_seconds(Timeouts(encode_s=1, search_s=2, rerank_s=3, describe_s=4)) == 11
+    assert Timeouts().request_s == 70
+    assert Timeouts(encode_s=1, search_s=2, rerank_s=3, describe_s=4).request_s == 11

@@ -25,7 +25,7 @@ from pipeline.search.searcher import Searcher
 from pipeline.serve import stages, wire
 from pipeline.serve.client import AsyncClient, Client, ServerError
 from pipeline.serve.mteb import Endpoint
-from pipeline.serve.settings import Scale, ServedIndex, ServeSpec
+from pipeline.serve.settings import Scale, ServedIndex, ServeSpec, Timeouts
 from tests.images import index_captioned, noise, png
 from tests.rerank.models import edje_of
 
@@ -312,7 +312,7 @@ def test_precision_setting(cluster, uri, model, precision, dtype, monkeypatch):
         stages, "limit_threads", lambda scale: None
     )  # keep the threads of this process
     served = parse(ServedIndex, {"uri": uri, "edje": model, "edje_precision": precision})
-    spec = stages.JointRanker(served, Scale())._reranker.joint.spec
+    spec = stages.JointRanker(served, Scale(), Timeouts())._reranker.joint.spec
     assert spec.dtype == dtype and (spec.quantise == "int8") == (precision == "int8")
     with pytest.raises(SpecError, match="edje_precision must be one of .*int8.*, got 'int4'"):
         parse(ServedIndex, {"uri": uri, "edje_precision": "int4"})

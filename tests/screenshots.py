@@ -67,6 +67,8 @@ def main() -> None:
     folder = Path(sys.argv[2]) if len(sys.argv) > 2 else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     with browsers.start() as browser:
+        browser.open(f"{url}/?{urlencode({'q': QUESTION})}")
+        browser.wait_for_results()  # the first search loads the encoder
         for name in VIEWS:
             take(browser, url, name, folder)
             print(folder / f"{name}.png")

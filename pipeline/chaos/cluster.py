@@ -30,7 +30,8 @@ OBJECT_STORE_BYTES = 80 << 20
 NODE_CPUS = 2
 #: Time in which the raylet of a node must start, in seconds.
 START_SECONDS = 60.0
-#: Settings of Ray: nodes that do not answer are dead after seconds instead of half a minute.
+#: Settings of Ray: nodes that do not answer are dead after seconds instead of a minute, and so are
+#: connections.
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
@@ -38,6 +39,8 @@ SETTINGS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_grpc_client_keepalive_time_ms": "5000",
+    "RAY_grpc_client_keepalive_timeout_ms": "5000",
 }
 #: Further settings of a cluster with a network. `jobs.run` restricts Ray to the loopback interface.
 NETWORK_SETTINGS = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}

@@ -182,13 +182,20 @@ class ChaosCluster:
 
     def connect(self, raylet: Process) -> None:
         """Takes the link of a node up again, unless the node has been replaced."""
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(StopIteration):
             self._port(raylet).connect()
 
     def _port(self, raylet: Process) -> Port:
-        assert self._network is not None
-        ports = {n.raylet: n.port for n in self._nodes if isinstance(n, _NetworkNode)}
-        return {self.head: self._network.port, **ports}[raylet]
+        if raylet == self.head and self._network is not None:
+            return self._network.port
+        nodes = (node for node in self._nodes if isinstance(node, _NetworkNode))
+        return next(node.port for node in nodes if node.raylet == raylet)
+
+    def _ports(self) -> list[Port]:
+        if self._network is None:
+            return []
+        nodes = [node for node in self._nodes if isinstance(node, _NetworkNode)]
+        return [self._network.port, *(node.port for node in nodes)]
 
     def _doomed(self, raylet: Process) -> list[Process]:
         """Returns the processes of a node, whose end `leaked` checks later."""
@@ -214,9 +221,13 @@ class ChaosCluster:
     def repair(self) -> bool:
         """Restarts what has died: the GCS, worker nodes or the whole cluster.
 
+        Takes all links up, because nodes cannot start while they do not reach the head.
+
         Returns:
             True if the cluster is a new one, at another address.
         """
+        for port in self._ports():
+            port.connect()
         if self.has_lost_head:
             self.stop()
             self.start()

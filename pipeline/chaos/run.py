@@ -488,8 +488,8 @@ class Victim:
         self._partitioned += cluster.workers if is_head else [node]
 
     def _replace_partitioned(self) -> None:
-        """Replaces the nodes that have ended after a partition."""
-        if not all(raylet.is_alive for raylet in self._partitioned):
+        """Replaces the nodes that have ended after a partition, when all links are up."""
+        if not self._undo and not all(raylet.is_alive for raylet in self._partitioned):
             self._partitioned = [raylet for raylet in self._partitioned if raylet.is_alive]
             self._suite.cluster.repair()
 

@@ -184,9 +184,17 @@ class Server:
         port: HTTP port.
         edje: Folder of the EDJE that reranks, if any.
         num_replicas: Number of replicas of each deployment. Ray Serve spreads them over the nodes.
+        timeouts: Time limits that differ from the defaults, see `pipeline.serve.settings.Timeouts`.
     """
 
-    def __init__(self, uri: str, port: int, edje: str | None = None, num_replicas: int = 1):
+    def __init__(
+        self,
+        uri: str,
+        port: int,
+        edje: str | None = None,
+        num_replicas: int = 1,
+        timeouts: Mapping[str, float] | None = None,
+    ):
         from ray import serve
 
         from pipeline.serve.app import build
@@ -200,6 +208,7 @@ class Server:
             **dict.fromkeys(("gateway", "encoder", "searcher", "reranker", "library"), scale),
             "indexes": {"bench": {"uri": uri, "preload": [COLUMN], "edje": edje}},
             "limits": {"max_in_flight_requests": 32},
+            "timeouts": {**(timeouts or {})},
             "reload_interval_s": 1,
         }
         # One proxy, because the nodes of a simulated cluster share the ports of this machine.

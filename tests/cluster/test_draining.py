@@ -80,7 +80,8 @@ SERVER = (
     "from jobs.serve import set_ray_serve_env\n"
     "set_ray_serve_env()\n"
     "with jobs.cluster():\n"
-    "    server = Server(sys.argv[1], int(sys.argv[2]), num_replicas=2)\n"
+    "    limits = {'encode_s': 60}\n"  # a new encoder loads its model for its first query
+    "    server = Server(sys.argv[1], int(sys.argv[2]), num_replicas=2, timeouts=limits)\n"
     "    print('ready', flush=True)\n"
     "    sys.stdin.read()\n"
     "    server.stop()\n"
@@ -88,8 +89,8 @@ SERVER = (
 
 
 def replicas(cluster: ChaosCluster, node: Process) -> list[str]:
-    """Returns the titles of the replicas on a node."""
-    titles = [task.title for task in cluster.tasks_of(node)]
+    """Returns the titles of the replicas on a node, without the method that each executes."""
+    titles = [task.title.partition(".")[0] for task in cluster.tasks_of(node)]
     return [title for title in titles if "ServeReplica" in title]
 
 

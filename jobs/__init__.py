@@ -29,6 +29,13 @@ from pipeline.index.display import MODES, close_display
 
 log = logging.getLogger("maxray.jobs")
 
+#: Times after which the driver tests a connection on which it waits for a task, and gives it up, in
+#: milliseconds. With Ray's own (300 s and 120 s), a job waits for five to seven minutes for a task
+#: whose result was lost by a network partition. Nodes accept one test per minute.
+KEEPALIVE = {
+    "RAY_grpc_client_keepalive_time_ms": 70_000,
+    "RAY_grpc_client_keepalive_timeout_ms": 20_000,
+}
 #: Exit codes: invalid input; stopped cleanly by Ctrl-C; stopped cleanly by SIGTERM.
 BAD_INPUT, INTERRUPTED, STOPPED = 2, 130, 143
 
@@ -48,6 +55,8 @@ def run(
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # progress bars clutter logs
     # Otherwise, a thread of Ray Data that outlives a stopped job starts another cluster.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    for name, milliseconds in KEEPALIVE.items():
+        os.environ.setdefault(name, str(milliseconds))
     # Ray reads the mode on import, so that setting it later would only affect child processes. A
     # cluster that the job joins has a mode of its own.
     if "ray" not in sys.modules and not os.environ.get("RAY_ADDRESS"):

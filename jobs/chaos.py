@@ -1,8 +1,9 @@
-"""Tests that jobs survive random faults: kills, pauses, lost nodes, full disks and clock jumps.
+"""Tests that jobs survive random faults: kills, lost nodes, partitions, full disks and others.
 
     python -m jobs.chaos out/chaos
     python -m jobs.chaos out/chaos --faults 20 --seed 1 --phases encoding committing --nodes 1
     python -m jobs.chaos out/chaos --out chaos.json --figure chaos.png
+    python -m jobs.chaos out/chaos --targets network --faults 30
 
 The suite starts a Ray cluster on this machine and runs jobs.index, recompress, backfill, candidates
 and maintain on a small corpus in FOLDER. It disturbs them at random moments, resumes them with the
@@ -11,7 +12,8 @@ is lost or duplicated, that no lease is orphaned, and that no process or shared 
 
 Rerun the same command to resume an interrupted suite. Exit code 1 means that a check failed.
 Requires Linux. The disk that is filled is a tmpfs; if mounting is not permitted, RLIMIT_FSIZE is
-set instead. The clock jumps if there is a C compiler.
+set instead. The clock jumps if there is a C compiler. The target `network` takes the links of nodes
+down. It requires root and `ip` (iproute2), because each node gets a network namespace.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jobs
-from pipeline.chaos.faults import PHASES
+from pipeline.chaos.faults import ACTIONS, DEFAULT_TARGETS, PHASES
 from pipeline.config import JobError, SpecError, absolute
 
 
@@ -35,6 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
     parser.add_argument(
         "--phases", nargs="+", choices=PHASES, default=PHASES, help="phases (default: all)"
+    )
+    parser.add_argument(
+        "--targets",
+        nargs="+",
+        choices=ACTIONS,
+        default=DEFAULT_TARGETS,
+        help="processes and resources to disturb (default: all but network)",
     )
     parser.add_argument(
         "--nodes", type=int, default=2, help="worker nodes besides the head (default: 2)"
@@ -58,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     phases = [phase for phase in PHASES if phase in args.phases]
     folder = Path(absolute(args.folder))
-    rounds = run.run(folder, args.faults, args.seed, phases, args.nodes, jobs.say)
+    targets = [target for target in ACTIONS if target in args.targets]
+    rounds = run.run(folder, args.faults, args.seed, phases, targets, args.nodes, jobs.say)
     print(report.text(rounds))
     if args.out:
         write_atomic(args.out, report.to_json(rounds))

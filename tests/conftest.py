@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
+from pipeline.chaos.network import Port
 from pipeline.config import parse
 from pipeline.index import ITEMS
 from pipeline.index.columns import Representation, encoder_fields, representation_fields
@@ -136,15 +137,25 @@ def collection(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def start_job(*arguments: str, address: str | None = None, **environment: str) -> subprocess.Popen:
-    """Starts `python -m jobs...`, on the Ray cluster at `address` if one is given."""
+def start_job(
+    *arguments: str, address: str | None = None, port: Port | None = None, **environment: str
+) -> subprocess.Popen:
+    """Starts `python -m jobs...`.
+
+    Args:
+        *arguments: Module and arguments.
+        address: Ray cluster to run it on.
+        port: Connection to a network through which it communicates.
+        **environment: Additional environment variables.
+    """
     environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
     for variable in ("RAY_ADDRESS", REUSE_PROCESSES):
         environment.pop(variable, None)
     if address:
         environment["RAY_ADDRESS"] = address
+    command = [sys.executable, "-m", *arguments]
     return subprocess.Popen(
-        [sys.executable, "-m", *arguments],
+        port.command(command) if port else command,
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,

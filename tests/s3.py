@@ -39,9 +39,9 @@ def environment(url: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def moto_server() -> Iterator[str]:
-    """Context that starts an empty server and returns its URL."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+def moto_server(address: str = "127.0.0.1") -> Iterator[str]:
+    """Context that starts an empty server at an IP address and returns its URL."""
+    server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()

@@ -1,7 +1,9 @@
 """Ray cluster on this machine with a head without CPUs and worker nodes that can be killed.
 
-Each node is a raylet with its own object store. The global control store (GCS) persists its tables
-in RocksDB, so that it can be restarted while jobs run, as with a persistent volume on Kubernetes.
+Each node is a raylet with its own object store, optionally with a network namespace and an IP
+address of its own, so that its link can be taken down. The global control store (GCS) persists its
+tables in RocksDB, so that it can be restarted while jobs run, as with a persistent volume on
+Kubernetes.
 """
 
 from __future__ import annotations
@@ -11,19 +13,25 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pipeline.chaos.faults import TITLES
-from pipeline.chaos.processes import Process, children, descendants, process, survivors
+from pipeline.chaos.network import Network, Port
+from pipeline.chaos.processes import Process, children, descendants, process, survivors, wait_until
+from pipeline.config import JobError
 
 #: Size of the object store of each node, in bytes. Ray requires at least 75 MiB.
 OBJECT_STORE_BYTES = 80 << 20
 #: Number of CPUs of each worker node.
 NODE_CPUS = 2
-#: Settings of Ray: nodes that do not answer are dead after seconds instead of half a minute.
+#: Time in which the raylet of a node must start, in seconds.
+START_SECONDS = 60.0
+#: Settings of Ray: nodes that do not answer are dead after seconds instead of a minute, and so are
+#: connections.
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
@@ -31,7 +39,11 @@ SETTINGS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_grpc_client_keepalive_time_ms": "5000",
+    "RAY_grpc_client_keepalive_timeout_ms": "5000",
 }
+#: Further settings of a cluster with a network. `jobs.run` restricts Ray to the loopback interface.
+NETWORK_SETTINGS = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
 #: Actors of Ray itself, which outlive the jobs that use them.
 RAY_ACTORS = (
     "ActorLocation",
@@ -50,17 +62,29 @@ class ChaosCluster:
 
     Args:
         num_nodes: Number of worker nodes. Without any, the head runs all tasks.
+        has_network: Whether each worker node has a network namespace, which requires root.
+
+    Raises:
+        JobError: Network namespaces are not permitted.
     """
 
-    def __init__(self, num_nodes: int):
+    def __init__(self, num_nodes: int, has_network: bool = False):
         self.num_nodes = num_nodes
+        self._network = Network() if has_network else None
         self.folder = Path(tempfile.mkdtemp(prefix="chaos-"))  # paths of sockets must be short
         self._cluster: Any = None
+        self._nodes: list[_Node | _NetworkNode] = []
+        self._dead: list[_NetworkNode] = []
         self._victims: list[Process] = []
         # Ray writes the address of a new cluster to its temporary folder. In the usual one, other
         # programs on this machine would join this cluster.
         os.environ.update({**SETTINGS, "RAY_TMPDIR": str(self.folder)})
-        self.start()
+        os.environ.update(NETWORK_SETTINGS if has_network else {})
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
 
     def start(self) -> None:
         """Starts the head and the worker nodes."""
@@ -79,6 +103,7 @@ class ChaosCluster:
     def _start(self, sessions: Path) -> None:
         from ray.cluster_utils import Cluster
 
+        address = {"node_ip_address": self._network.port.address} if self._network else {}
         with _same_sigterm_handler():
             self._cluster = Cluster(
                 initialize_head=True,
@@ -87,6 +112,7 @@ class ChaosCluster:
                     "include_dashboard": False,
                     "object_store_memory": OBJECT_STORE_BYTES,
                     "temp_dir": str(sessions),
+                    **address,
                 },
             )
 
@@ -108,7 +134,7 @@ class ChaosCluster:
     @property
     def workers(self) -> list[Process]:
         """Raylets of the worker nodes."""
-        return [_first(node, "raylet") for node in self._cluster.worker_nodes]
+        return [node.raylet for node in self._nodes]
 
     def tasks(self) -> Iterator[Process]:
         """Yields the processes that run tasks and actors of jobs."""
@@ -150,6 +176,27 @@ class ChaosCluster:
         for victim in (self.gcs, self.head, *self._doomed(self.head)):
             victim.send(signal.SIGKILL)
 
+    def disconnect(self, raylet: Process) -> None:
+        """Takes the link of a node down. Its processes continue to run."""
+        self._port(raylet).disconnect()
+
+    def connect(self, raylet: Process) -> None:
+        """Takes the link of a node up again, unless the node has been replaced."""
+        with contextlib.suppress(StopIteration):
+            self._port(raylet).connect()
+
+    def _port(self, raylet: Process) -> Port:
+        if raylet == self.head and self._network is not None:
+            return self._network.port
+        nodes = (node for node in self._nodes if isinstance(node, _NetworkNode))
+        return next(node.port for node in nodes if node.raylet == raylet)
+
+    def _ports(self) -> list[Port]:
+        if self._network is None:
+            return []
+        nodes = [node for node in self._nodes if isinstance(node, _NetworkNode)]
+        return [self._network.port, *(node.port for node in nodes)]
+
     def _doomed(self, raylet: Process) -> list[Process]:
         """Returns the processes of a node, whose end `leaked` checks later."""
         victims = descendants(raylet)
@@ -174,28 +221,33 @@ class ChaosCluster:
     def repair(self) -> bool:
         """Restarts what has died: the GCS, worker nodes or the whole cluster.
 
+        Takes all links up, because nodes cannot start while they do not reach the head.
+
         Returns:
             True if the cluster is a new one, at another address.
         """
+        for port in self._ports():
+            port.connect()
         if self.has_lost_head:
             self.stop()
             self.start()
             return True
         if not self.gcs.is_alive:
             self.restart_gcs()
-        for node in list(self._cluster.worker_nodes):
-            if not _first(node, "raylet").is_alive:
-                self._remove(node)
-        while len(self._cluster.worker_nodes) < self.num_nodes:
-            with _same_sigterm_handler():
-                self._cluster.add_node(
-                    wait=False, num_cpus=NODE_CPUS, object_store_memory=OBJECT_STORE_BYTES
-                )
+        for node in [node for node in self._nodes if not node.raylet.is_alive]:
+            self._nodes.remove(node)
+            if isinstance(node, _NetworkNode):
+                self._dead.append(node)  # `leaked` checks that its processes end
+            else:
+                node.remove()
+        while len(self._nodes) < self.num_nodes:
+            if self._network is None:
+                self._nodes.append(_Node(self._cluster))
+            else:
+                self._nodes.append(_NetworkNode(self._network, self.address, self.folder))
+        for node in self._nodes:
+            node.wait()
         return False
-
-    def _remove(self, node: Any) -> None:
-        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
-        self._cluster.worker_nodes.discard(node)
 
     def leaked(self, seconds: float) -> list[str]:
         """Returns the titles of processes that outlive their job or their node.
@@ -205,17 +257,40 @@ class ChaosCluster:
         Args:
             seconds: Time in which Ray may end them.
         """
-        left = survivors([*self._victims, *self.tasks()], seconds)
+        of_dead_nodes = [process for node in self._dead for process in node.processes()]
+        left = survivors([*self._victims, *of_dead_nodes, *self.tasks()], seconds)
         self._victims = []
+        while self._dead:
+            self._dead.pop().remove()
         return [process.title for process in left if process.title]
+
+    def unregistered(self, seconds: float) -> list[str]:
+        """Returns the addresses of nodes that run although the GCS considers them dead.
+
+        Args:
+            seconds: Time in which they may end.
+        """
+        state = self._cluster.global_state
+
+        def find() -> list[str]:
+            alive = {n["NodeManagerAddress"] for n in state.node_table() if n["Alive"]}
+            nodes = [node for node in self._nodes if isinstance(node, _NetworkNode)]
+            found = [node for node in nodes if node.raylet.is_alive]
+            return [node.port.address for node in found if node.port.address not in alive]
+
+        wait_until(lambda: not find(), seconds, 1.0)
+        return find()
 
     def stop(self) -> None:
         """Kills all processes of the cluster. It can be started again."""
+        if self._cluster is None:
+            return
         raylets = (self.head, *self.workers)
         everything = [p for raylet in raylets for p in (raylet, *descendants(raylet))]
         with contextlib.suppress(Exception):  # Ray's own clean-up of nodes that are dead
-            for node in list(self._cluster.worker_nodes):
-                self._remove(node)
+            for node in [*self._nodes, *self._dead]:
+                node.remove()
+            self._nodes, self._dead = [], []
             self._cluster.head_node.kill_all_processes(
                 check_alive=False, allow_graceful=False, wait=True
             )
@@ -224,9 +299,96 @@ class ChaosCluster:
         survivors(everything, 10)
 
     def close(self) -> None:
-        """Stops the cluster and removes its files."""
+        """Stops the cluster and removes its files and its network."""
         self.stop()
+        if self._network is not None:
+            self._network.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class _Node:
+    """Worker node that shares the network of this process.
+
+    Args:
+        cluster: Ray's object for a cluster on one machine.
+    """
+
+    def __init__(self, cluster: Any):
+        self._cluster = cluster
+        with _same_sigterm_handler():
+            self._node = cluster.add_node(
+                wait=False, num_cpus=NODE_CPUS, object_store_memory=OBJECT_STORE_BYTES
+            )
+
+    @property
+    def raylet(self) -> Process:
+        """Raylet of the node."""
+        return _first(self._node, "raylet")
+
+    def wait(self) -> None:
+        """Waits until the raylet has started, which is the case."""
+
+    def remove(self) -> None:
+        """Kills all processes of the node."""
+        self._node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+        self._cluster.worker_nodes.discard(self._node)
+
+
+class _NetworkNode:
+    """Worker node in a network namespace of its own, started by `ray start`.
+
+    Args:
+        network: Network of the cluster.
+        address: Address of the cluster.
+        folder: Folder for the sessions of Ray. Nodes that start at the same time cannot share one.
+
+    Attributes:
+        port: Connection of the node to the network.
+        raylet: Raylet of the node, after `wait`.
+    """
+
+    def __init__(self, network: Network, address: str, folder: Path):
+        self._network, self.port = network, network.add()
+        self.raylet = Process(0, "")
+        arguments = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        arguments += [f"--address={address}", f"--node-ip-address={self.port.address}"]
+        arguments += [f"--num-cpus={NODE_CPUS}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        arguments += [f"--temp-dir={tempfile.mkdtemp(prefix='n', dir=folder)}"]
+        self._log = folder / f"{self.port.namespace}.log"
+        with self._log.open("wb") as log:
+            self._child = subprocess.Popen(
+                self.port.command([*arguments, "--include-log-monitor=false"]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait(self) -> None:
+        """Waits until the raylet has started.
+
+        Raises:
+            JobError: It does not start.
+        """
+        if self.raylet.pid:
+            return
+
+        def has_started() -> bool:
+            found = [c for c in children(process(self._child.pid)) if "/raylet " in c.title]
+            self.raylet = found[0] if found else self.raylet
+            return bool(found) or self._child.poll() is not None
+
+        if not wait_until(has_started, START_SECONDS) or not self.raylet.pid:
+            output = self._log.read_text(errors="replace").strip()
+            raise JobError(f"the node at {self.port.address} did not start: {output[-1000:]}")
+
+    def processes(self) -> list[Process]:
+        """Returns the processes in the namespace of the node."""
+        return self._network.processes(self.port)
+
+    def remove(self) -> None:
+        """Kills all processes of the node and removes its namespace."""
+        self._network.remove(self.port)
+        self._child.wait()
 
 
 def is_task(title: str) -> bool:

@@ -6,6 +6,8 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from pipeline.config import SpecError
+
 #: Phases of the index job in their order, and the other jobs.
 INDEX_PHASES = ("listing", "fitting", "encoding", "writing", "committing")
 OTHER_JOBS = ("recompress", "backfill", "candidates", "maintain")
@@ -33,7 +35,7 @@ TITLES = {
     "writer": ("ray::MapWorker(MapBatches(WriteFragments))",),
 }
 
-_EVERYWHERE = ("driver", "driver", "raylet", "gcs", "node", "disk")
+_EVERYWHERE = ("driver", "driver", "raylet", "gcs", "node", "disk", "network")
 #: Targets of each phase. A target that is named twice is drawn twice as often.
 TARGETS: dict[str, tuple[str, ...]] = {
     "listing": (*_EVERYWHERE, "task", "head", "clock"),
@@ -59,9 +61,16 @@ ACTIONS: dict[str, dict[str, int]] = {
     "head": {"kill": 1},
     "disk": {"full disk": 1},
     "clock": {"jump forward": 1, "jump backward": 1},
+    "network": {
+        "partition": 1,
+        "partition beyond the health check": 2,
+        "partition of the head": 1,
+    },
 }
 #: Targets that exist only with worker nodes.
-NODE_TARGETS = ("raylet", "node")
+NODE_TARGETS = ("raylet", "node", "network")
+#: Targets that are disturbed by default. The network requires root.
+DEFAULT_TARGETS = tuple(target for target in ACTIONS if target != "network")
 #: When a fault happens within a job other than that of the index: while its actors start, after a
 #: random time, or when it writes a file or commits.
 MOMENTS = ("start", "time", "time", "write", "commit")
@@ -80,7 +89,8 @@ class Fault:
         action: What happens to the target.
         moment: Event that triggers it, one of `MOMENTS`.
         fraction: Fraction of the usual duration of the phase after which it happens.
-        seconds: Duration of a pause or of a full disk, in seconds.
+        seconds: Duration of a pause, of a full disk or of a partition, in seconds. A partition
+            beyond the health check or of the head lasts that much longer than the health check.
     """
 
     number: int
@@ -115,9 +125,14 @@ def plan(
         seed: Seed of the generator.
         phases: Phases to disturb.
         without: Targets that are not available.
+
+    Raises:
+        SpecError: None of the phases has an available target.
     """
     generator = random.Random(seed)
     pairs = [(p, t) for p in phases for t in TARGETS[p] if t not in without]
+    if not pairs:
+        raise SpecError("--phases", [*phases], "phases with an available target")
     faults: list[Fault] = []
     while len(faults) < number:
         order = generator.sample(pairs, len(pairs))

@@ -29,7 +29,16 @@ from pipeline.chaos.compare import (
 )
 from pipeline.chaos.disk import Disk
 from pipeline.chaos.driver import Driver
-from pipeline.chaos.faults import NODE_TARGETS, ROUND_FAULTS, TITLES, Fault, plan, rounds
+from pipeline.chaos.faults import (
+    ACTIONS,
+    DEFAULT_TARGETS,
+    NODE_TARGETS,
+    ROUND_FAULTS,
+    TITLES,
+    Fault,
+    plan,
+    rounds,
+)
 from pipeline.chaos.processes import Process, segments, unused_segments, wait_until
 from pipeline.chaos.workload import Workload, corpus
 from pipeline.config import JobError
@@ -38,6 +47,8 @@ from pipeline.index.status import recent_jobs
 
 #: Lifetime of the lease of the jobs, in seconds.
 LEASE_SECONDS = 5.0
+#: Time after which Ray declares an unreachable node dead, with `cluster.SETTINGS`, in seconds.
+HEALTH_SECONDS = 14.0
 #: Time after which a job that neither commits nor ends counts as hanging, in seconds.
 HANG_SECONDS = 180.0
 #: Time in which Ray may end the processes of jobs and nodes that have ended, in seconds.
@@ -112,6 +123,7 @@ def run(
     number: int,
     seed: int,
     phases: Sequence[str],
+    targets: Sequence[str],
     num_nodes: int,
     report: Callable[[str], None],
 ) -> list[Round]:
@@ -123,20 +135,24 @@ def run(
         number: Number of faults.
         seed: Seed of the faults.
         phases: Phases to disturb, see `faults.PHASES`.
+        targets: Processes and resources to disturb, see `faults.ACTIONS`.
         num_nodes: Number of worker nodes besides the head.
         report: Called with a sentence per fault and per round.
 
     Raises:
-        JobError: A job fails without a fault.
+        JobError: A job fails without a fault, or the network cannot be disturbed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    without = [*(() if num_nodes else NODE_TARGETS), *(() if can_jump() else ("clock",))]
-    if "clock" in without:
+    without = {target for target in ACTIONS if target not in targets}
+    without.update(() if num_nodes else NODE_TARGETS)
+    if "clock" in targets and not can_jump():
+        without.add("clock")
         report("no clock jumps: a C compiler is missing")
     faults = plan(number, seed, phases, without)
-    record = Record(folder / f"rounds-{number}-{seed}-{num_nodes}-{'-'.join(phases)}.jsonl")
+    names = [*phases, *(() if tuple(targets) == DEFAULT_TARGETS else targets)]
+    record = Record(folder / f"rounds-{number}-{seed}-{num_nodes}-{'-'.join(names)}.jsonl")
     before = segments()
-    suite = Suite(folder, num_nodes, report)
+    suite = Suite(folder, num_nodes, "network" not in without, report)
     try:
         for attempt in range(MAX_ATTEMPTS):
             todo = [fault for fault in faults if fault.number not in record.numbers]
@@ -200,10 +216,13 @@ class Suite:
     Args:
         folder: Folder of the suite.
         num_nodes: Number of worker nodes.
+        has_network: Whether the nodes have network namespaces.
         report: Called with each sentence.
     """
 
-    def __init__(self, folder: Path, num_nodes: int, report: Callable[[str], None]):
+    def __init__(
+        self, folder: Path, num_nodes: int, has_network: bool, report: Callable[[str], None]
+    ):
         self.report = report
         self.workload = Workload(folder)
         self.workload.write()
@@ -211,7 +230,12 @@ class Suite:
         self._expected: dict[str, tuple[Contents, dict[str, float]]] = {}
         self.disk = Disk(folder / "disk")
         report(f"a full disk is simulated by {self.disk.description}")
-        self.cluster = ChaosCluster(num_nodes)
+        self._has_network = has_network
+        try:
+            self.cluster = ChaosCluster(num_nodes, has_network)
+        except BaseException:
+            self.disk.close()
+            raise
 
     def close(self) -> None:
         """Stops the cluster and removes the indexes."""
@@ -291,6 +315,9 @@ class Suite:
         finished.problems += accounting_of_job(summary) + orphaned_leases(str(index))
         leaked = self.cluster.leaked(LEAK_SECONDS)
         finished.problems += [f"the process {title} remains" for title in leaked]
+        if self._has_network:
+            left = self.cluster.unregistered(LEAK_SECONDS)
+            finished.problems += [f"the dead node {address} runs" for address in left]
 
 
 class Victim:
@@ -311,6 +338,7 @@ class Victim:
         self._usual = suite.expected(job)[1]
         self._clock = Clock(suite.disk.folder.parent) if has_clock else None
         self._undo: list[tuple[float, Callable[[], None]]] = []
+        self._partitioned: list[Process] = []
         self._before: set[Process] = set()
         self.driver = suite.start(job, index, self._clock)
 
@@ -388,6 +416,7 @@ class Victim:
         met: list[bool] = []
 
         def check() -> bool:
+            self._replace_partitioned()
             if condition():
                 met.append(True)
             return bool(met) or has_ended()
@@ -424,6 +453,8 @@ class Victim:
             self._clock.jump(JUMP_SECONDS if fault.action == "jump forward" else -JUMP_SECONDS)
             if fault.fraction < 0.4:  # the next run finds a lease with a wrong time
                 self._undo.append((now + 1.5, lambda: _send(self.driver.process, signal.SIGKILL)))
+        elif fault.target == "network":
+            self._partition(fault, targets[0])
         elif fault.target == "head":
             cluster.kill_head()
             self.driver.process.send(signal.SIGKILL)
@@ -443,6 +474,25 @@ class Victim:
                 resume = lambda: _send(targets[0], signal.SIGCONT)  # noqa: E731
                 self._undo.append((now + fault.seconds, resume))
 
+    def _partition(self, fault: Fault, worker: Process) -> None:
+        """Takes the link of a node down for a while.
+
+        Nodes that were declared dead run until they learn it; then others replace them.
+        """
+        cluster = self._suite.cluster
+        is_head = fault.action == "partition of the head"
+        node = cluster.head if is_head else worker
+        seconds = fault.seconds + (0 if fault.action == "partition" else HEALTH_SECONDS)
+        cluster.disconnect(node)
+        self._undo.append((time.monotonic() + seconds, lambda: cluster.connect(node)))
+        self._partitioned += cluster.workers if is_head else [node]
+
+    def _replace_partitioned(self) -> None:
+        """Replaces the nodes that have ended after a partition, when all links are up."""
+        if not self._undo and not all(raylet.is_alive for raylet in self._partitioned):
+            self._partitioned = [raylet for raylet in self._partitioned if raylet.is_alive]
+            self._suite.cluster.repair()
+
     # -- the recovery ------------------------------------------------------------------------
 
     def _recover(self, outcome: Outcome, start: float, commits: int) -> None:
@@ -453,6 +503,7 @@ class Victim:
         deadline = time.monotonic() + HANG_SECONDS
         run, fault = self.driver, outcome.fault
         while True:
+            self._replace_partitioned()
             is_over = not self._undo and (self.driver is not run or self._is_replaced(fault))
             if not is_over:  # work that was finished before may be committed
                 self._undo_due()
@@ -533,7 +584,8 @@ class Victim:
         """Resumes the job until it ends. Returns sentences about what should not happen."""
         self._undo_due(everything=True)
         for _ in range(MAX_RUNS):
-            code = self.driver.wait(HANG_SECONDS)
+            self._wait(lambda: False)
+            code = self.driver.wait(0)
             if code == 0:
                 return []
             if code is None:

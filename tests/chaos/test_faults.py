@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pipeline.chaos.faults import (
+    DEFAULT_TARGETS,
     EARLY_FAULTS,
     NODE_TARGETS,
     PHASES,
@@ -11,6 +14,7 @@ from pipeline.chaos.faults import (
     plan,
     rounds,
 )
+from pipeline.config import SpecError
 
 
 def test_plan_covers_every_target_of_every_phase():
@@ -25,6 +29,16 @@ def test_plan_omits_targets_that_are_not_available():
     faults = plan(100, 0, ["listing", "maintain"], without=NODE_TARGETS)
     assert {fault.phase for fault in faults} == {"listing", "maintain"}
     assert not {fault.target for fault in faults} & set(NODE_TARGETS)
+
+
+def test_partitions_are_not_a_default():
+    assert set(TARGETS["encoding"]) - set(DEFAULT_TARGETS) == {"network"}
+
+
+def test_phases_without_an_available_target_are_rejected():
+    others = {target for target in TARGETS["encoding"] if target != "network"}
+    with pytest.raises(SpecError, match="--phases"):
+        plan(1, 0, ["maintain"], without={*TARGETS["maintain"], *others})
 
 
 def test_rounds_contain_each_fault_once():

@@ -1,4 +1,4 @@
-"""A small run of the chaos suite: real jobs on a real cluster, killed and resumed."""
+"""Small runs of the chaos suite: real jobs on a real cluster, disturbed and resumed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from pipeline.chaos import report, run
 from pipeline.chaos.faults import Fault
+from pipeline.chaos.network import Network
+from pipeline.config import JobError
 from tests.conftest import start_job
 
 PHASES = ["encoding", "committing", "candidates"]
@@ -32,6 +34,26 @@ def test_jobs_survive_faults(tmp_path):
     job = start_job(*arguments)  # finished rounds are not repeated
     output, error = job.communicate()
     assert job.returncode == 0 and "recovered" not in output, output + error
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_jobs_survive_partitions(tmp_path):
+    try:
+        Network().close()
+    except JobError as error:
+        pytest.skip(str(error))
+    arguments = ["jobs.chaos", str(tmp_path / "suite"), "--faults", "3", "--targets", "network"]
+    arguments += ["--out", str(tmp_path / "out.json"), "--phases", "encoding", "candidates"]
+    job = start_job(*arguments)
+    output, error = job.communicate()
+    assert job.returncode == 0, output + error
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["faults"], found["lost"], found["duplicated"]) == (3, 0, 0)
+    assert found["problems"] == []
+    # One of each: short, beyond the health check, and of all nodes at once.
+    assert len(found["actions"]) == 4 and {row[0] for row in found["actions"][1:]} == {"network"}
 
 
 def outcome(number: int, phase: str, target: str, seconds: float) -> run.Outcome:

@@ -187,7 +187,6 @@ class Server:
         num_replicas: Number of replicas of each deployment. Ray Serve spreads them over the nodes.
         single_process: Whether all stages run in the process of the gateway, under a route of its
             own.
-        timeouts: Time limits that differ from the defaults, see `pipeline.serve.settings.Timeouts`.
     """
 
     def __init__(
@@ -197,7 +196,6 @@ class Server:
         edje: str | None = None,
         num_replicas: int = 1,
         single_process: bool = False,
-        timeouts: Mapping[str, float] | None = None,
     ):
         from ray import serve
 
@@ -216,7 +214,6 @@ class Server:
             "single_process": single_process,
             "indexes": {"bench": {"uri": uri, "preload": [COLUMN], "edje": edje}},
             "limits": {"max_in_flight_requests": 32},
-            "timeouts": {**(timeouts or {})},
             "reload_interval_s": 1,
         }
         # One proxy, because the nodes of a simulated cluster share the ports of this machine.

@@ -69,7 +69,7 @@ def create_stages(settings: ServeSpec, place: Place[StageT]) -> Stages[StageT]:
         if served.edje is not None:
             edje = settings.edje
             edjes[name] = place(JointRanker, f"Edje-{name}", edje, served, edje, timeouts)
-    encoder = place(QueryEncoder, "Encoder", settings.encoder, settings.encoder)
+    encoder = place(QueryEncoder, "Encoder", settings.encoder, settings.encoder, settings.indexes)
     library = place(Library, "Library", settings.library, settings.indexes, timeouts)
     return Stages(encoder, searchers, rerankers, edjes, library)
 

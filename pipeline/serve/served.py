@@ -43,6 +43,16 @@ class Served:
     index: Index
     edition: Edition
 
+    @classmethod
+    def newest(cls, name: str, spec: ServedIndex) -> Served:
+        """Opens the newest version of an index.
+
+        Raises:
+            SpecError: The index is missing.
+        """
+        index = Index(spec.uri)
+        return cls(name, spec, index, index.edition)
+
     @property
     def version(self) -> int:
         """The Lance version."""
@@ -219,8 +229,5 @@ class ServedIndexes:
 
 def _open_newest(name: str, spec: ServedIndex, current: Served | None) -> Served | None:
     """Returns the newest version of an index, or None if this version is being served already."""
-    index = Index(spec.uri)
-    edition = index.edition
-    if current is not None and edition == current.edition:
-        return None
-    return Served(name, spec, index, edition)
+    newest = Served.newest(name, spec)
+    return None if current is not None and newest.edition == current.edition else newest

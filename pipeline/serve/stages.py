@@ -18,7 +18,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from ray import serve
 from pipeline.config import SpecError, digest
 from pipeline.encoders import Encoder
 from pipeline.index.info import EncoderInfo
-from pipeline.index.reader import Edition, Index, open_edition
+from pipeline.index.reader import Edition, open_edition
 from pipeline.schema import Hit
 from pipeline.search.describe import describe_in_slices
 from pipeline.search.maps import SimilarityMap, similarity_map
@@ -70,15 +70,32 @@ def limit_threads(scale: Scale) -> None:
 
 
 class QueryEncoder:
-    """Stage that encodes queries. Each encoder is loaded once and then kept in memory."""
+    """Stage that encodes queries. Each encoder is loaded once and then kept in memory.
 
-    def __init__(self, scale: Scale):
+    The encoders of the preloaded representations are loaded before the stage receives calls.
+
+    Args:
+        scale: Settings of the deployment.
+        indexes: Settings of the indexes by name.
+    """
+
+    def __init__(self, scale: Scale, indexes: Mapping[str, ServedIndex]):
         bind_to_loopback()
         limit_threads(scale)
         self._encoders: dict[str, Encoder] = {}
         self._lock = threading.Lock()
         size = batch_sizes("encode").observe
         self._scheduler = FairScheduler(self._encode, _num_chars, BATCH_CHARS, observe=size)
+        for name, served in indexes.items():
+            self._preload(name, served)
+
+    def _preload(self, name: str, spec: ServedIndex) -> None:
+        try:
+            served = Served.newest(name, spec)
+            for vectors in served.preloaded():
+                self._encoder(served.representation(vectors.representation).encoder)
+        except Exception as error:  # requests that need the encoder report the error
+            log.warning("encoders of index %s were not loaded: %s", name, error)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the queueing delay and the utilisation, for `QueueingDelayPolicy`."""
@@ -197,12 +214,11 @@ class Ranker:
     def _preload(self) -> None:
         """Loads the newest version, so that calls do not wait for it in a replica that starts."""
         try:
-            index = Index(self._served.uri)
-            searcher = self._versions.get(index.edition)
-            served = Served(index.uri, self._served, index, index.edition)
+            served = Served.newest(self._served.uri, self._served)
+            searcher = self._versions.get(served.edition)
             for vectors in served.preloaded():
                 searcher.load(*vectors)
-                self._loaded.add((index.edition, vectors))
+                self._loaded.add((served.edition, vectors))
         except Exception as error:  # the gateway reports the error or serves an earlier version
             log.warning("index %s was not preloaded: %s", self._served.uri, error)
 

@@ -80,8 +80,7 @@ SERVER = (
     "from jobs.serve import set_ray_serve_env\n"
     "set_ray_serve_env()\n"
     "with jobs.cluster():\n"
-    "    limits = {'encode_s': 60}\n"  # a new encoder loads its model for its first query
-    "    server = Server(sys.argv[1], int(sys.argv[2]), num_replicas=2, timeouts=limits)\n"
+    "    server = Server(sys.argv[1], int(sys.argv[2]), num_replicas=2)\n"
     "    print('ready', flush=True)\n"
     "    sys.stdin.read()\n"
     "    server.stop()\n"

@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from pipeline.chaos.network import Port
-from pipeline.config import parse
+from pipeline.chaos.network import Network, Port
+from pipeline.config import JobError, parse
 from pipeline.index import ITEMS
 from pipeline.index.columns import Representation, encoder_fields, representation_fields
 from pipeline.index.info import EncoderInfo
@@ -135,6 +135,17 @@ def collection(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return write
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """Network without nodes."""
+    try:
+        network = Network()
+    except JobError as error:
+        pytest.skip(str(error))
+    yield network
+    network.close()
 
 
 def start_job(

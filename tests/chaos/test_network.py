@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -33,17 +32,6 @@ KILLED = (
     "print(port.namespace, port.switch, flush=True)\n"
     "os.kill(os.getpid(), signal.SIGKILL)"
 )
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    """Network without nodes."""
-    try:
-        network = Network()
-    except JobError as error:
-        pytest.skip(str(error))
-    yield network
-    network.close()
 
 
 def listen(port: Port) -> tuple[subprocess.Popen[str], str]:

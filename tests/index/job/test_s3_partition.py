@@ -6,16 +6,14 @@ It requires root and `ip` (iproute2).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import s3fs
 import yaml
 
 from pipeline.chaos.compare import accounting, contents, differences, orphaned_leases
-from pipeline.chaos.network import Network
 from pipeline.chaos.processes import wait_until
-from pipeline.config import JobError, SpecError
+from pipeline.config import SpecError
 from pipeline.index.reader import Index
 from pipeline.index.session import LEASE_VARIABLE
 from tests import s3
@@ -23,17 +21,6 @@ from tests.conftest import start_job
 
 IDS = [f"item{number}" for number in range(60)]
 LEASE_SECONDS = 5.0
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    """Network without nodes."""
-    try:
-        network = Network()
-    except JobError as error:
-        pytest.skip(str(error))
-    yield network
-    network.close()
 
 
 def num_items(uri: str) -> int:

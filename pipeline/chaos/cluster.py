@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,9 @@ class ChaosCluster:
         self._victims: list[Process] = []
         # Ray writes the address of a new cluster to its temporary folder. In the usual one, other
         # programs on this machine would join this cluster.
-        os.environ.update({**SETTINGS, "RAY_TMPDIR": str(self.folder)})
-        os.environ.update(NETWORK_SETTINGS if has_network else {})
+        self._environment: dict[str, str | None] = {}
+        self._set_variables({**SETTINGS, "RAY_TMPDIR": str(self.folder)})
+        self._set_variables(NETWORK_SETTINGS if has_network else {})
         try:
             self.start()
         except BaseException:
@@ -91,7 +92,7 @@ class ChaosCluster:
         sessions = self.folder / "ray"
         sessions.mkdir(exist_ok=True)
         storage = tempfile.mkdtemp(prefix="gcs-", dir=self.folder)
-        os.environ.update({"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": storage})
+        self._set_variables({"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": storage})
         try:
             self._start(sessions)
         except Exception:  # Ray raises this class if a busy machine starts the raylet too slowly
@@ -99,6 +100,12 @@ class ChaosCluster:
                 left.send(signal.SIGKILL)
             self._start(sessions)
         self.repair()
+
+    def _set_variables(self, variables: Mapping[str, str]) -> None:
+        """Sets environment variables, which Ray and the jobs inherit, until `close`."""
+        for name, value in variables.items():
+            self._environment.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
 
     def _start(self, sessions: Path) -> None:
         from ray.cluster_utils import Cluster
@@ -299,8 +306,12 @@ class ChaosCluster:
         survivors(everything, 10)
 
     def close(self) -> None:
-        """Stops the cluster and removes its files and its network."""
+        """Stops the cluster, removes its files and its network, and restores the environment."""
         self.stop()
+        for name, value in self._environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         if self._network is not None:
             self._network.close()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -41,7 +41,13 @@ def drain(cluster: ChaosCluster, node: Process, seconds: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def ray_variables() -> dict[str, str]:
+    """Returns the environment variables of Ray."""
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+
+
 def test_index_job_leaves_a_drained_node(tmp_path):
+    before = ray_variables()
     suite = Suite(tmp_path / "suite", 2, False, lambda line: None)
     cluster = suite.cluster
     try:
@@ -71,6 +77,7 @@ def test_index_job_leaves_a_drained_node(tmp_path):
         assert not orphaned_leases(str(index))
     finally:
         suite.close()
+    assert ray_variables() == before
 
 
 #: Program that serves an index with two replicas of each stage until its standard input is closed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
@@ -105,7 +106,7 @@ class ServedIndex(Spec):
     cache: bool = True
     """Packs the vectors into local files that are memory-mapped."""
     device: str = "cpu"
-    """Device used for scoring: `cpu` or `cuda`."""
+    """Device used for scoring: `cpu`, `cuda` or `cuda:N`."""
     preload: list[str] = Field(default_factory=list)
     """Representations that are loaded before the first request. If empty, the default one is
     loaded. Other representations are loaded at the first request that uses them."""
@@ -127,6 +128,13 @@ class ServedIndex(Spec):
     edje_precision: Precision | None = None
     """Precision of the joint encoder: float32, bfloat16, float16 or (CPU only) int8; null: the
     precision stored with the model."""
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise SpecError("", device, "cpu, cuda or cuda:N")
+        return device
 
     @field_validator("gang")
     @classmethod

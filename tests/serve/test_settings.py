@@ -79,6 +79,10 @@ def test_rejects_max_replicas_below_num_replicas():
             "indexes.texts.gang must be false for an index with one shard, got True",
         ),
         (
+            {"indexes": {"texts": {"uri": "x", "device": "tpu"}}},
+            "indexes.texts.device must be cpu, cuda or cuda:N, got 'tpu'",
+        ),
+        (
             {"searcher": {"num_replicas": 2}, "single_process": True},
             "single_process must be false with settings of searcher, got True",
         ),
@@ -91,6 +95,6 @@ def test_rejects_max_replicas_below_num_replicas():
         ),
     ],
 )
-def test_rejects_inconsistent_placement_and_autoscaling(settings: dict[str, Any], message: str):
+def test_rejects_invalid_placement_and_autoscaling(settings: dict[str, Any], message: str):
     with pytest.raises(SpecError, match=message):
         parse(ServeSpec, {"indexes": INDEXES, **settings})

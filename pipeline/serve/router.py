@@ -20,8 +20,8 @@ class VectorRouter(RequestRouter):
     """Prefers replicas that have loaded the vectors of a search ("warm" replicas).
 
     Two warm replicas are drawn at random, and Ray takes the one with fewer calls in progress (power
-    of two choices). Other replicas are used if no replica is warm, or if both are full.
-    Replicas report what they have loaded in their routing statistics, once per second.
+    of two choices). Other replicas are used if no replica is warm, or if both are full. Replicas
+    report what they have loaded in their routing statistics, once per second.
 
     If the replicas of a deployment are different shards, the session id of a call is the number of
     its shard, and only replicas of this shard are considered.

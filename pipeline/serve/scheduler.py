@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -153,16 +152,22 @@ class FairScheduler:
         self._num_running = 0  # running worker loops, at most one per worker
         self._used: dict[str, float] = {}  # seconds used per key since the scheduler was idle
         self._slots = FairSlots(workers)
-        self._delays: list[float] = []  # since the load was last measured
-        self._busy_s, self._measured = 0.0, time.perf_counter()
+        # Delays of requests that have started, and time of computation, since the last measurement.
+        self._delay_s, self._num_delays, self._busy_s = 0.0, 0, 0.0
+        self._measured = time.perf_counter()
 
     def measure_load(self) -> Load:
         """Returns the load since the last call of this method."""
         now = time.perf_counter()
-        delays = self._delays + [now - r.start for r in self._waiting if not r.num_started]
+        waiting = [now - request.start for request in self._waiting if not request.num_started]
+        num_delays = self._num_delays + len(waiting)
         elapsed = max(now - self._measured, 1e-9)
-        load = Load(fmean(delays) if delays else 0.0, self._busy_s / elapsed / self._workers)
-        self._delays, self._busy_s, self._measured = [], 0.0, now
+        load = Load(
+            (self._delay_s + sum(waiting)) / max(num_delays, 1),
+            self._busy_s / elapsed / self._workers,
+        )
+        self._delay_s, self._num_delays, self._busy_s = 0.0, 0, 0.0
+        self._measured = now
         return load
 
     async def run(self, caller: Caller, group: Hashable, values: Sequence[Any]) -> list[Any]:
@@ -273,7 +278,8 @@ class FairScheduler:
         values: list[Any] = []
         for request, number in members:
             if not request.num_started:
-                self._delays.append(time.perf_counter() - request.start)
+                self._delay_s += time.perf_counter() - request.start
+                self._num_delays += 1
             values += request.values[request.num_started : request.num_started + number]
             request.num_started += number
             request.is_running = True

@@ -401,12 +401,12 @@ class GangRanker(Ranker):
     def __init__(self, served: ServedIndex, scale: Scale, timeouts: Timeouts):
         gang = serve.get_replica_context().gang_context
         assert gang is not None
-        self._rank_in_gang = gang.rank
         super().__init__(served, scale, timeouts, (gang.rank, served.num_shards))
 
     async def record_replica_metadata(self) -> dict[str, str]:
         """Returns the shard, for `VectorRouter`."""
-        return {SHARD: str(self._rank_in_gang)}
+        assert self._shard is not None
+        return {SHARD: str(self._shard[0])}
 
 
 def _similarity_map(

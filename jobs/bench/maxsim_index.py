@@ -15,11 +15,12 @@ from lance import LanceDataset, LanceOperation
 from lance.fragment import write_fragments
 
 from jobs.bench.harness import peak_bytes
-from pipeline.config import parse
+from pipeline.config import ComponentSpec, parse
 from pipeline.index.columns import Representation, representation_fields
 from pipeline.index.info import EncoderInfo
 from pipeline.index.reader import ITEMS, part_uri
 from pipeline.index.writer import STORAGE_VERSION
+from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item
 from pipeline.search.searcher import open_index
 from pipeline.tokens import lists_of, normalise
@@ -28,8 +29,18 @@ FRAGMENT_ITEMS = 8192
 COLUMN = "full_int8"
 
 
-def write_index(uri: str, num_items: int, num_vectors: int, dim: int) -> None:
-    """Writes an index of random int8 vectors, in fragments as the index job does."""
+def write_index(
+    uri: str, num_items: int, num_vectors: int, dim: int, encoder: ComponentSpec | None = None
+) -> None:
+    """Writes an index of random int8 vectors, in fragments as the index job does.
+
+    Args:
+        uri: URI of the index.
+        num_items: Number of items.
+        num_vectors: Vectors per item.
+        dim: Dimensions of the vectors.
+        encoder: Encoder of the queries. None for an index that is searched by vectors only.
+    """
     encoder_info = EncoderInfo(
         spec={"name": "minilm"},
         fingerprint="bench",
@@ -40,6 +51,8 @@ def write_index(uri: str, num_items: int, num_vectors: int, dim: int) -> None:
         has_extents=False,
         prefix="minilm",
     )
+    if encoder is not None:
+        encoder_info = EncoderInfo.from_encoder(ENCODERS.build(encoder), encoder)
     representation = parse(Representation, {"compressor": "none", "codec": "int8", "id": COLUMN})
     fields = representation_fields(representation, encoder_info, None)
     schema = pa.schema([*ITEM, *fields])

@@ -33,6 +33,12 @@ from pipeline.train.spec import TrainSpec
 from pipeline.training_data.base import Batch, TrainingData
 
 MODEL = Path(__file__).parents[1] / "data" / "models" / "shapes_colpali"
+#: Fields of the learner by compressor of the pages.
+COMPRESSORS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "samer": {"compressor": {"name": "samer", "num_vectors": 64}},
+    "agc": {"compressor": {"name": "agc", "num_vectors": 64}, "num_appended_tokens": 32},
+}
 #: Size of the square matrices that measure the peak rate of matrix products.
 RATE_SIZE = {"cpu": 2048, "cuda": 8192}
 
@@ -52,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument(
         "--mini-batch", type=jobs.positive, help="pages per mini-batch (GradCache) of `lora`"
+    )
+    parser.add_argument(
+        "--compressor", choices=COMPRESSORS, default="none", help="compressor of `lora`"
     )
     arguments = list(arguments or [])
     args = parse_on_device(parser, arguments, repeats=3)
@@ -133,6 +142,7 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
             "name": "contrastive",
             "encoder": {**encoder.model_dump(mode="json"), "max_batch_tokens": 1 << 20},
             "trainable": "lora",
+            **COMPRESSORS[args.compressor],
         },
         "data": {"name": "shapes", "num_scenes": 2, "validation": 2},
         "batch_size": 2,
@@ -155,11 +165,14 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
     read = loop.learner.read(batch)
     tokens = sum(len(ids) for chunks in (*read.queries, *read.documents) for ids in chunks)
     loop._step([(batch, read)])  # warm-up
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     rates, peaks = [], []
     for _ in range(args.repeats):
         peaks.append(matrix_rate(args.device))
         seconds = _timed(lambda: loop._step([(batch, read)]), args.steps)
         rates.append(args.steps / seconds)
+    memory = torch.cuda.max_memory_allocated() if args.device == "cuda" else 0
     language = language_model(loop.learner)
     weights = sum(p.numel() for n, p in language.named_parameters() if "lora_" not in n)
     weights -= sum(p.numel() for p in language.get_input_embeddings().parameters())
@@ -185,8 +198,12 @@ def lora(bench: Bench, folder: Path, args: Any) -> None:
         ["fraction of it, language model only", str(used)],
         ["**MFU, with the vision tower's forward pass**", f"**{whole}**"],
     ]
+    if memory:
+        rows.append(["peak GPU memory, GB", f"{memory / 1e9:.1f}"])
     depth = f"{args.layers or 'all'} layers"
     title = f"{args.family}, {depth}, {len(pages)} pages per step, {args.device}"
+    if args.compressor != "none":
+        title += f", through {args.compressor} with 64 vectors"
     if args.mini_batch:
         title += f", mini-batches of {args.mini_batch} (GradCache)"
     figures = {"steps_a_second": steps, "tokens_a_step": tokens, "peak_flops": peak}

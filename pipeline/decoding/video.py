@@ -291,26 +291,6 @@ class Video:
         return info
 
 
-def read_header(path: str) -> dict[str, Any]:
-    """Returns the `duration` in seconds, `width` and `height` in the header of a file.
-
-    It reads no packets, unlike `describe`, so the values may be wrong. Unknown values are missing.
-
-    Raises:
-        Unreadable: FFmpeg cannot open the file.
-    """
-    info: dict[str, Any] = {}
-    try:
-        with av.open(path) as container:
-            if container.duration:
-                info["duration"] = container.duration / av.time_base
-            if (stream := _video_stream(container)) is not None:
-                info |= {"width": stream.codec_context.width, "height": stream.codec_context.height}
-    except (av.FFmpegError, ValueError) as error:
-        raise Unreadable("corrupted video", str(error)) from None
-    return info
-
-
 def describe(path: str) -> dict[str, Any]:
     """Returns the properties of a video file.
 

@@ -60,7 +60,7 @@ class MediaFile:
         annotation: Captions, title and metadata from a manifest.
         row: Row of the table at `path` that contains the bytes, or None for other files.
         deflated: Number of compressed bytes of a compressed archive member, or None.
-        header: Properties in the header of the file, if they are known.
+        header: Properties of the file, if they were measured.
     """
 
     id: str
@@ -132,7 +132,7 @@ class MediaSource(Source[MediaSpecT]):
 
     @property
     def measures_files(self) -> bool:
-        """True if listing reads the headers of files, see `read_header`."""
+        """True if listing opens the files, see `measure_file`."""
         return False
 
     @property
@@ -167,11 +167,8 @@ class MediaSource(Source[MediaSpecT]):
             items: The items to decode.
         """
 
-    def read_header(self, path: str) -> dict[str, Any]:
-        """Returns properties in the header of a file, or nothing if they cannot be read.
-
-        The header may be wrong, so the properties serve only as estimates.
-        """
+    def measure_file(self, path: str) -> dict[str, Any]:
+        """Returns properties from which the size of the decoded file is estimated, if any."""
         return {}
 
     def settings(self) -> dict[str, Any]:
@@ -260,7 +257,7 @@ class MediaSource(Source[MediaSpecT]):
                 with self.local_path(file) as path:
                     revision = self._revision(file, path)
                     if self.measures_files:
-                        file = replace(file, header=self.read_header(path))
+                        file = replace(file, header=self.measure_file(path))
                     listed_path = path if self.decodes_to_list else None
                     items = list(self.list_items(file, revision, listed_path))
         except (Unreadable, OSError) as error:

@@ -42,6 +42,9 @@ FIRST_BYTES = {
     b"fLaC": re.compile(rb"fLaC\0\0\0\x22"),
     b"RIFF": re.compile(rb"RIFF.{4}WAVE", re.DOTALL),
 }
+#: Maximum magnitude of a sample, that of 32-bit integers which were not scaled. Samples that exceed
+#: it or are not finite become 0, because resampling would spread them over their surroundings.
+MAX_AMPLITUDE = 2.0**31
 #: Duration over which the loudness is averaged to detect pauses. Pauses between sentences are
 #: longer.
 PAUSE_SECONDS = 0.4
@@ -500,6 +503,8 @@ def read_samples(
 
 def _mono(block: np.ndarray) -> np.ndarray:
     """Averages the channels. A matrix product is faster than `np.mean` for this purpose."""
+    if not np.abs(block).max(initial=0.0) <= MAX_AMPLITUDE:  # NaN is not, either
+        block = np.where(np.abs(block) <= MAX_AMPLITUDE, block, np.float32(0))
     channels = block.shape[1]
     return block[:, 0] if channels == 1 else block @ np.full(channels, 1 / channels, np.float32)
 

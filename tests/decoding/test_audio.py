@@ -74,6 +74,32 @@ def test_channels_are_averaged(tmp_path):
     assert np.abs(window["samples"] - samples.mean(axis=1)).max() < 1e-4
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30, -3e38])
+@pytest.mark.parametrize("name", ["a.wav", "a.mka"])
+def test_samples_are_finite(tmp_path, name, value):
+    rate, path = 44_100, tmp_path / name
+    samples = 0.5 * tones(6, rate, 2)
+    samples[[100, 3 * rate, 5 * rate], 0] = value  # the second at the border of the windows
+    if name == "a.wav":
+        soundfile.write(path, samples, rate, subtype="FLOAT")
+    else:
+        write_video(path, [], audio=samples, rate=rate, audio_codec="pcm_f32le")
+    settings = RATE | {"border_shift": 1.0}
+    parts = [w["samples"] for w in read_windows(str(path), [[0, 3], [3, None]], settings)]
+    assert len(np.concatenate(parts)) == 6 * 16_000
+    assert np.abs(np.concatenate(parts)).max() < 0.3
+    soundfile.write(tmp_path / "b.wav", np.full((8000, 1), value), 16_000, subtype="FLOAT")
+    (window,) = read(tmp_path / "b.wav", (0, None))
+    assert len(window["samples"]) == 8000 and not window["samples"].any()
+
+
+def test_samples_of_unscaled_integers_are_unchanged(tmp_path):
+    samples = np.round(tones(1) * 2.0**31).astype(np.float32)
+    soundfile.write(tmp_path / "a.wav", samples, 16_000, subtype="FLOAT")
+    (window,) = read(tmp_path / "a.wav", (0, None))
+    assert np.array_equal(window["samples"], samples[:, 0])
+
+
 def test_silence_is_valid_audio(tmp_path):
     (window,) = read(write_audio(tmp_path / "a.wav", np.zeros((8000, 1))), (0, None))
     assert len(window["samples"]) == 8000 and not window["samples"].any()

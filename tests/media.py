@@ -103,7 +103,7 @@ def write_video(
             video_stream.pix_fmt = "yuv420p"
             video_stream.time_base = video_stream.codec_context.time_base = Fraction(1, TICKS)
         if audio is not None:
-            layout = {1: "mono", 2: "stereo"}[audio.shape[1]]
+            layout = {1: "mono", 2: "stereo", 6: "5.1"}[audio.shape[1]]
             audio_stream = container.add_stream(audio_codec, rate=rate, layout=layout)
         if video_stream:
             frames = frames or (numbered_image(number, *size) for number in range(len(times)))

@@ -45,6 +45,9 @@ FIRST_BYTES = {
 #: Maximum magnitude of a sample, that of 32-bit integers which were not scaled. Samples that exceed
 #: it or are not finite become 0, because resampling would spread them over their surroundings.
 MAX_AMPLITUDE = 2.0**31
+#: A channel is inverted if its correlation with another one is below this value, because the mean
+#: would cancel both. It is decided every `MIX_SECONDS` if at least `MIN_MIX_SECONDS` are left.
+OPPOSITE, MIX_SECONDS, MIN_MIX_SECONDS = -0.7, 2.0, 0.5
 #: Duration over which the loudness is averaged to detect pauses. Pauses between sentences are
 #: longer.
 PAUSE_SECONDS = 0.4
@@ -402,8 +405,9 @@ def read_windows(
         settings: The `sample_rate` of the result in Hz, and `border_shift`, see `shift_to_pauses`.
 
     Yields:
-        Mappings with `samples` (n,) float32, the mean over the channels, `audio_start`, the time of
-        the first sample in seconds, and `info`, the result of `describe`.
+        Mappings with `samples` (n,) float32, the mean over the channels, of which opposite ones are
+        inverted; `audio_start`, the time of the first sample in seconds; and `info`, the result of
+        `describe`.
     """
     audio = open_audio(path)
     info = _info(audio)
@@ -490,7 +494,7 @@ def read_samples(
     stop = max(0, round((end - block_time) * sample_rate))
     chunks: list[np.ndarray] = []
     position = 0
-    for piece in _resample(blocks, sample_rate):
+    for piece in _resample(blocks, block_time, sample_rate):
         inside = piece[max(0, skip - position) : max(0, stop - position)]
         if len(inside):
             chunks.append(inside)
@@ -501,18 +505,57 @@ def read_samples(
     return block_time + skip / sample_rate, samples
 
 
-def _mono(block: np.ndarray) -> np.ndarray:
-    """Averages the channels. A matrix product is faster than `np.mean` for this purpose."""
-    if not np.abs(block).max(initial=0.0) <= MAX_AMPLITUDE:  # NaN is not, either
-        block = np.where(np.abs(block) <= MAX_AMPLITUDE, block, np.float32(0))
-    channels = block.shape[1]
-    return block[:, 0] if channels == 1 else block @ np.full(channels, 1 / channels, np.float32)
+def _mono(blocks: Iterator[Block], start: float) -> Iterator[np.ndarray]:
+    """Yields the mean of the channels of each block. Opposite channels are inverted, see `_signs`.
+
+    Args:
+        blocks: The blocks.
+        start: Time of the first block in seconds.
+    """
+    signs = np.ones(0, np.float32)
+    sections = itertools.groupby(
+        blocks, lambda block: (block[1].shape[1], block[2], int((block[0] - start) / MIX_SECONDS))
+    )
+    for (channels, rate, _), section in sections:
+        samples = (_finite(samples) for _, samples, _ in section)
+        if channels == 1:
+            yield from (block[:, 0] for block in samples)
+            continue
+        held = list(samples)
+        if len(signs) != channels or sum(map(len, held)) >= MIN_MIX_SECONDS * rate:
+            signs = _signs(np.concatenate(held))
+        weights = signs * np.float32(1 / channels)
+        yield from (block @ weights for block in held)  # faster than `np.mean`
 
 
-def _resample(blocks: Iterator[Block], rate: int) -> Iterator[np.ndarray]:
+def _finite(samples: np.ndarray) -> np.ndarray:
+    """Replaces samples that are not finite or exceed `MAX_AMPLITUDE` by 0."""
+    if np.abs(samples).max(initial=0.0) <= MAX_AMPLITUDE:  # False for NaN
+        return samples
+    return np.where(np.abs(samples) <= MAX_AMPLITUDE, samples, np.float32(0))
+
+
+def _signs(samples: np.ndarray) -> np.ndarray:
+    """Returns -1 for channels that are nearly the negative of an earlier channel, and 1 for others.
+
+    >>> left = np.sin(np.arange(1000, dtype=np.float32))
+    >>> [_signs(np.stack([left, right], 1)).tolist() for right in (left, -left, 0 * left)]
+    [[1.0, 1.0], [1.0, -1.0], [1.0, 1.0]]
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):  # NaN for a silent channel
+        correlation = np.corrcoef(samples, rowvar=False, dtype=np.float32)
+    signs = np.ones(len(correlation), np.float32)
+    for channel in range(1, len(signs)):
+        opposite = np.flatnonzero(correlation[channel, :channel] < OPPOSITE)
+        if len(opposite):
+            signs[channel] = -signs[opposite[0]]
+    return signs
+
+
+def _resample(blocks: Iterator[Block], start: float, rate: int) -> Iterator[np.ndarray]:
     """Yields the mean of the channels at another sample rate. The blocks vary in size."""
     for source_rate, group in itertools.groupby(blocks, key=lambda block: block[2]):
-        mono = (_mono(samples) for _, samples, _ in group)
+        mono = _mono(group, start)
         if source_rate == rate:
             yield from mono
             continue

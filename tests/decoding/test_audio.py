@@ -74,6 +74,48 @@ def test_channels_are_averaged(tmp_path):
     assert np.abs(window["samples"] - samples.mean(axis=1)).max() < 1e-4
 
 
+@pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.m4a", "a.mp4"])
+@pytest.mark.parametrize(
+    ("gains", "noise"),
+    [
+        ((1, -1), 0.0),
+        ((1, -1), 0.05),
+        ((1, -0.6), 0.01),
+        ((0, 1), 0.0),
+        ((1, -1, 0, 0, 0, 0), 0.0),
+        ((1, -1, 0, 0, -0.5, 0.5), 0.01),
+    ],
+)
+def test_opposite_channels_do_not_cancel(tmp_path, name, gains, noise):
+    rate = 48_000
+    samples = tones(5, rate) * np.array(gains, np.float32)
+    samples += np.random.default_rng(0).normal(0, noise, samples.shape).astype(np.float32)
+    path, times = tmp_path / name, frame_times(5, 5) if name == "a.mp4" else []
+    if name in ("a.wav", "a.flac"):
+        write_audio(path, samples, rate)
+    else:
+        write_video(path, times, audio=samples, rate=rate)
+    (window,) = read(path, (0, None))
+    assert has_tones(window["samples"])
+    level = 0.5 * np.abs(gains).mean()
+    assert np.percentile(np.abs(window["samples"]), 95) == pytest.approx(level, rel=0.2)
+
+
+def test_channels_may_be_opposite_at_times(tmp_path):
+    samples = tones(12, 16_000, 2)
+    samples[4 * 16_000 : 8 * 16_000, 1] *= -1
+    (window,) = read(write_audio(tmp_path / "a.wav", samples), (0, None))
+    assert has_tones(window["samples"])
+
+
+def test_stereo_is_averaged(tmp_path):
+    samples = np.random.default_rng(0).normal(0, 0.2, (5 * 16_000, 2))
+    samples[:, 1] -= 0.3 * samples[:, 0]
+    soundfile.write(tmp_path / "a.wav", samples, 16_000, subtype="FLOAT")
+    (window,) = read(tmp_path / "a.wav", (0, None))
+    assert np.abs(window["samples"] - samples.mean(axis=1)).max() < 1e-6
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30, -3e38])
 @pytest.mark.parametrize("name", ["a.wav", "a.mka"])
 def test_samples_are_finite(tmp_path, name, value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
@@ -33,6 +34,9 @@ SCENE_FRAMES_PER_BATCH = 64
 #: A file is truncated if its header specifies a duration that exceeds the readable one by this many
 #: seconds.
 MIN_MISSING_SECONDS = 1.0
+#: Range of valid ratios of the width to the height of a pixel. Ratios that differ from 1 by less
+#: than `RATIO_ROUNDING` result from rounding the size of a frame.
+PIXEL_RATIOS, RATIO_ROUNDING = (0.1, 10.0), 0.01
 #: FFmpeg's names of the formats whose headers specify durations.
 EXACT_DURATION_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 #: FFmpeg's names of image formats, which it opens as videos.
@@ -193,11 +197,12 @@ class Video:
             self.close()
             raise Unreadable("not a video", "the file contains neither video nor audio")
         self.display_size: Size = (0, 0)
-        self.rotation = 0
+        self.rotation, self.is_mirrored = 0, False
+        stored: Size = (0, 0)
         if self._video is not None:
-            self.display_size, self.rotation = self._shape(self._video)
+            stored = self._read_shape(self._video)
         scaled = fit_size(self.display_size, max_pixels) if max_pixels else self.display_size
-        self.size = None if scaled == self.display_size else scaled  # None: `frames` are unscaled
+        self.size = None if scaled == stored else scaled  # None: `frames` are unscaled
 
     def close(self) -> None:
         """Closes the file."""
@@ -233,7 +238,7 @@ class Video:
         if self._video is None:
             raise Unreadable("no video track")
         start = float((self._video.start_time or 0) * time_base(self._video)) - self._zero
-        if not slow:
+        if not slow and not self.is_mirrored:  # decord rotates mirrored frames instead
             try:
                 return DecordFrames(self.path, start, size)
             except UnreadableVideo:
@@ -254,17 +259,23 @@ class Video:
             return None
         return track if track.duration > 0 else None
 
-    def _shape(self, video: av.VideoStream) -> tuple[Size, int]:
-        """Returns the size as displayed, and the clockwise rotation of the frames in degrees."""
+    def _read_shape(self, video: av.VideoStream) -> Size:
+        """Sets the display size and orientation. Returns the size of the upright, unscaled frames.
+
+        The shapes differ if pixels are not square.
+        """
         _one_thread(video)
-        # The rotation is known after decoding a frame.
+        # The orientation is known after decoding a frame.
         frame = next(_decode_frames(self._container, video), None)
         video.discard = av.stream.Discard.all  # from here on, this container reads the audio
-        if frame is None:
-            return (video.codec_context.width, video.codec_context.height), 0
-        rotation = -frame.rotation % 360
-        size = (frame.height, frame.width) if rotation % 180 else (frame.width, frame.height)
-        return size, rotation
+        width, height = video.codec_context.width, video.codec_context.height
+        if frame is not None:
+            width, height = frame.width, frame.height
+            self.rotation, self.is_mirrored = _orientation(frame)
+        displayed_width = max(1, round(width * _pixel_ratio(video)))
+        turn = -1 if self.rotation % 180 else 1
+        self.display_size = (displayed_width, height)[::turn]
+        return (width, height)[::turn]
 
     @cached_property
     def info(self) -> dict[str, Any]:
@@ -278,6 +289,8 @@ class Video:
             duration = end - float(times[0])
             info["width"], info["height"] = self.display_size
             info["rotation"] = self.rotation
+            if self.is_mirrored:
+                info["mirrored"] = True
             info["num_frames"] = len(times)
             info["fps"] = round(len(times) / duration, 3) if duration > 0 else 0.0
         if not (duration := round(max(end, audio_duration), 3)):
@@ -297,9 +310,10 @@ def describe(path: str) -> dict[str, Any]:
     Returns:
         `duration` in seconds, the end of the last frame or audio packet, independent of the header;
         `has_video`, `has_audio` and `audio_duration`; for files with video, `num_frames`, the
-        average `fps`, `width` and `height` as displayed, and `rotation`, the clockwise rotation of
-        the frames for display in degrees. `truncated`, True, if the file is shorter than its header
-        specifies, and `stated_duration`, the duration in the header if it is known.
+        average `fps`, `width` and `height` as displayed, `rotation`, the clockwise rotation of the
+        frames for display in degrees, and `mirrored`, True, if the frames are mirrored horizontally
+        before the rotation. `truncated`, True, if the file is shorter than its header specifies,
+        and `stated_duration`, the duration in the header if it is known.
     """
     with closing(Video(path)) as video:
         return video.info
@@ -567,11 +581,33 @@ def _decode_frames(
 
 def _upright(frame: av.VideoFrame, size: Size | None) -> np.ndarray:
     """Returns the pixels (H, W, 3) RGB of a frame as displayed."""
-    turns = frame.rotation // 90
+    rotation, is_mirrored = _orientation(frame)
     if size is not None:
-        width, height = size[::-1] if turns % 2 else size
+        width, height = size[::-1] if rotation % 180 else size
         frame = frame.reformat(width=width, height=height, format="rgb24")
-    return np.rot90(frame.to_ndarray(format="rgb24"), turns)
+    pixels = frame.to_ndarray(format="rgb24")
+    return np.rot90(pixels[:, ::-1] if is_mirrored else pixels, -rotation // 90)
+
+
+def _orientation(frame: av.VideoFrame) -> tuple[int, bool]:
+    """Returns the clockwise rotation of a frame for display in degrees, a multiple of 90.
+
+    The second result states whether the frame is mirrored horizontally before the rotation.
+    """
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return 0, False
+    a, b, _, c, d = struct.unpack_from("=5i", bytes(matrix))
+    if is_mirrored := a * d - b * c < 0:
+        a, b = -a, -b
+    return round(math.degrees(math.atan2(b, a)) / 90) * 90 % 360, is_mirrored
+
+
+def _pixel_ratio(video: av.VideoStream) -> float:
+    """Returns the ratio of the width to the height of a displayed pixel, or 1 if it is invalid."""
+    ratio = float(video.sample_aspect_ratio or 1)
+    is_valid = PIXEL_RATIOS[0] <= ratio <= PIXEL_RATIOS[1]
+    return ratio if is_valid and abs(ratio - 1) > RATIO_ROUNDING else 1.0
 
 
 def _error_message(error: BaseException) -> str:

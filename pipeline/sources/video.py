@@ -48,9 +48,9 @@ class Video(WindowSource["Video.Spec"]):
     **Ids.** `<file>#t=<start>,<end>` in seconds. The id of an entire video is its path. The parent
     of an item is the file.
 
-    **Frames.** Payload `frames`, upright RGB pixels. The frame of a time is the last one with an
-    equal or earlier timestamp, so variable frame rates are supported. `sampling` selects the frames
-    of a window:
+    **Frames.** Payload `frames`, RGB pixels as displayed: upright and with the displayed aspect
+    ratio. The frame of a time is the last one with an equal or earlier timestamp, so variable frame
+    rates are supported. `sampling` selects the frames of a window:
 
     - `fps`: the frames at intervals of 1 / `fps` seconds. If there are more than `num_frames`, an
       evenly spaced subset;
@@ -65,9 +65,10 @@ class Video(WindowSource["Video.Spec"]):
     neither frames nor audio is rejected, and so is a file without any of the inputs of the encoder.
 
     **Metadata.** `frames` [[number, seconds], ...], the selected frames; `duration`; the average
-    `fps`; `num_frames`; `width` and `height` as displayed; `rotation` in degrees; `has_video`;
-    `has_audio`; `audio_duration`. `truncated`, True, if the file is shorter than its header
-    specifies, and `stated_duration`, the duration in the header if it is known.
+    `fps`; `num_frames`; `width` and `height` as displayed; `rotation` in degrees; `mirrored`, True,
+    if the frames are mirrored; `has_video`; `has_audio`; `audio_duration`. `truncated`, True, if
+    the file is shorter than its header specifies, and `stated_duration`, the duration in the header
+    if it is known.
     """
 
     class Spec(WindowSpec, FramesSpec):

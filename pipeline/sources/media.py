@@ -130,6 +130,10 @@ class MediaSource(Source[MediaSpecT]):
     def decodes_to_list(self) -> bool:
         """True if the items of a file can only be listed by decoding it."""
 
+    def decodes_file_to_list(self, file: MediaFile) -> bool:
+        """Returns True if the items of this file can only be listed by decoding it."""
+        return self.decodes_to_list
+
     @property
     def measures_files(self) -> bool:
         """True if listing opens the files, see `measure_file`."""
@@ -151,7 +155,7 @@ class MediaSource(Source[MediaSpecT]):
         Args:
             file: The file.
             revision: Revision of the file.
-            path: Local path of the file if `decodes_to_list`, else None.
+            path: Local path of the file if `decodes_file_to_list`, else None.
 
         Raises:
             Unreadable: The file cannot be read.
@@ -250,7 +254,7 @@ class MediaSource(Source[MediaSpecT]):
             if file.size in (0, SPECIAL_FILE_SIZE):
                 with self._open(file):  # the size of a dangling link is 0, too
                     raise Unreadable("empty file")
-            if not self.decodes_to_list and not self.measures_files:
+            if not (is_decoded := self.decodes_file_to_list(file)) and not self.measures_files:
                 revision = self._revision(file, None)
                 items = list(self.list_items(file, revision, None))
             else:
@@ -258,8 +262,7 @@ class MediaSource(Source[MediaSpecT]):
                     revision = self._revision(file, path)
                     if self.measures_files:
                         file = replace(file, header=self.measure_file(path))
-                    listed_path = path if self.decodes_to_list else None
-                    items = list(self.list_items(file, revision, listed_path))
+                    items = list(self.list_items(file, revision, path if is_decoded else None))
         except (Unreadable, OSError) as error:
             yield self._reject(file, escape(file.id), revision, error, "list")
             return

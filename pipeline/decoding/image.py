@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -18,6 +19,9 @@ FORMATS = ("BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP"
 #: First bytes of the supported formats. A file that begins with them but cannot be opened is
 #: corrupted.
 SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
+#: PNG chunks with comments and colour profiles, which are not needed. Pillow rejects images whose
+#: comments exceed a megabyte.
+PNG, COMMENTS = b"\x89PNG", (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 #: Images in these formats are not re-encoded, because the schema and all readers support them.
 UNCHANGED_FORMATS = ("JPEG", "PNG", "WEBP")
 #: TIFF tags that describe the role of a page, and values for thumbnails and masks.
@@ -115,7 +119,7 @@ def decode(data: bytes, max_pixels: int, max_input_pixels: int, frame: int = 0) 
 
     Only one frame of an animation or a TIFF file is used. It is rotated according to its EXIF
     orientation, and transparent areas become white. An image that needs no conversion is decoded to
-    validate it, but its original data is returned.
+    validate it, but its original data is returned, without comments that Pillow rejects.
 
     Args:
         data: Content of the file.
@@ -132,6 +136,30 @@ def decode(data: bytes, max_pixels: int, max_input_pixels: int, frame: int = 0) 
     """
     if not data:
         raise Unreadable("empty file")
+    try:
+        return _decode_file(data, max_pixels, max_input_pixels, frame)
+    except Unreadable as error:
+        intact = without_comments(data)
+        if error.reason != "corrupted image" or len(intact) == len(data):
+            raise
+    return _decode_file(intact, max_pixels, max_input_pixels, frame)
+
+
+def without_comments(data: bytes) -> bytes:
+    """Removes the comments and the colour profile of a PNG file. Returns other files unchanged."""
+    if not data.startswith(PNG):
+        return data
+    parts, position = [data[:8]], 8
+    while position + 8 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, position)
+        end = position + 12 + length
+        if kind not in COMMENTS:
+            parts.append(data[position:end])
+        position = end
+    return b"".join([*parts, data[position:]])
+
+
+def _decode_file(data: bytes, max_pixels: int, max_input_pixels: int, frame: int) -> dict[str, Any]:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         image.seek(frame)

@@ -113,14 +113,52 @@ def test_16_bit_grey_is_scaled(kind):
     assert np.abs(decoded[4, :, 0].astype(int) - np.linspace(0, 255, 64)).max() < 4
 
 
+def chunk(name: bytes, data: bytes) -> bytes:
+    """Returns a chunk of a PNG file."""
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+LONG = b"{workflow}" * 200_000
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        chunk(b"zTXt", b"Comment\0\0" + zlib.compress(LONG)),
+        chunk(b"iTXt", b"Comment\0\1\0\0\0" + zlib.compress(LONG)),
+        chunk(b"tEXt", b"Comment\0" + 40 * LONG),
+        chunk(b"iCCP", b"profile\0\0" + zlib.compress(LONG)),
+        chunk(b"eXIf", b"II*\0\x08\0\0\0\0\0" + LONG),
+        chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(100 << 20))),
+        80 * chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(1_000_000))),
+        chunk(b"zTXt", b"Comment\0\0" + zlib.compress(LONG))[:-1] + b"?",  # a wrong checksum
+    ],
+)
+@pytest.mark.parametrize("offset", [33, -12])
+def test_long_comment_in_png(comment, offset):
+    data = encode_image(two_colours(), "PNG")
+    data = data[:offset] + comment + data[offset:]
+    decoded = decode_rgb(data)
+    decoded.load()
+    assert is_near(decoded, (20, 20), RED, 0)
+    assert decode_rgb(data, max_pixels=2000).size == (63, 31)
+    assert decoding_error(data, max_input_pixels=100).reason == "decompression bomb"
+    assert decoding_error(data[: data.index(b"IDAT") + 20]).reason == "corrupted image"
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_long_metadata(kind):
+    long = {"exif": exif(6)} if kind == "JPEG" else {"exif": exif(6).tobytes() + bytes(3 << 20)}
+    data = encode_image(two_colours(), kind, icc_profile=bytes(900_000), **long)
+    if kind == "JPEG":
+        comments = (b"\xff" + marker + b"\xff\xff" + bytes(65_533) for marker in (b"\xe1", b"\xfe"))
+        data = data[:2] + 50 * b"".join(comments) + data[2:]
+    assert decode_rgb(data).size == (40, 80)
+
+
 def test_16_bit_rgb():
     rows = np.tile(np.array([0xFFFF, 0x8000, 0x0000], ">u2"), (8, 8, 1))
     lines = b"".join(b"\0" + row.tobytes() for row in rows)
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        )
 
     header = struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)
     parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(lines)), chunk(b"IEND", b"")

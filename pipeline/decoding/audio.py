@@ -405,7 +405,7 @@ def read_windows(
         settings: The `sample_rate` of the result in Hz, and `border_shift`, see `shift_to_pauses`.
 
     Yields:
-        Mappings with `samples` (n,) float32, the mean over the channels, of which opposite ones are
+        Mappings with `samples` (n,) float32, the mean over the channels after opposite channels are
         inverted; `audio_start`, the time of the first sample in seconds; and `info`, the result of
         `describe`.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import re
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
@@ -24,13 +23,17 @@ from pipeline.decoding.audio import (
     shift_to_pauses,
     time_base,
 )
+from pipeline.decoding.scenes import SceneCuts, image_difference
 from pipeline.decoding.truncation import is_truncated
 
 #: Error of decord's frame times, which are rounded to milliseconds and stored as 32-bit floats.
 ROUNDING_SECONDS = 0.0006
 #: Size of the frames that are compared to detect scenes, in pixels, and their number in memory.
-SCENE_FRAME_PIXELS = 64 * 36
+SCENE_FRAME_PIXELS = 128 * 72
 SCENE_FRAMES_PER_BATCH = 64
+#: Maximum difference of a pixel between equal frames, due to compression, and the maximum number of
+#: frames that are compared to find equal ones, as a multiple of the number of selected frames.
+EQUAL_DIFFERENCE, MAX_COMPARED = 3 / 255, 8
 #: A file is truncated if its header specifies a duration that exceeds the readable one by this many
 #: seconds.
 MIN_MISSING_SECONDS = 1.0
@@ -273,9 +276,11 @@ class Video:
             width, height = frame.width, frame.height
             self.rotation, self.is_mirrored = _orientation(frame)
         displayed_width = max(1, round(width * _pixel_ratio(video)))
-        turn = -1 if self.rotation % 180 else 1
-        self.display_size = (displayed_width, height)[::turn]
-        return (width, height)[::turn]
+        if self.rotation % 180:
+            self.display_size = height, displayed_width
+            return height, width
+        self.display_size = displayed_width, height
+        return width, height
 
     @cached_property
     def info(self) -> dict[str, Any]:
@@ -429,8 +434,9 @@ class WindowReader:
         """Returns the numbers of the selected frames of a window in ascending order.
 
         `uniform` selects the frames in the middle of `num_frames` equal intervals; `fps` the frames
-        at intervals of 1 / fps seconds, or an evenly spaced subset of at most `num_frames`;
-        `scenes` the middle frame of each scene, for at most the `num_frames` longest scenes.
+        at intervals of 1 / fps seconds, or, if these are more than `num_frames`, an evenly spaced
+        subset of those that differ from the one before; `scenes` the middle frame of each scene,
+        for at most the `num_frames` longest scenes.
 
         Args:
             start: Start of the window, in seconds.
@@ -446,8 +452,12 @@ class WindowReader:
             times = start + middles * (end - start) / num_frames
         elif sampling == "fps":
             times = _times(self._settings["fps"], start, end)
-            if len(times) > num_frames:
-                times = times[(middles * len(times) / num_frames).astype(int)]
+            indices = np.unique(self.frames_at(times))
+            if num_frames < len(indices) <= MAX_COMPARED * num_frames:
+                indices = self._different(indices)
+            if len(indices) > num_frames:
+                indices = indices[(middles * len(indices) / num_frames).astype(int)]
+            return indices.tolist()
         else:
             times = self._scenes(
                 _times(self._settings["scene_detection_fps"], start, end), num_frames
@@ -459,35 +469,49 @@ class WindowReader:
         after = np.searchsorted(self._frames.times, times + ROUNDING_SECONDS, side="right")
         return (after - 1).clip(0, len(self._frames.times) - 1)
 
+    def _different(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the numbers of the frames that differ from the one before."""
+        different: list[int] = []
+        previous: np.ndarray | None = None
+        try:
+            for index, frame in self._small_frames(indices):
+                if previous is None or image_difference(frame, previous).max() > EQUAL_DIFFERENCE:
+                    different.append(index)
+                    previous = frame
+        except UnreadableVideo:  # no frame of a batch can be decoded
+            return indices
+        return np.array(different, np.int64)
+
     def _scenes(self, times: np.ndarray, max_scenes: int) -> np.ndarray:
         """Returns the middle times of the longest scenes among frames at the given times."""
-        size = fit_size(self._video.display_size, SCENE_FRAME_PIXELS)
-        frames = self._scene_frames = self._scene_frames or self._video.open_frames(size)
-        previous: np.ndarray | None = None
+        indices, index_of_time = np.unique(self.frames_at(times), return_inverse=True)
+        cuts = SceneCuts(self._settings["scene_threshold"])
         decoded_times: list[float] = []
-        cuts = [0]
-        for first in range(0, len(times), SCENE_FRAMES_PER_BATCH):
-            chunk = times[first : first + SCENE_FRAMES_PER_BATCH]
-            indices, index_of_time = np.unique(self.frames_at(chunk), return_inverse=True)
-            frames, (decoded, pixels) = self._read(frames, indices.tolist(), size)
-            self._scene_frames = frames
-            frame_by_index = {index: pixels[row] for row, index in enumerate(decoded)}
-            for time, index in zip(chunk, indices[index_of_time], strict=True):
-                if (frame := frame_by_index.get(int(index))) is None:
-                    continue
-                if previous is not None:
-                    change = np.abs(frame.astype(np.int16) - previous).mean() / 255
-                    if change > self._settings["scene_threshold"]:
-                        cuts.append(len(decoded_times))
-                previous = frame
-                decoded_times.append(float(time))
+        times_by_index = {
+            int(index): times[index_of_time == number].tolist()
+            for number, index in enumerate(indices)
+        }
+        for index, frame in self._small_frames(indices):
+            for time in times_by_index[index]:
+                cuts.add(frame)
+                decoded_times.append(time)
         scenes = [
             decoded_times[first:stop]
-            for first, stop in zip(cuts, [*cuts[1:], len(decoded_times)], strict=True)
+            for first, stop in zip(cuts.starts, [*cuts.starts[1:], len(decoded_times)], strict=True)
             if stop > first
         ]
         scenes.sort(key=len, reverse=True)  # stable: earlier scenes first among equals
         return np.array([scene[len(scene) // 2] for scene in scenes[:max_scenes]])
+
+    def _small_frames(self, indices: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields the numbers and small images (H, W, 3) uint8 of the frames that can be decoded."""
+        size = fit_size(self._video.display_size, SCENE_FRAME_PIXELS)
+        frames = self._scene_frames or self._video.open_frames(size)
+        for first in range(0, len(indices), SCENE_FRAMES_PER_BATCH):
+            batch = indices[first : first + SCENE_FRAMES_PER_BATCH].tolist()
+            frames, (decoded, pixels) = self._read(frames, batch, size)
+            self._scene_frames = frames
+            yield from zip(decoded, pixels, strict=True)
 
     def _read(
         self, frames: DecordFrames | FFmpegFrames, indices: Sequence[int], size: Size | None
@@ -597,7 +621,7 @@ def _orientation(frame: av.VideoFrame) -> tuple[int, bool]:
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return 0, False
-    a, b, _, c, d = struct.unpack_from("=5i", bytes(matrix))
+    a, b, _, c, d = np.frombuffer(matrix, np.int32, 5).tolist()  # type: ignore[call-overload]
     if is_mirrored := a * d - b * c < 0:
         a, b = -a, -b
     return round(math.degrees(math.atan2(b, a)) / 90) * 90 % 360, is_mirrored

@@ -332,7 +332,7 @@ class Images(MediaSource["Images.Spec"]):
         return result["image"]
 
     def _read(
-        self, path: str, pages: Sequence[int | None]
+        self, path: str, pages: Sequence[int | None] = (None,)
     ) -> Iterator[dict[str, Any] | Unreadable]:
         names = ("max_pixels", "max_input_pixels")
         settings = {name: getattr(self.spec, name) for name in names}

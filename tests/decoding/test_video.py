@@ -131,6 +131,23 @@ def test_scenes(tmp_path):
     assert same["indices"].tolist() == [25]
 
 
+@pytest.mark.parametrize("are_stored", [True, False])
+def test_equal_frames_are_removed_before_the_limit(tmp_path, are_stored):
+    """Equal frames of screen recordings are stored again, or the frames have long durations."""
+    starts = [0, 1, 2, 3, 30, 31, 32, 33]  # of eight distinct frames, in seconds
+    times = [float(start) for start in starts] + [40.0]
+    images = [numbered_image(n) for n in [*range(8), 7]]
+    if are_stored:
+        times = frame_times(40, 10)
+        images = [images[sum(start <= time + 1e-6 for start in starts) - 1] for time in times]
+    path = write_video(tmp_path / "a.mp4", times, frames=iter(images))
+    window = read_window(path, 0, 40, fps=1.0, num_frames=8)
+    assert read_numbers(window["pixels"]) == list(range(8))
+    assert window["seconds"].tolist() == starts
+    fewer = read_window(path, 0, 40, fps=1.0, num_frames=5)
+    assert read_numbers(fewer["pixels"]) == [0, 2, 4, 5, 7]
+
+
 def test_hidden_frames(tmp_path):
     path = write_video(tmp_path / "a.mp4", frame_times(6, 10))
     hide_first_frames(path, 1.5)  # in the middle of a group of frames
@@ -235,7 +252,7 @@ def test_pixels_that_are_not_square(tmp_path, ratio, width, rotation, mirrored):
 def test_scenes_of_pixels_that_are_not_square(tmp_path, name):
     path = write_video(tmp_path / name, frame_times(1, 10), pixel_ratio=Fraction(64, 45))
     assert describe(str(path))["width"] == 273
-    assert read_window(path, sampling="scenes")["pixels"].shape == (1, 108, 273, 3)
+    assert read_window(path, sampling="scenes")["pixels"].shape[1:] == (108, 273, 3)
 
 
 def test_rotated_phone_video():

@@ -120,7 +120,7 @@ class JoinedFiles:
     def __init__(self, path: str, starts: Sequence[int]):
         self._stream = io.FileIO(path)
         borders = itertools.pairwise([*starts, self._stream.seek(0, io.SEEK_END)])
-        self._files = [SoundFile(_FilePart(self._stream, *part)) for part in borders]
+        self._files = [_open_part(_FilePart(self._stream, *part)) for part in borders]
         self.sample_rate, self.channels = self._files[0].sample_rate, self._files[0].channels
         durations = [file.duration for file in self._files]
         *self._starts, self.duration = itertools.accumulate(durations, initial=0.0)
@@ -143,6 +143,12 @@ class _FilePart(io.RawIOBase):
 
     def __init__(self, stream: io.RawIOBase, start: int, end: int):
         self._stream, self._start, self._size, self._position = stream, start, end - start, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._position = offset + (0, self._position, self._size)[whence]
@@ -331,12 +337,24 @@ def _open_joined(path: str, head: bytes) -> JoinedFiles | None:
     """Opens a file that consists of several files, or returns None for other files."""
     if (pattern := FIRST_BYTES.get(head[:4])) is None:
         return None
-    with contextlib.suppress(OSError, soundfile.LibsndfileError):
+    with contextlib.suppress(OSError, ValueError, av.FFmpegError, soundfile.LibsndfileError):
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
             starts = [match.start() for match in pattern.finditer(data)]
         if len(starts) > 1 and (joined := JoinedFiles(path, starts)).duration:
             return joined
     return None
+
+
+def _open_part(part: _FilePart) -> SoundFile | AudioTrack:
+    """Opens one of several joined files. FFmpeg reads those with a wrong length in their header."""
+    file = SoundFile(part)
+    if file.duration and file.is_complete():
+        return file
+    part.seek(0)
+    container = av.open(part, "r")
+    if (stream := audio_stream(container)) is None:
+        raise ValueError("a joined file contains no audio")
+    return AudioTrack(container, stream)
 
 
 def _open_track(path: str, head: bytes, detail: str, options: dict[str, str]) -> AudioTrack:

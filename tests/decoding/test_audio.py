@@ -287,6 +287,16 @@ def test_joined_files(tmp_path, name, between):
         assert has_tones(window["samples"], start)
 
 
+def test_joined_files_without_length(tmp_path):
+    samples = tones(9)
+    parts = [write_audio(tmp_path / f"{n}.flac", samples[n * 48_000 :][:48_000]) for n in range(3)]
+    unknown = [with_number(path, f"b-{path.name}", 22, 0, "big") for path in parts]
+    path = tmp_path / "a.flac"
+    for joined in (unknown, [parts[0], unknown[1], parts[2]]):
+        path.write_bytes(b"".join(part.read_bytes() for part in joined))
+        assert is_complete(path, 9)
+
+
 @pytest.mark.parametrize("name", ["a.mp3", "a.ogg", "a.flac", "a.wav"])
 def test_joined_files_may_differ(tmp_path, name):
     parts = [(tones(4), 16_000), (tones(4, 44_100, 2), 44_100), (tones(4, 24_000), 24_000)]

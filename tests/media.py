@@ -18,7 +18,7 @@ BITS = 12
 #: Resolution of frame times, in ticks per second.
 TICKS = 30_000
 #: Coefficients a, b, c, d of the display matrix for each clockwise rotation in degrees.
-MATRICES = {90: (0, 1, -1, 0), 180: (-1, 0, 0, -1), 270: (0, -1, 1, 0)}
+MATRICES = {0: (1, 0, 0, 1), 90: (0, 1, -1, 0), 180: (-1, 0, 0, -1), 270: (0, -1, 1, 0)}
 
 
 def numbered_image(number: int, width: int = 192, height: int = 108) -> np.ndarray:
@@ -70,6 +70,8 @@ def write_video(
     codec: str = "libx264",
     keyframe_every: int = 12,
     rotation: int = 0,
+    mirrored: bool = False,
+    pixel_ratio: Fraction = Fraction(1),
     audio: np.ndarray | None = None,
     rate: int = 16_000,
     audio_codec: str = "aac",
@@ -86,6 +88,8 @@ def write_video(
         codec: Video codec.
         keyframe_every: Number of frames per keyframe.
         rotation: Clockwise rotation for display, in degrees.
+        mirrored: Whether frames are mirrored horizontally before the rotation.
+        pixel_ratio: Ratio of the width to the height of a pixel.
         audio: Samples (n, channels).
         rate: Sample rate of the audio, in Hz.
         audio_codec: Audio codec.
@@ -101,9 +105,10 @@ def write_video(
             video_stream = container.add_stream(codec, rate=30, options=settings)
             video_stream.width, video_stream.height = size
             video_stream.pix_fmt = "yuv420p"
+            video_stream.codec_context.sample_aspect_ratio = pixel_ratio
             video_stream.time_base = video_stream.codec_context.time_base = Fraction(1, TICKS)
         if audio is not None:
-            layout = {1: "mono", 2: "stereo"}[audio.shape[1]]
+            layout = {1: "mono", 2: "stereo", 6: "5.1"}[audio.shape[1]]
             audio_stream = container.add_stream(audio_codec, rate=rate, layout=layout)
         if video_stream:
             frames = frames or (numbered_image(number, *size) for number in range(len(times)))
@@ -120,16 +125,17 @@ def write_video(
                 frame.pts = first + round(audio_start * rate)
                 container.mux(audio_stream.encode(frame))
             container.mux(audio_stream.encode())
-    if rotation:
-        set_rotation(path, rotation)
+    if rotation or mirrored:
+        set_orientation(path, rotation, mirrored)
     return path
 
 
-def set_rotation(path: Path, rotation: int) -> None:
-    """Sets the clockwise display rotation of an MP4 or MOV file."""
+def set_orientation(path: Path, rotation: int, mirrored: bool = False) -> None:
+    """Sets the display matrix of an MP4 or MOV file."""
     data = bytearray(path.read_bytes())
     offset = data.index(b"tkhd") + 44  # offset of the matrix of the first track
     a, b, c, d = (value << 16 for value in MATRICES[rotation])
+    a, b = (-a, -b) if mirrored else (a, b)
     data[offset : offset + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     path.write_bytes(data)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import math
+import mmap
+import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
@@ -14,7 +18,7 @@ import soundfile
 import soxr
 
 from pipeline.decoding import Unreadable
-from pipeline.decoding.truncation import is_truncated
+from pipeline.decoding.truncation import has_length_tag, is_truncated
 
 #: Maximum number of audio frames that are in memory during resampling.
 BLOCK = 1 << 16
@@ -26,6 +30,24 @@ WARM_UP_SECONDS = 0.25
 #: Timestamps of packets are rounded. Gaps are filled with silence only if they are longer than
 #: this.
 GAP_SECONDS = 0.05
+#: libsndfile's names of formats whose packets are counted, because their headers are often wrong.
+COUNTED_FORMATS = ("FLAC", "MP3", "OGG")
+#: Maximum duration of the delay and the padding of an encoder, which are packets but not audio.
+PADDING_SECONDS = 0.5
+#: libsndfile returns more frames than this if their number is unknown.
+UNKNOWN_FRAMES = 1 << 62
+#: Pattern of the first bytes of a file in formats whose files can be joined, by the first four.
+FIRST_BYTES = {
+    b"OggS": re.compile(rb"OggS\0\x02"),
+    b"fLaC": re.compile(rb"fLaC\0\0\0\x22"),
+    b"RIFF": re.compile(rb"RIFF.{4}WAVE", re.DOTALL),
+}
+#: Maximum magnitude of a sample, that of 32-bit integers which were not scaled. Samples that exceed
+#: it or are not finite become 0, because resampling would spread them over their surroundings.
+MAX_AMPLITUDE = 2.0**31
+#: A channel is inverted if its correlation with another one is below this value, because the mean
+#: would cancel both. It is decided every `MIX_SECONDS` if at least `MIN_MIX_SECONDS` are left.
+OPPOSITE, MIX_SECONDS, MIN_MIX_SECONDS = -0.7, 2.0, 0.5
 #: Duration over which the loudness is averaged to detect pauses. Pauses between sentences are
 #: longer.
 PAUSE_SECONDS = 0.4
@@ -35,22 +57,27 @@ LOUDNESS_RATE = 100
 #: The same holds for digital silence.
 QUIET_FACTOR, SILENCE = 2.0, (1.5 / 32768) ** 2
 
-#: Time of the first sample in seconds, and the samples (n, channels).
-Block = tuple[float, np.ndarray]
+#: Time of the first sample in seconds, the samples (n, channels), and their rate in Hz.
+Block = tuple[float, np.ndarray, int]
 
 
 class SoundFile:
     """Audio file that is read by libsndfile, in WAV, FLAC, Ogg or MP3 format.
 
+    The duration is that in the header, or 0 if it is unknown.
+
     Args:
-        path: Path of the file.
+        file: Path of the file, or the open file.
+        is_truncated: Whether the file is shorter than its header specifies.
     """
 
-    def __init__(self, path: str):
-        self._file = soundfile.SoundFile(path)
+    def __init__(self, file: str | io.RawIOBase, is_truncated: bool = False):
+        self._file = soundfile.SoundFile(file)
+        self.format: str = self._file.format
         self.sample_rate, self.channels = self._file.samplerate, self._file.channels
-        self.duration = self._file.frames / self.sample_rate
-        self.is_truncated = is_truncated(path)
+        is_unknown = self._file.frames > UNKNOWN_FRAMES
+        self.duration = 0.0 if is_unknown else self._file.frames / self.sample_rate
+        self.is_truncated = is_truncated
 
     def is_complete(self) -> bool:
         """Checks whether the last frame that the header declares can be read."""
@@ -70,7 +97,7 @@ class SoundFile:
                 block = self._file.read(BLOCK, dtype="float32", always_2d=True)
                 if not len(block):
                     return
-                yield position / self.sample_rate, block
+                yield position / self.sample_rate, block, self.sample_rate
                 position += len(block)
         except soundfile.LibsndfileError:
             return
@@ -78,6 +105,64 @@ class SoundFile:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+class JoinedFiles:
+    """Ogg, FLAC or WAV files that follow each other in one file.
+
+    Args:
+        path: Path of the file.
+        starts: Offset of each of the files, in bytes.
+    """
+
+    is_truncated = False
+
+    def __init__(self, path: str, starts: Sequence[int]):
+        self._stream = io.FileIO(path)
+        borders = itertools.pairwise([*starts, self._stream.seek(0, io.SEEK_END)])
+        self._files = [_open_part(_FilePart(self._stream, *part)) for part in borders]
+        self.sample_rate, self.channels = self._files[0].sample_rate, self._files[0].channels
+        durations = [file.duration for file in self._files]
+        *self._starts, self.duration = itertools.accumulate(durations, initial=0.0)
+
+    def blocks(self, start: float, end: float) -> Iterator[Block]:
+        """Yields the readable audio between two times, which are given in seconds."""
+        for zero, file in zip(self._starts, self._files, strict=True):
+            for time, block, rate in file.blocks(start - zero, end - zero):
+                yield zero + time, block, rate
+
+    def close(self) -> None:
+        """Closes the file."""
+        for file in self._files:
+            file.close()
+        self._stream.close()
+
+
+class _FilePart(io.RawIOBase):
+    """A range of bytes of a file as a file."""
+
+    def __init__(self, stream: io.RawIOBase, start: int, end: int):
+        self._stream, self._start, self._size, self._position = stream, start, end - start, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        self._stream.seek(self._start + self._position)
+        view = memoryview(buffer)[: max(0, self._size - self._position)]
+        num_read = self._stream.readinto(view) or 0
+        self._position += num_read
+        return num_read
 
 
 class AudioTrack:
@@ -151,21 +236,24 @@ class AudioTrack:
             self._seek(int((first + self._zero) / unit) if first > 0 else None)
         except av.FFmpegError:
             return
-        to_float = av.AudioResampler(format="flt")
         expected: float | None = None
+        shape: tuple[Any, ...] = ()
         for frame in self._frames():
             time = expected or 0.0 if frame.pts is None else float(frame.pts * unit) - self._zero
             if time >= end:
                 return
             frame.pts = None
+            rate = frame.sample_rate
+            if shape != (shape := (rate, frame.layout.name, frame.format.name)):
+                to_float = av.AudioResampler(format="flt")  # joined files may differ
             for converted in to_float.resample(frame):
                 block = converted.to_ndarray().reshape(-1, converted.layout.nb_channels)
-                seconds = len(block) / self.sample_rate
+                seconds = len(block) / rate
                 if time + seconds > start:
                     if expected is not None and time - expected > GAP_SECONDS:
-                        missing = round((min(time, end) - expected) * self.sample_rate)
-                        yield expected, np.zeros((missing, block.shape[1]), np.float32)
-                    yield time, block
+                        missing = round((min(time, end) - expected) * rate)
+                        yield expected, np.zeros((missing, block.shape[1]), np.float32), rate
+                    yield time, block, rate
                     expected = time + seconds
                 time += seconds
 
@@ -190,13 +278,17 @@ class AudioTrack:
         self._container.close()
 
 
-def open_audio(path: str, trust: bool = False) -> SoundFile | AudioTrack:
+Audio = SoundFile | JoinedFiles | AudioTrack
+
+
+def open_audio(path: str) -> Audio:
     """Opens a file that contains audio. The format is detected from the content of the file.
+
+    The length in the header is not trusted: recorders and pipes do not write it, and joined files
+    have several headers.
 
     Args:
         path: Path of the file.
-        trust: Whether to skip the check that the end of the file can be read. The check requires a
-            search in FLAC files.
 
     Raises:
         Unreadable: The file contains no audio.
@@ -205,25 +297,69 @@ def open_audio(path: str, trust: bool = False) -> SoundFile | AudioTrack:
         head = content.read(16)
     if not head:
         raise Unreadable("empty file")
-    audio: SoundFile | AudioTrack
+    audio: Audio | None = None
+    detail, is_incomplete, states_length = "the length in its header is wrong", False, True
     try:
-        file = SoundFile(path)
-        if trust or file.is_complete():
-            audio = file
-        else:  # FFmpeg recovers more of a truncated file
-            file.close()
-            audio = _open_track(path, head, "its end is missing", is_incomplete=True)
+        with contextlib.closing(SoundFile(path)) as file:
+            if states_length := file.duration > 0:
+                is_incomplete = not file.is_complete()
+            is_correct = states_length and not is_incomplete and not _is_longer(file, path)
+        if is_correct:  # opened again, because the samples of MP3 files depend on earlier seeks
+            audio = SoundFile(path, is_truncated(path))
     except soundfile.LibsndfileError as error:
-        audio = _open_track(path, head, str(error))
+        detail = str(error)
+    audio = audio or _open_joined(path, head)
+    if audio is None:
+        # Without a length, the samples extend to the end of the file.
+        options = {} if states_length else {"ignore_length": "1"}
+        audio = _open_track(path, head, detail, options)
+        audio.is_truncated |= is_incomplete and has_length_tag(path)
     if not audio.duration:
         audio.close()
         raise Unreadable("no sound", "the file has a header but no samples")
     return audio
 
 
-def _open_track(path: str, head: bytes, detail: str, is_incomplete: bool = False) -> AudioTrack:
+def _is_longer(file: SoundFile, path: str) -> bool:
+    """Checks whether a file has more packets than its header declares."""
+    if file.format not in COUNTED_FORMATS:
+        return False
+    num_ticks, unit = 0, Fraction(0)
+    with contextlib.suppress(av.FFmpegError, ValueError), av.open(path) as container:
+        if stream := audio_stream(container):
+            unit = time_base(stream)
+            for packet in container.demux(stream):
+                num_ticks += packet.duration or 0
+    return num_ticks * unit > file.duration + PADDING_SECONDS
+
+
+def _open_joined(path: str, head: bytes) -> JoinedFiles | None:
+    """Opens a file that consists of several files, or returns None for other files."""
+    if (pattern := FIRST_BYTES.get(head[:4])) is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, av.FFmpegError, soundfile.LibsndfileError):
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+            starts = [match.start() for match in pattern.finditer(data)]
+        if len(starts) > 1 and (joined := JoinedFiles(path, starts)).duration:
+            return joined
+    return None
+
+
+def _open_part(part: _FilePart) -> SoundFile | AudioTrack:
+    """Opens one of several joined files. FFmpeg reads those with a wrong length in their header."""
+    file = SoundFile(part)
+    if file.duration and file.is_complete():
+        return file
+    part.seek(0)
+    container = av.open(part, "r")
+    if (stream := audio_stream(container)) is None:
+        raise ValueError("a joined file contains no audio")
+    return AudioTrack(container, stream)
+
+
+def _open_track(path: str, head: bytes, detail: str, options: dict[str, str]) -> AudioTrack:
     try:
-        container = av.open(path)
+        container = av.open(path, options=options)
     except av.FFmpegError:
         raise Unreadable("corrupted audio" if is_audio(head) else "not audio", detail) from None
     if (stream := audio_stream(container)) is None:
@@ -232,7 +368,7 @@ def _open_track(path: str, head: bytes, detail: str, is_incomplete: bool = False
         raise Unreadable(reason)
     try:
         zero = (container.start_time or 0) / av.time_base
-        return AudioTrack(container, stream, zero, is_incomplete or is_truncated(path))
+        return AudioTrack(container, stream, zero, is_truncated(path))
     except (av.FFmpegError, ValueError) as error:
         container.close()
         raise Unreadable("corrupted audio", str(error)) from None
@@ -260,25 +396,6 @@ def is_audio(head: bytes) -> bool:
     return head.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3")) or head[4:8] == b"ftyp"
 
 
-def read_header(path: str) -> dict[str, Any]:
-    """Returns the `duration` in seconds according to the header of a file.
-
-    It is not compared with the audio, unlike that of `describe`, and missing if it is unknown.
-
-    Raises:
-        Unreadable: The file cannot be opened.
-    """
-    try:
-        return {"duration": soundfile.info(path).duration}
-    except soundfile.LibsndfileError:
-        pass
-    try:
-        with av.open(path) as container:
-            return {"duration": container.duration / av.time_base} if container.duration else {}
-    except (av.FFmpegError, ValueError) as error:
-        raise Unreadable("corrupted audio", str(error)) from None
-
-
 def describe(path: str) -> dict[str, Any]:
     """Returns the `duration` in seconds, the `sample_rate` and the number of `channels` of a file.
 
@@ -290,7 +407,7 @@ def describe(path: str) -> dict[str, Any]:
     return info
 
 
-def _info(audio: SoundFile | AudioTrack) -> dict[str, Any]:
+def _info(audio: Audio) -> dict[str, Any]:
     info = {name: getattr(audio, name) for name in ("duration", "sample_rate", "channels")}
     return {**info, "truncated": True} if audio.is_truncated else info
 
@@ -306,21 +423,16 @@ def read_windows(
         settings: The `sample_rate` of the result in Hz, and `border_shift`, see `shift_to_pauses`.
 
     Yields:
-        Mappings with `samples` (n,) float32, the mean over the channels, `audio_start`, the time of
-        the first sample in seconds, and `info`, the result of `describe`.
+        Mappings with `samples` (n,) float32, the mean over the channels after opposite channels are
+        inverted; `audio_start`, the time of the first sample in seconds; and `info`, the result of
+        `describe`.
     """
-    audio, is_trusted = open_audio(path, trust=True), True
+    audio = open_audio(path)
     info = _info(audio)
     for window_start, window_end in windows:
         end = audio.duration if window_end is None else window_end
         start, end = shift_to_pauses(audio, window_start, end, settings)
         audio_start, samples = read_samples(audio, start, end, settings["sample_rate"])
-        missing = min(end, audio.duration) - start - len(samples) / settings["sample_rate"]
-        if is_trusted and missing > GAP_SECONDS:
-            audio.close()
-            audio, is_trusted = open_audio(path), False
-            info, end = _info(audio), min(end, audio.duration)
-            audio_start, samples = read_samples(audio, start, end, settings["sample_rate"])
         if len(samples):
             yield {"samples": samples, "audio_start": audio_start, "info": info}
         else:
@@ -329,7 +441,7 @@ def read_windows(
 
 
 def shift_to_pauses(
-    audio: SoundFile | AudioTrack, start: float, end: float, settings: dict[str, Any]
+    audio: Audio, start: float, end: float, settings: dict[str, Any]
 ) -> tuple[float, float]:
     """Moves the borders of a window to pauses, so that sentences are rarely split.
 
@@ -356,9 +468,7 @@ def shift_to_pauses(
     )
 
 
-def _nearest_pause(
-    audio: SoundFile | AudioTrack, border: float, max_shift: float, rate: int
-) -> float:
+def _nearest_pause(audio: Audio, border: float, max_shift: float, rate: int) -> float:
     """Finds the pause that is nearest to `border` and returns its time.
 
     A pause is a time that is as quiet as the quietest one within `max_shift` seconds of the border.
@@ -378,7 +488,7 @@ def _nearest_pause(
 
 
 def read_samples(
-    audio: SoundFile | AudioTrack, start: float, end: float, sample_rate: int
+    audio: Audio, start: float, end: float, sample_rate: int
 ) -> tuple[float, np.ndarray]:
     """Decodes the audio of a window and resamples it.
 
@@ -397,13 +507,12 @@ def read_samples(
     first = next(blocks, None)
     if first is None:
         return start, np.zeros(0, np.float32)
-    block_time = first[0]
+    block_time, blocks = first[0], itertools.chain([first], blocks)
     skip = max(0, round((start - block_time) * sample_rate))
     stop = max(0, round((end - block_time) * sample_rate))
     chunks: list[np.ndarray] = []
     position = 0
-    mono = (_mono(block) for _, block in itertools.chain([first], blocks))
-    for piece in _resample(mono, audio.sample_rate, sample_rate):
+    for piece in _resample(blocks, block_time, sample_rate):
         inside = piece[max(0, skip - position) : max(0, stop - position)]
         if len(inside):
             chunks.append(inside)
@@ -414,18 +523,61 @@ def read_samples(
     return block_time + skip / sample_rate, samples
 
 
-def _mono(block: np.ndarray) -> np.ndarray:
-    """Averages the channels. A matrix product is faster than `np.mean` for this purpose."""
-    channels = block.shape[1]
-    return block[:, 0] if channels == 1 else block @ np.full(channels, 1 / channels, np.float32)
+def _mono(blocks: Iterator[Block], start: float) -> Iterator[np.ndarray]:
+    """Yields the mean of the channels of each block. Opposite channels are inverted, see `_signs`.
+
+    Args:
+        blocks: The blocks.
+        start: Time of the first block in seconds.
+    """
+    signs = np.ones(0, np.float32)
+    sections = itertools.groupby(
+        blocks, lambda block: (block[1].shape[1], block[2], int((block[0] - start) / MIX_SECONDS))
+    )
+    for (channels, rate, _), section in sections:
+        samples = (_finite(samples) for _, samples, _ in section)
+        if channels == 1:
+            yield from (block[:, 0] for block in samples)
+            continue
+        held = list(samples)
+        if len(signs) != channels or sum(map(len, held)) >= MIN_MIX_SECONDS * rate:
+            signs = _signs(np.concatenate(held))
+        weights = signs * np.float32(1 / channels)
+        yield from (block @ weights for block in held)  # faster than `np.mean`
 
 
-def _resample(blocks: Iterator[np.ndarray], source_rate: int, rate: int) -> Iterator[np.ndarray]:
-    """Yields the audio at another sample rate. The blocks vary in size."""
-    if source_rate == rate:
-        yield from blocks
-        return
-    stream = soxr.ResampleStream(source_rate, rate, 1, dtype="float32")
-    for block in blocks:
-        yield stream.resample_chunk(block)
-    yield stream.resample_chunk(np.zeros(0, np.float32), last=True)
+def _finite(samples: np.ndarray) -> np.ndarray:
+    """Replaces samples that are not finite or exceed `MAX_AMPLITUDE` by 0."""
+    if np.abs(samples).max(initial=0.0) <= MAX_AMPLITUDE:  # False for NaN
+        return samples
+    return np.where(np.abs(samples) <= MAX_AMPLITUDE, samples, np.float32(0))
+
+
+def _signs(samples: np.ndarray) -> np.ndarray:
+    """Returns -1 for channels that are nearly the negative of an earlier channel, and 1 for others.
+
+    >>> left = np.sin(np.arange(1000, dtype=np.float32))
+    >>> [_signs(np.stack([left, right], 1)).tolist() for right in (left, -left, 0 * left)]
+    [[1.0, 1.0], [1.0, -1.0], [1.0, 1.0]]
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):  # NaN for a silent channel
+        correlation = np.corrcoef(samples, rowvar=False, dtype=np.float32)
+    signs = np.ones(len(correlation), np.float32)
+    for channel in range(1, len(signs)):
+        opposite = np.flatnonzero(correlation[channel, :channel] < OPPOSITE)
+        if len(opposite):
+            signs[channel] = -signs[opposite[0]]
+    return signs
+
+
+def _resample(blocks: Iterator[Block], start: float, rate: int) -> Iterator[np.ndarray]:
+    """Yields the mean of the channels at another sample rate. The blocks vary in size."""
+    for source_rate, group in itertools.groupby(blocks, key=lambda block: block[2]):
+        mono = _mono(group, start)
+        if source_rate == rate:
+            yield from mono
+            continue
+        stream = soxr.ResampleStream(source_rate, rate, 1, dtype="float32")
+        for samples in mono:
+            yield stream.resample_chunk(samples)
+        yield stream.resample_chunk(np.zeros(0, np.float32), last=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
-from typing import Any
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image, ImageFile
@@ -18,8 +19,16 @@ FORMATS = ("BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP"
 #: First bytes of the supported formats. A file that begins with them but cannot be opened is
 #: corrupted.
 SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
+#: PNG chunks with comments and colour profiles, which are not needed. Pillow rejects images whose
+#: comments exceed a megabyte.
+PNG, COMMENTS = b"\x89PNG", (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 #: Images in these formats are not re-encoded, because the schema and all readers support them.
 UNCHANGED_FORMATS = ("JPEG", "PNG", "WEBP")
+#: TIFF tags that describe the role of a page, and values for thumbnails and masks.
+NEW_SUBFILE_TYPE, THUMBNAIL_OR_MASK = 254, 0b101
+SUBFILE_TYPE, THUMBNAIL = 255, 2
+#: Maximum number of pages of a TIFF file.
+MAX_PAGES = 20_000
 #: Maximum length of the side of a JPEG in pixels.
 MAX_JPEG_SIDE = 65_500
 QUALITY = 95
@@ -39,35 +48,84 @@ Image.MAX_IMAGE_PIXELS = None  # `max_input_pixels` is checked instead
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
-def read_image(path: str, settings: dict[str, Any]) -> Iterator[dict[str, Any] | Unreadable]:
-    """Yields the result of reading an image.
+def count_pages(path: str) -> dict[str, Any]:
+    """Returns the number of pages `num_pages` of an image, which is 1 unless it is a TIFF file.
+
+    Raises:
+        Unreadable: There are more than `MAX_PAGES` pages.
+    """
+    with open(path, "rb") as file:
+        return {"num_pages": len(find_pages(file))}
+
+
+def find_pages(file: BinaryIO) -> list[int]:
+    """Returns the frame of each page of an image. Thumbnails and masks are not pages.
+
+    Corrupted frames are, so that decoding reports them.
+
+    Args:
+        file: The file.
+
+    Raises:
+        Unreadable: There are more than `MAX_PAGES` pages.
+    """
+    pages: list[int] = []
+    try:
+        image = Image.open(file, formats=("TIFF",))
+    except Exception:  # another format, or reported by decoding
+        return [0]
+    for frame in range(MAX_PAGES + 1):
+        try:
+            image.seek(frame)
+            tags = image.tag_v2  # type: ignore[attr-defined]
+            is_thumbnail = tags.get(SUBFILE_TYPE) == THUMBNAIL
+            is_page = not is_thumbnail and not tags.get(NEW_SUBFILE_TYPE, 0) & THUMBNAIL_OR_MASK
+        except EOFError:
+            return pages or [0]
+        except Exception:
+            is_page = True
+        if is_page:
+            pages.append(frame)
+    raise Unreadable("too many pages", f"must be at most {MAX_PAGES:,}")
+
+
+def read_image(
+    path: str, pages: Sequence[int | None], settings: dict[str, Any]
+) -> Iterator[dict[str, Any] | Unreadable]:
+    """Yields the result of reading each of some pages of an image.
 
     Args:
         path: Path of the file.
+        pages: Numbers of the pages, from 1. None is the only page.
         settings: `max_pixels` is the maximum size of the result in pixels. Larger images are scaled
             down. Images that declare more than `max_input_pixels` pixels are not decoded.
     """
     with open(path, "rb") as file:
         data = file.read()
-    try:
-        yield decode(data, **settings)
-    except Unreadable as error:  # raising it would restart the process
-        yield error
-    except MemoryError:
-        yield Unreadable("out of memory", "the image exceeds the memory limit of the process")
+    frames = find_pages(io.BytesIO(data))
+    for page in pages:
+        try:
+            if (page or 1) > len(frames):
+                raise Unreadable("missing page", f"the file has {len(frames)} pages")
+            yield decode(data, **settings, frame=frames[(page or 1) - 1])
+        except Unreadable as error:  # raising it would restart the process
+            yield error
+        except MemoryError:
+            yield Unreadable("out of memory", "the image exceeds the memory limit of the process")
 
 
-def decode(data: bytes, max_pixels: int, max_input_pixels: int) -> dict[str, Any]:
+def decode(data: bytes, max_pixels: int, max_input_pixels: int, frame: int = 0) -> dict[str, Any]:
     """Decodes an image and converts it to upright RGB.
 
-    Only the first frame of an animation is used. It is rotated according to its EXIF orientation,
-    and transparent areas become white. An image that needs no conversion is decoded to validate it,
-    but its original data is returned.
+    Only one frame of an animation or a TIFF file is used. It is rotated according to its EXIF
+    orientation, and transparent areas become white. An image that needs no conversion is decoded to
+    validate it, but its original data is returned, without comments that Pillow rejects.
 
     Args:
         data: Content of the file.
         max_pixels: Maximum size of the result in pixels. Larger images are scaled down.
         max_input_pixels: Maximum size of the input in pixels.
+        frame: Number of the frame, from 0.
 
     Returns:
         A mapping with `image`, the data of a JPEG, PNG or WebP file, the `width` and `height` of
@@ -79,7 +137,32 @@ def decode(data: bytes, max_pixels: int, max_input_pixels: int) -> dict[str, Any
     if not data:
         raise Unreadable("empty file")
     try:
+        return _decode_file(data, max_pixels, max_input_pixels, frame)
+    except Unreadable as error:
+        intact = without_comments(data)
+        if error.reason != "corrupted image" or len(intact) == len(data):
+            raise
+    return _decode_file(intact, max_pixels, max_input_pixels, frame)
+
+
+def without_comments(data: bytes) -> bytes:
+    """Removes the comments and the colour profile of a PNG file. Returns other files unchanged."""
+    if not data.startswith(PNG):
+        return data
+    parts, position = [data[:8]], 8
+    while position + 8 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, position)
+        end = position + 12 + length
+        if kind not in COMMENTS:
+            parts.append(data[position:end])
+        position = end
+    return b"".join([*parts, data[position:]])
+
+
+def _decode_file(data: bytes, max_pixels: int, max_input_pixels: int, frame: int) -> dict[str, Any]:
+    try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image.seek(frame)
     except MemoryError:
         raise
     except Exception as error:  # Pillow raises various errors for corrupted files

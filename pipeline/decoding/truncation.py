@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import BinaryIO
 
 #: Ids of Matroska and WebM elements.
@@ -29,6 +30,18 @@ def is_truncated(path: str) -> bool:
         if head[4:8] == b"ftyp":
             return _boxes_end(file, size) > size
     return False
+
+
+def has_length_tag(path: str) -> bool:
+    """Checks whether a header declares the length of a file; for many MP3 files it is estimated."""
+    with open(path, "rb") as file:
+        head = file.read(10)
+        if head[:3] == b"ID3":  # a tag, whose size has seven bits per byte
+            file.seek(10 + sum(byte << 7 * (9 - i) for i, byte in enumerate(head[6:], 6)))
+            head = b""
+        head += file.read(1024)
+    is_mp3 = head[:1] == b"\xff"
+    return not is_mp3 or re.search(b"Xing|Info|VBRI", head) is not None
 
 
 def _boxes_end(file: BinaryIO, size: int) -> int:

@@ -23,16 +23,23 @@ from pipeline.decoding.audio import (
     shift_to_pauses,
     time_base,
 )
+from pipeline.decoding.scenes import SceneCuts, image_difference
 from pipeline.decoding.truncation import is_truncated
 
 #: Error of decord's frame times, which are rounded to milliseconds and stored as 32-bit floats.
 ROUNDING_SECONDS = 0.0006
 #: Size of the frames that are compared to detect scenes, in pixels, and their number in memory.
-SCENE_FRAME_PIXELS = 64 * 36
+SCENE_FRAME_PIXELS = 128 * 72
 SCENE_FRAMES_PER_BATCH = 64
+#: Maximum difference of a pixel between equal frames, due to compression, and the maximum number of
+#: frames that are compared to find equal ones, as a multiple of the number of selected frames.
+EQUAL_DIFFERENCE, MAX_COMPARED = 3 / 255, 8
 #: A file is truncated if its header specifies a duration that exceeds the readable one by this many
 #: seconds.
 MIN_MISSING_SECONDS = 1.0
+#: Range of valid ratios of the width to the height of a pixel. Ratios that differ from 1 by less
+#: than `RATIO_ROUNDING` result from rounding the size of a frame.
+PIXEL_RATIOS, RATIO_ROUNDING = (0.1, 10.0), 0.01
 #: FFmpeg's names of the formats whose headers specify durations.
 EXACT_DURATION_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 #: FFmpeg's names of image formats, which it opens as videos.
@@ -193,11 +200,12 @@ class Video:
             self.close()
             raise Unreadable("not a video", "the file contains neither video nor audio")
         self.display_size: Size = (0, 0)
-        self.rotation = 0
+        self.rotation, self.is_mirrored = 0, False
+        stored: Size = (0, 0)
         if self._video is not None:
-            self.display_size, self.rotation = self._shape(self._video)
+            stored = self._read_shape(self._video)
         scaled = fit_size(self.display_size, max_pixels) if max_pixels else self.display_size
-        self.size = None if scaled == self.display_size else scaled  # None: `frames` are unscaled
+        self.size = None if scaled == stored else scaled  # None: `frames` are unscaled
 
     def close(self) -> None:
         """Closes the file."""
@@ -233,7 +241,7 @@ class Video:
         if self._video is None:
             raise Unreadable("no video track")
         start = float((self._video.start_time or 0) * time_base(self._video)) - self._zero
-        if not slow:
+        if not slow and not self.is_mirrored:  # decord rotates mirrored frames instead
             try:
                 return DecordFrames(self.path, start, size)
             except UnreadableVideo:
@@ -254,17 +262,25 @@ class Video:
             return None
         return track if track.duration > 0 else None
 
-    def _shape(self, video: av.VideoStream) -> tuple[Size, int]:
-        """Returns the size as displayed, and the clockwise rotation of the frames in degrees."""
+    def _read_shape(self, video: av.VideoStream) -> Size:
+        """Sets the display size and orientation. Returns the size of the upright, unscaled frames.
+
+        The shapes differ if pixels are not square.
+        """
         _one_thread(video)
-        # The rotation is known after decoding a frame.
+        # The orientation is known after decoding a frame.
         frame = next(_decode_frames(self._container, video), None)
         video.discard = av.stream.Discard.all  # from here on, this container reads the audio
-        if frame is None:
-            return (video.codec_context.width, video.codec_context.height), 0
-        rotation = -frame.rotation % 360
-        size = (frame.height, frame.width) if rotation % 180 else (frame.width, frame.height)
-        return size, rotation
+        width, height = video.codec_context.width, video.codec_context.height
+        if frame is not None:
+            width, height = frame.width, frame.height
+            self.rotation, self.is_mirrored = _orientation(frame)
+        displayed_width = max(1, round(width * _pixel_ratio(video)))
+        if self.rotation % 180:
+            self.display_size = height, displayed_width
+            return height, width
+        self.display_size = displayed_width, height
+        return width, height
 
     @cached_property
     def info(self) -> dict[str, Any]:
@@ -278,6 +294,8 @@ class Video:
             duration = end - float(times[0])
             info["width"], info["height"] = self.display_size
             info["rotation"] = self.rotation
+            if self.is_mirrored:
+                info["mirrored"] = True
             info["num_frames"] = len(times)
             info["fps"] = round(len(times) / duration, 3) if duration > 0 else 0.0
         if not (duration := round(max(end, audio_duration), 3)):
@@ -291,35 +309,16 @@ class Video:
         return info
 
 
-def read_header(path: str) -> dict[str, Any]:
-    """Returns the `duration` in seconds, `width` and `height` in the header of a file.
-
-    It reads no packets, unlike `describe`, so the values may be wrong. Unknown values are missing.
-
-    Raises:
-        Unreadable: FFmpeg cannot open the file.
-    """
-    info: dict[str, Any] = {}
-    try:
-        with av.open(path) as container:
-            if container.duration:
-                info["duration"] = container.duration / av.time_base
-            if (stream := _video_stream(container)) is not None:
-                info |= {"width": stream.codec_context.width, "height": stream.codec_context.height}
-    except (av.FFmpegError, ValueError) as error:
-        raise Unreadable("corrupted video", str(error)) from None
-    return info
-
-
 def describe(path: str) -> dict[str, Any]:
     """Returns the properties of a video file.
 
     Returns:
         `duration` in seconds, the end of the last frame or audio packet, independent of the header;
         `has_video`, `has_audio` and `audio_duration`; for files with video, `num_frames`, the
-        average `fps`, `width` and `height` as displayed, and `rotation`, the clockwise rotation of
-        the frames for display in degrees. `truncated`, True, if the file is shorter than its header
-        specifies, and `stated_duration`, the duration in the header if it is known.
+        average `fps`, `width` and `height` as displayed, `rotation`, the clockwise rotation of the
+        frames for display in degrees, and `mirrored`, True, if the frames are mirrored horizontally
+        before the rotation. `truncated`, True, if the file is shorter than its header specifies,
+        and `stated_duration`, the duration in the header if it is known.
     """
     with closing(Video(path)) as video:
         return video.info
@@ -435,8 +434,9 @@ class WindowReader:
         """Returns the numbers of the selected frames of a window in ascending order.
 
         `uniform` selects the frames in the middle of `num_frames` equal intervals; `fps` the frames
-        at intervals of 1 / fps seconds, or an evenly spaced subset of at most `num_frames`;
-        `scenes` the middle frame of each scene, for at most the `num_frames` longest scenes.
+        at intervals of 1 / fps seconds, or, if these are more than `num_frames`, an evenly spaced
+        subset of those that differ from the one before; `scenes` the middle frame of each scene,
+        for at most the `num_frames` longest scenes.
 
         Args:
             start: Start of the window, in seconds.
@@ -452,8 +452,12 @@ class WindowReader:
             times = start + middles * (end - start) / num_frames
         elif sampling == "fps":
             times = _times(self._settings["fps"], start, end)
-            if len(times) > num_frames:
-                times = times[(middles * len(times) / num_frames).astype(int)]
+            indices = np.unique(self.frames_at(times))
+            if num_frames < len(indices) <= MAX_COMPARED * num_frames:
+                indices = self._different(indices)
+            if len(indices) > num_frames:
+                indices = indices[(middles * len(indices) / num_frames).astype(int)]
+            return indices.tolist()
         else:
             times = self._scenes(
                 _times(self._settings["scene_detection_fps"], start, end), num_frames
@@ -465,35 +469,49 @@ class WindowReader:
         after = np.searchsorted(self._frames.times, times + ROUNDING_SECONDS, side="right")
         return (after - 1).clip(0, len(self._frames.times) - 1)
 
+    def _different(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the numbers of the frames that differ from the one before."""
+        different: list[int] = []
+        previous: np.ndarray | None = None
+        try:
+            for index, frame in self._small_frames(indices):
+                if previous is None or image_difference(frame, previous).max() > EQUAL_DIFFERENCE:
+                    different.append(index)
+                    previous = frame
+        except UnreadableVideo:  # no frame of a batch can be decoded
+            return indices
+        return np.array(different, np.int64)
+
     def _scenes(self, times: np.ndarray, max_scenes: int) -> np.ndarray:
         """Returns the middle times of the longest scenes among frames at the given times."""
-        size = fit_size(self._video.display_size, SCENE_FRAME_PIXELS)
-        frames = self._scene_frames = self._scene_frames or self._video.open_frames(size)
-        previous: np.ndarray | None = None
+        indices, index_of_time = np.unique(self.frames_at(times), return_inverse=True)
+        cuts = SceneCuts(self._settings["scene_threshold"])
         decoded_times: list[float] = []
-        cuts = [0]
-        for first in range(0, len(times), SCENE_FRAMES_PER_BATCH):
-            chunk = times[first : first + SCENE_FRAMES_PER_BATCH]
-            indices, index_of_time = np.unique(self.frames_at(chunk), return_inverse=True)
-            frames, (decoded, pixels) = self._read(frames, indices.tolist(), size)
-            self._scene_frames = frames
-            frame_by_index = {index: pixels[row] for row, index in enumerate(decoded)}
-            for time, index in zip(chunk, indices[index_of_time], strict=True):
-                if (frame := frame_by_index.get(int(index))) is None:
-                    continue
-                if previous is not None:
-                    change = np.abs(frame.astype(np.int16) - previous).mean() / 255
-                    if change > self._settings["scene_threshold"]:
-                        cuts.append(len(decoded_times))
-                previous = frame
-                decoded_times.append(float(time))
+        times_by_index = {
+            int(index): times[index_of_time == number].tolist()
+            for number, index in enumerate(indices)
+        }
+        for index, frame in self._small_frames(indices):
+            for time in times_by_index[index]:
+                cuts.add(frame)
+                decoded_times.append(time)
         scenes = [
             decoded_times[first:stop]
-            for first, stop in zip(cuts, [*cuts[1:], len(decoded_times)], strict=True)
+            for first, stop in zip(cuts.starts, [*cuts.starts[1:], len(decoded_times)], strict=True)
             if stop > first
         ]
         scenes.sort(key=len, reverse=True)  # stable: earlier scenes first among equals
         return np.array([scene[len(scene) // 2] for scene in scenes[:max_scenes]])
+
+    def _small_frames(self, indices: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields the numbers and small images (H, W, 3) uint8 of the frames that can be decoded."""
+        size = fit_size(self._video.display_size, SCENE_FRAME_PIXELS)
+        frames = self._scene_frames or self._video.open_frames(size)
+        for first in range(0, len(indices), SCENE_FRAMES_PER_BATCH):
+            batch = indices[first : first + SCENE_FRAMES_PER_BATCH].tolist()
+            frames, (decoded, pixels) = self._read(frames, batch, size)
+            self._scene_frames = frames
+            yield from zip(decoded, pixels, strict=True)
 
     def _read(
         self, frames: DecordFrames | FFmpegFrames, indices: Sequence[int], size: Size | None
@@ -587,11 +605,33 @@ def _decode_frames(
 
 def _upright(frame: av.VideoFrame, size: Size | None) -> np.ndarray:
     """Returns the pixels (H, W, 3) RGB of a frame as displayed."""
-    turns = frame.rotation // 90
+    rotation, is_mirrored = _orientation(frame)
     if size is not None:
-        width, height = size[::-1] if turns % 2 else size
+        width, height = size[::-1] if rotation % 180 else size
         frame = frame.reformat(width=width, height=height, format="rgb24")
-    return np.rot90(frame.to_ndarray(format="rgb24"), turns)
+    pixels = frame.to_ndarray(format="rgb24")
+    return np.rot90(pixels[:, ::-1] if is_mirrored else pixels, -rotation // 90)
+
+
+def _orientation(frame: av.VideoFrame) -> tuple[int, bool]:
+    """Returns the clockwise rotation of a frame for display in degrees, a multiple of 90.
+
+    The second result states whether the frame is mirrored horizontally before the rotation.
+    """
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return 0, False
+    a, b, _, c, d = np.frombuffer(matrix, np.int32, 5).tolist()  # type: ignore[call-overload]
+    if is_mirrored := a * d - b * c < 0:
+        a, b = -a, -b
+    return round(math.degrees(math.atan2(b, a)) / 90) * 90 % 360, is_mirrored
+
+
+def _pixel_ratio(video: av.VideoStream) -> float:
+    """Returns the ratio of the width to the height of a displayed pixel, or 1 if it is invalid."""
+    ratio = float(video.sample_aspect_ratio or 1)
+    is_valid = PIXEL_RATIOS[0] <= ratio <= PIXEL_RATIOS[1]
+    return ratio if is_valid and abs(ratio - 1) > RATIO_ROUNDING else 1.0
 
 
 def _error_message(error: BaseException) -> str:

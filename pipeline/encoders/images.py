@@ -12,7 +12,7 @@ from PIL import Image
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.decoding.image import decode
+from pipeline.decoding.image import decode, without_comments
 
 #: File formats of query images.
 QUERY_FORMATS = ("PNG", "JPEG", "WEBP")
@@ -32,7 +32,7 @@ def open_query_image(data: bytes) -> Image.Image:
     """
     rule = f"an image file ({', '.join(QUERY_FORMATS)})"
     try:
-        Image.open(io.BytesIO(data), formats=QUERY_FORMATS).close()
+        Image.open(io.BytesIO(without_comments(data)), formats=QUERY_FORMATS).close()
         decoded = decode(data, max_pixels=MAX_PIXELS, max_input_pixels=MAX_INPUT_PIXELS)
     except Unreadable as error:
         raise SpecError("query", "the image", rule, f"cannot be read ({error})") from None

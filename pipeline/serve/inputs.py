@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from pipeline.config import SpecError
+from pipeline.decoding.image import without_comments
 from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Composed
@@ -208,7 +209,8 @@ def _read_image(query: wire.Image, max_pixels: int) -> bytes:
     rule = f"a PNG, JPEG or WebP file in base64 of at most {max_pixels:,} pixels"
     try:
         data = base64.b64decode(query.image, validate=True)
-        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
+        file = io.BytesIO(without_comments(data))
+        with Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
             width, height = image.size
     except (binascii.Error, ValueError, OSError, Image.DecompressionBombError):
         raise SpecError("query.image", "the image", rule, "cannot be read") from None

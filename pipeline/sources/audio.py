@@ -14,8 +14,9 @@ class Audio(WindowSource["Audio.Spec"]):
     of an item is the file.
 
     **Audio.** Payload `audio`: one channel, the mean of all channels, at `sample_rate`, read window
-    by window between pauses (`border_shift`). The duration of a file is that of the readable audio,
-    which may differ from its header.
+    by window between pauses (`border_shift`). A channel that is the negative of another one is
+    inverted, because they would cancel each other. The duration of a file is that of the readable
+    audio, which may differ from its header.
 
     **Formats.** libsndfile reads WAV, FLAC, Ogg and MP3. FFmpeg reads all other formats, such as
     AAC, M4A and the audio tracks of videos. The format is detected from the content, not from the

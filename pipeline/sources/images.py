@@ -38,6 +38,8 @@ CAPTION_SUFFIXES = (".txt", ".caption")
 #: Maximum number of images per unit if their text is recognised, which takes seconds per image.
 #: Small units make progress visible and are committed earlier.
 MAX_UNIT_SCANS = 8
+#: Suffixes of files that may have several pages.
+PAGED_SUFFIXES = (".tif", ".tiff")
 #: Size of an image of unknown size in memory, in bytes.
 UNKNOWN_BYTES = 1 << 20
 #: Metadata fields that locate the file of an item. Manifest fields with these names are renamed.
@@ -71,6 +73,10 @@ class Images(MediaSource["Images.Spec"]):
     **Images.** Payload `image` and `scan`, the same bytes, for encoders that read them: upright,
     RGB, at most `max_pixels`. Only the first frame of an animation is used (`frames` in the
     metadata). For other encoders, images are neither decoded nor checked.
+
+    **Pages.** Each page of a multi-page TIFF file (.tif, .tiff) is an item with the id
+    `<file>#page=<number>`, with numbers from 1. The parent is the file. Thumbnails and masks are
+    not pages.
 
     **Revision.** A hash of the file, its captions and metadata, and the options.
     """
@@ -110,6 +116,10 @@ class Images(MediaSource["Images.Spec"]):
         """Payload columns with the image."""
         return [name for name in self.payload.names if name in ("image", "scan")]
 
+    def decodes_file_to_list(self, file: MediaFile) -> bool:
+        """Returns True if the file may have several pages."""
+        return file.suffix in PAGED_SUFFIXES
+
     def unit_limit(self, shard: dict[str, Any]) -> int:
         """Returns the maximum number of items of a shard per unit."""
         return MAX_UNIT_SCANS if "scan" in self.wants else self.max_unit_items
@@ -120,6 +130,8 @@ class Images(MediaSource["Images.Spec"]):
         if not self._columns:
             return size
         num_bytes = (item.handle or {}).get("size") or UNKNOWN_BYTES
+        if item.span:  # a page, which is encoded as JPEG
+            num_bytes = min(num_bytes, self.spec.max_pixels)
         return size._replace(num_bytes=size.num_bytes + num_bytes)
 
     def settings(self) -> dict[str, Any]:
@@ -253,7 +265,7 @@ class Images(MediaSource["Images.Spec"]):
         return MediaFile(path, path, info["size"], suffix=PurePosixPath(path).suffix.lower())
 
     def list_items(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
-        """Yields the item of an image."""
+        """Yields the item of an image, or one item per page."""
         annotation = file.annotation or _sidecars(file)
         captions = list(annotation.get("captions", ()))
         if self.spec.leave_out_caption is not None:
@@ -263,7 +275,7 @@ class Images(MediaSource["Images.Spec"]):
         metadata = {f"own_{k}" if k in RESERVED else k: v for k, v in fields.items()}
         if captions:
             metadata["num_captions"] = len(captions)
-        yield Item(
+        item = Item(
             item_id=file.id,
             parent_id=file.id,
             source=self.collection,
@@ -273,6 +285,13 @@ class Images(MediaSource["Images.Spec"]):
             caption="\n".join(captions) or None,
             metadata=metadata,
         )
+        num_pages = self.process.call("count_pages", path)["num_pages"] if path else 1
+        if num_pages == 1:
+            yield item
+            return
+        for number in range(1, num_pages + 1):
+            item_id, span = f"{file.id}#page={number}", ("page", number, number)
+            yield replace(item, item_id=item_id, span=span)
 
     # -- decoding ----------------------------------------------------------------------------
 
@@ -290,31 +309,34 @@ class Images(MediaSource["Images.Spec"]):
             yield from super().decode(shard, items)
 
     def decode_file(self, file: MediaFile, path: str, items: Sequence[Item]) -> Iterator[Any]:
-        """Yields the item of an image with its payload, once per requested item."""
-        (result,) = self._read(path)
-        if isinstance(result, Unreadable):
-            yield from (result for _ in items)
-            return
-        info = {"width": result["width"], "height": result["height"]}
-        if result["frames"] > 1:
-            info["frames"] = result["frames"]
-        payload = dict.fromkeys(self._columns, result["image"])
-        for item in items:
+        """Yields the requested images or pages of a file with their payload."""
+        pages = [item.span and int(item.span[1]) for item in items]
+        for item, page, result in zip(items, pages, self._read(path, pages), strict=True):
+            if isinstance(result, Unreadable):
+                yield result
+                continue
+            info = {"width": result["width"], "height": result["height"]}
+            if result["frames"] > 1 and page is None:
+                info["frames"] = result["frames"]
+            payload = dict.fromkeys(self._columns, result["image"])
             yield replace(item, metadata={**(item.metadata or {}), **info}, payload=payload)
 
     def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
         """Returns the image of an indexed item as an upright JPEG, PNG or WebP file."""
         file = self.find_file(item["parent_id"], item["metadata"] or {})
+        page = int(item["span"]["start"]) if item.get("span") else None
         with self.local_path(file) as path:
-            (result,) = self._read(path)
+            (result,) = self._read(path, [page])
         if isinstance(result, Unreadable):
             raise result
         return result["image"]
 
-    def _read(self, path: str) -> Iterator[dict[str, Any] | Unreadable]:
+    def _read(
+        self, path: str, pages: Sequence[int | None] = (None,)
+    ) -> Iterator[dict[str, Any] | Unreadable]:
         names = ("max_pixels", "max_input_pixels")
         settings = {name: getattr(self.spec, name) for name in names}
-        return self.process.stream(1, "read_image", path, settings)
+        return self.process.stream(len(pages), "read_image", path, pages, settings)
 
     # -- locations of files ------------------------------------------------------------------
 

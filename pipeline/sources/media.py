@@ -60,7 +60,7 @@ class MediaFile:
         annotation: Captions, title and metadata from a manifest.
         row: Row of the table at `path` that contains the bytes, or None for other files.
         deflated: Number of compressed bytes of a compressed archive member, or None.
-        header: Properties in the header of the file, if they are known.
+        header: Properties of the file, if they were measured.
     """
 
     id: str
@@ -130,9 +130,13 @@ class MediaSource(Source[MediaSpecT]):
     def decodes_to_list(self) -> bool:
         """True if the items of a file can only be listed by decoding it."""
 
+    def decodes_file_to_list(self, file: MediaFile) -> bool:
+        """Returns True if the items of this file can only be listed by decoding it."""
+        return self.decodes_to_list
+
     @property
     def measures_files(self) -> bool:
-        """True if listing reads the headers of files, see `read_header`."""
+        """True if listing opens the files, see `measure_file`."""
         return False
 
     @property
@@ -151,7 +155,7 @@ class MediaSource(Source[MediaSpecT]):
         Args:
             file: The file.
             revision: Revision of the file.
-            path: Local path of the file if `decodes_to_list`, else None.
+            path: Local path of the file if `decodes_file_to_list`, else None.
 
         Raises:
             Unreadable: The file cannot be read.
@@ -167,11 +171,8 @@ class MediaSource(Source[MediaSpecT]):
             items: The items to decode.
         """
 
-    def read_header(self, path: str) -> dict[str, Any]:
-        """Returns properties in the header of a file, or nothing if they cannot be read.
-
-        The header may be wrong, so the properties serve only as estimates.
-        """
+    def measure_file(self, path: str) -> dict[str, Any]:
+        """Returns properties from which the size of the decoded file is estimated, if any."""
         return {}
 
     def settings(self) -> dict[str, Any]:
@@ -253,16 +254,15 @@ class MediaSource(Source[MediaSpecT]):
             if file.size in (0, SPECIAL_FILE_SIZE):
                 with self._open(file):  # the size of a dangling link is 0, too
                     raise Unreadable("empty file")
-            if not self.decodes_to_list and not self.measures_files:
+            if not (is_decoded := self.decodes_file_to_list(file)) and not self.measures_files:
                 revision = self._revision(file, None)
                 items = list(self.list_items(file, revision, None))
             else:
                 with self.local_path(file) as path:
                     revision = self._revision(file, path)
                     if self.measures_files:
-                        file = replace(file, header=self.read_header(path))
-                    listed_path = path if self.decodes_to_list else None
-                    items = list(self.list_items(file, revision, listed_path))
+                        file = replace(file, header=self.measure_file(path))
+                    items = list(self.list_items(file, revision, path if is_decoded else None))
         except (Unreadable, OSError) as error:
             yield self._reject(file, escape(file.id), revision, error, "list")
             return

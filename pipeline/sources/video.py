@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -13,6 +14,8 @@ from pipeline.config import Spec
 from pipeline.schema import FRAME, Item
 from pipeline.sources import ItemSize
 from pipeline.sources.windows import MIN_VIDEO_RATE, WindowSource, WindowSpec
+
+log = logging.getLogger("maxray.sources")
 
 #: The options of each sampling method.
 SAMPLING_OPTIONS = {
@@ -37,7 +40,7 @@ class FramesSpec(Spec):
     """Frames per second that are compared to detect scenes, for `scenes`."""
     scene_threshold: float = Field(0.1, gt=0, lt=1)
     """Minimum difference between two frames that starts a new scene: the mean absolute
-    difference of pixel values in [0, 1]."""
+    difference of pixel values in [0, 1]. Changes of still parts, such as slides, need less."""
     max_pixels: int = Field(1_000_000, ge=1000, le=100_000_000)
     """Maximum size of a frame, in pixels. Larger frames are scaled down."""
 
@@ -48,16 +51,18 @@ class Video(WindowSource["Video.Spec"]):
     **Ids.** `<file>#t=<start>,<end>` in seconds. The id of an entire video is its path. The parent
     of an item is the file.
 
-    **Frames.** Payload `frames`, upright RGB pixels. The frame of a time is the last one with an
-    equal or earlier timestamp, so variable frame rates are supported. `sampling` selects the frames
-    of a window:
+    **Frames.** Payload `frames`, RGB pixels as displayed: upright and with the displayed aspect
+    ratio. The frame of a time is the last one with an equal or earlier timestamp, so variable frame
+    rates are supported. `sampling` selects the frames of a window:
 
     - `fps`: the frames at intervals of 1 / `fps` seconds. If there are more than `num_frames`, an
-      evenly spaced subset;
+      evenly spaced subset of those that differ from the one before. (More than 8 `num_frames` are
+      not compared.);
     - `uniform`: the frames in the middle of `num_frames` equal intervals;
-    - `scenes`: frames at intervals of 1 / `scene_detection_fps` seconds are compared, and a
-      difference above `scene_threshold` starts a new scene. The middle frame of each scene is
-      selected, for at most the `num_frames` longest scenes.
+    - `scenes`: frames at intervals of 1 / `scene_detection_fps` seconds are compared. A mean
+      difference above `scene_threshold` starts a new scene, and so does a smaller change of parts
+      that are still before and after, such as the text of a slide. The middle frame of each scene
+      is selected, for at most the `num_frames` longest scenes.
 
     **Audio.** Payload `audio`, as in the audio source, or null for windows without audio.
 
@@ -65,9 +70,10 @@ class Video(WindowSource["Video.Spec"]):
     neither frames nor audio is rejected, and so is a file without any of the inputs of the encoder.
 
     **Metadata.** `frames` [[number, seconds], ...], the selected frames; `duration`; the average
-    `fps`; `num_frames`; `width` and `height` as displayed; `rotation` in degrees; `has_video`;
-    `has_audio`; `audio_duration`. `truncated`, True, if the file is shorter than its header
-    specifies, and `stated_duration`, the duration in the header if it is known.
+    `fps`; `num_frames`; `width` and `height` as displayed; `rotation` in degrees; `mirrored`, True,
+    if the frames are mirrored; `has_video`; `has_audio`; `audio_duration`. `truncated`, True, if
+    the file is shorter than its header specifies, and `stated_duration`, the duration in the header
+    if it is known.
     """
 
     class Spec(WindowSpec, FramesSpec):
@@ -81,6 +87,19 @@ class Video(WindowSource["Video.Spec"]):
     files_per_shard = 1024
     modality = "video"
     min_rate = MIN_VIDEO_RATE
+
+    def check(self) -> None:
+        """Raises `SpecError` if there is nothing to read. Warns if `num_frames` limits `fps`."""
+        super().check()
+        spec = self.spec
+        limit = spec.num_frames / spec.fps
+        is_limited = spec.window_seconds is None or spec.window_seconds > limit
+        if "frames" in self.wants and spec.sampling == "fps" and is_limited:
+            items = "videos" if spec.window_seconds is None else "windows"
+            log.warning(
+                f"{spec.path}: {items} longer than {limit:g} s have more frames at fps "
+                f"{spec.fps:g} than num_frames ({spec.num_frames}); a subset is indexed"
+            )
 
     def item_size(self, shard: dict[str, Any], item: Item) -> ItemSize:
         """Returns the size of the decoded frames and audio of an item."""

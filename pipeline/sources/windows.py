@@ -18,10 +18,10 @@ from pipeline.sources.media import MediaFile, MediaSource, MediaSpec
 
 #: Minimum duration of the last window. A shorter remainder becomes part of the previous window.
 MIN_WINDOW_SECONDS = 1.0
-#: Bit rate from which the duration of a whole file is estimated if its header was not read, in
+#: Bit rate from which the duration of a whole file is estimated if it was not measured, in
 #: bytes per second. Most files have a higher rate and are therefore shorter.
 MIN_AUDIO_RATE, MIN_VIDEO_RATE = 4_000, 25_000
-#: Duration that is assumed if neither the header nor the size of a file is known, in seconds.
+#: Duration that is assumed if neither the duration nor the size of a file is known, in seconds.
 UNKNOWN_SECONDS = 3600.0
 
 
@@ -89,10 +89,10 @@ class WindowSource(MediaSource[WindowSpecT]):
         is_decoded = bool(self.payload.names)
         return is_decoded and not self.decodes_to_list and self.spec.revision == "content"
 
-    def read_header(self, path: str) -> dict[str, Any]:
-        """Returns the `duration`, and for videos the `width` and `height`, if they are known."""
+    def measure_file(self, path: str) -> dict[str, Any]:
+        """Returns the properties of a file, such as its `duration`, if it can be read."""
         try:
-            return self.process.call("read_header", path)
+            return self.process.call("describe", path)
         except Unreadable:
             return {}  # decoding reports the error
 

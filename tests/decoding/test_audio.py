@@ -74,6 +74,74 @@ def test_channels_are_averaged(tmp_path):
     assert np.abs(window["samples"] - samples.mean(axis=1)).max() < 1e-4
 
 
+@pytest.mark.parametrize("name", ["a.wav", "a.flac", "a.m4a", "a.mp4"])
+@pytest.mark.parametrize(
+    ("gains", "noise"),
+    [
+        ((1, -1), 0.0),
+        ((1, -1), 0.05),
+        ((1, -0.6), 0.01),
+        ((0, 1), 0.0),
+        ((1, -1, 0, 0, 0, 0), 0.0),
+        ((1, -1, 0, 0, -0.5, 0.5), 0.01),
+    ],
+)
+def test_opposite_channels_do_not_cancel(tmp_path, name, gains, noise):
+    rate = 48_000
+    samples = tones(5, rate) * np.array(gains, np.float32)
+    samples += np.random.default_rng(0).normal(0, noise, samples.shape).astype(np.float32)
+    path, times = tmp_path / name, frame_times(5, 5) if name == "a.mp4" else []
+    if name in ("a.wav", "a.flac"):
+        write_audio(path, samples, rate)
+    else:
+        write_video(path, times, audio=samples, rate=rate)
+    (window,) = read(path, (0, None))
+    assert has_tones(window["samples"])
+    level = 0.5 * np.abs(gains).mean()
+    assert np.percentile(np.abs(window["samples"]), 95) == pytest.approx(level, rel=0.2)
+
+
+def test_channels_may_be_opposite_at_times(tmp_path):
+    samples = tones(12, 16_000, 2)
+    samples[4 * 16_000 : 8 * 16_000, 1] *= -1
+    (window,) = read(write_audio(tmp_path / "a.wav", samples), (0, None))
+    assert has_tones(window["samples"])
+
+
+def test_stereo_is_averaged(tmp_path):
+    samples = np.random.default_rng(0).normal(0, 0.2, (5 * 16_000, 2))
+    samples[:, 1] -= 0.3 * samples[:, 0]
+    soundfile.write(tmp_path / "a.wav", samples, 16_000, subtype="FLOAT")
+    (window,) = read(tmp_path / "a.wav", (0, None))
+    assert np.abs(window["samples"] - samples.mean(axis=1)).max() < 1e-6
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30, -3e38])
+@pytest.mark.parametrize("name", ["a.wav", "a.mka"])
+def test_samples_are_finite(tmp_path, name, value):
+    rate, path = 44_100, tmp_path / name
+    samples = 0.5 * tones(6, rate, 2)
+    samples[[100, 3 * rate, 5 * rate], 0] = value  # the second at the border of the windows
+    if name == "a.wav":
+        soundfile.write(path, samples, rate, subtype="FLOAT")
+    else:
+        write_video(path, [], audio=samples, rate=rate, audio_codec="pcm_f32le")
+    settings = RATE | {"border_shift": 1.0}
+    parts = [w["samples"] for w in read_windows(str(path), [[0, 3], [3, None]], settings)]
+    assert len(np.concatenate(parts)) == 6 * 16_000
+    assert np.abs(np.concatenate(parts)).max() < 0.3
+    soundfile.write(tmp_path / "b.wav", np.full((8000, 1), value), 16_000, subtype="FLOAT")
+    (window,) = read(tmp_path / "b.wav", (0, None))
+    assert len(window["samples"]) == 8000 and not window["samples"].any()
+
+
+def test_samples_of_unscaled_integers_are_unchanged(tmp_path):
+    samples = np.round(tones(1) * 2.0**31).astype(np.float32)
+    soundfile.write(tmp_path / "a.wav", samples, 16_000, subtype="FLOAT")
+    (window,) = read(tmp_path / "a.wav", (0, None))
+    assert np.array_equal(window["samples"], samples[:, 0])
+
+
 def test_silence_is_valid_audio(tmp_path):
     (window,) = read(write_audio(tmp_path / "a.wav", np.zeros((8000, 1))), (0, None))
     assert len(window["samples"]) == 8000 and not window["samples"].any()
@@ -102,6 +170,143 @@ def test_header_with_too_long_duration(tmp_path):
     data[40:44] = struct.pack("<I", 100 * len(data))  # the declared length of the data
     path.write_bytes(data)
     assert describe(str(path))["duration"] == pytest.approx(2)
+
+
+def with_number(path, name, offset, number, order="little", size=4):
+    """Returns a copy of a file with another number at an offset."""
+    data = bytearray(path.read_bytes())
+    data[offset : offset + size] = number.to_bytes(size, order)
+    copy = path.with_name(name)
+    copy.write_bytes(data)
+    return copy
+
+
+def has_tones(samples, start=0, period=20):
+    """Checks the tone of each second of decoded audio."""
+    seconds = range(round(len(samples) / 16_000 - 0.3))
+    parts = [samples[16_000 * second + 4800 :][:6400] for second in seconds]
+    found = [frequency(part, 16_000) for part in parts]
+    return found == pytest.approx([tone_at((start + s) % period) for s in seconds], abs=4)
+
+
+def is_complete(path, seconds):
+    """Checks the audio of a file, whole and in windows whose borders are in pauses."""
+    info = describe(str(path))
+    assert info["duration"] == pytest.approx(seconds, abs=0.1) and "truncated" not in info
+    settings = RATE | {"border_shift": 0.3}
+    windows = [[0, 2.5], [2.5, info["duration"]], [0, None]]
+    first, last, whole = read_windows(str(path), windows, settings)
+    joined = np.concatenate([first["samples"], last["samples"]])
+    for samples in (joined, whole["samples"]):
+        assert len(samples) == pytest.approx(16_000 * seconds, abs=1600)
+    return has_tones(joined) and has_tones(whole["samples"])
+
+
+@pytest.mark.parametrize("stated", [0, 1, 3 * 16_000])
+def test_flac_header_with_wrong_length(tmp_path, stated):
+    path = write_audio(tmp_path / "a.flac", tones(11))
+    wrong = with_number(path, "b.flac", 22, stated, "big")  # of samples; 0: unknown
+    assert is_complete(wrong, 11)
+
+
+@pytest.mark.parametrize("riff", [0, 36, None, 0xFFFFFFFF])
+@pytest.mark.parametrize("data", [0, 0xFFFFFFFF])
+@pytest.mark.parametrize("subtype", ["PCM_16", "PCM_24", "FLOAT", "ULAW"])
+def test_wav_header_without_length(tmp_path, riff, data, subtype):
+    soundfile.write(tmp_path / "a.wav", tones(4), 16_000, subtype=subtype)
+    offset = (tmp_path / "a.wav").read_bytes().index(b"data") + 4
+    path = with_number(tmp_path / "a.wav", "b.wav", offset, data)
+    path = path if riff is None else with_number(path, "c.wav", 4, riff)
+    assert is_complete(path, 4)
+    (expected,), (found,) = read(tmp_path / "a.wav", (1, 3)), read(path, (1, 3))
+    assert np.array_equal(expected["samples"], found["samples"])
+
+
+def test_rf64_header_without_length(tmp_path):
+    soundfile.write(tmp_path / "a.wav", tones(4), 16_000, format="RF64", subtype="PCM_16")
+    offset = (tmp_path / "a.wav").read_bytes().index(b"ds64") + 8
+    assert is_complete(with_number(tmp_path / "a.wav", "b.wav", offset, 0, size=24), 4)
+
+
+def test_mp3_header_with_wrong_length(tmp_path):
+    path = write_audio(tmp_path / "a.mp3", tones(6, 44_100), 44_100)
+    offset = path.read_bytes().index(b"Xing") + 8
+    for stated in (0, 1, 50):
+        assert is_complete(with_number(path, "b.mp3", offset, stated, "big"), 6)
+    longer = with_number(path, "b.mp3", offset, 100_000, "big")
+    info = describe(str(longer))
+    assert info["duration"] == pytest.approx(6, abs=0.1) and info["truncated"]
+
+
+@pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE"])
+@pytest.mark.parametrize("pause_first", [False, True])
+def test_mp3_without_length(tmp_path, mode, pause_first):
+    samples, kind = tones(20, 44_100), {"format": "MP3", "bitrate_mode": mode}
+    samples[slice(10 * 44_100) if pause_first else slice(10 * 44_100, None)] = 0
+    with soundfile.SoundFile(
+        tmp_path / "a.mp3", "w", 44_100, 1, compression_level=0.5, **kind
+    ) as f:
+        f.write(samples)
+    with av.open(str(tmp_path / "a.mp3")) as container:
+        first = next(packet.pos for packet in container.demux(audio=0))
+    (tmp_path / "b.mp3").write_bytes((tmp_path / "a.mp3").read_bytes()[first:])
+    (expected,), (found,) = read(tmp_path / "a.mp3", (0, None)), read(tmp_path / "b.mp3", (0, None))
+    assert describe(str(tmp_path / "b.mp3")).keys() == {"duration", "sample_rate", "channels"}
+    assert len(found["samples"]) == pytest.approx(len(expected["samples"]), abs=1600)
+
+
+ID3 = b"ID3\4\0\0\0\0\2\0" + bytes(256)
+
+
+@pytest.mark.parametrize(
+    ("name", "between"),
+    [
+        *((f"a.{suffix}", b"") for suffix in ("mp3", "ogg", "opus", "flac", "wav", "aac")),
+        *(("a.mp3", tag) for tag in (ID3, b"TAG" + bytes(125))),
+        ("a.aac", ID3),
+    ],
+)
+def test_joined_files(tmp_path, name, between):
+    samples, path, parts = tones(18, 48_000), tmp_path / name, []
+    for first in range(0, len(samples), 6 * 48_000):
+        part = samples[first : first + 6 * 48_000]
+        if name == "a.aac":
+            write_video(path, [], audio=part, rate=48_000)
+        elif name == "a.opus":
+            soundfile.write(path, part, 48_000, "OPUS", format="OGG")
+        else:
+            write_audio(path, part, 48_000)
+        parts.append(path.read_bytes())
+    path.write_bytes(between.join(parts))
+    info = describe(str(path))
+    assert info["duration"] == pytest.approx(18, abs=0.5) and "truncated" not in info
+    windows = read(path, (0, 7), (11, 16), (14, 17.8))
+    for window, start, end in zip(windows, (0, 11, 14), (7, 16, 17.8), strict=True):
+        assert window["audio_start"] == pytest.approx(start, abs=0.1)
+        assert len(window["samples"]) == pytest.approx(16_000 * (end - start), abs=1600)
+        assert has_tones(window["samples"], start)
+
+
+def test_joined_files_without_length(tmp_path):
+    samples = tones(9)
+    parts = [write_audio(tmp_path / f"{n}.flac", samples[n * 48_000 :][:48_000]) for n in range(3)]
+    unknown = [with_number(path, f"b-{path.name}", 22, 0, "big") for path in parts]
+    path = tmp_path / "a.flac"
+    for joined in (unknown, [parts[0], unknown[1], parts[2]]):
+        path.write_bytes(b"".join(part.read_bytes() for part in joined))
+        assert is_complete(path, 9)
+
+
+@pytest.mark.parametrize("name", ["a.mp3", "a.ogg", "a.flac", "a.wav"])
+def test_joined_files_may_differ(tmp_path, name):
+    parts = [(tones(4), 16_000), (tones(4, 44_100, 2), 44_100), (tones(4, 24_000), 24_000)]
+    path, data = tmp_path / name, b""
+    for samples, rate in parts:
+        data += write_audio(path, samples, rate).read_bytes()
+    path.write_bytes(data)
+    (window,) = read(path, (0, None))
+    assert len(window["samples"]) == pytest.approx(12 * 16_000, abs=4800)
+    assert has_tones(window["samples"], period=4)
 
 
 @pytest.mark.parametrize(

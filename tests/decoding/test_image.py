@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from pipeline.decoding import Unreadable
-from pipeline.decoding.image import decode
+from pipeline.decoding.image import decode, find_pages
 
 BOUNDS = {"max_pixels": 4_000_000, "max_input_pixels": 200_000_000}
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
 RED, BLUE, WHITE, GREY = (255, 0, 0), (0, 0, 255), (255, 255, 255), (128, 128, 128)
 
 
@@ -112,14 +113,52 @@ def test_16_bit_grey_is_scaled(kind):
     assert np.abs(decoded[4, :, 0].astype(int) - np.linspace(0, 255, 64)).max() < 4
 
 
+def chunk(name: bytes, data: bytes) -> bytes:
+    """Returns a chunk of a PNG file."""
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+LONG = b"{workflow}" * 200_000
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        chunk(b"zTXt", b"Comment\0\0" + zlib.compress(LONG)),
+        chunk(b"iTXt", b"Comment\0\1\0\0\0" + zlib.compress(LONG)),
+        chunk(b"tEXt", b"Comment\0" + 40 * LONG),
+        chunk(b"iCCP", b"profile\0\0" + zlib.compress(LONG)),
+        chunk(b"eXIf", b"II*\0\x08\0\0\0\0\0" + LONG),
+        chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(100 << 20))),
+        80 * chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(1_000_000))),
+        chunk(b"zTXt", b"Comment\0\0" + zlib.compress(LONG))[:-1] + b"?",  # a wrong checksum
+    ],
+)
+@pytest.mark.parametrize("offset", [33, -12])
+def test_long_comment_in_png(comment, offset):
+    data = encode_image(two_colours(), "PNG")
+    data = data[:offset] + comment + data[offset:]
+    decoded = decode_rgb(data)
+    decoded.load()
+    assert is_near(decoded, (20, 20), RED, 0)
+    assert decode_rgb(data, max_pixels=2000).size == (63, 31)
+    assert decoding_error(data, max_input_pixels=100).reason == "decompression bomb"
+    assert decoding_error(data[: data.index(b"IDAT") + 20]).reason == "corrupted image"
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_long_metadata(kind):
+    long = {"exif": exif(6)} if kind == "JPEG" else {"exif": exif(6).tobytes() + bytes(3 << 20)}
+    data = encode_image(two_colours(), kind, icc_profile=bytes(900_000), **long)
+    if kind == "JPEG":
+        comments = (b"\xff" + marker + b"\xff\xff" + bytes(65_533) for marker in (b"\xe1", b"\xfe"))
+        data = data[:2] + 50 * b"".join(comments) + data[2:]
+    assert decode_rgb(data).size == (40, 80)
+
+
 def test_16_bit_rgb():
     rows = np.tile(np.array([0xFFFF, 0x8000, 0x0000], ">u2"), (8, 8, 1))
     lines = b"".join(b"\0" + row.tobytes() for row in rows)
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        )
 
     header = struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)
     parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(lines)), chunk(b"IEND", b"")
@@ -134,6 +173,80 @@ def test_first_frame_of_animation(kind):
     data = encode_image(first, kind, save_all=True, append_images=[second, two_colours(left=WHITE)])
     assert is_near(decode_rgb(data), (20, 20), RED)
     assert decode(data, **BOUNDS)["frames"] == 3
+
+
+def tiff(*pages: Image.Image, types: dict[int, int] | None = None, **options: Any) -> bytes:
+    """Returns a multi-page TIFF file.
+
+    Args:
+        pages: The pages.
+        types: Value of the tag `NewSubfileType` by page.
+        options: Options of the encoder.
+    """
+    buffer = io.BytesIO()
+    with TiffImagePlugin.AppendingTiffWriter(buffer, new=True) as writer:
+        for number, page in enumerate(pages):
+            info = TiffImagePlugin.ImageFileDirectory_v2()
+            if number in (types or {}):
+                info[254] = types[number]
+            page.save(writer, "TIFF", tiffinfo=info, **options)
+            writer.newFrame()
+    return buffer.getvalue()
+
+
+PAGES = [two_colours("L", shade, 255) for shade in (0, 100, 200)]
+
+
+def shades(data: bytes) -> list[int]:
+    """Returns the shade of the left half of each page."""
+    results = [decode(data, **BOUNDS, frame=frame) for frame in find_pages(io.BytesIO(data))]
+    images = [Image.open(io.BytesIO(result["image"])) for result in results]
+    return [round(image.getpixel((20, 20))[0], -1) for image in images]
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "tiff_lzw"}, {"big_tiff": True}])
+def test_pages_of_tiff(options):
+    assert shades(tiff(*PAGES, **options)) == [0, 100, 200]
+    assert shades(tiff(PAGES[1], **options)) == [100]
+    fax = [page.convert("1", dither=Image.Dither.NONE) for page in PAGES]
+    assert shades(tiff(*fax, compression="group4")) == [0, 0, 260]
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        ({0: 2, 1: 2, 2: 2}, [0, 100, 200]),  # pages of a multi-page image
+        ({1: 1}, [0, 200]),  # a thumbnail
+        ({0: 1}, [100, 200]),
+        ({1: 4, 2: 5}, [0]),  # masks
+        ({0: 1, 1: 1, 2: 1}, [0]),
+    ],
+)
+def test_thumbnails_and_masks_are_not_pages(types, expected):
+    assert shades(tiff(*PAGES, types=types)) == expected
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "MPO", "JPEG"])
+def test_frames_of_other_formats_are_not_pages(kind):
+    options = (
+        {} if kind == "JPEG" else {"save_all": True, "append_images": [two_colours(left=BLUE)]}
+    )
+    assert find_pages(io.BytesIO(encode_image(two_colours(), kind, **options))) == [0]
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_broken_directory_is_page():
+    data = bytearray(tiff(*PAGES))
+    image = Image.open(io.BytesIO(data))
+    image.seek(1)
+    second = image._frame_pos[1]
+    for offset in (len(data) - 2, len(data) + 1000):
+        broken = data.replace(struct.pack("<I", second), struct.pack("<I", offset), 1)
+        assert find_pages(io.BytesIO(broken)) == [0, 1]
+        with pytest.raises(Unreadable, match="corrupted image"):
+            decode(bytes(broken), **BOUNDS, frame=1)
+    loop = data.replace(struct.pack("<I", image._frame_pos[1]), struct.pack("<I", 8), 1)
+    assert find_pages(io.BytesIO(loop)) == [0]
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
@@ -208,9 +321,6 @@ def test_decompression_bomb_is_rejected_by_header():
     small = encode_image(two_colours(size=(200, 100)))
     assert decoding_error(small, max_input_pixels=19_999).reason == "decompression bomb"
     assert decode_rgb(small, max_input_pixels=20_000)
-
-
-NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,23 @@ def test_scenes(tmp_path):
     assert same["indices"].tolist() == [25]
 
 
+@pytest.mark.parametrize("are_stored", [True, False])
+def test_equal_frames_are_removed_before_the_limit(tmp_path, are_stored):
+    """Equal frames of screen recordings are stored again, or the frames have long durations."""
+    starts = [0, 1, 2, 3, 30, 31, 32, 33]  # of eight distinct frames, in seconds
+    times = [float(start) for start in starts] + [40.0]
+    images = [numbered_image(n) for n in [*range(8), 7]]
+    if are_stored:
+        times = frame_times(40, 10)
+        images = [images[sum(start <= time + 1e-6 for start in starts) - 1] for time in times]
+    path = write_video(tmp_path / "a.mp4", times, frames=iter(images))
+    window = read_window(path, 0, 40, fps=1.0, num_frames=8)
+    assert read_numbers(window["pixels"]) == list(range(8))
+    assert window["seconds"].tolist() == starts
+    fewer = read_window(path, 0, 40, fps=1.0, num_frames=5)
+    assert read_numbers(fewer["pixels"]) == [0, 2, 4, 5, 7]
+
+
 def test_hidden_frames(tmp_path):
     path = write_video(tmp_path / "a.mp4", frame_times(6, 10))
     hide_first_frames(path, 1.5)  # in the middle of a group of frames
@@ -168,6 +187,72 @@ def test_rotated_video_is_upright(tmp_path):
         assert [read_number(frame) for frame in rotated_back] == [2, 7]
         slow = FFmpegFrames(str(path), 0.0, (width, height)).read([2])[1][0]
         assert np.abs(slow.astype(int) - small[0]).mean() < 3
+
+
+@pytest.mark.parametrize("rotation", [0, 90, 180, 270])
+@pytest.mark.parametrize("max_pixels", [1_000_000, 3000])
+def test_mirrored_video_is_upright(tmp_path, rotation, max_pixels):
+    path = write_video(
+        tmp_path / "a.mp4", frame_times(1, 10), rotation=rotation, mirrored=True, audio=tones(1)
+    )
+    info = describe(str(path))
+    assert (info["rotation"], info["mirrored"]) == (rotation, True)
+    pixels = read_window(path, sampling="uniform", num_frames=2, max_pixels=max_pixels)["pixels"]
+    assert pixels.shape[1] * pixels.shape[2] <= max_pixels
+    assert pixels.shape[2] / pixels.shape[1] == pytest.approx(
+        info["width"] / info["height"], rel=0.1
+    )
+    stored = [np.rot90(frame, rotation // 90)[:, ::-1] for frame in pixels]
+    assert [read_number(frame) for frame in stored] == [2, 7]
+    image = np.asarray(Image.open(io.BytesIO(read_frame(str(path), 0.75, max_pixels)["jpeg"])))
+    assert image.shape[:2] == pixels.shape[1:3]
+    assert read_number(np.rot90(image, rotation // 90)[:, ::-1]) == 7
+
+
+def test_matrix_of_mirrored_video(tmp_path):
+    """Checks the matrix that phones write for the front camera."""
+    path = write_video(tmp_path / "a.mp4", frame_times(1, 10), mirrored=True)
+    assert struct.pack(">5i", -1 << 16, 0, 0, 0, 1 << 16) in path.read_bytes()
+    assert read_number(read_window(path, 0.5, 0.6)["pixels"][0][:, ::-1]) == 5
+
+
+@pytest.mark.parametrize(
+    ("ratio", "width"),
+    [
+        (Fraction(64, 45), 273),
+        (Fraction(8, 9), 171),
+        (Fraction(2), 384),
+        (Fraction(1280, 1281), 192),  # the rounding of a size
+        (Fraction(1, 50), 192),  # invalid
+    ],
+)
+@pytest.mark.parametrize("rotation", [0, 90])
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_pixels_that_are_not_square(tmp_path, ratio, width, rotation, mirrored):
+    shape = {"rotation": rotation, "mirrored": mirrored, "pixel_ratio": ratio}
+    path = write_video(tmp_path / "a.mp4", frame_times(1, 10), **shape)
+    info = describe(str(path))
+    size = (width, 108) if rotation == 0 else (108, width)
+    assert (info["width"], info["height"]) == size
+    for max_pixels in (1_000_000, 5000):
+        window = read_window(path, sampling="uniform", num_frames=2, max_pixels=max_pixels)
+        height, width = window["pixels"].shape[1:3]
+        assert height * width <= max_pixels
+        assert width / height == pytest.approx(size[0] / size[1], rel=0.03)
+        stored = [np.rot90(frame, rotation // 90) for frame in window["pixels"]]
+        stored = [frame[:, ::-1] if mirrored else frame for frame in stored]
+        assert [read_number(frame) for frame in stored] == [2, 7]
+        slow = FFmpegFrames(str(path), 0.0, (width, height)).read([2])[1][0]
+        assert np.abs(slow.astype(int) - window["pixels"][0]).mean() < 3
+        image = Image.open(io.BytesIO(read_frame(str(path), 0.2, max_pixels)["jpeg"]))
+        assert image.size == (width, height)
+
+
+@pytest.mark.parametrize("name", ["a.mkv", "a.mov"])
+def test_scenes_of_pixels_that_are_not_square(tmp_path, name):
+    path = write_video(tmp_path / name, frame_times(1, 10), pixel_ratio=Fraction(64, 45))
+    assert describe(str(path))["width"] == 273
+    assert read_window(path, sampling="scenes")["pixels"].shape[1:] == (108, 273, 3)
 
 
 def test_rotated_phone_video():

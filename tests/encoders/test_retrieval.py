@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
@@ -253,7 +254,10 @@ def test_query_images_are_decoded_like_items():
     palette.info["transparency"] = 3
     turned = Image.Exif()
     turned[0x0112] = 6
+    comment = PngInfo()
+    comment.add_text("Comment", "x" * (2 << 20), zip=True)
     for variant, options in (
+        (image, {"pnginfo": comment}),
         (transparent, {}),
         (deep, {}),
         (palette, {}),

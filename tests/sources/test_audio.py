@@ -189,6 +189,21 @@ def test_item_size_is_that_of_the_samples(tmp_path):
     assert num_bytes(window_seconds=None) == [5 * 64_000]
     assert num_bytes(window_seconds=None, sample_rate=8000) == [5 * 32_000]
     assert num_bytes(("item_id",), window_seconds=None) == [0]
-    # Without its header, the duration follows from the size of the file.
+    # Without it, the duration follows from the size of the file.
     size = (tmp_path / "a.wav").stat().st_size
     assert num_bytes(window_seconds=None, revision="stat") == [size / 4000 * 64_000]
+
+
+def test_item_size_does_not_depend_on_wrong_headers(tmp_path):
+    data = bytearray(write_audio(tmp_path / "a.flac", tones(5)).read_bytes())
+    for name, stated in {"unknown": 0, "short": 1, "long": 0xFFFFFFFF}.items():
+        data[22:26] = stated.to_bytes(4, "big")
+        (tmp_path / f"{name}.flac").write_bytes(data)
+    data = bytearray(write_audio(tmp_path / "a.mp3", tones(5)).read_bytes())
+    offset = data.index(b"Xing") + 8
+    data[offset : offset + 4] = (1 << 24).to_bytes(4, "big")
+    (tmp_path / "long.mp3").write_bytes(data)
+    media = source(tmp_path, window_seconds=None)
+    (shard,) = media.shards()
+    for item in media.scan(shard):
+        assert media.item_size(shard, item).num_bytes == pytest.approx(5 * 64_000, rel=0.1)

@@ -22,7 +22,16 @@ from pipeline.schema import ITEM, Item, Reject
 from pipeline.sources import items_table, manifests
 from pipeline.sources.images import Images
 from tests.conftest import ROOT
-from tests.decoding.test_image import bomb, encode_image, exif, two_colours
+from tests.decoding.test_image import (
+    NOISE,
+    PAGES,
+    bomb,
+    encode_image,
+    exif,
+    is_near,
+    tiff,
+    two_colours,
+)
 
 PHOTOS = ROOT / "jobs/data/photos"
 JPEG, PNG = encode_image(two_colours()), encode_image(two_colours(size=(30, 20)), "PNG")
@@ -163,6 +172,50 @@ def test_invalid_images_are_rejected(tmp_path):
     assert results["moving.gif"].metadata == {"width": 80, "height": 40, "frames": 2}
     assert results["exif.jpg"].metadata == {"width": 40, "height": 80}
     assert results["8k.jpg"].metadata == {"width": 7680, "height": 4320}
+
+
+def test_pages_of_tiff_are_items(tmp_path):
+    (tmp_path / "fax.tif").write_bytes(tiff(*PAGES))
+    (tmp_path / "one.tiff").write_bytes(tiff(PAGES[0]))
+    broken = bytearray(tiff(NOISE, NOISE, NOISE, compression="tiff_lzw"))
+    with Image.open(io.BytesIO(broken)) as image:
+        image.seek(1)
+        start = image.tag_v2[273][0]  # of the second page
+    broken[start : start + 2000] = bytes(2000)
+    (tmp_path / "broken.tif").write_bytes(broken)
+    (tmp_path / "moving.gif").write_bytes(
+        encode_image(two_colours(), "GIF", save_all=True, append_images=[two_colours(left="lime")])
+    )
+    images = source(tmp_path)
+    results = read(images)
+    assert list(results) == [
+        *(f"broken.tif#page={number}" for number in (1, 2, 3)),
+        *(f"fax.tif#page={number}" for number in (1, 2, 3)),
+        "moving.gif",
+        "one.tiff",
+    ]
+    assert reasons(results) == {"broken.tif#page=2": "corrupted image"}
+    for number, shade in enumerate((0, 100, 200), 1):
+        item = results[f"fax.tif#page={number}"]
+        assert (item.parent_id, item.span) == ("fax.tif", ("page", number, number))
+        assert (item.modality, item.metadata) == ("image", {"width": 80, "height": 40})
+        for data in (item.payload["image"], preview(images, item)):
+            assert is_near(Image.open(io.BytesIO(data)), (20, 20), (shade,) * 3)
+    (shard,) = images.shards()
+    listed = [entry for entry in enumerate(images.scan(shard)) if entry[1].parent_id == "fax.tif"]
+    (last,) = images.decode(shard, listed[2:])
+    assert last == results["fax.tif#page=3"]
+
+
+def test_pages_of_tiff_in_archives_and_manifests(tmp_path):
+    write_tar(tmp_path / "a.tar", scan__tif=tiff(*PAGES[:2]), scan__txt="A letter.")
+    results = read(source(tmp_path))
+    assert captions(results) == {"scan#page=1": "A letter.", "scan#page=2": "A letter."}
+    preview(source(tmp_path), results["scan#page=2"])
+    (tmp_path / "b.tif").write_bytes(tiff(*PAGES))
+    manifest = write_lines(tmp_path / "rows.jsonl", {"id": "b", "image": "b.tif"})
+    assert list(read(source(manifest))) == ["b#page=1", "b#page=2", "b#page=3"]
+    assert list(read(source(manifest, ("caption",)))) == ["b#page=1", "b#page=2", "b#page=3"]
 
 
 def test_image_beyond_memory_limit_is_rejected(tmp_path):

@@ -146,6 +146,25 @@ def test_previews_of_indexed_items(tmp_path):
         media.preview_audio({"parent_id": "c.mp4", "metadata": {}, "span": {"start": 0, "end": 1}})
 
 
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        ({"fps": 1}, "windows longer than 16 s have more frames at fps 1 than num_frames (16)"),
+        ({"window_seconds": None}, "videos longer than 32 s have more frames at fps 0.5"),
+        ({"fps": 1, "num_frames": 30}, ""),
+        ({}, ""),
+        ({"window_seconds": None, "sampling": "uniform"}, ""),
+    ],
+)
+def test_limit_of_frames_is_logged(tmp_path, caplog, options, warning):
+    write_video(tmp_path / "a.mp4", [0])
+    source(tmp_path, **options).check()
+    assert (warning in caplog.text) if warning else not caplog.text
+    caplog.clear()
+    source(tmp_path, ("audio",), **options).check()
+    assert not caplog.text
+
+
 def test_videos_on_other_file_systems(tmp_path):
     path = write_video(tmp_path / "a.mp4", frame_times(2, 10))
     with fsspec.open("memory://films/deep/a.mp4", "wb") as file:

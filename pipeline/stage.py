@@ -259,8 +259,8 @@ def run_stage(stage: LoadedStage, unit: Unit) -> Unit:
     """Runs a stage on a unit and rejects the items that cause exceptions.
 
     If processing the unit raises an exception, its items are processed one by one to find out which
-    of them are responsible. If all of several items fail with an error other than `Unreadable`, the
-    stage itself is considered faulty and the first exception is raised.
+    of them are responsible. If all of several items fail with an error other than `Unreadable` or
+    `MemoryError`, the stage itself is considered faulty and the first exception is raised.
     """
     if unit.items.num_rows == 0:
         return unit
@@ -291,14 +291,18 @@ def _process_individually(
     for i in range(items.num_rows):
         try:
             table, rejected, _ = stage.process(items.slice(i, 1))
-            done.append(table)
+            if table.num_rows:  # a rejected item has no columns of the stage
+                done.append(table)
             rejects += rejected
         except Exception as error:
             rejects.append(_failure(stage, items.slice(i, 1), error))
-            num_failed += not isinstance(error, Unreadable)
+            num_failed += not isinstance(error, (Unreadable, MemoryError))
     if num_failed == items.num_rows:
         raise first_error
-    return pa.concat_tables(done), rejects
+    if not done:
+        return items.slice(0, 0), rejects
+    # An item without a caption lacks the columns of captions, which are then null.
+    return pa.concat_tables(done, promote_options="default"), rejects
 
 
 def _failure(stage: LoadedStage, item: pa.Table, error: Exception) -> Reject:

@@ -25,6 +25,7 @@ import yaml
 
 from jobs.__main__ import verbs
 from jobs.search import PRECISIONS
+from pipeline.index.lease import Lease
 from pipeline.index.reader import Index
 from pipeline.index.status import status
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
@@ -188,6 +189,25 @@ def test_sigterm_while_ray_starts(spec, index_uri, verb):
     process.send_signal(signal.SIGTERM)
     output, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (143, "stopped by SIGTERM\n"), output
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "error: interrupted")],
+)
+def test_signal_during_a_fit(cluster, spec, tmp_path, number, code, message):
+    fitted = '{"name": "adaptive", "num_vectors": 2, "criterion": "length"}'
+    arguments = [spec, f"representations.0.compressor={fitted}", "--progress", "json"]
+    process = start_job("jobs.index", *arguments, address=cluster)
+    assert any('"phase": "fit' in line for line in process.stdout)  # takes 20 s
+    process.send_signal(number)
+    start = time.monotonic()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == code and error.startswith(message), error
+    assert time.monotonic() - start < 10
+    lease = Lease.from_dataset(Index(str(tmp_path / "index")).dataset)
+    assert lease is not None and lease.owner == ""
 
 
 @pytest.mark.heavy

@@ -102,6 +102,23 @@ class Resources(Spec):
         return options
 
 
+INDEX_JOBS = "jobs.index and jobs.backfill"
+#: Jobs whose resources profiles have a field that not all profiles have.
+PROFILE_JOBS = {
+    **dict.fromkeys(("read", "prepare", "write", "device_map", "object_store_bytes"), INDEX_JOBS),
+    "encode": "jobs.index, jobs.backfill and jobs.candidates",
+    "compress": "jobs.index, jobs.backfill and jobs.recompress",
+    "fit": "jobs.candidates",
+    **dict.fromkeys(("num_workers", "max_failures"), "jobs.train"),
+}
+
+
+def profile_note(field: str) -> str:
+    """Returns the end of the message about a field that a resources profile does not have."""
+    known = PROFILE_JOBS.get(field)
+    return f"; {field!r} is a field of the profiles of {known}" if known else ""
+
+
 class Profile(Spec):
     """Settings that the resources profiles of all jobs with actor pools have in common."""
 
@@ -118,6 +135,11 @@ class Profile(Spec):
     autoscaling: bool = False
     """Whether the cluster adds nodes on demand. Otherwise a profile that exceeds the cluster is an
     error."""
+
+    @classmethod
+    def unknown_field_note(cls, name: str) -> str:
+        """Names the jobs whose profiles have the field."""
+        return profile_note(name)
 
     @property
     def pools(self) -> dict[str, Resources]:

@@ -259,6 +259,17 @@ def test_starts_its_own_cluster_after_another_has_died():
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
+@pytest.mark.heavy
+def test_workers_of_its_own_cluster_have_the_priority_of_the_job():
+    environment = {name: os.environ[name] for name in os.environ if name != "RAY_ADDRESS"}
+    script = (
+        "import jobs, os, ray\nwith jobs.cluster(): print(ray.get(ray.remote(os.nice).remote(0)))"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout) == (0, f"{os.nice(0)}\n"), done.stderr
+
+
 RAY = Path(sys.executable).with_name("ray")
 
 

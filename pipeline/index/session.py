@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.data.context import (
@@ -42,8 +42,6 @@ SAVE_SECONDS, REMOTE_SAVE_SECONDS = 1.0, 10.0
 CHECK_SECONDS = 0.5
 #: Environment variable with the lifetime of the lease, and its default, in seconds.
 LEASE_VARIABLE, LEASE_SECONDS = "MAXRAY_LEASE_SECONDS", 60.0
-
-Result = TypeVar("Result")
 
 
 class Session:
@@ -204,7 +202,7 @@ class Session:
                 "stopped by SIGTERM; finished work is committed and the lease is released"
             )
 
-    def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function that only reads, see `checked_call`. It may outlive the session."""
         return checked_call(self.check, function, *arguments)
 
@@ -238,9 +236,7 @@ def _default_lease() -> float:
     return seconds
 
 
-def checked_call(
-    check: Callable[[], None], function: Callable[..., Result], *arguments: Any
-) -> Result:
+def checked_call(check: Callable[[], None], function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a function that takes long, such as `ray.get`, in a thread.
 
     Args:
@@ -249,7 +245,7 @@ def checked_call(
         function: Function to call.
         *arguments: Its arguments.
     """
-    result: futures.Future[Result] = futures.Future()
+    result: futures.Future[Any] = futures.Future()
 
     def run() -> None:
         try:

@@ -102,11 +102,11 @@ def cache_usage(uri: str) -> dict[str, Any]:
 
     The sizes are those of the cache folder of this machine, in bytes.
     """
-    folder, own = cache_folder(), index_folder(uri)
+    folder, index_files = cache_folder(), index_folder(uri)
     sizes = {path: status.st_size for path, status in _packed_files(folder)}
     return {
         "folder": str(folder),
-        "bytes": sum(size for path, size in sizes.items() if own in path.parents),
+        "bytes": sum(size for path, size in sizes.items() if index_files in path.parents),
         "bytes_all": sum(sizes.values()),
         "limit": cache_limit(),
     }

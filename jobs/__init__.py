@@ -270,6 +270,8 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         # While Ray starts, its own SIGTERM handler would drain the node for 30 s.
         os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
+        # With Ray's own niceness of 15, other programs leave a job a third of a core.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         # Without the address, Ray would join a cluster of `ray start`, or fail if it has died.
         local = {
             "address": "local",

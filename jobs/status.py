@@ -4,6 +4,9 @@ python -m jobs.status out/cranfield/index
 python -m jobs.status s3://bucket/cranfield --json
 python -m jobs.status s3://bucket/cranfield --watch
 
+The cache is that of this machine: packed vectors of searches of this index, of all indexes, and
+the limit (MAXRAY_CACHE_BYTES) beyond which the longest unused files are removed.
+
 With --watch, the progress of the job that is writing to the index is shown until it ends, from any
 process or machine that can read the index.
 """
@@ -42,13 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
 
     from pipeline.index.status import status
+    from pipeline.search.cache import cache_usage
 
-    summary = status(args.index)
+    summary = {**status(args.index), "cache": cache_usage(args.index)}
     print(json.dumps(summary, indent=1) if args.json else format_status(summary))
 
 
 def format_status(summary: dict[str, Any]) -> str:
-    """Formats the result of `pipeline.index.status.status` as text."""
+    """Formats the result of `pipeline.index.status.status` and `cache_usage` as text."""
     lines = [
         f"index        {summary['index']}",
         f"version      {summary['version']} ({summary['fragments']} fragments)",
@@ -56,6 +60,9 @@ def format_status(summary: dict[str, Any]) -> str:
     ]
     holder = summary["lease"]
     lines.append(f"writer       {holder if holder else 'none'}")
+    cache = summary["cache"]
+    used, total, limit = (cache[name] / 1e6 for name in ("bytes", "bytes_all", "limit"))
+    lines.append(f"cache        {used:,.1f} MB of {total:,.1f} MB, limit {limit:,.0f} MB")
     for encoder in summary["encoders"]:
         lines.append(f"encoder      {encoder['name']} (fingerprint {encoder['fingerprint']})")
     lines += ["", _REPRESENTATION.format(*_HEADER)]

@@ -139,7 +139,9 @@ class UnknownField(SpecError):
     def _message(self) -> str:
         name = self.field.rpartition(".")[2]
         match = close_match(name, self.rule.split(", ")) or ";"
-        return f"unknown field {name!r}{self._location()}{match} valid fields: {self.rule}"
+        return (
+            f"unknown field {name!r}{self._location()}{match} valid fields: {self.rule}{self.note}"
+        )
 
 
 class RenamedField(SpecError):
@@ -229,10 +231,16 @@ class Spec(BaseModel):
             if key in cls.renamed and key not in cls.model_fields:
                 raise RenamedField(str(key), value, cls.renamed[key])
             if key not in cls.model_fields:
-                raise UnknownField(str(key), value, ", ".join(cls.model_fields))
+                names = ", ".join(cls.model_fields)
+                raise UnknownField(str(key), value, names, note=cls.unknown_field_note(str(key)))
             if isinstance(value, str) and value in cls.renamed_values.get(key, {}):
                 raise RenamedValue(key, value, cls.renamed_values[key][value])
         return data
+
+    @classmethod
+    def unknown_field_note(cls, name: str) -> str:
+        """Returns the end of the message about an unknown field."""
+        return ""
 
     @classmethod
     def with_present_names(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -392,10 +400,16 @@ fields: num_vectors
 
 
 def describe(error: ValidationError) -> SpecError:
-    """Converts the first error of a pydantic validation to a `SpecError`."""
-    first = error.errors()[0]
+    """Converts the first error of a pydantic validation to a `SpecError`.
+
+    An unknown name of a component precedes others, because the fields that are valid depend on it.
+    """
+    errors = error.errors()
+    causes = [one.get("ctx", {}).get("error") for one in errors]
+    is_name = [isinstance(c, SpecError) and c.field.rpartition(".")[2] == "name" for c in causes]
+    number = is_name.index(True) if True in is_name else 0
+    first, cause = errors[number], causes[number]
     field = field_path(*first["loc"])
-    cause = first.get("ctx", {}).get("error")
     if isinstance(cause, SpecError):
         return cause.below(field)
     if first["type"] == "missing":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
@@ -45,10 +45,17 @@ class Registry(Generic[T]):
         entries: Import path of each component in the form `module:Class`.
         renamed: Present names of renamed components by former name. Their specs have the former
             name in `renamed_values`.
+        hidden: Names of components for tests and benchmarks, which are not listed.
     """
 
-    def __init__(self, kind: str, entries: dict[str, str], renamed: Mapping[str, str] = {}):
-        self.kind, self._entries, self._renamed = kind, entries, renamed
+    def __init__(
+        self,
+        kind: str,
+        entries: dict[str, str],
+        renamed: Mapping[str, str] = {},
+        hidden: Sequence[str] = (),
+    ):
+        self.kind, self._entries, self._renamed, self._hidden = kind, entries, renamed, hidden
 
     @functools.cached_property
     def _all(self) -> dict[str, str]:
@@ -56,8 +63,8 @@ class Registry(Generic[T]):
         return {**plugins, **self._entries}
 
     def names(self) -> list[str]:
-        """Returns the names of all registered components in alphabetical order."""
-        return sorted(self._all)
+        """Returns the names of the components that users can select, in alphabetical order."""
+        return sorted(self._all.keys() - set(self._hidden))
 
     def load(self, name: str) -> type[T]:
         """Imports the component that is registered as `name` and returns its class.
@@ -129,6 +136,7 @@ ENCODERS: Registry[Encoder[Any]] = Registry(
         "smart": "pipeline.encoders.smart:Smart",
         "transcript": "pipeline.encoders.transcript:Transcript",
     },
+    hidden=["sleeping"],
 )
 COMPRESSORS: Registry[Compressor[Any]] = Registry(
     "compressors",

@@ -102,6 +102,23 @@ class Resources(Spec):
         return options
 
 
+INDEX_JOBS = "jobs.index and jobs.backfill"
+#: Jobs whose resources profiles have a field that not all profiles have.
+PROFILE_JOBS = {
+    **dict.fromkeys(("read", "prepare", "write", "device_map", "object_store_bytes"), INDEX_JOBS),
+    "encode": "jobs.index, jobs.backfill and jobs.candidates",
+    "compress": "jobs.index, jobs.backfill and jobs.recompress",
+    "fit": "jobs.candidates",
+    **dict.fromkeys(("num_workers", "max_failures"), "jobs.train"),
+}
+
+
+def profile_note(field: str) -> str:
+    """Returns the end of the message about a field that a resources profile does not have."""
+    known = PROFILE_JOBS.get(field)
+    return f"; {field!r} is a field of the profiles of {known}" if known else ""
+
+
 class Profile(Spec):
     """Settings that the resources profiles of all jobs with actor pools have in common."""
 
@@ -118,6 +135,11 @@ class Profile(Spec):
     autoscaling: bool = False
     """Whether the cluster adds nodes on demand. Otherwise a profile that exceeds the cluster is an
     error."""
+
+    @classmethod
+    def unknown_field_note(cls, name: str) -> str:
+        """Names the jobs whose profiles have the field."""
+        return profile_note(name)
 
     @property
     def pools(self) -> dict[str, Resources]:
@@ -259,8 +281,8 @@ def run_stage(stage: LoadedStage, unit: Unit) -> Unit:
     """Runs a stage on a unit and rejects the items that cause exceptions.
 
     If processing the unit raises an exception, its items are processed one by one to find out which
-    of them are responsible. If all of several items fail with an error other than `Unreadable`, the
-    stage itself is considered faulty and the first exception is raised.
+    of them are responsible. If all of several items fail with an error other than `Unreadable` or
+    `MemoryError`, the stage itself is considered faulty and the first exception is raised.
     """
     if unit.items.num_rows == 0:
         return unit
@@ -291,14 +313,18 @@ def _process_individually(
     for i in range(items.num_rows):
         try:
             table, rejected, _ = stage.process(items.slice(i, 1))
-            done.append(table)
+            if table.num_rows:  # a rejected item has no columns of the stage
+                done.append(table)
             rejects += rejected
         except Exception as error:
             rejects.append(_failure(stage, items.slice(i, 1), error))
-            num_failed += not isinstance(error, Unreadable)
+            num_failed += not isinstance(error, (Unreadable, MemoryError))
     if num_failed == items.num_rows:
         raise first_error
-    return pa.concat_tables(done), rejects
+    if not done:
+        return items.slice(0, 0), rejects
+    # An item without a caption lacks the columns of captions, which are then null.
+    return pa.concat_tables(done, promote_options="default"), rejects
 
 
 def _failure(stage: LoadedStage, item: pa.Table, error: Exception) -> Reject:

@@ -1,4 +1,4 @@
-"""Renamed fields and values: unchanged hashes, stored specs of earlier versions, and errors."""
+"""Errors of specs, and renamed fields and values: unchanged hashes and specs of old versions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import pytest
 from pipeline.config import SpecError, digest, dump, dump_stored, parse
 from pipeline.eval.results import method_name
 from pipeline.index.columns import Representation
-from pipeline.index.spec import IndexSpec
+from pipeline.index.recompress import RecompressResources
+from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES, SPEECH
+from pipeline.search.candidates_job import CandidatesResources
 from pipeline.sources.video import Video
+from pipeline.stage import PROFILE_JOBS, Profile
+from pipeline.train.ray import Workers
 from pipeline.training_data.media import Decoding, decoding_settings
 from tests.conftest import ROOT
 
@@ -215,3 +219,55 @@ def test_errors_name_the_present_value():
     stored = {"name": "jina_v4", "model": "/m", "documents": "pictures"}
     spec = ENCODERS.resolve(stored, stored=True)
     assert dump(spec)["documents"] == "images" and dump_stored(spec)["documents"] == "pictures"
+
+
+@pytest.mark.parametrize(
+    ("representation", "message"),
+    [
+        ({"compressor": "kcentre", "num_vectors": 32}, r"compressor\.name .* mean 'kcenter'\?$"),
+        ({"compressor": {"name": "kcentre", "num_vector": 32}}, r"\.name .* mean 'kcenter'\?$"),
+        ({"compressor": {"name": "adaptive", "method": "hpol"}}, r"method\.name .* mean 'hpool'"),
+        (
+            {"compressor": "kcenter", "num_vectors": 32},
+            r"'num_vectors' is required in .*compressor",
+        ),
+        ({"compressor": "none", "num_vectors": 32}, r"unknown field 'num_vectors' in rep"),
+    ],
+)
+def test_unknown_component_precedes_its_options(representation, message):
+    fields = {"index": "x", "source": {"name": "text", "path": "x"}}
+    with pytest.raises(SpecError, match=message):
+        parse(IndexSpec, {**fields, "representations": [representation]})
+
+
+PROFILES = [IndexResources, RecompressResources, CandidatesResources, Workers]
+
+
+@pytest.mark.parametrize(
+    ("profile", "field", "verbs"),
+    [
+        (RecompressResources, "read", "jobs.index and jobs.backfill"),
+        (CandidatesResources, "compress", "jobs.index, jobs.backfill and jobs.recompress"),
+        (IndexResources, "fit", "jobs.candidates"),
+        (IndexResources, "num_workers", "jobs.train"),
+        (Workers, "encode", "jobs.index, jobs.backfill and jobs.candidates"),
+    ],
+)
+def test_field_of_the_profile_of_another_job(profile, field, verbs):
+    message = f"unknown field '{field}'.*; '{field}' is a field of the profiles of {verbs}$"
+    with pytest.raises(SpecError, match=message):
+        parse(profile, {field: {}})
+
+
+def test_fields_of_all_profiles_are_known():
+    fields = {name for profile in PROFILES for name in profile.model_fields}
+    common = {*Profile.model_fields, "num_cpus", "num_gpus"}
+    assert fields - common == PROFILE_JOBS.keys()
+
+
+def test_encoders_for_benchmarks_are_not_listed():
+    assert ENCODERS.resolve("sleeping").name == "sleeping"
+    assert "sleeping" not in ENCODERS.names()
+    with pytest.raises(SpecError) as caught:
+        ENCODERS.resolve("sleepin")
+    assert "sleeping" not in str(caught.value)

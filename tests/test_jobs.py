@@ -25,6 +25,7 @@ import yaml
 
 from jobs.__main__ import verbs
 from jobs.search import PRECISIONS
+from pipeline.index.lease import Lease
 from pipeline.index.reader import Index
 from pipeline.index.status import status
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
@@ -191,6 +192,25 @@ def test_sigterm_while_ray_starts(spec, index_uri, verb):
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "error: interrupted")],
+)
+def test_signal_during_a_fit(cluster, spec, tmp_path, number, code, message):
+    fitted = '{"name": "adaptive", "num_vectors": 2, "criterion": "length"}'
+    arguments = [spec, f"representations.0.compressor={fitted}", "--progress", "json"]
+    process = start_job("jobs.index", *arguments, address=cluster)
+    assert any('"phase": "fit' in line for line in process.stdout)  # takes 20 s
+    process.send_signal(number)
+    start = time.monotonic()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == code and error.startswith(message), error
+    assert time.monotonic() - start < 10
+    lease = Lease.from_dataset(Index(str(tmp_path / "index")).dataset)
+    assert lease is not None and lease.owner == ""
+
+
+@pytest.mark.heavy
 def test_index_deleted_during_the_job(cluster, spec, tmp_path):
     process = start_job("jobs.index", spec, address=cluster)
     data = tmp_path / "index/items.lance/data"
@@ -237,6 +257,17 @@ def test_starts_its_own_cluster_after_another_has_died():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
     shutil.rmtree(folder, ignore_errors=True)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+@pytest.mark.heavy
+def test_workers_of_its_own_cluster_have_the_priority_of_the_job():
+    environment = {name: os.environ[name] for name in os.environ if name != "RAY_ADDRESS"}
+    script = (
+        "import jobs, os, ray\nwith jobs.cluster(): print(ray.get(ray.remote(os.nice).remote(0)))"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout) == (0, f"{os.nice(0)}\n"), done.stderr
 
 
 RAY = Path(sys.executable).with_name("ray")

@@ -32,6 +32,10 @@ NumVectors = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 MAX_BLOCK_ELEMENTS = {"cpu": 1 << 21}
 DEFAULT_MAX_BLOCK_ELEMENTS = 1 << 26
 
+#: Number of elements of a tensor from which the tensors derived from it are computed in parts. They
+#: would otherwise exceed the memory for items of many tokens and a large budget.
+LARGE = 1 << 26
+
 #: Values that differ by less from the minimum are considered equal to it.
 TIE_TOLERANCE = 1e-5
 
@@ -409,6 +413,11 @@ def memberships(groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
     return torch.eq(groups_BN.unsqueeze(-1), groups_K, out=result)
 
 
+def large_parts(values: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+    """Splits a large tensor along a dimension into views of about `LARGE / 4` elements."""
+    return values.split(max(1, values.shape[dim] * LARGE // (4 * values.numel())), dim)
+
+
 def first_minimum(values: torch.Tensor, dim: int) -> torch.Tensor:
     """Returns the first index along `dim` whose value is within 1e-5 of the minimum.
 
@@ -425,6 +434,9 @@ def first_minimum(values: torch.Tensor, dim: int) -> torch.Tensor:
         # Boolean values need less memory bandwidth. argmax is not implemented for them.
         is_minimum = values <= values.amin(dim=dim, keepdim=True).add_(TIE_TOLERANCE)
         return is_minimum.view(torch.uint8).argmax(dim=dim)
+    if values.numel() > LARGE and values.ndim == 3 and dim > 0 and values.shape[3 - dim] > 1:
+        parts = large_parts(values, 3 - dim)
+        return torch.cat([first_minimum(part, dim) for part in parts], dim=1)
     # The maximum of descending ranks is the first match. argmax, argmin and boolean comparisons are
     # several times slower on a CPU. float32 represents the ranks exactly.
     size = values.shape[dim]

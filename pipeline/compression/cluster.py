@@ -178,7 +178,7 @@ def lloyd(
             squares_B1K = centres_BKD.square().sum(dim=2).unsqueeze(1)
             distance_BNK = torch.baddbmm(squares_B1K, tokens, centres_BKD.mT, alpha=-2)
             previous_BN = nearest_BN
-            nearest_BN = first_minimum(distance_BNK.masked_fill(is_padding_B1K, torch.inf), dim=2)
+            nearest_BN = first_minimum(distance_BNK.masked_fill_(is_padding_B1K, torch.inf), dim=2)
             nearest_BN = nearest_BN.masked_fill(~mask, -1)
             if previous_BN is not None and torch.equal(previous_BN, nearest_BN):
                 break

@@ -11,6 +11,7 @@ import fastcluster
 import numpy as np
 import torch
 from pydantic import Field
+from scipy import sparse
 from scipy.cluster import hierarchy
 from scipy.spatial.distance import pdist, squareform
 from threadpoolctl import threadpool_limits
@@ -21,6 +22,11 @@ from pipeline.tokens import TokenBatch, normalise, unit_vectors
 #: If a squared distance is below this fraction of the squared norms, it is recomputed by
 #: subtraction to avoid cancellation.
 CANCELLATION_LIMIT = 1e-10
+
+#: Maximum number of tokens whose distances are computed together, which takes 0.8 GB in float64.
+MAX_LINKED = 8192
+#: Maximum number of tokens per block of longer items.
+BLOCK_TOKENS = 4096
 
 #: Type of functions that map unit vectors (n, D) float64 to distances in the condensed form of
 #: SciPy, (n (n - 1) / 2,).
@@ -34,6 +40,10 @@ class HPool(Budgeted["HPool.Spec"]):
     linkage is computed on the CPU in float64. Items are processed in parallel by as many threads as
     torch uses. An item yields up to K groups. It yields fewer if merges are tied at the cut, for
     example because it has fewer than K distinct tokens. Groups are ordered by their first token.
+
+    All pairs of tokens are compared only in items of up to 8,192 tokens. Longer items are first
+    merged in blocks of up to 4,096 adjacent tokens, to max(K, 4096) groups in total, and then the
+    means of these groups to K. The second linkage treats each mean as one token.
     """
 
     class Spec(Budget):
@@ -112,7 +122,7 @@ def hierarchical_groups(
             first = min(num_protected, budget - 1)
             tokens = vectors[first:length].astype(np.float64)
             tokens /= np.linalg.norm(tokens, axis=1, keepdims=True).clip(min=1e-12)
-            groups[first:] = first + cut_linkage(distances(tokens), budget - first, method)
+            groups[first:] = first + group_tokens(tokens, budget - first, distances, method)
         return groups
 
     assignment = np.full(tokens_BND.shape[:2], -1, dtype=np.int64)
@@ -128,6 +138,9 @@ def merge_costs(tokens_BND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tens
     An item with n tokens has n - 1 merges. If its tokens are merged into k groups, their squared
     error is the sum of all costs except the k - 1 largest.
 
+    Of items of more than `MAX_LINKED` tokens, the groups of their blocks are merged, see `HPool`.
+    The costs of these merges are multiplied by the mean size of a group. Others are 0.
+
     Args:
         tokens_BND: Vectors with padding at the end of each row.
         lengths_B: Number of tokens per item.
@@ -137,11 +150,18 @@ def merge_costs(tokens_BND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tens
     """
 
     def item_costs(vectors: np.ndarray, length: int) -> np.ndarray:
+        costs = np.zeros(max(0, length - 1))
         if length < 2:
-            return np.empty(0)
-        distances = vector_distances(vectors[:length].astype(np.float64))
+            return costs
+        tokens_ND = vectors[:length].astype(np.float64)
+        if length > MAX_LINKED:
+            groups = block_groups(tokens_ND, BLOCK_TOKENS, vector_distances, "ward")
+            tokens_ND = group_centres(tokens_ND, groups)
+        distances = vector_distances(tokens_ND)
         heights = fastcluster.linkage(distances, "ward", preserve_input=False)[:, 2]
-        return np.sort(heights**2 / 2)[::-1]
+        scale = length / len(tokens_ND)
+        costs[: len(heights)] = np.sort(heights**2 / 2)[::-1] * scale
+        return costs
 
     costs_BN = np.full(tokens_BND.shape[:2], -1.0)
     results = map_items(item_costs, tokens_BND, lengths_B.tolist())
@@ -155,7 +175,7 @@ def map_items(
 ) -> list[np.ndarray]:
     """Applies a function to each item, in parallel threads.
 
-    The number of threads is the one that torch uses.
+    The number of threads is the one that torch uses, or less if the items have many tokens.
 
     Args:
         function: Function of the vectors (N, D) of an item and of its element of each of
@@ -164,19 +184,79 @@ def map_items(
         *arguments: Sequences that contain one element per item.
     """
     vectors = tokens_BND.detach().cpu().numpy()
+    # The memory of a thread grows with the square of the number of tokens.
+    size = max(1, min(tokens_BND.shape[1], MAX_LINKED))
+    num_threads = min(torch.get_num_threads(), max(1, 4 * MAX_LINKED**2 // size**2))
     # Matrix products and linkages release the GIL, so one thread per item scales well. BLAS is
     # limited to one thread, because nested threads would compete for the cores and be many times
     # slower.
     with (
         _BLAS_LOCK,
         threadpool_limits(1, "blas"),
-        ThreadPoolExecutor(torch.get_num_threads()) as pool,
+        ThreadPoolExecutor(num_threads) as pool,
     ):
         return list(pool.map(function, vectors, *arguments))
 
 
 #: The limit on BLAS threads affects the whole process, so only one caller may change it at a time.
 _BLAS_LOCK = threading.Lock()
+
+
+def group_tokens(
+    tokens_ND: np.ndarray,
+    num_groups: int,
+    distances: Distances,
+    method: Literal["ward", "average"],
+) -> np.ndarray:
+    """Groups unit vectors by agglomerative clustering, in blocks if there are many.
+
+    Args:
+        tokens_ND: Unit vectors of an item.
+        num_groups: Maximum number of groups.
+        distances: Function that computes the distances for the linkage.
+        method: Linkage method.
+
+    Returns:
+        Group of each token (N,), numbered in the order of their first members.
+    """
+    if len(tokens_ND) <= MAX_LINKED:
+        return cut_linkage(distances(tokens_ND), num_groups, method)
+    groups_N = block_groups(tokens_ND, max(num_groups, BLOCK_TOKENS), distances, method)
+    if num_groups >= BLOCK_TOKENS:
+        return groups_N
+    centres_GD = group_centres(tokens_ND, groups_N)
+    return cut_linkage(distances(centres_GD), num_groups, method)[groups_N]
+
+
+def block_groups(
+    tokens_ND: np.ndarray,
+    num_groups: int,
+    distances: Distances,
+    method: Literal["ward", "average"],
+) -> np.ndarray:
+    """Groups the tokens of each block of `BLOCK_TOKENS` tokens, see `group_tokens`.
+
+    Blocks have groups in proportion to their tokens.
+    """
+    num_blocks = -(-len(tokens_ND) // BLOCK_TOKENS)
+    shares = np.diff(np.linspace(0, num_groups, num_blocks + 1).astype(int)).tolist()
+    parts: list[np.ndarray] = []
+    for block_ND, share in zip(np.array_split(tokens_ND, num_blocks), shares, strict=True):
+        first = parts[-1].max() + 1 if parts else 0
+        parts.append(first + cut_linkage(distances(block_ND), share, method))
+    return np.concatenate(parts)
+
+
+def group_centres(tokens_ND: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
+    """Returns the mean (G, D) of each group. That of equal tokens equals them exactly.
+
+    >>> group_centres(np.array([[0.1, 0.0], [0.6, 0.8], [0.1, 0.0]]), np.array([0, 1, 0])).tolist()
+    [[0.1, 0.0], [0.6, 0.8]]
+    """
+    _, first_G, sizes_G = np.unique(groups_N, return_index=True, return_counts=True)
+    first_GD = tokens_ND[first_G]
+    member_GN = sparse.csr_array((np.ones(len(groups_N)), (groups_N, np.arange(len(groups_N)))))
+    return first_GD + member_GN @ (tokens_ND - first_GD[groups_N]) / sizes_G[:, np.newaxis]
 
 
 def cut_linkage(

@@ -53,6 +53,9 @@ def rounded_distances(tokens_ND: np.ndarray) -> np.ndarray:
     Returns:
         Distances in the condensed form of SciPy.
     """
-    cosine_NN = (1.0 - tokens_ND @ tokens_ND.T).clip(min=0.0)
+    cosine_NN = tokens_ND @ tokens_ND.T
+    np.subtract(1.0, cosine_NN, out=cosine_NN)
+    cosine_NN.clip(min=0.0, out=cosine_NN)
     np.fill_diagonal(cosine_NN, 0.0)
-    return euclidean_distances(cosine_NN.astype(np.float16).astype(np.float64), tokens_ND)
+    cosine_NN[...] = cosine_NN.astype(np.float16)
+    return euclidean_distances(cosine_NN, tokens_ND)

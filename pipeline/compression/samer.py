@@ -8,11 +8,13 @@ import torch
 from pydantic import Field, model_validator
 
 from pipeline.compression import (
+    LARGE,
     blocks,
     concatenate,
     first_minimum,
     group_sums,
     kernel_module,
+    large_parts,
     memberships,
     pack_outputs,
 )
@@ -448,8 +450,17 @@ def soft_centroids(
 
     The weights a_ik are a softmax over k, and r_k divides by their sum over the tokens. The latter
     is computed as a softmax over i of log a_ik, so that weights of distant representatives do not
-    underflow. `mask_BN` is True for tokens, or None without padding.
+    underflow. `mask_BN` is True for tokens, or None without padding. Large distances are
+    overwritten.
     """
+    if distance_BKN.numel() > LARGE and not distance_BKN.requires_grad:
+        for part in large_parts(distance_BKN.mul_(-1 / tau), dim=2):
+            part.copy_(part.log_softmax(dim=1))
+        if mask_BN is not None:
+            distance_BKN.masked_fill_(~mask_BN.unsqueeze(1), torch.finfo(distance_BKN.dtype).min)
+        for part in large_parts(distance_BKN, dim=1):
+            part.copy_(part.softmax(dim=2))
+        return normalise(distance_BKN @ tokens_BND)
     kernels = None if distance_BKN.requires_grad else kernel_module(distance_BKN)
     if kernels and distance_BKN.shape[1] <= kernels.MAX_CLASSES:
         log_weights_BKN = kernels.log_softmax(distance_BKN, -1 / tau)

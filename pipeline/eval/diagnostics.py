@@ -251,10 +251,14 @@ def inter_token_similarity(
     for row in rows.tolist():
         vectors_ND = normalise(packed.item(row))
         num_vectors = len(vectors_ND)
-        bin_N = torch.arange(num_vectors) * num_rows // longest
-        sums_RD = torch.zeros(num_rows, vectors_ND.shape[1]).index_add_(0, bin_N, vectors_ND)
+        bin_N = np.arange(num_vectors) * num_rows // longest
+        first_N, size = np.searchsorted(bin_N, bin_N), np.bincount(bin_N).max()
+        # `index_add_` adds in the same order, but its threads wait for each other.
+        padded_RSD = np.zeros((num_rows, size, vectors_ND.shape[1]), np.float32)
+        padded_RSD[bin_N, np.arange(num_vectors) - first_N] = vectors_ND.numpy()
+        sums_RD = torch.from_numpy(padded_RSD.sum(axis=1))
         sums += (sums_RD @ sums_RD.T).numpy()
-        count_R = np.bincount(bin_N.numpy(), minlength=num_rows)
+        count_R = np.bincount(bin_N, minlength=num_rows)
         counts += np.outer(count_R, count_R)
         if num_vectors > 1:
             all_pairs = float(vectors_ND.sum(dim=0).square().sum())

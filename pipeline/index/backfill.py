@@ -81,7 +81,7 @@ def run(
         writer = session.writer
         load = tasks.describe_encoder.options(**resources.encode.task_options)
         with session.monitor.phase("load encoder"):
-            encoder_info = ray.get(load.remote(spec.encoder))
+            encoder_info = session.call(ray.get, load.remote(spec.encoder))
         column = rerank_field(spec.rerank, encoder_info)
         check_same_encoder(writer.dataset.schema, encoder_info)
         if RERANK_TOKENS in writer.dataset.schema.names:
@@ -94,11 +94,11 @@ def run(
         with session.monitor.phase("list"):
             shards_by_fragment = _shards_by_fragment(session, listed, resources)
         dataset = writer.dataset
-        incomplete = [
-            fragment
-            for fragment in shards_by_fragment
-            if get_fragment(dataset, fragment).count_rows(WITHOUT_TOKENS)
-        ]
+        incomplete = []
+        for fragment in shards_by_fragment:
+            session.check()
+            if get_fragment(dataset, fragment).count_rows(WITHOUT_TOKENS):
+                incomplete.append(fragment)
         progress.fragments = len(dataset.get_fragments())
         progress.done_before = progress.fragments - len(incomplete)
         report(f"{len(incomplete)} of {progress.fragments} fragments have items without tokens")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from pipeline.config import (
     WEIGHTS_HASH,
@@ -82,6 +82,15 @@ class Representation(Spec):
     `hpool_32_int8`. The character `@` is reserved for prefixes (`NAME@K`)."""
     keep_assignment: bool = True
     """Whether to store the assignment of tokens to vectors, for highlights and similarity maps."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_compressor(cls, data: Any, info: ValidationInfo) -> Any:
+        """Reports an error of the compressor before options of it in the wrong place."""
+        if isinstance(data, Mapping) and data.keys() - cls.model_fields and "compressor" in data:
+            with within("compressor"):
+                COMPRESSORS.validate(data["compressor"], info)
+        return data
 
     @field_validator("id")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 import lance
@@ -16,6 +17,7 @@ from lance.optimize import (
     RewriteResult,
 )
 
+from pipeline.index.session import checked_call
 from pipeline.index.writer import IndexWriter
 from pipeline.stage import Resources
 
@@ -65,10 +67,11 @@ class FragmentMerger:
     Args:
         writer: Writer of the index.
         resources: Resources of each task.
+        check: Called while waiting. Raises an error to stop the job.
     """
 
-    def __init__(self, writer: IndexWriter, resources: Resources):
-        self._writer = writer
+    def __init__(self, writer: IndexWriter, resources: Resources, check: Callable[[], None]):
+        self._writer, self._check = writer, check
         self._task = _merge.options(**resources.task_options)
         self._earlier = [f.fragment_id for f in writer.dataset.get_fragments()]
         self._num_planned = len(self._earlier)
@@ -104,7 +107,7 @@ class FragmentMerger:
         if not merges:
             return
         try:
-            metrics = self._writer.commit_compaction(ray.get(merges))
+            metrics = self._writer.commit_compaction(checked_call(self._check, ray.get, merges))
             self._num_planned -= metrics.fragments_removed - metrics.fragments_added
         except ray.exceptions.RayError as error:  # the fragments remain as they are
             log.warning("Could not merge fragments: %s", error)

@@ -90,7 +90,7 @@ def run(
     with Session(
         spec.index, spec, "delete", job, lambda: asdict(progress), lease_seconds, show
     ) as session:
-        rows = _select(Index(spec.index), spec, progress)
+        rows = session.call(_select, Index(spec.index), spec, progress)
         report(_selection(progress))
         pairs = ((fragment, item_id) for fragment, ids in rows.items() for item_id in ids)
         with session.monitor.phase("delete", total=progress.selected):

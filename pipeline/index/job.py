@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -155,7 +156,7 @@ def run(
         )
         listing = list_source(context, limit, retry_rejects)
         with context.phase("load encoder", total=progress.to_do):
-            columns = plan_columns(spec, ray.get(encoder_info), session.writer)
+            columns = plan_columns(spec, session.call(ray.get, encoder_info), session.writer)
         learned = fit_columns(context, listing, columns)
         stream(context, listing, columns, learned)
         with session.monitor.phase("finish"):
@@ -185,7 +186,8 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
     num_shards = len(tallies)
     counts = {tally.shard: tally.counts for tally in tallies}
     with context.phase("mark duplicates"):
-        duplicates = ray.get(tasks.mark_duplicates.options(**task_options).remote(job, num_shards))
+        call = tasks.mark_duplicates.options(**task_options).remote(job, num_shards)
+        duplicates = context.session.call(ray.get, call)
         counts.update(duplicates)
     # Recorded after listing: otherwise later shards would count these rejects as already known.
     with context.phase("record rejects"):
@@ -240,7 +242,7 @@ def fit_columns(
             with context.phase(f"fit {r.id}", total=context.progress.to_do):
                 threads = context.resources.encode.num_threads
                 call = task.remote(job, num_shards, spec.fit, stage, r, threads)
-                learned[r.id] = ray.get(call)
+                learned[r.id] = context.session.call(ray.get, call)
         fields += fitted_fields(spec.index, r, columns.encoder_info, learned[r.id])
     context.writer.add_columns([*columns.encoder_fields, *fields, *columns.rerank_fields])
     return learned
@@ -255,7 +257,8 @@ def _calibration(context: Context, listing: Listing) -> tuple[ListingJob, int]:
     task_options = context.resources.read.task_options
     with context.phase("list the calibration source"):
         num_shards = sum(1 for _ in context.list_shards(job))
-        ray.get(tasks.mark_duplicates.options(**task_options).remote(job, num_shards))
+        call = tasks.mark_duplicates.options(**task_options).remote(job, num_shards)
+        context.session.call(ray.get, call)
     return job, num_shards
 
 
@@ -280,7 +283,7 @@ def stream(
     # If the job dies, committed fragments persist and the next run recomputes the others.
     pending = Pending()
     before, interval = progress.done, spec.commit_seconds
-    merger = FragmentMerger(context.writer, context.resources.write)
+    merger = FragmentMerger(context.writer, context.resources.write, session.check)
 
     def steps() -> dict[str, Totals] | None:
         totals = read_board(session.job)
@@ -371,14 +374,15 @@ def finish(context: Context) -> None:
         raise JobError(
             f"accounting check failed: listed {progress.listed:,} != {accounted}; rerun the job"
         )
-    truncated = ray.get(tasks.truncated_files.remote(spec)) if tasks.has_media(spec) else []
+    wait_for = partial(context.session.call, ray.get)
+    truncated = wait_for(tasks.truncated_files.remote(spec)) if tasks.has_media(spec) else []
     progress.truncated = len(truncated)
     if truncated:
         names = ", ".join(truncated[:5]) + (", ..." if len(truncated) > 5 else "")
         report(f"truncated files: {len(truncated):,} ({names}), indexed up to the truncation")
     if ENCODERS.load(spec.encoder.name).has_warnings(spec.encoder):
         report("checking recognition files for ids without an item")
-        for sentence in ray.get(tasks.remarks.remote(spec)):
+        for sentence in wait_for(tasks.remarks.remote(spec)):
             report(sentence)
 
 
@@ -394,7 +398,8 @@ def remove_stale(context: Context, listing: Listing) -> None:
             " (see the rejects); the rest of the job is complete"
         )
     collections = listing.job.build_source().collections
-    stale = ray.get(tasks.stale_rows.remote(listing.job, listing.num_shards, collections))
+    call = tasks.stale_rows.remote(listing.job, listing.num_shards, collections)
+    stale = context.session.call(ray.get, call)
     context.writer.remove(stale)
     context.progress.removed = sum(map(len, stale.values()))
     context.report(f"removed {context.progress.removed:,} items that the source no longer lists")

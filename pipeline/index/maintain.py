@@ -137,7 +137,7 @@ def _compact(
     start = time.perf_counter()
     with session.monitor.phase("compact", "groups of fragments", len(tasks)):
         for number, task in enumerate(tasks, 1):
-            rewritten = task.execute(dataset)
+            rewritten = session.call(task.execute, dataset)
             metrics = session.writer.commit_compaction([rewritten])
             progress.merged += metrics.fragments_removed
             progress.fragments += metrics.fragments_added - metrics.fragments_removed

@@ -279,7 +279,7 @@ def _prepare_columns(
         if needs_fit(r):
             with session.monitor.phase(f"fit {r.id}"):
                 call = task.remote(spec, encoder_info, r, resources.num_threads)
-                learned[r.id] = ray.get(call)
+                learned[r.id] = session.call(ray.get, call)
         else:
             learned[r.id] = trained_state(r, encoder_info)
         added += fitted_fields(spec.index, r, encoder_info, learned[r.id])

@@ -1,8 +1,9 @@
-"""Session of a job that writes to an index. It holds the lease and handles SIGTERM."""
+"""Session of a job that writes to an index. It holds the lease and handles signals."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import json
 import logging
 import math
@@ -12,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import ray
@@ -36,6 +38,8 @@ log = logging.getLogger("maxray.session")
 #: Interval at which the progress is stored in a local index, and in one in object storage, in
 #: seconds.
 SAVE_SECONDS, REMOTE_SAVE_SECONDS = 1.0, 10.0
+#: Interval at which a waiting job checks whether it has to stop, in seconds.
+CHECK_SECONDS = 0.5
 #: Environment variable with the lifetime of the lease, and its default, in seconds.
 LEASE_VARIABLE, LEASE_SECONDS = "MAXRAY_LEASE_SECONDS", 60.0
 
@@ -82,7 +86,7 @@ class Session:
             SAVE_SECONDS if is_local else REMOTE_SAVE_SECONDS,
         )
         self._lease_seconds = _default_lease() if lease_seconds is None else lease_seconds
-        self._stop = threading.Event()
+        self._signal: int | None = None
         self._ended = threading.Event()
         self._lost: Exception | None = None
 
@@ -98,9 +102,10 @@ class Session:
         self.writer = IndexWriter(self.index, self.job, self._lease_seconds)
         self._renewer = threading.Thread(target=self._renew, daemon=True)
         self._renewer.start()
-        self._old_handler = None
+        self._old_handlers: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            self._old_handler = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._old_handlers[number] = signal.signal(number, self._on_signal)
         try:
             logs.event(log, "job_started", kind=self.kind)
             write_atomic(f"{self.folder}/spec.yaml", dump_yaml(self.spec))
@@ -154,8 +159,14 @@ class Session:
         try:
             self.writer.release()
         finally:
-            if self._old_handler is not None:
-                signal.signal(signal.SIGTERM, self._old_handler)
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        """Stops the job at the next `check`, so that no signal interrupts a commit."""
+        if self._signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt  # pressed again
+        self._signal = number
 
     def _renew(self) -> None:
         while not self._ended.wait(self._lease_seconds / 4):
@@ -175,13 +186,25 @@ class Session:
         return self._lost is None
 
     def check(self) -> None:
-        """Raises `Stopped` after SIGTERM, or `LeaseLost` if another job has taken the lease."""
+        """Raises an error if the job has to stop.
+
+        Raises:
+            Stopped: SIGTERM was received.
+            KeyboardInterrupt: SIGINT was received.
+            LeaseLost: Another job has taken the lease.
+        """
         if self._lost:
             raise self._lost
-        if self._stop.is_set():
+        if self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._signal is not None:
             raise Stopped(
                 "stopped by SIGTERM; finished work is committed and the lease is released"
             )
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function that only reads, see `checked_call`. It may outlive the session."""
+        return checked_call(self.check, function, *arguments)
 
     def record(self, state: str, error: str = "") -> None:
         """Writes the summary of the job, which can be viewed with `jobs.status`.
@@ -211,6 +234,30 @@ def _default_lease() -> float:
     if not 0 < seconds < math.inf:
         raise SpecError(LEASE_VARIABLE, text, "a positive number of seconds")
     return seconds
+
+
+def checked_call(check: Callable[[], None], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function that takes long, such as `ray.get`, in a thread.
+
+    Args:
+        check: Called every half second until the result is available. If it raises an error, the
+            function is abandoned.
+        function: Function to call.
+        *arguments: Its arguments.
+    """
+    result: futures.Future[Any] = futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function(*arguments))
+        except BaseException as error:  # re-raised in the thread of the caller
+            result.set_exception(error)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), daemon=True).start()
+    while not futures.wait([result], CHECK_SECONDS).done:
+        check()
+    return result.result()
 
 
 def configure_ray_data(profile: Profile = Profile()) -> None:  # noqa: B008 - immutable
@@ -252,7 +299,7 @@ def iter_rows(dataset: ray.data.Dataset) -> Iterator[dict[str, Any] | None]:
     threading.Thread(target=consume, daemon=True).start()
     while True:
         try:
-            row = rows.get(timeout=0.5)
+            row = rows.get(timeout=CHECK_SECONDS)
         except queue.Empty:
             yield None
             continue

@@ -21,6 +21,7 @@ from pipeline.index.fitting import LearnedState, fit
 from pipeline.index.info import EncoderInfo
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import Index, quote
+from pipeline.index.session import checked_call
 from pipeline.index.spec import FitSample, IndexSpec
 from pipeline.index.stages import Encode, TokenEncoder
 from pipeline.index.token_columns import with_taps
@@ -57,26 +58,33 @@ def list_shards(
         limit: Maximum number of items, in listing order. With a limit, shards are listed one after
             another until it is reached.
         max_running: Maximum number of concurrent tasks.
-        check: Called between results. Raises an error to stop the job.
+        check: Called while waiting. Raises an error to stop the job.
         task: Ray task that is called like `listing.list_shard`.
     """
     # The task waits for the listing tasks, so it must not occupy their resources.
     options: dict[str, Any] = {"num_cpus": 0, "num_returns": "streaming"}
     options["_generator_backpressure_num_objects"] = WAITING_MESSAGES
     messages: Any = _plan.options(**options).remote(job)
-    shards = enumerate(shard for message in messages for shard in ray.get(message))
+    shards = enumerate(_shards(messages, check))
     if limit is None:
         arguments = ((number, {"shard": shard, "limit": None}) for number, shard in shards)
         yield from map_shards(task, job, arguments, max_running, check)
         return
     while limit and (planned := next(shards, None)) is not None:
         number, shard = planned
-        tally = ray.get(task.remote(job, number, {"shard": shard, "limit": limit}))
+        call = task.remote(job, number, {"shard": shard, "limit": limit})
+        tally = checked_call(check, ray.get, call)
         limit -= tally.num_entries
         check()
         yield tally
     if not limit:
         ray.cancel(messages)
+
+
+def _shards(messages: Any, check: Callable[[], None]) -> Iterator[dict[str, Any]]:
+    """Yields the shards of the messages of `_plan`."""
+    while (message := checked_call(check, next, messages, None)) is not None:
+        yield from ray.get(message)
 
 
 def map_shards(

@@ -5,7 +5,9 @@ one folder per index and column, with one file (see `packed_file`) per fragment.
 hash of everything the vectors depend on: the immutable data files, the field and the codec of the
 column. Therefore appending rows adds files, deleting rows changes none (the open version determines
 which rows remain), and rewriting a column creates new files. The files take about as much space as
-the column in the index and can be deleted at any time.
+the column in the index and can be deleted at any time. If all files take more than
+`MAXRAY_CACHE_BYTES` (default: 100 GB), those that were not used for the longest time are removed,
+except files that were used in the last hour.
 
 If the folder is full or not writable, a warning is logged and vectors are read into memory.
 
@@ -27,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lance
 import numpy as np
@@ -54,6 +57,8 @@ KEEP_SECONDS = 24 * 3600
 #: Minimum interval in seconds between updates of a file's access time.
 TOUCH_SECONDS = 3600
 SUFFIX = ".packed"
+#: Environment variable with the maximum size of the cache folder, and its default, in bytes.
+LIMIT_VARIABLE, LIMIT_BYTES = "MAXRAY_CACHE_BYTES", 100_000_000_000
 
 #: Vectors in memory by key of the fragment and device.
 _loaded: SharedStorages[Storage] = SharedStorages()
@@ -71,6 +76,46 @@ def cache_folder() -> Path:
                 raise SpecError("", folder, "a local folder (see MAXRAY_CACHE)", "is a URI")
             return Path(absolute(folder))
         return Path(absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "maxray"
+
+
+def cache_limit() -> int:
+    """Returns the maximum size of the cache folder in bytes.
+
+    Raises:
+        SpecError: `MAXRAY_CACHE_BYTES` is not an integer of at least 0.
+    """
+    text = os.environ.get(LIMIT_VARIABLE, str(LIMIT_BYTES))
+    if not (text.isascii() and text.isdecimal()):
+        raise SpecError(LIMIT_VARIABLE, text, "an integer >= 0, the number of bytes")
+    return int(text)
+
+
+def index_folder(uri: str) -> Path:
+    """Returns the folder with the packed files of an index."""
+    uri = absolute(uri)
+    name = re.sub("[^A-Za-z0-9_.-]", "_", posixpath.basename(uri.rstrip("/")))
+    return cache_folder() / f"{name}-{digest(uri)}"
+
+
+def cache_usage(uri: str) -> dict[str, Any]:
+    """Returns the size of the packed files of an index and of all indexes, and their limit.
+
+    The sizes are those of the cache folder of this machine, in bytes.
+    """
+    folder, index_files = cache_folder(), index_folder(uri)
+    sizes = {path: status.st_size for path, status in _packed_files(folder)}
+    return {
+        "folder": str(folder),
+        "bytes": sum(size for path, size in sizes.items() if index_files in path.parents),
+        "bytes_all": sum(sizes.values()),
+        "limit": cache_limit(),
+    }
+
+
+def _packed_files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for path in folder.glob(f"*/*/*{SUFFIX}"):
+        with contextlib.suppress(OSError):
+            yield path, path.stat()
 
 
 @dataclass(frozen=True)
@@ -133,9 +178,7 @@ class Column:
     @functools.cached_property
     def folder(self) -> Path:
         """Folder with the packed files of this column."""
-        uri = absolute(self.index.uri)
-        name = re.sub("[^A-Za-z0-9_.-]", "_", posixpath.basename(uri.rstrip("/")))
-        return cache_folder() / f"{name}-{digest(uri)}" / self.name
+        return index_folder(self.index.uri) / self.name
 
     def key(self, fragment: lance.LanceFragment) -> str | None:
         """Returns the hash that names the packed file of a fragment.
@@ -333,6 +376,7 @@ def _open_all(
         problem = f"cannot be written ({error.strerror or error})"
         raise SpecError("cache", str(column.folder), rule, problem) from None
     _remove_stale(column)
+    _prune()
     return opened | _open_existing(column, missing, on_corruption)
 
 
@@ -426,5 +470,23 @@ def _remove_stale(column: Column) -> None:
         if path.name.removesuffix(SUFFIX) in needed:
             continue
         with contextlib.suppress(OSError):
-            if time.time() - max(path.stat().st_atime, path.stat().st_mtime) > KEEP_SECONDS:
+            if time.time() - _last_use(path.stat()) > KEEP_SECONDS:
                 path.unlink()
+
+
+def _prune() -> None:
+    """Removes the files that were not used for the longest time, down to the limit of the cache."""
+    files = sorted(_packed_files(cache_folder()), key=lambda file: _last_use(file[1]))
+    excess = sum(status.st_size for _, status in files) - cache_limit()
+    for path, status in files:
+        if excess <= 0 or time.time() - _last_use(status) < TOUCH_SECONDS:
+            return
+        with contextlib.suppress(OSError):
+            path.unlink()
+            excess -= status.st_size
+            log.info("removed %s from the cache, which exceeds its limit", path)
+
+
+def _last_use(status: os.stat_result) -> float:
+    """Returns the time at which a file was written or opened, to within `TOUCH_SECONDS`."""
+    return max(status.st_atime, status.st_mtime)

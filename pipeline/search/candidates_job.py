@@ -257,7 +257,7 @@ def _prepare(
         task = _fit.options(**resources.fit.task_options)
         call = task.remote(spec, representation.name, list(queries), resources.fit.num_threads)
     with session.monitor.phase(f"fit {generator}"):
-        artefact = ray.get(call)
+        artefact = session.call(ray.get, call)
     info = CandidatesInfo(
         name=f"{source}_{generator}_{revision}_candidates",
         generator=dump_stored(spec.generator),

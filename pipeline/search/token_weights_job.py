@@ -50,6 +50,7 @@ def run(
     Raises:
         SpecError: The index or the representation is invalid, or its encoder supports no texts.
         LeaseHeld: Another job is writing to the index.
+        Stopped: SIGTERM was received. The lease is released.
     """
     index = Index(spec.index)
     info = representation_info(index, spec.representation)
@@ -59,7 +60,8 @@ def run(
     encoder = QueryEncoders(index).encoder(info.name)
     summary: dict[str, Any] = {"commits": 0, "rates": {}}
     with Session(spec.index, spec, "token_frequencies", job, lambda: summary, lease_seconds) as s:
-        frequencies = count_tokens(encoder, _texts(index, info, spec.max_items))
+        texts = _texts(index, info, spec.max_items)
+        frequencies = s.call(count_tokens, encoder, texts)
         artefact = save_artefact(spec.index, frequencies.to_artefact(), metadata(info))
         s.writer.set_config({config_key(info): artefact})
     num_tokens = f"{len(frequencies.counts):,} tokens"

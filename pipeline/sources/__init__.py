@@ -265,22 +265,31 @@ def items_table(items: Sequence[Item], payload: pa.Schema) -> pa.Table:
 
 
 def _column(values: list[Any], type: pa.DataType) -> pa.Array:
-    if values and all(isinstance(v, np.ndarray) and v.ndim == 2 for v in values):
+    """Converts the values of a payload column. None is null: not every source has the column."""
+    present = [value for value in values if value is not None]
+    if present and all(isinstance(v, np.ndarray) and v.ndim == 2 for v in present):
         return _vectors_column(values, type)
-    if values and all(isinstance(v, pa.Array) for v in values):
-        ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
-        return pa.ListArray.from_arrays(pa.array(ends), pa.concat_arrays(values)).cast(type)
+    if any(isinstance(value, pa.Array) for value in present):
+        arrays = [
+            v if isinstance(v, pa.Array) else pa.array(v or [], type.value_type) for v in values
+        ]
+        return _lists(values, list(map(len, arrays)), pa.concat_arrays(arrays)).cast(type)
     return pa.array(values, type)
 
 
-def _vectors_column(arrays: Sequence[np.ndarray], type: pa.ListType) -> pa.Array:
+def _lists(values: list[Any], lengths: list[int], flat: pa.Array) -> pa.ListArray:
+    """Returns lists of the given lengths; those of values that are None are null."""
+    ends = pa.array(np.cumsum([0, *lengths], dtype=np.int32))
+    return pa.ListArray.from_arrays(ends, flat, mask=pa.array([v is None for v in values]))
+
+
+def _vectors_column(values: list[np.ndarray | None], type: pa.ListType) -> pa.Array:
     """Converts arrays (N, D), whose N may differ, to `list<fixed_size_list<value>[D]>`."""
     dtype = type.value_type.value_type.to_pandas_dtype()
-    flat = np.concatenate(arrays).astype(dtype, copy=False)
+    flat = np.concatenate([v for v in values if v is not None]).astype(dtype, copy=False)
     if flat.shape[1] != type.value_type.list_size:
         raise ValueError(
             f"vectors must have {type.value_type.list_size} dimensions, got {flat.shape[1]}"
         )
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1)), flat.shape[1])
-    ends = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(ends), vectors).cast(type)
+    return _lists(values, [0 if v is None else len(v) for v in values], vectors).cast(type)

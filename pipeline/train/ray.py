@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pipeline import config, distributed
 from pipeline.config import JobError, SpecError
 from pipeline.extras import MissingExtra
+from pipeline.stage import profile_note
 from pipeline.train import study
 from pipeline.train.spec import TrainSpec
 
@@ -36,6 +37,11 @@ class Workers(config.Spec):
     """GPUs per worker."""
     max_failures: int = Field(3, ge=0)
     """Maximum number of restarts from the last checkpoint after a worker has died."""
+
+    @classmethod
+    def unknown_field_note(cls, name: str) -> str:
+        """Names the jobs whose profiles have the field."""
+        return profile_note(name)
 
     def __str__(self) -> str:
         """Describes the workers.

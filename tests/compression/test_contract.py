@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline import compression
-from pipeline.compression import Budget, Budgeted, Compressor
+from pipeline.compression import Budget, Budgeted, Compressor, samer
 from pipeline.config import SpecError, parse
 from pipeline.registry import COMPRESSORS
 
@@ -135,6 +135,18 @@ def test_other_devices_compute_the_same(compressor, ragged, monkeypatch):
     torch.testing.assert_close(
         found.vectors[found.mask], expected.vectors[expected.mask], atol=1e-5, rtol=0
     )
+
+
+def test_large_items_are_computed_in_parts(compressor, ragged, monkeypatch):
+    batch = make_batch(compressor, ragged)
+    expected = compressor.compress(batch)
+    for module in (compression, samer):
+        monkeypatch.setattr(module, "LARGE", 16)
+    result = compressor.compress(batch)
+    torch.testing.assert_close(result.vectors, expected.vectors, rtol=0, atol=1e-6)
+    assert torch.equal(result.mask, expected.mask)
+    if expected.assignment is not None:
+        assert torch.equal(result.assignment, expected.assignment)
 
 
 def test_result_is_independent_of_batch(compressor, ragged):

@@ -4,6 +4,7 @@ import torch
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import pdist, squareform
 
+from pipeline.compression import hpool
 from pipeline.compression.hpool import HPool
 from pipeline.tokens import TokenBatch
 
@@ -147,3 +148,63 @@ def test_equal_tokens_yield_fewer_vectors_than_budget():
         assert result.assignment.tolist() == [[0, 1, 0, 2, 1, 0]]
         assert result.mask.tolist() == [[True, True, True, False, False]]
         torch.testing.assert_close(result.vectors[0, :3], torch.eye(3))
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Merges items of more than 256 tokens in blocks of up to 128 tokens."""
+    monkeypatch.setattr(hpool, "MAX_LINKED", 256)
+    monkeypatch.setattr(hpool, "BLOCK_TOKENS", 128)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("num_vectors", [1, 8, 64, 300])
+def test_long_items_are_merged_in_blocks(unit_items, monkeypatch, name, num_vectors):
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(20, 16, generator=generator)
+    vectors = centres[torch.randint(20, (2, 700), generator=generator)]
+    vectors += 0.3 * torch.randn(2, 700, 16, generator=generator)
+    mask = torch.arange(700) < torch.tensor([[700], [256]])
+    batch = TokenBatch(vectors, mask, normalised=False)
+    compressor = HPool(HPool.Spec(num_vectors=num_vectors, linkage=name))
+    exact = compressor.compress(batch)
+    monkeypatch.setattr(hpool, "MAX_LINKED", 256)
+    monkeypatch.setattr(hpool, "BLOCK_TOKENS", 128)
+    result = compressor.compress(batch)
+    assert result.lengths.tolist() == [num_vectors, min(256, num_vectors)]
+    assert torch.equal(result.vectors[1], exact.vectors[1])  # within the limit
+    groups = result.assignment[0].numpy()
+    first = np.unique(groups, return_index=True)[1]
+    assert (np.diff(first) > 0).all()
+    x = unit_items(batch)[0]
+    errors = [
+        sum(((x[labels == k] - x[labels == k].mean(axis=0)) ** 2).sum() for k in set(labels))
+        for labels in (groups, exact.assignment[0].numpy())
+    ]
+    if num_vectors <= 128:  # more groups are those of the blocks
+        assert errors[0] <= 1.15 * errors[1]
+
+
+def test_equal_tokens_of_different_blocks_share_a_group(short_blocks):
+    generator = torch.Generator().manual_seed(0)
+    distinct = torch.randn(12, 16, generator=generator)
+    batch = TokenBatch(
+        distinct[torch.randint(12, (1, 700), generator=generator)],
+        torch.ones(1, 700, dtype=torch.bool),
+        normalised=False,
+    )
+    assert HPool(HPool.Spec(num_vectors=60, num_protected=0)).compress(batch).lengths == 12
+
+
+def test_costs_of_long_items_equal_their_squared_error(short_blocks):
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(1, 700, 16, generator=generator)
+    vectors = torch.nn.functional.normalize(vectors, dim=2)
+    costs = hpool.merge_costs(vectors, torch.tensor([700]))[0].numpy()
+    assert (np.diff(costs) <= 0).all() and len(costs) == 700 and costs[-1] == -1
+    spec = HPool.Spec(num_vectors=8, num_protected=0)
+    groups = HPool(spec).compress(TokenBatch(vectors, torch.ones(1, 700, dtype=torch.bool), True))
+    labels, x = groups.assignment[0].numpy(), vectors[0].double().numpy()
+    merged = sum(((x[labels == k] - x[labels == k].mean(axis=0)) ** 2).sum() for k in range(8))
+    total = ((x - x.mean(axis=0)) ** 2).sum()
+    assert costs[:7].sum() == pytest.approx(total - merged, rel=0.3)

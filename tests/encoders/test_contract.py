@@ -82,7 +82,7 @@ def server(checkpoint):
         yield server
 
 
-@pytest.fixture(scope="module", params=ENCODERS.names())
+@pytest.fixture(scope="module", params=[*ENCODERS.names(), "sleeping"])
 def encoder(request, checkpoint, tmp_path_factory):
     given = SPECS.get(request.param)
     if request.param == "http":

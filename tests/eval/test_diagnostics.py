@@ -18,6 +18,7 @@ from pipeline.eval.diagnostics import (
     used_vectors,
 )
 from pipeline.search.packed import PackedVectors
+from pipeline.tokens import normalise
 
 LENGTHS = [5, 0, 1, 9, 3, 0, 70]
 ROWS = [np.array([0, 3]), np.array([2]), np.array([], np.int64), np.array([3, 4, 6])]
@@ -225,3 +226,23 @@ def test_matching_strength_is_normalised_by_query_position():
         vectors=np.array([0, 0, 1]),
     )
     assert matching_strength(matches, 2).tolist() == [[0.4, 0.0], [0.0, -0.2]]
+
+
+@pytest.mark.parametrize("max_length", [3, 64, 300])
+def test_similarity_equals_sums_of_single_tokens_bit_for_bit(max_length):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, max_length + 1, (20,), generator=generator).tolist()
+    values_TD = torch.randn(sum(lengths), 32, generator=generator)
+    packed = PackedVectors.from_values(values_TD, torch.tensor(lengths))
+    num_rows = min(64, max(lengths))
+    sums, counts = np.zeros((num_rows, num_rows)), np.zeros((num_rows, num_rows))
+    for row, n in enumerate(lengths):
+        bin_N = torch.arange(n) * num_rows // max(lengths)
+        sums_RD = torch.zeros(num_rows, 32)
+        for position, vector_D in zip(bin_N, normalise(packed.item(row)), strict=True):
+            sums_RD[position] += vector_D
+        count_R = np.bincount(bin_N.numpy(), minlength=num_rows)
+        sums += (sums_RD @ sums_RD.T).numpy()
+        counts += np.outer(count_R, count_R)
+    similarity = inter_token_similarity(packed, np.arange(20))
+    np.testing.assert_array_equal(similarity.map, sums / np.maximum(counts, 1))

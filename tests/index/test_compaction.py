@@ -49,7 +49,7 @@ def test_job_merges_its_own_fragments(writer, cluster, monkeypatch):
     monkeypatch.setattr(compaction, "MERGE_FRAGMENTS", 6)
     monkeypatch.setattr(compaction, "MERGED_ITEMS", 4)
     write(writer, "earlier", 3)
-    merger = FragmentMerger(writer, Resources(num_cpus=0.25))
+    merger = FragmentMerger(writer, Resources(num_cpus=0.25), check=lambda: None)
     write(writer, "a", 5)
     merger.step()  # not enough fragments
     assert not merger._running

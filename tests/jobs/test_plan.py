@@ -11,6 +11,7 @@ import yaml
 from jobs import plan
 from pipeline.config import JobError, SpecError
 from tests.conftest import CRANFIELD, ROOT
+from tests.pdfs import Page, pdf
 
 GIVEN = {
     "num_items": 1_000_000,
@@ -28,6 +29,8 @@ PROFILE = {
     "encode": {"num_cpus": 2, "num_gpus": 1, "max_actors": 8},
     "write": {"num_cpus": 1, "max_actors": 8},
 }
+
+SOURCES = [("text", "letters"), ("pages", "papers")]
 
 
 @pytest.fixture
@@ -117,6 +120,25 @@ def test_trial_of_texts(cluster, files, tmp_path, capsys):
     assert values["source_bytes"] == pytest.approx(size / sum(map(bool, map(str.strip, texts))))
     printed = capsys.readouterr().out
     assert "processed 6 items, 0 rejected" in printed and "10,000,000 items" in printed
+
+
+def test_trial_of_sources_with_different_columns(cluster, files, tmp_path):
+    (tmp_path / "letters").mkdir()
+    for name in ("a", "b", "c"):
+        (tmp_path / f"letters/{name}.txt").write_text("Dear Ada")
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers/a.pdf").write_bytes(pdf(*[Page([(10, 50, "page")])] * 3))
+    spec = {
+        "index": str(tmp_path / "index"),
+        "source": [{"name": n, "path": str(tmp_path / p)} for n, p in SOURCES],
+        "encoder": {"name": "transcript"},
+        "representations": [{"compressor": "none"}],
+    }
+    (path,) = files(spec=spec)
+    out = tmp_path / "out"
+    plan.main([path, "--out", str(out)])
+    values = json.loads((out / "plan.json").read_text())
+    assert values["trial"]["num_items"] == 6 and not values["trial"]["rejects"]
 
 
 @pytest.mark.parametrize(

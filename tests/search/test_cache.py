@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lance
@@ -18,6 +19,8 @@ import pytest
 from pipeline import open_index
 from pipeline.config import SpecError
 from pipeline.index.reader import ITEMS
+from pipeline.search import cache as cache_module
+from pipeline.search.cache import cache_limit, cache_usage
 from pipeline.search.packed_file import BLOCK_BYTES, FORMAT
 from tests.conftest import ROOT
 from tests.search.vectors import COLUMNS, DIM, lists, rows, unit, write
@@ -188,6 +191,34 @@ def test_stale_files_are_removed_after_a_day(uri, cache):
     before = rank_all(open_index(uri))
     assert not old & set(files(cache)) and len(files(cache)) == 2
     assert rank_all(open_index(uri)) == before
+
+
+def test_longest_unused_files_are_removed_beyond_the_limit(uri, cache, monkeypatch):
+    rank_all(open_index(uri))
+    usage = cache_usage(uri)
+    paths = sorted(cache.glob("*/full/*.packed"), key=lambda path: path.stat().st_mtime_ns)
+    size = sum(path.stat().st_size for path in paths)
+    assert len(paths) == 4 and usage["bytes"] == usage["bytes_all"] == size
+    now = time.time()
+    for age, path in enumerate(paths[:3], 2):  # the last file was used just now
+        os.utime(path, (now - 3600 * age, now - 3600 * age))
+    sizes = [path.stat().st_size for path in paths]
+    monkeypatch.setenv("MAXRAY_CACHE_BYTES", str(size - 1))
+    cache_module._prune()
+    assert [path.exists() for path in paths] == [True, True, False, True]
+    monkeypatch.setenv("MAXRAY_CACHE_BYTES", str(sizes[0] + sizes[3]))
+    cache_module._prune()
+    assert [path.exists() for path in paths] == [True, False, False, True]
+    monkeypatch.setenv("MAXRAY_CACHE_BYTES", "0")
+    assert rank_all(open_index(uri)) == rank_all(open_index(uri, cache=False))
+    assert paths[3].exists() and cache_usage(uri)["limit"] == 0  # in use
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", "10 GB", ""])
+def test_invalid_limit(monkeypatch, text):
+    monkeypatch.setenv("MAXRAY_CACHE_BYTES", text)
+    with pytest.raises(SpecError, match="MAXRAY_CACHE_BYTES must be an integer >= 0"):
+        cache_limit()
 
 
 def test_files_of_older_versions_are_kept(uri, cache):

@@ -769,3 +769,25 @@ def test_items_table_rejects_wrong_width():
     item = Item("a", "a", "s", "m", "r", payload={"vectors": np.ones((1, 3), np.float32)})
     with pytest.raises(ValueError, match="must have 4 dimensions, got 3"):
         items_table([item], payload)
+
+
+@pytest.mark.parametrize("missing", ["first", "last", "all"])
+def test_items_table_of_sources_with_different_payloads(missing):
+    """Not every source of a combined source has all payload columns."""
+    words = pa.list_(pa.struct([("text", pa.string()), ("x", pa.float32())]))
+    payload = pa.schema([pa.field("vectors", vectors_type(DIM, pa.float32())), ("words", words)])
+    array = np.ones((2, DIM), np.float32)
+    values = [{"text": "a", "x": 0.5}]
+    full = [
+        {"vectors": array, "words": pa.array(values, words.value_type)},
+        {"vectors": array, "words": values},
+        {"vectors": array[:0], "words": []},
+    ]
+    payloads = {"first": [{}, *full], "last": [*full, {}], "all": [{}, {}]}[missing]
+    items = [Item(f"{i}", "p", "s", "text", "r", payload=v) for i, v in enumerate(payloads)]
+    table = items_table(items, payload)
+    table.validate(full=True)
+    vectors = [v["vectors"].tolist() if v else None for v in payloads]
+    assert table["vectors"].to_pylist() == vectors
+    expected = [None if not v else values if len(v["words"]) else [] for v in payloads]
+    assert table["words"].to_pylist() == expected

@@ -9,9 +9,10 @@ thread. This module packs the queries and distributes the documents over threads
   are never written to main memory.
 - int8 vectors are multiplied as int8 (AMX tiles or VNNI), or as int16 with AVX2, with a scale per
   token for queries and documents.
-- With AMX, float16, bfloat16, binary and residual vectors are multiplied as pairs of bfloat16,
-  x = high + low, in three products. A float16 value is exactly such a pair. A float32 query value
-  loses 2^-18 of its magnitude, a hundredth of the error of rounding documents to float16.
+- With AMX, float16 and residual vectors are multiplied as pairs of bfloat16, x = high + low, in
+  three products. A float16 value is exactly such a pair. A float32 query value loses 2^-18 of its
+  magnitude, a hundredth of the error of rounding documents to float16. bfloat16 and binary vectors
+  are multiplied by three parts of the query value, whose sum is exactly the float32 value.
 - Without AMX they are decoded to float32, 32 rows at a time. float32 documents are multiplied in
   float32 on all machines to preserve their precision.
 - Queries of one token, such as the single vector of a hybrid search, are not packed into panels, of
@@ -337,11 +338,14 @@ class _Queries:
             return cls(panels.contiguous(), scales, bounds, num_tokens)
         if level == LEVELS.index("amx"):
             # Decoded rows interleave two registers of 16 values, see `split` in body.h.
-            if kind not in (BINARY, FLOAT_KINDS[torch.bfloat16]):
+            is_exact = kind in (BINARY, FLOAT_KINDS[torch.bfloat16])
+            if not is_exact:
                 halves = halves.view(num_panels, 2, 16, width // 32, 2, 16).transpose(4, 5)
-            high = halves.bfloat16()
-            low = (halves - high.float()).bfloat16()
-            pairs = torch.stack([high, low]).reshape(2, num_panels, 2, 16, width // 2, 2)
+            parts = []
+            for _ in range(3 if is_exact else 2):
+                parts.append(halves.bfloat16())
+                halves = halves - parts[-1].float()
+            pairs = torch.stack(parts).reshape(len(parts), num_panels, 2, 16, width // 2, 2)
             return cls(pairs.transpose(3, 4).contiguous(), None, bounds, num_tokens)
         panels = padded.view(num_panels, 32, width).transpose(1, 2).contiguous()
         return cls(panels, None, bounds, num_tokens)

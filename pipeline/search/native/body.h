@@ -283,7 +283,9 @@ static inline void multiply_int8(
     }
 }
 
-// Computes high x high + high x low + low x high; the omitted term is 2^-18 of a product.
+// Computes high x high + high x low + low x high; the omitted term is 2^-18 of a product. Rows that
+// are exactly their high part (`exact`) are multiplied by the three parts of the queries instead,
+// which are exactly their float32 values.
 static inline void multiply_pairs(
     const Scratch& s, int num_rows, const uint16_t* panel, int64_t low_at, bool exact) {
     const int width = s.width;
@@ -300,7 +302,7 @@ static inline void multiply_pairs(
     for (int k = 0; k < steps; ++k) {
         _tile_loadd(4, s.high + k * 32, stride);
         if (two) _tile_loadd(5, s.high + 16 * width + k * 32, stride);
-        for (int low = 0; low < 2; ++low) {
+        for (int low = 0; low < (exact ? 3 : 2); ++low) {
             _tile_loadd(6, panel + low * low_at + k * 512, 64);
             _tile_loadd(7, panel2 + low * low_at + k * 512, 64);
             _tile_dpbf16ps(0, 4, 6);

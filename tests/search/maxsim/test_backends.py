@@ -77,6 +77,28 @@ def test_codecs_equal_the_oracle(spec, backend, dim):
     check_best(torch.cat(query_tokens), packed, backend, best)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "spec",
+    [{"name": "binary", "query": "binary"}, {"name": "binary", "query": "float"}, "bfloat16"],
+)
+def test_vectors_of_one_bfloat16_lose_nothing(spec, backend):
+    """The only error is that of sums in float32, for any value of the queries."""
+    values = vectors(sum(LENGTHS), 768)
+    if spec == "bfloat16":
+        packed = PackedVectors.from_values(values.bfloat16(), torch.tensor(LENGTHS))
+        query_tokens = queries(768)
+    else:
+        packed = quantise(spec, values)
+        query_tokens = [packed.codec.transform_queries(query) for query in queries(768)]
+    items = [packed.item(row).double() for row in range(len(packed))]
+    for query, scores in zip(query_tokens, maxsim(query_tokens, packed, backend=backend)):
+        for item, score in zip(items, scores.tolist(), strict=True):
+            if len(item) and len(query):
+                exact = (query.double() @ item.T).amax(dim=1).sum().item()
+                assert score == pytest.approx(exact, rel=1e-6, abs=1e-6)
+
+
 @pytest.mark.parametrize("max_vectors", [1, 5, 16, 40])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spec", CODEC_SPECS, ids=lambda spec: "-".join(map(str, spec.values())))

@@ -174,7 +174,8 @@ def _compare(
     from pipeline.eval.significance import bootstrap_interval, randomisation_p
     from pipeline.eval.spec import EvaluateSpec
 
-    fields = {"index": index, "benchmark": {"name": "beir", "path": benchmark}, "output": "out"}
+    beir = {"name": "beir", "path": benchmark, "ignore_identical_ids": False}  # as published
+    fields = {"index": index, "benchmark": beir, "output": "out"}
     for representation in representations:
         spec = parse(EvaluateSpec, {**fields, "representations": [representation]})
         judged = JudgedPools.read(spec)

@@ -24,6 +24,10 @@ class Beir(Benchmark["Beir.Spec"]):
         """Folder of the benchmark."""
         split: str = "test"
         """Split of the judgments."""
+        ignore_identical_ids: bool = True
+        """Removes the document that has the id of a query from the ranking of this query, unless it
+        is judged relevant, as in BEIR's evaluation: queries of ArguAna and Quora are documents
+        themselves. False if query ids and document ids coincide by chance."""
 
     def load(self) -> JudgedQueries:
         """Loads the queries of the split and their judgments."""
@@ -41,6 +45,7 @@ class Beir(Benchmark["Beir.Spec"]):
             num_unjudged=len(texts) - len(queries),
             num_without_text=len(qrels) - len(queries),
             categories=read_categories(path, queries),
+            ignore_query_id=self.spec.ignore_identical_ids,
         )
 
 

@@ -95,8 +95,14 @@ def run(
     num_items = _count(searcher.index, spec.filter)
     level = judged_level(searcher.index, judged, spec.judged, spec.filter)
     spec = spec.model_copy(update={"judged": level})
+    judged, num_documents = _ignored_queries(judged, searcher.index, spec)
     ranker = Ranker(spec, judged, searcher)
     notes = list(_benchmark_notes(spec, judged, searcher.index))
+    if num_documents:
+        notes.append(
+            f"{num_documents} queries have the id of a document, which is removed from their "
+            "rankings (ignore_identical_ids)"
+        )
     plan = list(planned_rows(spec, searcher))
     if spec.bm25 and not judged.has_texts:
         notes.append("no BM25 row: the queries have no texts")
@@ -527,6 +533,24 @@ def _benchmark_notes(spec: EvaluateSpec, judged: JudgedQueries, index: Index) ->
         yield f"{missing} of {len(relevant)} relevant documents are not in the index"
     if missing := len(pooled) - len(pooled & indexed):
         yield f"{missing} of {len(pooled)} documents of the pools are not in the index"
+
+
+def _ignored_queries(
+    judged: JudgedQueries, index: Index, spec: EvaluateSpec
+) -> tuple[JudgedQueries, int]:
+    """Counts the queries that are documents themselves and are removed from their rankings.
+
+    Without any, the rankings do not depend on `ignore_query_id`, so that it is set to False and
+    their cache keys are those of a benchmark without the option.
+    """
+    if not judged.ignore_query_id:
+        return judged, 0
+    column = f"{spec.judged}_id"
+    queries = {query_id for query_id in judged.queries if judged.is_query(query_id, query_id)}
+    found: set[str] = set()
+    for batch in index.batches([column], filter=spec.filter):
+        found |= queries & set(batch[column].to_pylist())
+    return replace(judged, ignore_query_id=bool(found)), len(found)
 
 
 def _range(numbers: Sequence[int]) -> str:

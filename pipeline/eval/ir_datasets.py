@@ -22,6 +22,10 @@ class IrDatasets(Benchmark["IrDatasets.Spec"]):
         query_field: str | None = None
         """Field of the queries with the text, such as title, description or narrative. Defaults to
         the package's default text."""
+        ignore_identical_ids: bool = True
+        """Removes the document that has the id of a query from the ranking of this query, unless it
+        is judged relevant, as in BEIR's evaluation: queries of ArguAna and Quora are documents
+        themselves. False if query ids and document ids coincide by chance."""
 
     def load(self) -> JudgedQueries:
         """Loads the judged queries."""
@@ -48,4 +52,5 @@ class IrDatasets(Benchmark["IrDatasets.Spec"]):
             {query_id: dict(qrels[query_id]) for query_id in judged},
             num_unjudged=len(texts) - len(judged),
             num_without_text=len(qrels) - len(judged),
+            ignore_query_id=spec.ignore_identical_ids,
         )

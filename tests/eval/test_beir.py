@@ -85,6 +85,20 @@ def test_malformed_files(folder, file, text, problem):
         load(folder)
 
 
+def test_documents_with_the_id_of_the_query_are_removed(folder):
+    judged = load(folder)
+    scores = {"1": 4.0, "2": 3.0, "a": 2.0, "b": 1.0}
+    assert list(judged.remove_queries("1", scores)) == ["2", "a", "b"]
+    assert list(judged.remove_queries("2", scores, k=2)) == ["1", "a"]
+    assert list(judged.remove_queries("never seen", scores, k=3)) == ["1", "2", "a"]
+    (folder / "qrels/test.tsv").write_text("1\t1\t1\n2\t2\t0\n")
+    judged = load(folder)  # a document that is judged relevant is not the query itself
+    assert list(judged.remove_queries("1", scores)) == list(scores)
+    assert list(judged.remove_queries("2", scores)) == ["1", "a", "b"]
+    judged = load(folder, ignore_identical_ids=False)
+    assert list(judged.remove_queries("2", scores)) == list(scores)
+
+
 def test_query_categories(tmp_path):
     """Fields with few short values are categories; fields of texts or ids are not."""
     (tmp_path / "qrels").mkdir()

@@ -8,6 +8,7 @@ import pytest
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.eval.evaluation import run
+from pipeline.eval.metrics import read_run
 from pipeline.eval.results import read_results
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.report.files import write
@@ -56,3 +57,56 @@ def test_prefix_of_other_representations(spec):
     other = spec.model_copy(update={"representations": ["hpool_4@2"]})
     with pytest.raises(SpecError, match="^representation must be .*stores no nested vectors$"):
         run(other, lambda line: None)
+
+
+def test_queries_that_are_documents_are_removed_from_their_rankings(nested_uri, tmp_path, texts):
+    """k hits remain in every row, and in the examples."""
+    judged = {"wing/1": "wing/2", "heat/2": "heat/1"}
+    (tmp_path / "qrels").mkdir()
+    lines = [f"{query}\t{document}\t1\n" for query, document in judged.items()]
+    (tmp_path / "qrels/test.tsv").write_text("".join(lines))
+    queries = {**{query: texts[query] for query in judged}, "other": "heat"}
+    lines = [json.dumps({"_id": query, "text": text}) + "\n" for query, text in queries.items()]
+    (tmp_path / "queries.jsonl").write_text("".join(lines))
+
+    def evaluate(**benchmark):
+        fields = {
+            "index": nested_uri,
+            "benchmark": {"name": "beir", "path": str(tmp_path), **benchmark},
+            "output": str(tmp_path / "out"),
+            "representations": ["full"],
+            "judged": "item",
+            "candidates": [{"generator": "single", "num_candidates": [3]}],
+            "measures": ["nDCG@3"],
+            "k": 3,
+            "diagnostics": False,
+        }
+        return run(config.parse(EvaluateSpec, fields), lambda line: None)
+
+    evaluation = evaluate()
+    names = [result.name for result in evaluation.results]
+    assert len(names) == 5 and "bm25" in names
+    for name in names:
+        for query, scores in read_run(str(tmp_path / f"out/runs/{name}.trec")).items():
+            assert query not in scores
+            assert len(scores) == 3 or name == "bm25"  # few texts share a word with the query
+    assert evaluation.row("full.maxsim").means["nDCG@3"] == 1
+    (note,) = (note for note in evaluation.notes if "ignore_identical_ids" in note)
+    assert note.startswith("2 queries have the id of a document")
+    for example in evaluation.examples:
+        for hits in example.hits.values():
+            assert example.query_id not in [hit.document_id for hit in hits]
+
+    evaluation = evaluate(ignore_identical_ids=False)
+    assert next(iter(read_run(str(tmp_path / "out/runs/full.maxsim.trec"))["wing/1"])) == "wing/1"
+    assert not any("ignore_identical_ids" in note for note in evaluation.notes)
+
+
+def test_ids_that_no_document_has_leave_cache_keys_unchanged(spec):
+    fields = spec.benchmark.model_copy(update={"ignore_identical_ids": False})
+    other = spec.model_copy(update={"benchmark": fields, "representations": ["full"]})
+    evaluation = run(other, lambda line: None)
+    lines = []
+    again = run(spec.model_copy(update={"representations": ["full"]}), lines.append)
+    assert again.judgments == evaluation.judgments
+    assert sum("(cached)" in line for line in lines) == 2

@@ -450,7 +450,7 @@ def read_results(output: str, field: str) -> Evaluation:
         return Evaluation(**data, results=results)
     except FileNotFoundError:
         raise SpecError(field, output, rule, f"contains no {RESULTS}") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise SpecError(field, output, rule, f"contains a corrupted {RESULTS}") from None
 
 

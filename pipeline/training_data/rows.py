@@ -66,8 +66,12 @@ class Document:
 
     @property
     def label(self) -> int:
-        """Relevance label of the document."""
-        return stable_hash(self.id)
+        """Relevance label, which copies of a document under other ids share.
+
+        Their media are the same files, and their texts differ at most in white space.
+        """
+        text = None if self.text is None else " ".join(self.text.split())
+        return stable_hash(replace(self, text=text).key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +169,20 @@ def select_negatives(row: Row, indices: Sequence[int]) -> Row:
 
 
 def drop_relevant_negatives(listing: Listing) -> Listing:
-    """Removes the negatives that are relevant to the query."""
-    positives = {query: set(numbers) for query, numbers in listing.positives().items()}
-    rows = []
+    """Removes the negatives that are relevant to the query, or copies of relevant documents."""
+    if not any(row.negatives for row in listing.rows):
+        return listing
+    labels = [document.label for document in listing.documents]
+    positives = {query: {labels[n] for n in ns} for query, ns in listing.positives().items()}
+    rows, num_dropped = [], 0
     for row in listing.rows:
         relevant = positives[row.query]
-        indices = [i for i, number in enumerate(row.negatives) if number not in relevant]
+        indices = [i for i, number in enumerate(row.negatives) if labels[number] not in relevant]
         rows.append(row if len(indices) == len(row.negatives) else select_negatives(row, indices))
+        num_dropped += len(row.negatives) - len(indices)
+    if num_dropped and distributed.rank() == 0:
+        reason = "they are relevant documents of their query, or copies of one"
+        logger.warning("%d hard negatives are left out: %s", num_dropped, reason)
     return listing.with_rows(rows)
 
 

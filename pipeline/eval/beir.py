@@ -77,8 +77,8 @@ def read_qrels(path: str, field: str = "benchmark.split") -> dict[str, dict[str,
         if len(columns) == 4:
             del columns[1]
         try:
-            query_id, document_id, grade = columns
-            if abs(int(grade)) > MAX_GRADE:
+            query_id, document_id, grade = map(str.strip, columns)
+            if not query_id or not document_id or abs(int(grade)) > MAX_GRADE:
                 raise ValueError
             graded = qrels.setdefault(query_id, {}).setdefault(document_id, int(grade))
         except ValueError:

@@ -7,6 +7,7 @@ import logging
 import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -168,6 +169,11 @@ def select_negatives(row: Row, indices: Sequence[int]) -> Row:
     return replace(row, negatives=tuple(row.negatives[i] for i in indices), scores=scores)
 
 
+def is_negative(value: Any) -> bool:
+    """Checks whether a value is a hard negative: an id, a text or a path that is not blank."""
+    return isinstance(value, str | int) and not isinstance(value, bool) and bool(str(value).strip())
+
+
 def drop_relevant_negatives(listing: Listing) -> Listing:
     """Removes the negatives that are relevant to the query, or copies of relevant documents."""
     if not any(row.negatives for row in listing.rows):
@@ -199,7 +205,8 @@ def add_hard_negatives(listing: Listing, uri: str) -> Listing:
         try:
             for line in read_rows(file, ("query", "negatives")):
                 query, ids = line.fields.get("query"), line.fields.get("negatives")
-                if not isinstance(query, str) or not isinstance(ids, list):
+                is_list = isinstance(ids, list) and all(map(is_negative, ids))
+                if not isinstance(query, str) or not is_list:
                     raise SpecError("path", line.fields, line_rule, note=f" ({line.location})")
                 for document_id in ids:
                     if str(document_id) not in listing.numbers:

@@ -54,6 +54,16 @@ def test_windows_line_endings_and_byte_order_marks(folder):
     assert load(folder).qrels == {"1": {"a": 2, "b": 0}, "2": {"a": 0}}
 
 
+def test_ids_are_stripped_in_queries_and_judgments(folder):
+    (folder / "queries.jsonl").write_text(
+        '{"_id": " 1", "text": "wing"}\n{"_id": 2, "text": "a"}\n'
+    )
+    (folder / "qrels/test.tsv").write_text("1 \t a\t 2 \n\u00a01\tb \t1\n2\ta b\t1\n")
+    judged = load(folder)
+    assert judged.queries == {"1": "wing", "2": "a"}
+    assert judged.qrels == {"1": {"a": 2, "b": 1}, "2": {"a b": 1}}
+
+
 def test_missing_files(folder):
     with pytest.raises(SpecError, match=r"benchmark\.split must be .*dev\.tsv'.*does not exist"):
         load(folder, split="dev")
@@ -71,6 +81,8 @@ def test_missing_files(folder):
         ("qrels/test.tsv", "1\ta\t1\n1\tb\n", r"\(line 2 of "),
         ("qrels/test.tsv", "1\ta\tgood\n", r"\(line 1 of "),
         ("qrels/test.tsv", f"1\ta\t{2**31}\n", r"\(line 1 of "),
+        ("qrels/test.tsv", "1\ta\t1\n \ta\t1\n", r"\(line 2 of "),
+        ("qrels/test.tsv", "1\t\t1\n", r"\(line 1 of "),
         ("qrels/test.tsv", "8\ta\t1\n", "a benchmark with a judged query"),
         ("queries.jsonl", '{"_id": "1"}\n', r"\(line 1 of "),
         ("queries.jsonl", '{"_id": "1", "text": "a"\n', r"\(line 1 of "),

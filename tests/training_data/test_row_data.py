@@ -231,6 +231,10 @@ def test_hard_negatives_from_file(pairs, tmp_path):
             'data.hard_negatives must be a line {"query": "...", "negatives": ["id", ...]}, got'
             " {'query': 'query 0'} (line 1 of {})"
         ),
+        '{"query": "query 0", "negatives": ["d7", ""]}': (
+            'data.hard_negatives must be a line {"query": "...", "negatives": ["id", ...]}, got'
+            " {'query': 'query 0', 'negatives': ['d7', '']} (line 1 of {})"
+        ),
     }
     for line, message in bad.items():
         write_lines(mined, [line])

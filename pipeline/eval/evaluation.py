@@ -103,7 +103,8 @@ def run(
             f"{num_documents} queries have the id of a document, which is removed from their "
             "rankings (ignore_identical_ids)"
         )
-    plan = list(planned_rows(spec, searcher))
+    encodes = judged.vectors is None and not spec.query_vectors
+    plan = list(planned_rows(spec, searcher, encodes=encodes, notes=notes))
     if spec.bm25 and not judged.has_texts:
         notes.append("no BM25 row: the queries have no texts")
     elif spec.bm25 and bm25.has_texts(searcher.index, spec.text, spec.filter):

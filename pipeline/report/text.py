@@ -46,7 +46,7 @@ def as_csv(rows: Sequence[Sequence[Any]]) -> str:
     Texts that spreadsheets would evaluate as formulas get a leading apostrophe.
 
     >>> as_csv([["-1.5", "-", "=1+1", "'+x", -2]])
-    "-1.5,-,'=1+1,''+x,-2\\n"
+    "-1.5,-,'=1+1,''+x,-2\n"
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

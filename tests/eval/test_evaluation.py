@@ -11,7 +11,9 @@ from pipeline.eval.evaluation import run
 from pipeline.eval.metrics import read_run
 from pipeline.eval.results import read_results
 from pipeline.eval.spec import EvaluateSpec
+from pipeline.registry import COMPRESSORS
 from pipeline.report.files import write
+from tests.conftest import ROOT, write_index
 
 QUERIES = {"1": "the lift of a wing", "b": "how to bake bread", "h": "heat at the nose of a body"}
 QRELS = {"1": "wing", "b": "bread", "h": "heat"}
@@ -110,3 +112,28 @@ def test_ids_that_no_document_has_leave_cache_keys_unchanged(spec):
     again = run(spec.model_copy(update={"representations": ["full"]}), lines.append)
     assert again.judgments == evaluation.judgments
     assert sum("(cached)" in line for line in lines) == 2
+
+
+def test_representations_of_packages_that_are_not_installed(spec, tmp_path, monkeypatch):
+    """They are left out with a note, or refused at the start if the spec names them."""
+    uri, first_last = str(tmp_path / "index"), {"name": "first_last", "num_vectors": 4}
+    monkeypatch.syspath_prepend(str(ROOT / "examples/custom_compressor"))
+    monkeypatch.setitem(COMPRESSORS._all, "first_last", "maxray_first_last:FirstLast")
+    write_index(uri, [{"compressor": "none"}, {"compressor": first_last}])
+    spec = spec.model_copy(update={"index": uri, "representations": []})
+    assert len(run(spec, lambda line: None).results) == 4
+
+    monkeypatch.delitem(COMPRESSORS._all, "first_last")
+    problem = "needs the compressor 'first_last', which no installed package provides"
+    evaluation = run(spec, lambda line: None)
+    assert [result.name for result in evaluation.results] == ["full.maxsim", "full.hybrid"]
+    assert f"no rows for first_last_4: it {problem}" in evaluation.notes
+    named = spec.model_copy(update={"representations": ["full", "first_last_4"]})
+    with pytest.raises(
+        SpecError, match=rf"^representations must be .*, got 'first_last_4', which {problem}$"
+    ):
+        run(named, lambda line: None)
+
+    monkeypatch.setitem(COMPRESSORS._all, "first_last", "nowhere_to_be_found:FirstLast")
+    (note,) = (n for n in run(spec, lambda line: None).notes if "no rows for" in n)
+    assert note.endswith("which needs the missing module 'nowhere_to_be_found'")

@@ -46,6 +46,7 @@ from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
     BM25,
     CANDIDATES,
+    COSTS,
     SINGLE_VECTOR,
     Evaluation,
     Result,
@@ -117,6 +118,7 @@ def run(
     for line in notes:
         report(line)
 
+    _check_comparisons(spec, plan, searcher, ranker)
     document_categories = {}
     if spec.document_categories is not None:
         document_categories = queries_by_document_category(
@@ -146,17 +148,12 @@ def run(
             entry = ranker.measure(row)
             cache.write(key, entry)
             speed = f"{entry.queries_per_second:,.0f} queries/s"
-        result = replace(_result(searcher, row, entry), weights=ranker.weights(row.score))
-        if row.score == FUSED:
-            maxsim = row._replace(score="maxsim")
-            first_stage = f"{row.representation}.maxsim" if maxsim in plan else ""
-            result = replace(result, fusion=dump(spec.fusion), first_stage=first_stage)
-        if row.rerank is not None:
-            result = _reranked(result, row.rerank)
+        exact = entry
         if row.candidates is not None:
-            exact = cache.read(ranker.key(row._replace(candidates=None)), CachedResult)
-            assert exact is not None, "the exact row precedes those of its generators"
-            result = _from_candidates(result, row.candidates, entry, exact, spec.k)
+            found = cache.read(ranker.key(row._replace(candidates=None)), CachedResult)
+            assert found is not None, "the exact row precedes those of its generators"
+            exact = found
+        result = _row_result(spec, plan, row, searcher, ranker.weights(row.score), entry, exact)
         if spec.diagnostics and result.score == "maxsim":
             result = replace(result, diagnosis=_diagnosis(ranker, row.representation, cache))
         if phrases and result.score == "maxsim":
@@ -392,6 +389,46 @@ def versions() -> dict[str, str]:
         **{name: importlib.metadata.version(package) for name, package in packages.items()},
         "platform": f"{platform.platform()}, Python {platform.python_version()}",
     }
+
+
+def _check_comparisons(
+    spec: EvaluateSpec, plan: Sequence[Row], searcher: Searcher, ranker: Ranker
+) -> None:
+    """Raises `SpecError` if a planned comparison names a row that the evaluation will not have."""
+    if not spec.comparisons:
+        return
+    empty = CachedResult(rankings={}, values={}, **dict.fromkeys(COSTS, 0.0))
+    rows = [
+        _row_result(spec, plan, row, searcher, ranker.weights(row.score), empty, empty)
+        for row in plan
+    ]
+    names = [result.name for result in merge_seeds(rows)]
+    for number, pair in enumerate(spec.comparisons):
+        for name in pair:
+            if name not in names:
+                raise SpecError.unknown_name(f"comparisons[{number}]", name, names)
+
+
+def _row_result(
+    spec: EvaluateSpec,
+    plan: Sequence[Row],
+    row: Row,
+    searcher: Searcher,
+    weights: list[float] | None,
+    entry: CachedResult,
+    exact: CachedResult,
+) -> Result:
+    """Builds a row from its measurements and, for a candidate generator, those of exact search."""
+    result = replace(_result(searcher, row, entry), weights=weights)
+    if row.score == FUSED:
+        maxsim = row._replace(score="maxsim")
+        first_stage = f"{row.representation}.maxsim" if maxsim in plan else ""
+        result = replace(result, fusion=dump(spec.fusion), first_stage=first_stage)
+    if row.rerank is not None:
+        result = _reranked(result, row.rerank)
+    if row.candidates is not None:
+        result = _from_candidates(result, row.candidates, entry, exact, spec.k)
+    return result
 
 
 def _result(searcher: Searcher, row: Row, entry: CachedResult) -> Result:

@@ -140,6 +140,9 @@ class EvaluateSpec(Spec):
     candidates adds a row."""
     rerank: list[RerankSpec] = Field(default_factory=list)
     """Rerankers. Each adds a row."""
+    comparisons: list[list[str]] = Field(default_factory=list)
+    """Planned comparisons: pairs of rows such as [hpool_32.maxsim, bm25]. Their p values are
+    corrected among themselves only, unlike those of the table of all rows."""
     search_page: str | None = None
     """URL of a search page that serves the index, such as http://localhost:8000/?index=cranfield.
     The report links its example queries to the side-by-side view."""
@@ -159,6 +162,17 @@ class EvaluateSpec(Spec):
             if names.count(name) > 1:
                 raise SpecError("", name, "unique (set a different `label`)", "occurs twice")
         return rerank
+
+    @field_validator("comparisons")
+    @classmethod
+    def _check_comparisons(cls, comparisons: list[list[str]]) -> list[list[str]]:
+        pairs = [frozenset(pair) for pair in comparisons]
+        for pair, names in zip(comparisons, pairs, strict=True):
+            if len(pair) != 2 or len(names) != 2:
+                raise SpecError("", pair, "a pair of two different rows")
+            if pairs.count(names) > 1:
+                raise SpecError("", pair, "a unique pair", "occurs twice")
+        return comparisons
 
     @field_validator("measures")
     @classmethod

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -137,3 +138,38 @@ def test_representations_of_packages_that_are_not_installed(spec, tmp_path, monk
     monkeypatch.setitem(COMPRESSORS._all, "first_last", "nowhere_to_be_found:FirstLast")
     (note,) = (n for n in run(spec, lambda line: None).notes if "no rows for" in n)
     assert note.endswith("which needs the missing module 'nowhere_to_be_found'")
+
+
+def test_planned_comparisons(spec):
+    comparisons = [["nested_8@3.maxsim", "full.maxsim"], ["nested_3.hybrid", "nested_8.hybrid"]]
+    planned = config.parse(EvaluateSpec, {**config.dump(spec), "comparisons": comparisons})
+    evaluation = run(planned, lambda line: None)
+    assert [[c.row, c.other] for c in evaluation.planned_comparisons] == comparisons
+    for comparison in evaluation.planned_comparisons:
+        means = [evaluation.row(n).means["nDCG@10"] for n in (comparison.row, comparison.other)]
+        assert comparison.difference == pytest.approx(means[0] - means[1])
+        assert comparison.low <= comparison.difference <= comparison.high
+    paths = write(evaluation, spec.output)
+    assert {"comparisons.md", "comparisons.csv"} <= {path.rpartition("/")[2] for path in paths}
+    folder = Path(spec.output)
+    assert "<h3>Planned comparisons</h3>" in (folder / "report.html").read_text("utf-8")
+    stored = json.loads((folder / "results.json").read_text("utf-8"))
+    assert stored["comparisons"][1]["row"] == "nested_3.hybrid"
+    again = read_results(spec.output, "evaluation")
+    assert again.planned_comparisons == evaluation.planned_comparisons
+
+
+def test_planned_comparisons_of_unknown_rows_are_refused_before_scoring(spec):
+    planned = spec.model_copy(update={"comparisons": [["full.maxsim", "nested_8.maxim"]]})
+    with pytest.raises(
+        SpecError, match=r"^comparisons\[0\] must be one of .* did you mean 'nested_8"
+    ):
+        run(planned, lambda line: None)
+    assert not list(Path(spec.output).glob("entries/*"))
+    for pairs, problem in (
+        ([["a"]], "a pair of two different rows, got \\['a'\\]"),
+        ([["a", "a"]], "a pair of two different rows"),
+        ([["a", "b"], ["b", "a"]], "a unique pair, got \\['a', 'b'\\], which occurs twice"),
+    ):
+        with pytest.raises(SpecError, match=f"^comparisons must be {problem}"):
+            config.parse(EvaluateSpec, {**config.dump(spec), "comparisons": pairs})

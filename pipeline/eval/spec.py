@@ -104,8 +104,9 @@ class EvaluateSpec(Spec):
     weights: Weights = EQUAL_WEIGHTS
     """Weights of the single-vector and the MaxSim score in the hybrid score, such as [1, 0.25]."""
     fusion: FusionSpec = DEFAULT_FUSION
-    """Settings of the fused score: a mapping, or the path of a file that `jobs.evaluate
-    --fit-fusion` wrote. The row is compared with the MaxSim row of the same representation."""
+    """Settings of the fused score with its weights: a mapping, or the path of a file that
+    `jobs.evaluate --fit-fusion` wrote. The row is compared with the MaxSim row of the same
+    representation."""
     idf_power: float | None = None
     """Weights the query tokens in MaxSim and hybrid scores by their inverse document frequency to
     this power, from `jobs.token_frequencies`; null for no weights."""
@@ -209,6 +210,8 @@ class EvaluateSpec(Spec):
     def _check_fusion_used(self) -> EvaluateSpec:
         if self.fusion != DEFAULT_FUSION and FUSED not in self.scores:
             raise SpecError("scores", self.scores, f"a list with {FUSED} if fusion is set")
+        if FUSED in self.scores:
+            _ = self.fusion.component_weights  # must be set
         return self
 
     @model_validator(mode="after")

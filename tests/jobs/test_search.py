@@ -97,7 +97,7 @@ def test_fused_search(lexical_uri, query_file, tmp_path, capsys):
     """The settings come from assignments, or from a file and assignments."""
     (tmp_path / "fusion.yaml").write_text("method: sum\nweights: {bm25: 0.5}\n")
     for arguments, fusion in (
-        ([], Fusion()),
+        (["--fusion", "weights={}"], Fusion(weights=FusionWeights())),
         (["--fusion", "method=sum", "weights.bm25=0.5"], HALF),
         (["--fusion", str(tmp_path / "fusion.yaml")], HALF),
         (["--fusion", str(tmp_path / "fusion.yaml"), "method=rrf"], HALF_RRF),
@@ -111,7 +111,9 @@ def test_fused_search(lexical_uri, query_file, tmp_path, capsys):
         found = [run[query_id] for query_id in TEXTS]
         assert found == [pytest.approx(ranking.scores_by_item()) for ranking in rankings]
     capsys.readouterr()
-    search.main([lexical_uri, "a wing", "--score", "fused", "--k", "1"])
+    search.main(
+        [lexical_uri, "a wing", "--score", "fused", "--k", "1", "--fusion", "weights.bm25=0.5"]
+    )
     assert re.search(r"BM25 \d\.\d{4}, MaxSim \d\.\d{4} \(mean", capsys.readouterr().out)
 
 
@@ -369,7 +371,10 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
         (["--candidates", "single+lemur"], "candidates must be generators of single, joined by + "
          "or :, got 'single+lemur', which contains 'lemur', which was not built for full; build it "
          "with `python -m jobs.candidates INDEX GENERATOR` for full"),
-        (["--score", "fused"], "score must be maxsim, got 'fused', which needs bm25, which was not "
+        (["--score", "fused"], "fusion.weights must be set for the score fused, got None; fit them "
+         "with `python -m jobs.evaluate SPEC --fit-fusion fusion.yaml`"),
+        (["--score", "fused", "--fusion", "weights={}"],
+         "score must be maxsim, got 'fused', which needs bm25, which was not "
          "built for the texts of full; build it with `python -m jobs.candidates INDEX bm25`"),
         (["--fusion", "method=rrf"], "score must be fused if fusion is set, got 'maxsim'"),
         (["--score", "fused", "--fusion", "weights.bm=1"], "unknown field 'bm' in fusion.weights; "

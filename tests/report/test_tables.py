@@ -148,7 +148,7 @@ def test_budgets():
 
 
 def test_planned_comparisons_are_corrected_among_themselves():
-    """Not over the other rows of the evaluation, of which there are many."""
+    """The other rows of the evaluation do not count."""
     quality = [[0.5 + 0.01 * (q % 3) + 0.002 * row for q in range(12)] for row in range(8)]
     rows = [result(f"r{n}", quality=values) for n, values in enumerate(quality)]
     spec = {**evaluation_of(rows).spec, "comparisons": [["r7.maxsim", "r0.maxsim"]]}

@@ -94,8 +94,8 @@ def test_queries_without_a_text_are_left_out(home, tmp_path):
 def test_documents_with_the_id_of_the_query_are_removed(home):
     judged = load("beir/scifact/test", home)
     assert list(judged.remove_queries("1", {"1": 2.0, "32": 1.0, "31": 0.5}, k=1)) == ["32"]
-    kept = load("beir/scifact/test", home, ignore_identical_ids=False)
-    assert list(kept.remove_queries("1", {"1": 2.0, "32": 1.0})) == ["1", "32"]
+    unchanged = load("beir/scifact/test", home, ignore_identical_ids=False)
+    assert list(unchanged.remove_queries("1", {"1": 2.0, "32": 1.0})) == ["1", "32"]
 
 
 def test_folders_are_independent(home, tmp_path, monkeypatch):

@@ -154,7 +154,7 @@ def test_hard_negatives_have_teacher_scores(pairs):
 @pytest.mark.parametrize("copy", ["the same", " the\tsame\n"])
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_copies_of_relevant_documents_are_relevant(tmp_path, copy, num_workers):
-    """Copies under other ids, of which some are positives of other queries of the batch."""
+    """Some copies are positives of other queries of the batch."""
     rows = [
         {"query": "a", "document_id": "1", "text": "the same"},
         {"query": "a", "document_id": "2", "text": "another answer"},

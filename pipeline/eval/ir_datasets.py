@@ -58,7 +58,7 @@ def _text(query: Any, field: str | None) -> str:
     """
     if field is None and hasattr(query, "default_text"):
         text = query.default_text()
-    elif field in query._fields:
+    elif field is not None and field in query._fields:
         text = getattr(query, field)
     else:
         names = [name for name in query._fields if name != "query_id"]

@@ -205,8 +205,11 @@ def add_hard_negatives(listing: Listing, uri: str) -> Listing:
         try:
             for line in read_rows(file, ("query", "negatives")):
                 query, ids = line.fields.get("query"), line.fields.get("negatives")
-                is_list = isinstance(ids, list) and all(map(is_negative, ids))
-                if not isinstance(query, str) or not is_list:
+                if (
+                    not isinstance(query, str)
+                    or not isinstance(ids, list)
+                    or not all(map(is_negative, ids))
+                ):
                     raise SpecError("path", line.fields, line_rule, note=f" ({line.location})")
                 for document_id in ids:
                     if str(document_id) not in listing.numbers:

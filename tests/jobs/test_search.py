@@ -293,8 +293,10 @@ MESSAGES = {
     "twice.tsv": "queries must be a unique id, got '1', which occurs twice (line 3)",
     "no_text.jsonl": LINE + """'{"_id": "2"}' (line 2 of no_text.jsonl)""",
     "no_id.jsonl": LINE + f"'{BAD['no_id.jsonl'][:-1]}' (line 1 of no_id.jsonl)",
-    "half.jsonl": LINE + f"{BAD['half.jsonl'][:-1]!r} (line 1 of half.jsonl)",
-    "broken.jsonl": LINE + """'{"_id": "2", "te' (line 2 of broken.jsonl)""",
+    "half.jsonl": LINE + f"{BAD['half.jsonl'][:-1]!r}, which cannot be parsed ('utf-8' codec can't"
+    " encode character '\\ud800' in position 22: surrogates not allowed) (line 1 of half.jsonl)",
+    "broken.jsonl": LINE + """'{"_id": "2", "te', which cannot be parsed (Unterminated string"""
+    " starting at, column 14) (line 2 of broken.jsonl)",
 }
 
 

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.eval.spec import EvaluateSpec
     from pipeline.report.files import write
     from pipeline.report.summary import summary
-    from pipeline.report.tables import candidates_table, table
+    from pipeline.report.tables import candidates_table, comparisons_table, table
     from pipeline.report.text import aligned
     from pipeline.search.map_images import hit_maps
 
@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("", aligned(table(evaluation)), sep="\n")
     if spec.candidates:
         print("", aligned(candidates_table(evaluation)), sep="\n")
+    if spec.comparisons:
+        print("", aligned(comparisons_table(evaluation)), sep="\n")
     print("", *summary(evaluation), "", *written, sep="\n")
 
 

@@ -19,7 +19,7 @@ import jobs
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import check_index
-from pipeline.scores import SCORES
+from pipeline.scores import VECTOR_SCORES
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar=("FIRST", "LAST"),
         help="range of ranks of the negatives (default: 10 50)",
     )
-    parser.add_argument("--score", choices=SCORES, default="maxsim")
+    parser.add_argument("--score", choices=VECTOR_SCORES, default="maxsim")
     parser.add_argument("--version", type=int, help="version of the index (default: the latest)")
     parser.add_argument(
         "--device",

@@ -1,7 +1,7 @@
 """Recommends a compression method, a budget and a codec for the stored vectors of an index.
 
     python -m jobs.recommend out/cranfield/index --retain 0.95 --max-bytes 4096
-    python -m jobs.recommend INDEX --queries jobs/data/cranfield --max-milliseconds 50
+    python -m jobs.recommend INDEX --queries jobs/data/photos --max-milliseconds 50
     python -m jobs.recommend INDEX --queries jobs/specs/us_government_evaluate.yaml
 
 The job compresses a sample of the items with every combination of method, budget and codec, in

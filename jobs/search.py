@@ -29,7 +29,8 @@ matches and passages, see docs/concepts/explanations.md.
 generators joined by + or :. The search is faster and may miss hits.
 
 --score fused combines the rankings by MaxSim and BM25, which requires `jobs.candidates INDEX bm25`.
---fusion sets its weights; `jobs.evaluate --fit-fusion` fits them to judged queries.
+--fusion sets its weights, which it requires; `jobs.evaluate --fit-fusion` fits them to judged
+queries.
 
 NAME@K searches the first K vectors of each item of a representation with nested vectors.
 

@@ -487,7 +487,7 @@ def read(path: str, role: str) -> dict[str, Any]:
             data = yaml.load(file, _UniqueKeyLoader)
     except FileNotFoundError:
         raise SpecError(role, path, "the path of an existing YAML file", "does not exist") from None
-    except (OSError, ValueError, ImportError, yaml.YAMLError) as error:
+    except (OSError, ValueError, ImportError, RecursionError, yaml.YAMLError) as error:
         problem = f"cannot be read ({_one_line(error)})"
         raise SpecError(role, path, "a YAML file", problem) from None
     if not isinstance(data, dict):
@@ -512,7 +512,7 @@ def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]
             raise SpecError("override", assignment, "of the form dotted.field=value")
         try:
             value = yaml.load(value, _UniqueKeyLoader)
-        except yaml.YAMLError as error:
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
             problem = f"cannot be parsed ({_one_line(error)})"
             raise SpecError(path, value, "a YAML value", problem) from None
         _assign(data, path, value, assignment)

@@ -160,7 +160,7 @@ def fusions() -> dict[str, Fusion]:
         "rrf 1:1, agreement 3": settings("rrf", 1, agreement=3),
         "sum 1:1": settings("sum", 1),
         "sum 1:0.2": settings("sum", 0.2),
-        "sum 1:0.2, agreement 3 (default)": Fusion(),
+        "sum 1:0.2, agreement 3 (default)": settings("sum", 0.2, agreement=3),
         "sum 1:0.5, agreement 3": settings("sum", 0.5, agreement=3),
         "sum 1:0.2, single vector 0.3, agreement 3": settings("sum", 0.2, 0.3, 3),
     }
@@ -174,7 +174,8 @@ def _compare(
     from pipeline.eval.significance import bootstrap_interval, randomisation_p
     from pipeline.eval.spec import EvaluateSpec
 
-    fields = {"index": index, "benchmark": {"name": "beir", "path": benchmark}, "output": "out"}
+    beir = {"name": "beir", "path": benchmark, "ignore_identical_ids": False}  # as published
+    fields = {"index": index, "benchmark": beir, "output": "out"}
     for representation in representations:
         spec = parse(EvaluateSpec, {**fields, "representations": [representation]})
         judged = JudgedPools.read(spec)

@@ -244,7 +244,7 @@ def _parse_json(content: bytes) -> Any:
     """
     try:
         return json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         size = f"{len(content):,} bytes"
         raise ResponseError(f"the response of the endpoint must be JSON, got {size}") from None
 

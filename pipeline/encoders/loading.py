@@ -466,7 +466,7 @@ def load_json(path: Path, model: str) -> Any:
         return None
     try:
         return json.loads(path.read_text("utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         rule = f"a checkpoint with a valid {path.name}"
         raise SpecError("model", model, rule, "has an invalid one") from None
 

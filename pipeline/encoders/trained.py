@@ -81,7 +81,7 @@ class TrainedCompressor:
             raise SpecError(field, folder, rule, f"has no {METADATA}")
         try:
             described = cls(**json.loads((path / METADATA).read_text("utf-8")))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             raise SpecError(field, folder, rule, f"has an invalid {METADATA}") from None
         if hash_files(path, ["*.safetensors"]) != described.sha256:
             raise SpecError(field, folder, rule, "has modified or corrupted weights")

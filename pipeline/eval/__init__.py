@@ -43,7 +43,8 @@ class JudgedQueries:
             all documents. See `pools`.
         instruction: Instruction of the task, for encoders whose query template contains one.
         measure: Main metric, by its ir-measures name, or None for the default.
-        ignore_query_id: Whether the document with the id of the query is removed from its ranking.
+        ignore_query_id: Whether the document with the id of a query is the query itself and is
+            removed from its ranking. A document that is judged relevant is not removed.
         skip_first: Whether the first document of each ranking is removed. It is the query itself.
     """
 
@@ -72,25 +73,37 @@ class JudgedQueries:
             image = None if self.images is None else self.images.get(query_id)
             yield text if image is None else Composed(text, image) if text else image
 
-    def remove_queries(self, query_id: str, scores: dict[str, float]) -> dict[str, float]:
-        """Removes documents that are the query itself from a ranking, see the attributes.
+    @property
+    def num_removed(self) -> int:
+        """Maximum number of documents that `remove_queries` removes from a ranking."""
+        return self.ignore_query_id + self.skip_first
 
-        They are not replaced, as in mteb: the number of hits includes them.
+    def is_query(self, query_id: str, document_id: str) -> bool:
+        """Checks by its id whether a document is the query itself."""
+        is_same = self.ignore_query_id and document_id == query_id
+        return is_same and self.qrels.get(query_id, {}).get(document_id, 0) <= 0
+
+    def remove_queries(
+        self, query_id: str, scores: Mapping[str, float], k: int | None = None
+    ) -> dict[str, float]:
+        """Removes documents that are the query itself from a ranking, see the attributes.
 
         Args:
             query_id: Id of the query.
-            scores: Scores by document id, best first.
+            scores: Scores by document id, best first. `k + num_removed` of them yield k documents.
+            k: Maximum number of documents to return, or None to return all of them.
         """
         documents = list(scores)[self.skip_first :]
-        return {d: scores[d] for d in documents if not (self.ignore_query_id and d == query_id)}
+        others = [d for d in documents if not self.is_query(query_id, d)]
+        return {d: scores[d] for d in others[:k]}
 
     def options(self) -> dict[str, Any]:
         """Returns everything besides texts and judgments that affects rankings, for cache keys."""
         options: dict[str, Any] = {
             "pools": self.pools,
             "instruction": self.instruction,
-            "ignore_query_id": self.ignore_query_id,
-            "skip_first": self.skip_first,
+            "ignore_identical_ids": self.ignore_query_id,
+            "skip_first_result": self.skip_first,
         }
         if self.images is not None:
             hashes = {q: hashlib.blake2b(data).hexdigest() for q, data in self.images.items()}

@@ -24,6 +24,10 @@ class Beir(Benchmark["Beir.Spec"]):
         """Folder of the benchmark."""
         split: str = "test"
         """Split of the judgments."""
+        ignore_identical_ids: bool = True
+        """Removes the document that has the id of a query from the ranking of this query, unless it
+        is judged relevant, as in BEIR's evaluation: queries of ArguAna and Quora are documents
+        themselves. False if query ids and document ids coincide by chance."""
 
     def load(self) -> JudgedQueries:
         """Loads the queries of the split and their judgments."""
@@ -41,6 +45,7 @@ class Beir(Benchmark["Beir.Spec"]):
             num_unjudged=len(texts) - len(queries),
             num_without_text=len(qrels) - len(queries),
             categories=read_categories(path, queries),
+            ignore_query_id=self.spec.ignore_identical_ids,
         )
 
 
@@ -72,8 +77,8 @@ def read_qrels(path: str, field: str = "benchmark.split") -> dict[str, dict[str,
         if len(columns) == 4:
             del columns[1]
         try:
-            query_id, document_id, grade = columns
-            if abs(int(grade)) > MAX_GRADE:
+            query_id, document_id, grade = map(str.strip, columns)
+            if not query_id or not document_id or abs(int(grade)) > MAX_GRADE:
                 raise ValueError
             graded = qrels.setdefault(query_id, {}).setdefault(document_id, int(grade))
         except ValueError:

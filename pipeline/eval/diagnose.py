@@ -46,6 +46,7 @@ def uncompressed_representation(index: Index, name: str) -> str | None:
         for other_name, other in index.representations().items()
         if other.is_uncompressed
         and (other.encoder.fingerprint, other.field) == (info.encoder.fingerprint, info.field)
+        and other.codec["name"] in CODECS.names()  # its package may not be installed
         and _codec_class(other).keeps_scores
     ]
 

@@ -46,6 +46,7 @@ from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
     BM25,
     CANDIDATES,
+    COSTS,
     SINGLE_VECTOR,
     Evaluation,
     Result,
@@ -95,9 +96,16 @@ def run(
     num_items = _count(searcher.index, spec.filter)
     level = judged_level(searcher.index, judged, spec.judged, spec.filter)
     spec = spec.model_copy(update={"judged": level})
+    judged, num_documents = _ignored_queries(judged, searcher.index, spec)
     ranker = Ranker(spec, judged, searcher)
     notes = list(_benchmark_notes(spec, judged, searcher.index))
-    plan = list(planned_rows(spec, searcher))
+    if num_documents:
+        notes.append(
+            f"{num_documents} queries have the id of a document, which is removed from their "
+            "rankings (ignore_identical_ids)"
+        )
+    encodes = judged.vectors is None and not spec.query_vectors
+    plan = list(planned_rows(spec, searcher, encodes=encodes, notes=notes))
     if spec.bm25 and not judged.has_texts:
         notes.append("no BM25 row: the queries have no texts")
     elif spec.bm25 and bm25.has_texts(searcher.index, spec.text, spec.filter):
@@ -110,6 +118,7 @@ def run(
     for line in notes:
         report(line)
 
+    _check_comparisons(spec, plan, searcher, ranker)
     document_categories = {}
     if spec.document_categories is not None:
         document_categories = queries_by_document_category(
@@ -139,17 +148,12 @@ def run(
             entry = ranker.measure(row)
             cache.write(key, entry)
             speed = f"{entry.queries_per_second:,.0f} queries/s"
-        result = replace(_result(searcher, row, entry), weights=ranker.weights(row.score))
-        if row.score == FUSED:
-            maxsim = row._replace(score="maxsim")
-            first_stage = f"{row.representation}.maxsim" if maxsim in plan else ""
-            result = replace(result, fusion=dump(spec.fusion), first_stage=first_stage)
-        if row.rerank is not None:
-            result = _reranked(result, row.rerank)
+        exact = entry
         if row.candidates is not None:
-            exact = cache.read(ranker.key(row._replace(candidates=None)), CachedResult)
-            assert exact is not None, "the exact row precedes those of its generators"
-            result = _from_candidates(result, row.candidates, entry, exact, spec.k)
+            found = cache.read(ranker.key(row._replace(candidates=None)), CachedResult)
+            assert found is not None, "the exact row precedes those of its generators"
+            exact = found
+        result = _row_result(spec, plan, row, searcher, ranker.weights(row.score), entry, exact)
         if spec.diagnostics and result.score == "maxsim":
             result = replace(result, diagnosis=_diagnosis(ranker, row.representation, cache))
         if phrases and result.score == "maxsim":
@@ -387,6 +391,46 @@ def versions() -> dict[str, str]:
     }
 
 
+def _check_comparisons(
+    spec: EvaluateSpec, plan: Sequence[Row], searcher: Searcher, ranker: Ranker
+) -> None:
+    """Raises `SpecError` if a planned comparison names a row that the evaluation will not have."""
+    if not spec.comparisons:
+        return
+    empty = CachedResult(rankings={}, values={}, **dict.fromkeys(COSTS, 0.0))
+    rows = [
+        _row_result(spec, plan, row, searcher, ranker.weights(row.score), empty, empty)
+        for row in plan
+    ]
+    names = [result.name for result in merge_seeds(rows)]
+    for number, pair in enumerate(spec.comparisons):
+        for name in pair:
+            if name not in names:
+                raise SpecError.unknown_name(f"comparisons[{number}]", name, names)
+
+
+def _row_result(
+    spec: EvaluateSpec,
+    plan: Sequence[Row],
+    row: Row,
+    searcher: Searcher,
+    weights: list[float] | None,
+    entry: CachedResult,
+    exact: CachedResult,
+) -> Result:
+    """Builds a row from its measurements and, for a candidate generator, those of exact search."""
+    result = replace(_result(searcher, row, entry), weights=weights)
+    if row.score == FUSED:
+        maxsim = row._replace(score="maxsim")
+        first_stage = f"{row.representation}.maxsim" if maxsim in plan else ""
+        result = replace(result, fusion=dump(spec.fusion), first_stage=first_stage)
+    if row.rerank is not None:
+        result = _reranked(result, row.rerank)
+    if row.candidates is not None:
+        result = _from_candidates(result, row.candidates, entry, exact, spec.k)
+    return result
+
+
 def _result(searcher: Searcher, row: Row, entry: CachedResult) -> Result:
     measured = entry.model_dump(exclude={"rankings"})
     if row.score == BM25:
@@ -527,6 +571,24 @@ def _benchmark_notes(spec: EvaluateSpec, judged: JudgedQueries, index: Index) ->
         yield f"{missing} of {len(relevant)} relevant documents are not in the index"
     if missing := len(pooled) - len(pooled & indexed):
         yield f"{missing} of {len(pooled)} documents of the pools are not in the index"
+
+
+def _ignored_queries(
+    judged: JudgedQueries, index: Index, spec: EvaluateSpec
+) -> tuple[JudgedQueries, int]:
+    """Counts the queries that are documents themselves and are removed from their rankings.
+
+    Without any, the rankings do not depend on `ignore_query_id`, so that it is set to False and
+    their cache keys are those of a benchmark without the option.
+    """
+    if not judged.ignore_query_id:
+        return judged, 0
+    column = f"{spec.judged}_id"
+    queries = {query_id for query_id in judged.queries if judged.is_query(query_id, query_id)}
+    found: set[str] = set()
+    for batch in index.batches([column], filter=spec.filter):
+        found |= queries & set(batch[column].to_pylist())
+    return replace(judged, ignore_query_id=bool(found)), len(found)
 
 
 def _range(numbers: Sequence[int]) -> str:

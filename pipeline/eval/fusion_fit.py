@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.config import SpecError, dump_yaml
+from pipeline.eval import JudgedQueries
 from pipeline.eval.level import judged_level
-from pipeline.eval.metrics import Grades, per_query
+from pipeline.eval.metrics import per_query
 from pipeline.eval.ranker import Ranker
 from pipeline.eval.significance import randomisation_p
 from pipeline.eval.spec import EvaluateSpec
@@ -77,14 +78,16 @@ class JudgedPools:
     Attributes:
         options: Options of the search.
         pools: Output of `Scorer.rank_part` by query id, with all components.
-        qrels: Relevance grades by query id.
+        judged: Queries and their relevance judgments.
+        k: Number of hits per query.
         measure: Name of the metric.
         has_single: Whether there are single-vector scores.
     """
 
     options: SearchOptions
     pools: Mapping[str, Ranking]
-    qrels: Mapping[str, Grades]
+    judged: JudgedQueries
+    k: int
     measure: str
     has_single: bool
 
@@ -113,7 +116,7 @@ class JudgedPools:
         has_single = info.pooled_column is not None and not spec.query_vectors
         options = SearchOptions(
             info.name,
-            k=spec.k,
+            k=spec.k + judged.num_removed,
             score="fused",
             fusion=Fusion(weights=FusionWeights(bm25=1, single_vector=float(has_single))),
             group_by="parent" if level == "parent" else None,
@@ -124,7 +127,7 @@ class JudgedPools:
         pools = searcher.scorer.rank_part(queries, options, searcher.items.select(options))
         measure = "nDCG@10" if "nDCG@10" in spec.measures else spec.measures[0]
         by_query = dict(zip(judged.queries, pools, strict=True))
-        return cls(options, by_query, judged.qrels, measure, has_single)
+        return cls(options, by_query, judged, spec.k, measure, has_single)
 
     def measure_fusion(self, fusion: Fusion) -> np.ndarray:
         """Returns the metric of each query, (Q,), for given settings of the fused score."""
@@ -133,8 +136,9 @@ class JudgedPools:
         for query_id, pool in self.pools.items():
             ranking = fuse(pool, options)
             is_grouped = options.group_by is not None
-            run[query_id] = ranking.scores_by_parent() if is_grouped else ranking.scores_by_item()
-        values = per_query(run, self.qrels, [self.measure])
+            scores = ranking.scores_by_parent() if is_grouped else ranking.scores_by_item()
+            run[query_id] = self.judged.remove_queries(query_id, scores, self.k)
+        values = per_query(run, self.judged.qrels, [self.measure])
         return np.array([values[query_id][self.measure] for query_id in self.pools])
 
 

@@ -6,7 +6,6 @@ assigned. `pipeline.eval.relevance_maps` computes the metrics from these similar
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from pipeline.eval.relevance_maps import (
     region_mask,
     relevance_map,
 )
-from pipeline.eval.topics import read_lines
+from pipeline.eval.topics import parse_row, read_lines
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index, combine_filters
 from pipeline.search.explain import assigned_vectors, prefix_assignment
@@ -55,9 +54,11 @@ def read_phrases(path: str) -> list[Phrase]:
         SpecError: The file is missing, empty or malformed.
     """
     phrases = []
+    form = 'a line {"item_id": "a", "phrase": "two words", "boxes": [[x0, y0, x1, y1], ...]}'
     for number, line in read_lines(path, "grounding"):
+        note = f" (line {number} of {path})"
+        row = parse_row(line, "grounding", form, note)
         try:
-            row = json.loads(line)
             boxes = np.array(row["boxes"], float)
             item_id, text = row["item_id"], row["phrase"]
             whole = boxes.ndim == 2 and boxes.shape[1] == 4 and len(boxes) > 0
@@ -65,14 +66,9 @@ def read_phrases(path: str) -> list[Phrase]:
         except (ValueError, KeyError, TypeError):
             is_valid = False
         if not is_valid:
-            note = f" (line {number} of {path})"
-            form = (
-                'a line {"item_id": "a", "phrase": "two words", "boxes": [[x0, y0, x1, y1], ...]}'
-            )
             raise SpecError("grounding", line[:80], form, note=note)
         inside = bool(((boxes >= 0) & (boxes <= 1)).all())
         if not inside or not (boxes[:, :2] < boxes[:, 2:]).all():
-            note = f" (line {number} of {path})"
             limits = "boxes with 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1"
             raise SpecError("grounding", row["boxes"], limits, note=note)
         phrases.append(Phrase(item_id, text, boxes.tolist()))

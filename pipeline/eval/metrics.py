@@ -234,31 +234,49 @@ def write_run(uri: str, run: Run | Iterable[tuple[str, Mapping[str, float]]], ta
                 file.write(f"{ids} {rank} {score:.9g} {tag}\n")
 
 
+#: Form of an empty id.
+_EMPTY = "%empty"
+#: Characters at which `str.split` divides a line, and the byte order mark that readers remove.
+_ENCODED = [chr(code) for code in range(0xFFFF) if chr(code).isspace()] + ["\ufeff"]
+_CODES = "|".join([*(quote(character)[1:] for character in _ENCODED), "25", _EMPTY[1:]])
+
+
 def _escape(name: str) -> str:
     """Percent-encodes white space in an id. Existing % signs are encoded if they would be decoded.
 
-    >>> _escape("my file.txt"), _escape("50%"), _escape("a%20b")
-    ('my%20file.txt', '50%', 'a%2520b')
+    >>> _escape("my file.txt"), _escape("3\u202fPM"), _escape("50%"), _escape("a%20b")
+    ('my%20file.txt', '3%E2%80%AFPM', '50%', 'a%2520b')
     """
-    return re.sub(r"\s|%(?=25|20|0[9A-D])", lambda match: quote(match[0]), name)
+    encoded = re.sub(rf"[\s\ufeff]|%(?={_CODES})", lambda match: quote(match[0]), name)
+    return encoded or _EMPTY
 
 
 def _unescape(word: str) -> str:
-    return re.sub(r"%(25|20|0[9A-D])", lambda match: unquote(match[0]), word)
+    """Inverts `_escape`. All other percent signs are left unchanged."""
+    return re.sub(
+        f"%(?:{_CODES})", lambda match: unquote(match[0]) if match[0] != _EMPTY else "", word
+    )
 
 
 def read_run(uri: str) -> dict[str, dict[str, float]]:
     """Reads a run in TREC format.
 
     Raises:
-        SpecError: The file is missing, or a line does not have the six columns.
+        SpecError: The file is missing, a line does not have the six columns, or a document occurs
+            twice in the ranking of a query.
     """
     run: dict[str, dict[str, float]] = {}
     for number, line in read_lines(uri, "run"):
         try:
-            query_id, _, document_id, _, score, _ = line.split()
-            run.setdefault(_unescape(query_id), {})[_unescape(document_id)] = float(score)
+            query_id, _, document_id, _, value, _ = line.split()
+            if math.isnan(score := float(value)):
+                raise ValueError
         except ValueError:
             rule, note = "a line `query Q0 document rank score tag`", f" (line {number} of {uri})"
             raise SpecError("run", line[:80], rule, note=note) from None
+        scores, document_id = run.setdefault(_unescape(query_id), {}), _unescape(document_id)
+        if document_id in scores:
+            rule, note = "the only line of its document", f" (line {number} of {uri})"
+            raise SpecError("run", line[:80], rule, "occurs twice", note)
+        scores[document_id] = score
     return run

@@ -16,7 +16,7 @@ from pipeline.config import SpecError, Uri, within
 from pipeline.eval import Benchmark, BenchmarkRow, JudgedQueries
 from pipeline.eval.datasets import DatasetSpec, check_texts, judged_queries
 from pipeline.eval.metrics import Run, means, per_query
-from pipeline.eval.topics import group_categories, read_lines
+from pipeline.eval.topics import group_categories, parse_row, read_lines
 from pipeline.sources.annotations import read_csv
 
 #: Official metrics. Unjudged videos are not relevant, and the gain of a grade is the grade.
@@ -145,10 +145,10 @@ def read_judgments(uri: str, field: str) -> Judgments:
     judgments = Judgments()
     for number, line in read_lines(uri, field):
         note = f" (line {number} of {uri})"
+        row = parse_row(line, field, rule, note)
         try:
-            row = json.loads(line)
             query_id, video, grade = (row[k] for k in ("query_id", "doc_id", "relevance"))
-        except (ValueError, KeyError, TypeError):
+        except KeyError:
             raise SpecError(field, line[:80], rule, note=note) from None
         is_id = isinstance(query_id, str) and isinstance(video, str | int) and video != ""
         is_grade = isinstance(grade, int | float) and not isinstance(grade, bool)

@@ -143,6 +143,7 @@ def _read_ids(fs: AbstractFileSystem, folder: str, num_queries: int, path: str) 
         problem = f"has {num_queries} queries and {name} of shape {array.shape}"
         raise SpecError(FIELD, path, f"a folder with one id in {name} per query", problem)
     ids = [i.decode(errors="replace") if isinstance(i, bytes) else str(i) for i in array.tolist()]
+    ids = [query_id.strip() for query_id in ids]  # as in judgments
     for query_id, number in Counter(ids).most_common(1):
         if number > 1:
             problem = f"has the id {query_id!r} more than once"

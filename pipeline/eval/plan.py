@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipeline.config import SpecError, within
 from pipeline.eval.results import SINGLE_VECTOR
 from pipeline.eval.spec import CandidatesSpec, EvaluateSpec, RerankSpec
+from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index, combine_filters
+from pipeline.registry import CODECS, COMPRESSORS, ENCODERS, Registry
 from pipeline.scores import VECTOR_SCORES, Score
 from pipeline.search.candidates import generator_columns
 from pipeline.search.fusion import FUSED
@@ -36,17 +38,35 @@ class Row(NamedTuple):
     candidates: Candidates | None = None
 
 
-def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
+def planned_rows(
+    spec: EvaluateSpec, searcher: Searcher, encodes: bool, notes: list[str]
+) -> Iterator[Row]:
     """Yields the rows of the table. Single vectors come first and appear once per encoder.
 
+    Args:
+        spec: Spec of the evaluation.
+        searcher: Searcher of the index.
+        encodes: Whether queries are encoded.
+        notes: Receives a note for each stored representation that is left out, because a component
+            is not installed. Those that the spec names are an error.
+
     Raises:
-        SpecError: A representation is missing, or lacks single vectors that a score needs.
+        SpecError: A representation is missing, needs a component that is not installed, or lacks
+            single vectors that a score needs.
     """
-    names = spec.representations or _nonempty_representations(searcher.index, spec.filter)
+    names = list(spec.representations)
+    for name in names or _nonempty_representations(searcher.index, spec.filter):
+        problem = _missing_component(searcher.representation(name), encodes)
+        if problem and spec.representations:
+            rule = "a representation whose components are installed"
+            raise SpecError("representations", name, rule, problem)
+        if problem:
+            notes.append(f"no rows for {name}: it {problem}")
+        elif not spec.representations:
+            names.append(name)
     if not names:
-        raise SpecError(
-            "index", spec.index, "an index with a representation", "has no representations"
-        )
+        rule = "an index with a representation whose components are installed"
+        raise SpecError("index", spec.index, rule, "has none")
     infos = [searcher.representation(name) for name in names]
     for info in infos:
         single_scores = [score for score in spec.scores if score not in ("maxsim", FUSED)]
@@ -55,7 +75,7 @@ def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
             raise SpecError("scores", single_scores[0], "maxsim", problem)
         if FUSED in spec.scores:
             try:
-                SearchOptions(info.name, score=FUSED).resolve(searcher.index)
+                SearchOptions(info.name, score=FUSED, fusion=spec.fusion).resolve(searcher.index)
             except SpecError as error:
                 raise error.at("scores") from None
     scores = spec.scores or VECTOR_SCORES
@@ -70,6 +90,26 @@ def planned_rows(spec: EvaluateSpec, searcher: Searcher) -> Iterator[Row]:
         yield from _candidates_rows(candidates, number, searcher, names, spec.scores)
     for reranker in spec.rerank:
         yield _reranked_row(reranker, searcher, names)
+
+
+def _missing_component(info: RepresentationInfo, encodes: bool) -> str | None:
+    """Returns the problem of a representation if the package of a component is not installed."""
+    parts: list[tuple[str, Registry[Any], Any]] = [
+        ("compressor", COMPRESSORS, info.compressor),
+        ("compressor", COMPRESSORS, info.compressor.get("method")),  # of an adaptive budget
+        ("codec", CODECS, info.codec),
+        ("encoder", ENCODERS, info.encoder.spec if encodes else None),
+    ]
+    for kind, registry, spec in parts:
+        if isinstance(spec, dict):
+            try:
+                registry.load(spec["name"])
+            except SpecError as error:
+                reason = error.problem or "which no installed package provides"
+                return (
+                    f"needs the {kind} {spec['name']!r}, {reason.replace('needs', 'which needs')}"
+                )
+    return None
 
 
 def _candidates_rows(

@@ -40,6 +40,7 @@ def pool(outputs: Sequence[str]) -> Evaluation:
         )
     return replace(
         first,
+        spec={**first.spec, "comparisons": []},  # planned for the queries of one collection
         headline=first.headline if first.headline in measures else measures[0],
         judgments=digest(judgments),
         num_items=sum(evaluation.num_items for evaluation in evaluations),

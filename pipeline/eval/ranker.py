@@ -6,6 +6,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -56,6 +57,7 @@ class Ranker:
     def __init__(self, spec: EvaluateSpec, judged: JudgedQueries, searcher: Searcher):
         self._spec, self._judged, self._searcher = spec, judged, searcher
         self._group_by = "parent" if spec.judged == "parent" else None
+        self._k = spec.k + judged.num_removed  # hits per query before the query itself is removed
         self._encoded: dict[str, EncodedQueries] = {}
         self._vectors = judged_query_vectors(spec.query_vectors, judged, list(judged.queries))
         self._vectors_hash = self._vectors and _vectors_digest(self._vectors)
@@ -215,7 +217,7 @@ class Ranker:
             rank([number])
             latencies_ms.append(1000 * (time.perf_counter() - query_start))
         rankings = {
-            query_id: self._judged.remove_queries(query_id, scores)
+            query_id: self._judged.remove_queries(query_id, scores, self._spec.k)
             for query_id, scores in zip(self._judged.queries, ranked, strict=True)
         }
         return CachedResult(
@@ -286,18 +288,30 @@ class Ranker:
         name, keywords = result.representation, self._search_options(result.score)
 
         def search(numbers: Sequence[int], pool: Pool) -> list[list[Hit]]:
-            restricted = {"k": NUM_HITS, **keywords, **self._restriction(pool)}
+            k = NUM_HITS + self._judged.num_removed
+            restricted = {"k": k, **keywords, **self._restriction(pool)}
             options = SearchOptions.from_keywords(name, explain=True, **restricted)
             return self._searcher.search_with(self.queries_with_texts(name, numbers), options)
 
-        return self._by_pool(search, [numbers[query_id] for query_id in query_ids])
+        found = self._by_pool(search, [numbers[query_id] for query_id in query_ids])
+        return [
+            self._without_query(query_id, hits)
+            for query_id, hits in zip(query_ids, found, strict=True)
+        ]
+
+    def _without_query(self, query_id: str, hits: list[Hit]) -> list[Hit]:
+        """Returns the best hits without the query itself."""
+        by_id = {hit.parent_id if self._group_by else hit.item_id: hit for hit in hits}
+        scores = {document_id: hit.score for document_id, hit in by_id.items()}
+        documents = self._judged.remove_queries(query_id, scores, NUM_HITS)
+        return [replace(by_id[document_id], rank=n) for n, document_id in enumerate(documents, 1)]
 
     def _bm25_ranker(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         spec = self._spec
         ranker = bm25.Bm25(self._searcher.index, spec.judged, spec.text, spec.filter)
 
         def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
-            return ranker.rank([self._texts[number] for number in numbers], self._spec.k, pool)
+            return ranker.rank([self._texts[number] for number in numbers], self._k, pool)
 
         return functools.partial(self._by_pool, rank)
 
@@ -317,10 +331,11 @@ class Ranker:
         candidates = EXACT if row.candidates is None else row.candidates.generator
         self._searcher.load(name, row.score, candidates)
         reranker = row.rerank
-        depth = self._spec.k if reranker is None else max(self._spec.k, reranker.rerank_depth)
+        depth = self._k if reranker is None else max(self._k, reranker.rerank_depth)
         options = {"k": depth, **self._search_options(row.score)}
         if row.candidates is not None:
-            options |= {"candidates": candidates, "num_candidates": row.candidates.number}
+            number = max(row.candidates.number, depth)
+            options |= {"candidates": candidates, "num_candidates": number}
 
         def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
             restricted = {**options, **self._restriction(pool)}
@@ -330,7 +345,7 @@ class Ranker:
             if reranker is not None:
                 selected: Any = list(self._judged.inputs(self._query_ids[n] for n in numbers))
                 rankings = self.reranker(reranker).rerank(
-                    self._searcher, selected, rankings, self._spec.k
+                    self._searcher, selected, rankings, self._k
                 )
             if self._group_by:
                 return [ranking.scores_by_parent() for ranking in rankings]

@@ -17,7 +17,7 @@ from pipeline.config import SpecError, absolute, digest
 from pipeline.eval.diagnostics import Diagnosis, Retention, mean_diagnosis
 from pipeline.eval.examples import Example
 from pipeline.eval.metrics import means
-from pipeline.eval.significance import holm, randomisation_p
+from pipeline.eval.significance import bootstrap_interval, holm, randomisation_p
 from pipeline.index.columns import codec_name
 from pipeline.registry import COMPRESSORS
 from pipeline.scores import RENAMED
@@ -334,6 +334,27 @@ class RowComparison:
 
 
 @dataclass(frozen=True)
+class PlannedComparison:
+    """Comparison of two rows in the headline metric that was planned before the evaluation.
+
+    Attributes:
+        row: Name of the row.
+        other: Name of the row that it is compared with.
+        difference: Mean of `row` minus that of `other`.
+        low: Lower bound of the 95 % confidence interval of the difference.
+        high: Upper bound.
+        p: p value of a paired randomisation test, corrected over the planned comparisons.
+    """
+
+    row: str
+    other: str
+    difference: float
+    low: float
+    high: float
+    p: float
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Results of an evaluation, including everything that its report shows.
 
@@ -393,6 +414,22 @@ class Evaluation:
         """Comparison of each row with the others, in the order of the rows."""
         return row_comparisons(self.results, self.headline)
 
+    @functools.cached_property
+    def planned_comparisons(self) -> list[PlannedComparison]:
+        """Comparisons of the spec, in its order."""
+        pairs = [
+            (self.row(first), self.row(second))
+            for first, second in self.spec.get("comparisons", ())
+        ]
+        if not pairs:
+            return []
+        differences_CQ = np.stack([query_differences(*pair, self.headline) for pair in pairs])
+        p_values = holm(randomisation_p(differences_CQ).tolist())
+        return [
+            PlannedComparison(a.name, b.name, float(d_Q.mean()), *bootstrap_interval(d_Q), p)
+            for (a, b), d_Q, p in zip(pairs, differences_CQ, p_values, strict=True)
+        ]
+
     def comparison(self, result: Result) -> RowComparison:
         """Returns the comparison of a row with the others."""
         return self.row_comparisons[self.results.index(result)]
@@ -429,6 +466,7 @@ class Evaluation:
         """Returns the JSON that `read_results` reads."""
         data = asdict(replace(self, examples=[]))
         del data["examples"]
+        data["comparisons"] = [asdict(planned) for planned in self.planned_comparisons]
         return json.dumps(data, ensure_ascii=False)
 
 
@@ -447,10 +485,11 @@ def read_results(output: str, field: str) -> Evaluation:
         with fsspec.open(posixpath.join(absolute(output), RESULTS), "r", encoding="utf-8") as file:
             data = _rename(json.load(file), RENAMED_FIELDS)
         results = [_result(row) for row in data.pop("results")]
+        data.pop("comparisons", None)  # follow from the other fields
         return Evaluation(**data, results=results)
     except FileNotFoundError:
         raise SpecError(field, output, rule, f"contains no {RESULTS}") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise SpecError(field, output, rule, f"contains a corrupted {RESULTS}") from None
 
 

@@ -104,8 +104,9 @@ class EvaluateSpec(Spec):
     weights: Weights = EQUAL_WEIGHTS
     """Weights of the single-vector and the MaxSim score in the hybrid score, such as [1, 0.25]."""
     fusion: FusionSpec = DEFAULT_FUSION
-    """Settings of the fused score: a mapping, or the path of a file that `jobs.evaluate
-    --fit-fusion` wrote. The row is compared with the MaxSim row of the same representation."""
+    """Settings of the fused score with its weights: a mapping, or the path of a file that
+    `jobs.evaluate --fit-fusion` wrote. The row is compared with the MaxSim row of the same
+    representation."""
     idf_power: float | None = None
     """Weights the query tokens in MaxSim and hybrid scores by their inverse document frequency to
     this power, from `jobs.token_frequencies`; null for no weights."""
@@ -140,6 +141,9 @@ class EvaluateSpec(Spec):
     candidates adds a row."""
     rerank: list[RerankSpec] = Field(default_factory=list)
     """Rerankers. Each adds a row."""
+    comparisons: list[list[str]] = Field(default_factory=list)
+    """Planned comparisons: pairs of rows such as [hpool_32.maxsim, bm25]. Their p values are
+    corrected among themselves only, unlike those of the table of all rows."""
     search_page: str | None = None
     """URL of a search page that serves the index, such as http://localhost:8000/?index=cranfield.
     The report links its example queries to the side-by-side view."""
@@ -159,6 +163,17 @@ class EvaluateSpec(Spec):
             if names.count(name) > 1:
                 raise SpecError("", name, "unique (set a different `label`)", "occurs twice")
         return rerank
+
+    @field_validator("comparisons")
+    @classmethod
+    def _check_comparisons(cls, comparisons: list[list[str]]) -> list[list[str]]:
+        pairs = [frozenset(pair) for pair in comparisons]
+        for pair, names in zip(comparisons, pairs, strict=True):
+            if len(pair) != 2 or len(names) != 2:
+                raise SpecError("", pair, "a pair of two different rows")
+            if pairs.count(names) > 1:
+                raise SpecError("", pair, "a unique pair", "occurs twice")
+        return comparisons
 
     @field_validator("measures")
     @classmethod
@@ -195,6 +210,8 @@ class EvaluateSpec(Spec):
     def _check_fusion_used(self) -> EvaluateSpec:
         if self.fusion != DEFAULT_FUSION and FUSED not in self.scores:
             raise SpecError("scores", self.scores, f"a list with {FUSED} if fusion is set")
+        if FUSED in self.scores:
+            _ = self.fusion.component_weights  # must be set
         return self
 
     @model_validator(mode="after")

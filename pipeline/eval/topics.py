@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config import SpecError
+from pipeline.decoding import Unreadable
 from pipeline.eval import JudgedQueries
+from pipeline.sources.text import parse_object
 
 _SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
@@ -22,22 +23,45 @@ _SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 def read_lines(path: str, field: str) -> Iterator[tuple[int, str]]:
     """Yields the non-blank lines of a UTF-8 text file with their numbers, which start from 1.
 
+    Lines may begin with a byte order mark, as in concatenated files.
+
     Args:
         path: Path or URI of the file.
         field: Spec field that errors name.
 
     Raises:
-        SpecError: The file is missing or not text.
+        SpecError: The file is missing or not text. The error names the line.
     """
     try:
-        with fsspec.open(path, "r", encoding="utf-8-sig") as file:
+        with fsspec.open(path, "r", encoding="utf-8", errors="surrogateescape") as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
+                if _SURROGATES.search(line):
+                    raise SpecError(field, path, "a UTF-8 file", f"is malformed in line {number}")
+                if (line := line.removeprefix("\ufeff")).strip():
                     yield number, line.rstrip("\r\n")
     except FileNotFoundError:
         raise SpecError(field, path, "the path of an existing file", "does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise SpecError(field, path, "a UTF-8 file", f"cannot be read ({error})") from None
+
+
+def parse_row(line: str, field: str, rule: str, note: str) -> dict[str, Any]:
+    """Returns the JSON object of a line, with the checks of `pipeline.sources.text.parse_object`.
+
+    Args:
+        line: The line.
+        field: Spec field that errors name.
+        rule: Rule for the line, for errors.
+        note: Location of the line, for errors.
+
+    Raises:
+        SpecError: The line is not a JSON object, or its values are too deep or too large.
+    """
+    try:
+        return parse_object(line.encode())
+    except Unreadable as error:
+        problem = f"cannot be parsed ({error.detail})"
+        raise SpecError(field, line[:80], rule, problem, note) from None
 
 
 def read_queries(path: str, field: str = "queries") -> dict[str, str]:
@@ -51,11 +75,19 @@ def read_queries(path: str, field: str = "queries") -> dict[str, str]:
         SpecError: The file is missing, empty or malformed, or an id occurs twice.
     """
     queries: dict[str, str] = {}
+    rule = 'a line {"_id": "1", "text": "..."} or id<TAB>text, neither empty'
     for number, line in read_lines(path, field):
-        query_id, text = _parse_query(line)
-        if not query_id or not text or not text.strip() or _SURROGATES.search(query_id + text):
-            rule = 'a line {"_id": "1", "text": "..."} or id<TAB>text, neither empty'
-            raise SpecError(field, line[:80], rule, note=f" (line {number} of {path})")
+        note = f" (line {number} of {path})"
+        if line.lstrip().startswith("{"):
+            row = parse_row(line, field, rule, note)
+            query_id, text = _clean_id(row.get("_id")), row.get("text")
+        else:
+            name, _, text = line.partition("\t")
+            query_id = _clean_id(name)
+            if number == 1 and _is_header(name, text):
+                continue
+        if not query_id or not isinstance(text, str) or not text.strip():
+            raise SpecError(field, line[:80], rule, note=note)
         if query_id in queries:
             raise SpecError(field, query_id, "a unique id", "occurs twice", f" (line {number})")
         queries[query_id] = text
@@ -82,9 +114,11 @@ def read_categories(path: str, query_ids: Iterable[str]) -> dict[str, dict[str, 
     """
     wanted = set(query_ids)
     fields: dict[str, dict[str, Any]] = {}
-    for _, line in read_lines(path, "queries"):
-        row = json.loads(line) if line.lstrip().startswith("{") else {}
-        query_id = str(row.get("_id")).strip()
+    for number, line in read_lines(path, "queries"):
+        if not line.lstrip().startswith("{"):
+            continue
+        row = parse_row(line, "queries", "a JSON object", f" (line {number} of {path})")
+        query_id = _clean_id(row.get("_id"))
         metadata = row.get("metadata")
         row |= metadata if isinstance(metadata, dict) else {}
         if query_id in wanted:
@@ -135,19 +169,20 @@ def categories(value: Any) -> Iterator[str]:
         yield NO_CATEGORY if name is None or name == "" else str(name)
 
 
-def _parse_query(line: str) -> tuple[str | None, str | None]:
-    if line.lstrip().startswith("{"):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            return None, None
-        query_id, text = row.get("_id"), row.get("text")
-        return (
-            None if query_id is None else str(query_id).strip(),
-            text if isinstance(text, str) else None,
-        )
-    query_id, _, text = line.partition("\t")
-    return query_id.strip(), text
+def _clean_id(value: Any) -> str:
+    """Returns a string or an integer as an id without surrounding white space, or "" for others."""
+    is_id = isinstance(value, str | int) and not isinstance(value, bool)
+    return str(value).strip() if is_id else ""
+
+
+def _is_header(name: str, text: str) -> bool:
+    """Checks whether the first line of a tab-separated file names its columns.
+
+    >>> _is_header("query-id", "text"), _is_header("id", "text of an id")
+    (True, False)
+    """
+    id, column = (re.sub(r"[^a-z]", "", name.lower()) for name in (name, text.partition("\t")[0]))
+    return id in ("id", "qid", "queryid") and column in ("text", "query", "querytext", "question")
 
 
 def read_ids(path: str, field: str) -> list[str]:
@@ -186,8 +221,8 @@ def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.
         raise SpecError(field, path, rule, "does not exist") from None
     except (OSError, ValueError, EOFError, pa.ArrowException):
         raise SpecError(field, path, rule) from None
-    ids = [str(query_id) for query_id in table["id"].to_pylist()]
-    if not ids or table["id"].null_count:
+    ids = [str(query_id).strip() for query_id in table["id"].to_pylist()]
+    if not all(ids) or not ids or table["id"].null_count:
         raise SpecError(field, path, "a file of at least one query, each with an id")
     for query_id, number in Counter(ids).most_common(1):
         if number > 1:

@@ -26,11 +26,14 @@ class QuerySet(NamedTuple):
         tokens: Unit vectors (M, D) of each query.
         grades: Grades by item or parent id of each query.
         is_judged: False for pseudo-queries.
+        ignored: Id of a document that is removed from the ranking of each query because it is the
+            query itself, or None; empty to remove none.
     """
 
     tokens: Sequence[torch.Tensor]
     grades: Sequence[Mapping[str, int]]
     is_judged: bool
+    ignored: Sequence[str | None] = ()
 
     def measure(self, scores_QB: torch.Tensor, ids: Sequence[str]) -> np.ndarray:
         """Computes the metric of each query (Q,) float64.
@@ -44,6 +47,9 @@ class QuerySet(NamedTuple):
         document_B = torch.tensor([numbers[document] for document in ids])
         scores_QD = torch.full((len(scores_QB), len(documents)), -torch.inf)
         scores_QD.scatter_reduce_(1, document_B.expand(len(scores_QB), -1), scores_QB, "amax")
+        for query, document in enumerate(self.ignored):
+            if document in numbers:
+                scores_QD[query, numbers[document]] = -torch.inf
         best = scores_QD.topk(min(2 * DEPTH, len(documents)))
         run = {
             str(query): {documents[number]: score for number, score in zip(*ranked, strict=True)}

@@ -184,9 +184,10 @@ def _sample_and_queries(
     grades = [judged.qrels[query_id] for query_id in query_ids]
     documents = {document for query_grades in grades for document in query_grades}
     sample = draw(level=level, judged=documents)
+    ignored = [query_id if judged.is_query(query_id, query_id) else None for query_id in query_ids]
     vectors = judged_query_vectors(spec.query_vectors, judged, query_ids)
     if vectors is not None:
-        return sample, QuerySet(searcher.queries(vectors, info.name).tokens, grades, True)
+        return sample, QuerySet(searcher.queries(vectors, info.name).tokens, grades, True, ignored)
     texts = [judged.queries[query_id] for query_id in query_ids]
     encoded = searcher.encoder(info.name).encode_queries(texts)
-    return sample, QuerySet(searcher.queries(encoded, info.name).tokens, grades, True)
+    return sample, QuerySet(searcher.queries(encoded, info.name).tokens, grades, True, ignored)

@@ -17,6 +17,7 @@ from pipeline.report.figures import figures
 from pipeline.report.quality_bytes import quality_bytes_png
 from pipeline.report.tables import (
     candidates_table,
+    comparisons_table,
     document_categories_csv,
     metrics_csv,
     per_query_csv,
@@ -34,6 +35,7 @@ def write(evaluation: Evaluation, folder: str) -> list[str]:
         "per_query.csv": per_query_csv(evaluation),
         **_category_tables(evaluation),
         **_candidates_tables(evaluation),
+        **_comparisons_tables(evaluation),
         "table.md": markdown(table(evaluation)),
         "quality_bytes.png": quality_bytes_png(evaluation),
         **_figures(evaluation),
@@ -78,6 +80,13 @@ def _candidates_tables(evaluation: Evaluation) -> dict[str, str]:
         return {}
     cells = candidates_table(evaluation)
     return {"candidates.csv": as_csv(cells), "candidates.md": markdown(cells)}
+
+
+def _comparisons_tables(evaluation: Evaluation) -> dict[str, str]:
+    if not evaluation.planned_comparisons:
+        return {}
+    cells = comparisons_table(evaluation)
+    return {"comparisons.csv": as_csv(cells), "comparisons.md": markdown(cells)}
 
 
 def _figures(evaluation: Evaluation) -> dict[str, bytes]:

@@ -46,6 +46,22 @@ def table(evaluation: Evaluation) -> list[list[str]]:
     return [header, *rows]
 
 
+def comparisons_table(evaluation: Evaluation) -> list[list[str]]:
+    """Formats the planned comparisons as table cells, header first."""
+    header = ["row", "against", f"{evaluation.headline} difference", "95 % interval", "p"]
+    rows = [
+        [
+            planned.row,
+            planned.other,
+            f"{planned.difference:+.4f}",
+            f"[{planned.low:+.4f}, {planned.high:+.4f}]",
+            p_value(planned.p),
+        ]
+        for planned in evaluation.planned_comparisons
+    ]
+    return [header, *rows]
+
+
 def candidates_table(evaluation: Evaluation) -> list[list[str]]:
     """Formats the recall and the cost of candidate generators as table cells, header first."""
     scans = candidates_scans(evaluation)

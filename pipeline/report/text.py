@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
+
+#: First characters of a formula, which may have full width, after any apostrophes.
+_FORMULA = "'*[=+\\-@\\t\\r\\n\uff1d\uff0b\uff0d\uff20]"
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
@@ -37,10 +41,27 @@ def markdown(cells: Sequence[Sequence[str]]) -> str:
 
 
 def as_csv(rows: Sequence[Sequence[Any]]) -> str:
-    """Returns rows as CSV, header first."""
+    r"""Returns rows as CSV, header first.
+
+    Texts that spreadsheets would evaluate as formulas get a leading apostrophe.
+
+    >>> as_csv([["-1.5", "-", "=1+1", "'+x", -2]])
+    "-1.5,-,'=1+1,''+x,-2\n"
+    """
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([[_without_formula(cell) for cell in row] for row in rows])
     return text.getvalue()
+
+
+def _without_formula(cell: Any) -> Any:
+    if not isinstance(cell, str) or cell == "-" or not re.match(_FORMULA, cell):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def decimal(value: float | None) -> str:

@@ -125,7 +125,7 @@ def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
         current = {part: fingerprint(folder, part, metadata) for part in PARTS}
         changed = [part for part in PARTS if metadata["fingerprints"][part] != current[part]]
         _ = metadata["dim"], metadata["text_dim"], metadata["vision"]["dim"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, SpecError):
             raise
         problem = (

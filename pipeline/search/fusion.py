@@ -58,8 +58,9 @@ class Fusion(Spec):
     - "rrf": Reciprocal rank fusion.
     - "sum": Weighted sum of the scores, normalised to [0, 1].
     """
-    weights: FusionWeights = FusionWeights()
-    """Weights of the components."""
+    weights: FusionWeights | None = None
+    """Weights of the components. They depend on the collection, so that a fused search without them
+    is refused; `jobs.evaluate SPEC --fit-fusion FILE` fits them to judged queries."""
     rank_constant: float = Field(60.0, ge=0, le=1e6, allow_inf_nan=False)
     """Constant that is added to ranks. The larger it is, the less the best ranks count. Used by
     "rrf"."""
@@ -73,9 +74,21 @@ class Fusion(Spec):
     def _check_agreement(self) -> Fusion:
         if self.agreement > self.depth:
             raise SpecError("agreement", self.agreement, f"at most depth = {self.depth}")
-        if self.agreement and not self.weights.maxsim:
+        if self.agreement and self.weights and not self.weights.maxsim:
             raise SpecError("agreement", self.agreement, "0 if the weight of maxsim is 0")
         return self
+
+    @property
+    def component_weights(self) -> FusionWeights:
+        """The weights.
+
+        Raises:
+            SpecError: They are null.
+        """
+        if self.weights is None:
+            note = "; fit them with `python -m jobs.evaluate SPEC --fit-fusion fusion.yaml`"
+            raise SpecError("fusion.weights", None, "set for the score fused", note=note)
+        return self.weights
 
     def lists(
         self,
@@ -93,7 +106,7 @@ class Fusion(Spec):
         """
         lists = {}
         for name in COMPONENTS:
-            if name in components and getattr(self.weights, name):
+            if name in components and getattr(self.component_weights, name):
                 scores = np.where(components["maxsim"] > -np.inf, components[name], -np.inf)
                 if name == "bm25":  # items without a common term do not match
                     scores[scores <= 0] = -np.inf
@@ -115,7 +128,7 @@ class Fusion(Spec):
             if self._agrees(components["maxsim"], components[name], items):
                 contributions = self._contributions(name, components[name][items])
                 fused[items] = np.maximum(fused[items], 0)
-                fused[items] += getattr(self.weights, name) * contributions
+                fused[items] += getattr(self.component_weights, name) * contributions
         return fused
 
     def _agrees(self, maxsim: np.ndarray, scores: np.ndarray, items: np.ndarray) -> bool:

@@ -136,6 +136,8 @@ class SearchOptions:
             raise SpecError("weights", self.weights, rule)
         if self.score != FUSED and self.fusion != DEFAULT_FUSION:
             raise SpecError("score", self.score, f"{FUSED} if fusion is set")
+        if self.score == FUSED:
+            _ = self.fusion.component_weights  # must be set
         if self.num_candidates is not None:
             check_count("num_candidates", self.num_candidates)
             if self.num_candidates < self.k:
@@ -230,10 +232,10 @@ class SearchOptions:
         if self.score != "single_vector" and not all(map(len, queries.tokens)):
             problem = "needs token vectors (the query has none)"
             raise SpecError("score", self.score, "single_vector", problem)
-        if self.score == FUSED and self.fusion.weights.bm25 and queries.texts is None:
+        if self.score == FUSED and self.fusion.component_weights.bm25 and queries.texts is None:
             raise SpecError("score", self.score, "maxsim", "needs the text of the query")
         if self.score == "maxsim" or (
-            self.score == FUSED and not self.fusion.weights.single_vector
+            self.score == FUSED and not self.fusion.component_weights.single_vector
         ):
             return
         if pooled_column is None:

@@ -355,7 +355,7 @@ class Scorer:
         They are not fused yet, since ranks depend on the items of all shards. Their scores are
         MaxSim scores. Items without vectors are omitted.
         """
-        weights = options.fusion.weights
+        weights = options.fusion.component_weights
         groups = self._items.parent_codes if options.group_by else None
         others: dict[str, Any] = {
             "fusion": DEFAULT_FUSION,

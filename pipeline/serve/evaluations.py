@@ -169,7 +169,11 @@ class EvaluationStore:
         """Writes the input files of `jobs.evaluate`. Their paths are those in the final folder."""
         from pipeline.eval.spec import EvaluateSpec  # slow to import
 
-        benchmark: Any = {"name": "beir", "path": str(folder)}
+        benchmark: Any = {
+            "name": "beir",
+            "path": str(folder),
+            "ignore_identical_ids": request.ignore_identical_ids,
+        }
         if request.benchmark is not None:
             benchmark = dump(self._evaluations.benchmarks[request.benchmark])
         else:

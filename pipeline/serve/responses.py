@@ -109,7 +109,7 @@ def _representation(served: Served, info: RepresentationInfo) -> wire.Representa
         compressor=info.compressor["name"],
         codec=info.codec["name"],
         dim=info.dim,
-        scores=[*scores, FUSED] if BM25 in candidates else scores,
+        scores=[*scores, FUSED] if BM25 in candidates and served.spec.fusion.weights else scores,
         queries=[*info.encoder.query_kinds, "vectors", *stored],
         candidates=[EXACT, *candidates],
         default_candidates=default.generator if default else EXACT,

@@ -756,6 +756,9 @@ class EvaluationRequest(Request):
     """Texts of the queries by query id."""
     qrels: Annotated[dict[Id, dict[Id, Grade]], Field(max_length=100_000)] | None = None
     """Relevance grades by query id and by the id of an item or parent. See `judged`."""
+    ignore_identical_ids: bool = True
+    """Removes the document that has the id of a query from its ranking, unless it is judged
+    relevant. False if the ids of `queries` and documents coincide by chance."""
     representations: Annotated[list[Name], Field(max_length=256)] = []
     """Names of the representations to evaluate, which may be prefixes `NAME@K`. Empty means all
     stored representations."""

@@ -40,8 +40,9 @@ def mine(
 ) -> Mined:
     """Searches an index for each query and writes its hard negatives to a file.
 
-    The index must use the same document ids as the data. Relevant documents are removed before
-    ranks are counted. Items that are not part of the data are removed afterwards.
+    The index must use the same document ids as the data. Relevant documents, and their copies under
+    other ids, are removed before ranks are counted. Items that are not part of the data are removed
+    afterwards.
 
     Args:
         searcher: Searcher of the index.
@@ -61,8 +62,11 @@ def mine(
     first, last = ranks
     if not 1 <= first <= last:
         raise SpecError("ranks", ranks, "two ascending integers >= 1, the first and the last rank")
+    ids_by_label: dict[int, set[str]] = {}
+    for document in data.documents:
+        ids_by_label.setdefault(document.label, set()).add(document.id)
     positives = {
-        query: {data.documents[number].id for number in numbers}
+        query: set().union(*(ids_by_label[data.documents[number].label] for number in numbers))
         for query, numbers in data.positives().items()
     }
     relevant = set().union(*positives.values())

@@ -13,7 +13,14 @@ from pipeline import config
 from pipeline.config import SpecError, Uri
 from pipeline.eval.boxes import NO_BOXES, check_boxes
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
-from pipeline.training_data.rows import Document, Listing, Row, logger, stable_hash
+from pipeline.training_data.rows import (
+    Document,
+    Listing,
+    Row,
+    is_negative,
+    logger,
+    stable_hash,
+)
 from pipeline.training_data.tables import (
     LINES,
     TABLE,
@@ -244,8 +251,8 @@ class PairData(RowData[PairsSpec]):
             return row
         values = [] if values is None else values
         field = f"columns.negatives ({names.negatives})"
-        if not isinstance(values, list) or any(not isinstance(v, str | int) for v in values):
-            rule = f"a list of {self.spec.negatives_are}"
+        if not isinstance(values, list) or not all(map(is_negative, values)):
+            rule = f"a list of {self.spec.negatives_are}, none of them empty"
             raise SpecError(field, values, rule, note=note)
         if scores is not None:
             is_list = isinstance(scores, list) and all(

@@ -157,8 +157,8 @@ class RowData(TrainingData[RowSpecT]):
     def _split(self, listing: Listing) -> tuple[Listing, Listing | None]:
         """Splits the rows into training and validation data.
 
-        If a fraction is given, documents are selected by hashes of their ids. The selection does
-        not depend on the seed.
+        If a fraction is given, documents are selected by hashes of their ids, together with their
+        copies under other ids. The selection does not depend on the seed.
         """
         fraction = self.spec.validation
         if fraction is None:
@@ -170,7 +170,9 @@ class RowData(TrainingData[RowSpecT]):
         order = sorted(
             documents, key=lambda number: stable_hash(f"held out: {listing.documents[number].id}")
         )
-        selected = set(order[: max(1, round(fraction * len(documents)))])
+        labels = [document.label for document in listing.documents]
+        held_out = {labels[n] for n in order[: max(1, round(fraction * len(documents)))]}
+        selected = {number for number, label in enumerate(labels) if label in held_out}
         rows = []
         for row in listing.rows:
             if row.document not in selected:
@@ -259,8 +261,10 @@ class RowData(TrainingData[RowSpecT]):
             numbers += [NO_LABEL] * (size - len(numbers))
         numbers = numbers_by_worker[worker]
 
+        labels = {self.training.documents[number].label for number in owner}
         relevant = [
-            [number for number in self._positives[row.query] if number in owner] for row in rows
+            [n for n in self._positives[row.query] if self.training.documents[n].label in labels]
+            for row in rows
         ]
         selected = worker_slice(len(rows), worker, num_workers)
         return self._read(

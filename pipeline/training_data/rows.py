@@ -7,6 +7,7 @@ import logging
 import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -66,8 +67,12 @@ class Document:
 
     @property
     def label(self) -> int:
-        """Relevance label of the document."""
-        return stable_hash(self.id)
+        """Relevance label, which copies of a document under other ids share.
+
+        Their media are the same files, and their texts differ at most in white space.
+        """
+        text = None if self.text is None else " ".join(self.text.split())
+        return stable_hash(replace(self, text=text).key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +169,26 @@ def select_negatives(row: Row, indices: Sequence[int]) -> Row:
     return replace(row, negatives=tuple(row.negatives[i] for i in indices), scores=scores)
 
 
+def is_negative(value: Any) -> bool:
+    """Checks whether a value is a hard negative: an id, a text or a path that is not blank."""
+    return isinstance(value, str | int) and not isinstance(value, bool) and bool(str(value).strip())
+
+
 def drop_relevant_negatives(listing: Listing) -> Listing:
-    """Removes the negatives that are relevant to the query."""
-    positives = {query: set(numbers) for query, numbers in listing.positives().items()}
-    rows = []
+    """Removes the negatives that are relevant to the query, or copies of relevant documents."""
+    if not any(row.negatives for row in listing.rows):
+        return listing
+    labels = [document.label for document in listing.documents]
+    positives = {query: {labels[n] for n in ns} for query, ns in listing.positives().items()}
+    rows, num_dropped = [], 0
     for row in listing.rows:
         relevant = positives[row.query]
-        indices = [i for i, number in enumerate(row.negatives) if number not in relevant]
+        indices = [i for i, number in enumerate(row.negatives) if labels[number] not in relevant]
         rows.append(row if len(indices) == len(row.negatives) else select_negatives(row, indices))
+        num_dropped += len(row.negatives) - len(indices)
+    if num_dropped and distributed.rank() == 0:
+        reason = "they are relevant documents of their query, or copies of one"
+        logger.warning("%d hard negatives are left out: %s", num_dropped, reason)
     return listing.with_rows(rows)
 
 
@@ -188,7 +205,11 @@ def add_hard_negatives(listing: Listing, uri: str) -> Listing:
         try:
             for line in read_rows(file, ("query", "negatives")):
                 query, ids = line.fields.get("query"), line.fields.get("negatives")
-                if not isinstance(query, str) or not isinstance(ids, list):
+                if (
+                    not isinstance(query, str)
+                    or not isinstance(ids, list)
+                    or not all(map(is_negative, ids))
+                ):
                     raise SpecError("path", line.fields, line_rule, note=f" ({line.location})")
                 for document_id in ids:
                     if str(document_id) not in listing.numbers:

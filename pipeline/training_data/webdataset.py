@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import posixpath
 import tarfile
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ import fsspec
 from pydantic import Field
 
 from pipeline.config import SpecError
+from pipeline.decoding import Unreadable
+from pipeline.sources.text import parse_object
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import Document, Listing, Row
 from pipeline.training_data.tables import ArchiveMember, list_files
@@ -126,10 +127,8 @@ def _caption(content: bytes | None, field: str, location: str) -> str:
     if content is None:
         return ""
     try:
-        value: Any = content.decode("utf-8")
-        if field:
-            value = json.loads(value).get(field) or ""
-    except (ValueError, AttributeError):
+        value: Any = parse_object(content).get(field) or "" if field else content.decode("utf-8")
+    except (ValueError, Unreadable):
         rule = f"a JSON object with the field {field}" if field else "text in UTF-8"
         raise SpecError("caption", location, rule) from None
     if not isinstance(value, str):

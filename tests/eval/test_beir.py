@@ -54,6 +54,16 @@ def test_windows_line_endings_and_byte_order_marks(folder):
     assert load(folder).qrels == {"1": {"a": 2, "b": 0}, "2": {"a": 0}}
 
 
+def test_ids_are_stripped_in_queries_and_judgments(folder):
+    (folder / "queries.jsonl").write_text(
+        '{"_id": " 1", "text": "wing"}\n{"_id": 2, "text": "a"}\n'
+    )
+    (folder / "qrels/test.tsv").write_text("1 \t a\t 2 \n\u00a01\tb \t1\n2\ta b\t1\n")
+    judged = load(folder)
+    assert judged.queries == {"1": "wing", "2": "a"}
+    assert judged.qrels == {"1": {"a": 2, "b": 1}, "2": {"a b": 1}}
+
+
 def test_missing_files(folder):
     with pytest.raises(SpecError, match=r"benchmark\.split must be .*dev\.tsv'.*does not exist"):
         load(folder, split="dev")
@@ -71,6 +81,8 @@ def test_missing_files(folder):
         ("qrels/test.tsv", "1\ta\t1\n1\tb\n", r"\(line 2 of "),
         ("qrels/test.tsv", "1\ta\tgood\n", r"\(line 1 of "),
         ("qrels/test.tsv", f"1\ta\t{2**31}\n", r"\(line 1 of "),
+        ("qrels/test.tsv", "1\ta\t1\n \ta\t1\n", r"\(line 2 of "),
+        ("qrels/test.tsv", "1\t\t1\n", r"\(line 1 of "),
         ("qrels/test.tsv", "8\ta\t1\n", "a benchmark with a judged query"),
         ("queries.jsonl", '{"_id": "1"}\n', r"\(line 1 of "),
         ("queries.jsonl", '{"_id": "1", "text": "a"\n', r"\(line 1 of "),
@@ -83,6 +95,20 @@ def test_malformed_files(folder, file, text, problem):
     (folder / file).write_text(text)
     with pytest.raises(SpecError, match=problem):
         load(folder)
+
+
+def test_documents_with_the_id_of_the_query_are_removed(folder):
+    judged = load(folder)
+    scores = {"1": 4.0, "2": 3.0, "a": 2.0, "b": 1.0}
+    assert list(judged.remove_queries("1", scores)) == ["2", "a", "b"]
+    assert list(judged.remove_queries("2", scores, k=2)) == ["1", "a"]
+    assert list(judged.remove_queries("never seen", scores, k=3)) == ["1", "2", "a"]
+    (folder / "qrels/test.tsv").write_text("1\t1\t1\n2\t2\t0\n")
+    judged = load(folder)  # a document that is judged relevant is not the query itself
+    assert list(judged.remove_queries("1", scores)) == list(scores)
+    assert list(judged.remove_queries("2", scores)) == ["1", "a", "b"]
+    judged = load(folder, ignore_identical_ids=False)
+    assert list(judged.remove_queries("2", scores)) == list(scores)
 
 
 def test_query_categories(tmp_path):

@@ -127,7 +127,14 @@ def test_split_scores_equal_a_literal_implementation():
 
 
 @pytest.mark.parametrize(
-    "line", ['{"query_id": "q", "doc_id": "1", "relevance": 4}', '{"query_id": "q"}', "[]", "{"]
+    "line",
+    [
+        '{"query_id": "q", "doc_id": "1", "relevance": 4}',
+        '{"query_id": "q"}',
+        "[]",
+        "{",
+        "[" * 9999,
+    ],
 )
 def test_malformed_judgments_name_the_line(tmp_path, line):
     path = tmp_path / "judgments.jsonl"

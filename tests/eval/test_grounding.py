@@ -112,6 +112,13 @@ def test_malformed_phrases(tmp_path, change, problem):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("line", ["[]", '{"item_id": "a"', '{"boxes": ' + "[" * 100_000])
+def test_phrases_that_are_not_json_objects(tmp_path, line):
+    (tmp_path / "phrases.jsonl").write_text(line)
+    with pytest.raises(SpecError, match=r"^grounding must be .* \(line 1 of "):
+        read_phrases(str(tmp_path / "phrases.jsonl"))
+
+
 def test_empty_and_missing_phrase_files(tmp_path):
     with pytest.raises(SpecError, match="grounding must be .*is empty"):
         read_phrases(write(tmp_path / "phrases.jsonl"))

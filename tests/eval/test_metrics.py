@@ -1,6 +1,8 @@
 """Metrics against a reference implementation, and run files."""
 
 import math
+import sys
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -53,6 +55,33 @@ def test_run_round_trip(tmp_path):
     assert [p.name for p in (tmp_path / "runs").iterdir()] == ["a.trec"]
 
 
+def test_run_round_trip_of_unusual_ids(tmp_path):
+    """White space of all kinds, percent signs, control characters and empty ids."""
+    spaces = [chr(code) for code in range(sys.maxunicode) if chr(code).isspace()]
+    codes = [quote(space) for space in spaces]
+    ids = [
+        *(f"a{space}b" for space in spaces),
+        *spaces,
+        *codes,
+        *(quote(code) for code in codes),
+        *("", "%empty", "%25empty", "%", "%%", "%2", "%25", "%2525", "%e3%80%80", "%E3", "100 %"),
+        *("\ufeffa", "\x00", "\x7f", "\u200b", "%41", "Screenshot 3.04.05\u202fPM.png"),
+    ]
+    run = {
+        name: {document: float(-rank) for rank, document in enumerate(ids)}
+        for name in ("\ufeff", *ids)
+    }
+    path = str(tmp_path / "a.trec")
+    write_run(path, run, tag="t")
+    assert read_run(path) == run
+    assert [list(scores) for scores in read_run(path).values()] == [ids] * len(run)
+
+
+def test_percent_signs_of_other_programs_are_not_decoded(tmp_path):
+    (tmp_path / "a.trec").write_text("q Q0 a%41%2F%C3%A9 1 0.5 t\n")
+    assert read_run(str(tmp_path / "a.trec")) == {"q": {"a%41%2F%C3%A9": 0.5}}
+
+
 def test_runs_are_written_atomically(tmp_path):
     path = str(tmp_path / "a.trec")
     write_run(path, {"q": {"a": 1.0}}, tag="old")
@@ -67,6 +96,12 @@ def test_runs_are_written_atomically(tmp_path):
 def test_malformed_run(tmp_path):
     (tmp_path / "a.trec").write_text("q Q0 a 1 0.5 t\nq Q0 b 2\n")
     with pytest.raises(SpecError, match=r"\(line 2 of "):
+        read_run(str(tmp_path / "a.trec"))
+    (tmp_path / "a.trec").write_text("q Q0 a 1 0.5 t\nr Q0 a 1 0.5 t\nq Q0 a 2 0.4 t\n")
+    with pytest.raises(SpecError, match=r"which occurs twice \(line 3 of "):
+        read_run(str(tmp_path / "a.trec"))
+    (tmp_path / "a.trec").write_text("q Q0 a 1 nan t\n")
+    with pytest.raises(SpecError, match=r"\(line 1 of "):
         read_run(str(tmp_path / "a.trec"))
 
 

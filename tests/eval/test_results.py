@@ -188,7 +188,9 @@ def test_renames_the_cache_folder_of_earlier_versions(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["entries"]
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", '{"results": [{"method": "hpool"}]}', "{}"])
+@pytest.mark.parametrize(
+    "text", [None, "", "[]", "[" * 99_999, '{"results": [{"method": "hpool"}]}', "{}"]
+)
 def test_missing_and_corrupted_results(tmp_path, text):
     if text is not None:
         (tmp_path / "results.json").write_text(text)

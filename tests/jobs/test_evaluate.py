@@ -402,7 +402,7 @@ def test_fused_rows_are_compared_with_maxsim(lexical_options, lexical_uri, tmp_p
 
     # Settings are part of the cache keys.
     entries = len(list((tmp_path / "out/entries").iterdir()))
-    evaluate.main([*lexical_options, *options[:-2], "fusion={method: rrf}"])
+    evaluate.main([*lexical_options, *options[:-2], "fusion={method: rrf, weights: {}}"])
     assert len(list((tmp_path / "out/entries").iterdir())) == entries + 3
 
 
@@ -423,7 +423,14 @@ def test_fit_fusion_writes_settings_that_searches_read(lexical_options, tmp_path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["scores=[fused]"], "scores must be maxsim, got 'fused', which needs bm25, which was not"),
+        (
+            ["scores=[fused]"],
+            "fusion.weights must be set for the score fused, got None; fit them with",
+        ),
+        (
+            ["scores=[fused]", "fusion={weights: {}}"],
+            "scores must be maxsim, got 'fused', which needs bm25, which was not",
+        ),
         (["fusion={method: rrf}"], "scores must be a list with fused if fusion is set, got []"),
         (["--fit-fusion", "out.yaml"], "score must be maxsim, got 'fused', which needs bm25"),
         (

@@ -222,6 +222,7 @@ def test_missing_model_folder(tmp_path, spec):
         ("", "spec must be a YAML file with a mapping of fields to values, got '{path}'"),
         ("- a list", "spec must be a YAML file with a mapping of fields to values, got '{path}'"),
         ("a: [1", "spec must be a YAML file, got '{path}', which cannot be read (while parsing"),
+        ("a: " + "[" * 9_999, "spec must be a YAML file, got '{path}', which cannot be read ("),
         (b"\xff\xfe\xfa", "spec must be a YAML file, got '{path}', which cannot be read ("),
         (
             "index: a\nindex: b",

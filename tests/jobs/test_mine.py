@@ -51,6 +51,20 @@ def test_relevant_documents_are_skipped(index_uri, pairs, tmp_path, capsys):
     )
 
 
+def test_copies_of_relevant_documents_are_skipped(index_uri, tmp_path):
+    """Ranks are counted without them."""
+    (first, second, third) = open_index(index_uri).search("slipstream", "full", k=3)
+    rows = [
+        {"query": "slipstream", "document_id": "other", "text": f" {first.text}\n"},
+        {"query": "heat", "document_id": second.item_id, "text": second.text},
+        *({"query": "wing", "document_id": h.item_id, "text": h.text} for h in (first, third)),
+    ]
+    pairs, output = write_lines(tmp_path / "pairs.jsonl", rows), tmp_path / "negatives.jsonl"
+    mine.main((index_uri, str(pairs), str(output), "--representation", "full", "--ranks", "1", "2"))
+    (row, *_) = (json.loads(line) for line in output.read_text("utf-8").splitlines())
+    assert row == {"query": "slipstream", "negatives": [second.item_id, third.item_id]}
+
+
 def test_the_data_of_a_training_run(index_uri, pairs, tmp_path, checkpoint):
     spec = {
         "name": "run",

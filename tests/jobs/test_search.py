@@ -97,7 +97,7 @@ def test_fused_search(lexical_uri, query_file, tmp_path, capsys):
     """The settings come from assignments, or from a file and assignments."""
     (tmp_path / "fusion.yaml").write_text("method: sum\nweights: {bm25: 0.5}\n")
     for arguments, fusion in (
-        ([], Fusion()),
+        (["--fusion", "weights={}"], Fusion(weights=FusionWeights())),
         (["--fusion", "method=sum", "weights.bm25=0.5"], HALF),
         (["--fusion", str(tmp_path / "fusion.yaml")], HALF),
         (["--fusion", str(tmp_path / "fusion.yaml"), "method=rrf"], HALF_RRF),
@@ -111,7 +111,9 @@ def test_fused_search(lexical_uri, query_file, tmp_path, capsys):
         found = [run[query_id] for query_id in TEXTS]
         assert found == [pytest.approx(ranking.scores_by_item()) for ranking in rankings]
     capsys.readouterr()
-    search.main([lexical_uri, "a wing", "--score", "fused", "--k", "1"])
+    search.main(
+        [lexical_uri, "a wing", "--score", "fused", "--k", "1", "--fusion", "weights.bm25=0.5"]
+    )
     assert re.search(r"BM25 \d\.\d{4}, MaxSim \d\.\d{4} \(mean", capsys.readouterr().out)
 
 
@@ -291,8 +293,10 @@ MESSAGES = {
     "twice.tsv": "queries must be a unique id, got '1', which occurs twice (line 3)",
     "no_text.jsonl": LINE + """'{"_id": "2"}' (line 2 of no_text.jsonl)""",
     "no_id.jsonl": LINE + f"'{BAD['no_id.jsonl'][:-1]}' (line 1 of no_id.jsonl)",
-    "half.jsonl": LINE + f"{BAD['half.jsonl'][:-1]!r} (line 1 of half.jsonl)",
-    "broken.jsonl": LINE + """'{"_id": "2", "te' (line 2 of broken.jsonl)""",
+    "half.jsonl": LINE + f"{BAD['half.jsonl'][:-1]!r}, which cannot be parsed ('utf-8' codec can't"
+    " encode character '\\ud800' in position 22: surrogates not allowed) (line 1 of half.jsonl)",
+    "broken.jsonl": LINE + """'{"_id": "2", "te', which cannot be parsed (Unterminated string"""
+    " starting at, column 14) (line 2 of broken.jsonl)",
 }
 
 
@@ -369,7 +373,10 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
         (["--candidates", "single+lemur"], "candidates must be generators of single, joined by + "
          "or :, got 'single+lemur', which contains 'lemur', which was not built for full; build it "
          "with `python -m jobs.candidates INDEX GENERATOR` for full"),
-        (["--score", "fused"], "score must be maxsim, got 'fused', which needs bm25, which was not "
+        (["--score", "fused"], "fusion.weights must be set for the score fused, got None; fit them "
+         "with `python -m jobs.evaluate SPEC --fit-fusion fusion.yaml`"),
+        (["--score", "fused", "--fusion", "weights={}"],
+         "score must be maxsim, got 'fused', which needs bm25, which was not "
          "built for the texts of full; build it with `python -m jobs.candidates INDEX bm25`"),
         (["--fusion", "method=rrf"], "score must be fused if fusion is set, got 'maxsim'"),
         (["--score", "fused", "--fusion", "weights.bm=1"], "unknown field 'bm' in fusion.weights; "

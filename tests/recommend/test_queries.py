@@ -15,6 +15,14 @@ def test_parents_have_the_score_of_their_best_item():
     np.testing.assert_allclose(values, [1.0, 1 / np.log2(3) / ideal])
 
 
+def test_documents_that_are_the_query_itself_are_removed():
+    scores = torch.tensor([[0.9, 0.5, 0.1]] * 3)
+    grades = [{"b": 1}, {"b": 1}, {"c": 1}]
+    queries = QuerySet([torch.eye(2)] * 3, grades, True, ["a", None, "not sampled"])
+    values = queries.measure(scores, ["a", "b", "c"])
+    np.testing.assert_allclose(values, [1.0, 1 / np.log2(3), 0.5])
+
+
 def test_pseudo_queries_find_their_items():
     sample = random_sample(num_tokens=NUM_TOKENS + 4)
     (full,) = measured(sample, representation("none"))

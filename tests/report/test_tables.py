@@ -4,10 +4,19 @@ import csv
 import io
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from pipeline.eval.significance import randomisation_p
 from pipeline.report.summary import fitting, summary
-from pipeline.report.tables import budget, metrics_csv, per_query_csv, query_categories_csv, table
+from pipeline.report.tables import (
+    budget,
+    comparisons_table,
+    metrics_csv,
+    per_query_csv,
+    query_categories_csv,
+    table,
+)
 from tests.eval.evaluations import DIAGNOSIS, evaluation_of, result
 
 
@@ -136,3 +145,20 @@ def test_budgets():
         result("any", "adaptive_eos", None, compressor={"name": "adaptive_eos", "ratio": None}),
     ]
     assert [budget(r) for r in rows] == ["32", "12.5 %", "100 %", "all", "adaptive"]
+
+
+def test_planned_comparisons_are_corrected_among_themselves():
+    """The other rows of the evaluation do not count."""
+    quality = [[0.5 + 0.01 * (q % 3) + 0.002 * row for q in range(12)] for row in range(8)]
+    rows = [result(f"r{n}", quality=values) for n, values in enumerate(quality)]
+    spec = {**evaluation_of(rows).spec, "comparisons": [["r7.maxsim", "r0.maxsim"]]}
+    (planned,) = evaluation_of(rows, spec=spec).planned_comparisons
+    assert planned.difference == pytest.approx(0.014) and planned.low > 0
+    assert planned.p == randomisation_p(np.full((1, 12), 0.014))[0]
+    spec["comparisons"].append(["r6.maxsim", "r0.maxsim"])
+    header, first, _ = comparisons_table(evaluation_of(rows, spec=spec))
+    assert header == ["row", "against", "nDCG@10 difference", "95 % interval", "p"]
+    assert first[:4] == ["r7.maxsim", "r0.maxsim", "+0.0140", "[+0.0140, +0.0140]"]
+    both = evaluation_of(rows, spec=spec).planned_comparisons
+    assert both[0].p == pytest.approx(2 * planned.p)
+    assert evaluation_of(rows).planned_comparisons == []

@@ -134,7 +134,13 @@ def test_shards_fuse_like_the_whole(method, agreement, group_by):
 def test_settings_of_other_scores_are_rejected():
     with pytest.raises(SpecError, match=r"^score must be fused if fusion is set, got 'maxsim'"):
         SearchOptions(fusion=Fusion(method="rrf"))
-    assert SearchOptions(score="fused").fusion == DEFAULT_FUSION
+    for fusion in (DEFAULT_FUSION, Fusion(method="rrf", agreement=0)):
+        with pytest.raises(SpecError) as error:
+            SearchOptions(score="fused", fusion=fusion)
+        assert str(error.value) == (
+            "fusion.weights must be set for the score fused, got None; fit them with `python -m"
+            " jobs.evaluate SPEC --fit-fusion fusion.yaml`"
+        )
 
 
 @pytest.mark.parametrize(

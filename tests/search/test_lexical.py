@@ -187,7 +187,7 @@ def assert_fused(ranking: Ranking, expected: dict[str, float]) -> None:
 
 #: All items match, so that no ties occur at the end of a list.
 SUM = Fusion(method="sum", weights=FusionWeights(bm25=0.4), agreement=0, depth=1000)
-RRF = Fusion(method="rrf", agreement=0, depth=1000)
+RRF = Fusion(method="rrf", weights=FusionWeights(), agreement=0, depth=1000)
 
 
 def test_candidates_are_the_best_texts(built):
@@ -263,7 +263,7 @@ def test_fused_scores_equal_their_definition(built, fusion):
 )
 def test_shards_fuse_like_the_whole(built, group_by, filter):
     options = {"k": 7, "group_by": group_by, "filter": filter, "score": "fused"}
-    options["fusion"] = Fusion(depth=10)
+    options["fusion"] = Fusion(weights=FusionWeights(), depth=10)
     whole = open_index(str(built)).rank(queries(), **options)
     with ShardedSearcher(str(built), num_shards=3, num_cpus=0.5) as searcher:
         sharded = searcher.rank(queries(), **options)
@@ -330,7 +330,7 @@ def test_fewer_matches_than_hits_fall_back_to_all_items(built):
     options = {"k": 5, "num_candidates": 20}
     found = searcher.rank(asked, candidates="bm25", **options)
     assert [r.item_ids for r in found] == [r.item_ids for r in searcher.rank(asked, **options)]
-    (ranking,) = searcher.rank(queries(1, ["nothing"]), k=5, score="fused")
+    (ranking,) = searcher.rank(queries(1, ["nothing"]), k=5, score="fused", fusion=SUM)
     assert ranking.item_ids == searcher.rank(queries(1), k=5)[0].item_ids
 
 
@@ -418,14 +418,14 @@ def test_drop(uri):
     with pytest.raises(SpecError, match=r"^candidates must be one of exact, got 'bm25', which was"):
         searcher.rank(queries(), candidates="bm25")
     with pytest.raises(SpecError, match=r"^score must be maxsim, got 'fused', which needs bm25, "):
-        searcher.rank(queries(), score="fused")
+        searcher.rank(queries(), score="fused", fusion=SUM)
 
 
 def test_queries_without_texts(built):
     searcher = open_index(str(built))
     vectors = [np.ones((2, DIM), np.float32)]
     with pytest.raises(SpecError, match=r"^score must be maxsim.*needs the text of the query"):
-        searcher.rank(vectors, score="fused")
+        searcher.rank(vectors, score="fused", fusion=SUM)
     with pytest.raises(SpecError, match=r"^candidates must be exact.*needs the text of the query"):
         searcher.rank(vectors, candidates="bm25")
     with pytest.raises(SpecError, match=r"^score must be maxsim.*needs single vectors"):

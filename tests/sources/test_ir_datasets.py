@@ -77,6 +77,27 @@ def test_judged_queries(home):
     assert load("beir/scifact/test", home, query_field="text") == judged
 
 
+def test_queries_without_a_text_are_left_out(home, tmp_path):
+    queries = [*QUERIES[:2], {"_id": "4", "text": None, "metadata": {}}]
+    archive = tmp_path / "other/beir/scifact/source.zip"
+    archive.parent.mkdir(parents=True)
+    with zipfile.ZipFile(archive, "w") as file:
+        for name, rows in (("corpus", DOCUMENTS), ("queries", queries)):
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            file.writestr(f"scifact/{name}.jsonl", text)
+        file.writestr("scifact/qrels/test.tsv", "query-id\tcorpus-id\tscore\n1\t31\t1\n4\t32\t1\n")
+    for field in (None, "text"):
+        judged = load("beir/scifact/test", str(tmp_path / "other"), query_field=field)
+        assert judged.queries == {"1": "what lifts"} and judged.num_without_text == 1
+
+
+def test_documents_with_the_id_of_the_query_are_removed(home):
+    judged = load("beir/scifact/test", home)
+    assert list(judged.remove_queries("1", {"1": 2.0, "32": 1.0, "31": 0.5}, k=1)) == ["32"]
+    unchanged = load("beir/scifact/test", home, ignore_identical_ids=False)
+    assert list(unchanged.remove_queries("1", {"1": 2.0, "32": 1.0})) == ["1", "32"]
+
+
 def test_folders_are_independent(home, tmp_path, monkeypatch):
     """The package reads its folder when it is imported; a second folder must not be ignored."""
     assert len(read("beir/scifact", home)) == 3

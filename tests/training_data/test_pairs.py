@@ -183,7 +183,16 @@ BAD_LINES = {
         " got 'x' (line 2 of {})"
     ),
     '{"query": "q", "text": "t", "negatives": "x"}': (
-        "columns.negatives (negatives) must be a list of documents, got 'x' (line 2 of {})"
+        "columns.negatives (negatives) must be a list of documents, none of them empty, got 'x'"
+        " (line 2 of {})"
+    ),
+    '{"query": "q", "text": "t", "negatives": ["d", " "]}': (
+        "columns.negatives (negatives) must be a list of documents, none of them empty, got"
+        " ['d', ' '] (line 2 of {})"
+    ),
+    '{"query": "q", "text": "t", "negatives": [true]}': (
+        "columns.negatives (negatives) must be a list of documents, none of them empty, got [True]"
+        " (line 2 of {})"
     ),
     '{"query": "q", "text": "t", "negatives": ["d"], "scores": [1]}': (
         "columns.scores (scores) must be 2 numbers, for the document and each negative, got [1]"

@@ -151,6 +151,67 @@ def test_hard_negatives_have_teacher_scores(pairs):
     assert {row.scores[1] for row in samples} == {0.3, 0.4, 0.5}
 
 
+@pytest.mark.parametrize("copy", ["the same", " the\tsame\n"])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_copies_of_relevant_documents_are_relevant(tmp_path, copy, num_workers):
+    """Some copies are positives of other queries of the batch."""
+    rows = [
+        {"query": "a", "document_id": "1", "text": "the same"},
+        {"query": "a", "document_id": "2", "text": "another answer"},
+        {"query": "b", "document_id": "3", "text": copy, "negatives": ["1", "4"]},
+        {"query": "c", "document_id": "4", "text": "something else", "negatives": ["2"]},
+    ]
+    data = build_data(4, name="pairs", path=write_lines(tmp_path / "pairs.jsonl", rows))
+    assert [row.negatives for row in data.training.rows] == [(), (), (3,), (1,)]
+    parts = [next(data.batches(0, 0, w, num_workers)) for w in range(num_workers)]
+    document_labels = torch.cat([part.document_labels for part in parts])
+    texts = [document["text"] for part in parts for document in part.documents]
+    relevant = {"a": {"the same", "another answer", copy}, "b": {"the same", copy}}
+    for part in parts:
+        rows = data.relevant(part.query_labels, document_labels)
+        for query, is_relevant in zip(part.queries, rows.tolist(), strict=True):
+            found = {text for text, flag in zip(texts, is_relevant, strict=True) if flag}
+            assert found == relevant.get(query, {"something else"})
+
+
+def test_copies_of_positives_outside_the_batch_are_relevant(tmp_path):
+    rows = [
+        {"query": "a", "document_id": "1", "text": "the same"},
+        {"query": "a", "document_id": "2", "text": "another answer"},
+        {"query": "b", "document_id": "3", "text": "the same"},
+    ]
+    data = build_data(2, name="pairs", path=write_lines(tmp_path / "pairs.jsonl", rows))
+    batches = [batch for epoch in range(20) for batch in data.batches(epoch, 0, 0, 1)]
+    batch = next(
+        b
+        for b in batches
+        if {d["text"] for d in b.documents} == {"the same", "another answer"} and "b" in b.queries
+    )
+    assert data.relevant(batch.query_labels, batch.document_labels)[batch.queries.index("a")].all()
+
+
+def test_copies_of_media_and_of_mined_negatives(tmp_path):
+    rows = [
+        {"query": f"q{n}", "document_id": f"d{n}", "image": NAMES[n], "text": "caption"}
+        for n in range(2)
+    ]
+    rows.append({"query": "q2", "document_id": "copy", "image": NAMES[0], "text": "caption"})
+    path = write_lines(tmp_path / "pairs.jsonl", rows)
+    mined = [{"query": "q0", "negatives": ["copy", "d1"]}, {"query": "q1", "negatives": ["d0"]}]
+    negatives = write_lines(tmp_path / "negatives.jsonl", mined)
+    data = build_data(3, name="pairs", path=path, root=IMAGES, hard_negatives=negatives)
+    assert [row.negatives for row in data.training.rows] == [(1,), (0,), ()]
+
+
+def test_copies_of_held_out_documents_are_held_out(tmp_path):
+    rows = [{"query": f"q{n}", "document_id": f"d{n}", "text": f"text {n % 5}"} for n in range(20)]
+    path = write_lines(tmp_path / "pairs.jsonl", rows)
+    data = build_data(2, name="pairs", path=path, validation=0.1)
+    texts = {d["text"] for d in data.validation().documents}
+    trained = {data.training.documents[row.document].text for row in data.training.rows}
+    assert texts and trained and not texts & trained
+
+
 def test_hard_negatives_from_file(pairs, tmp_path):
     rows = [{"query": "query 0", "negatives": ["d7", "d0", "d3"]}]
     mined = write_lines(tmp_path / "negatives.jsonl", rows)
@@ -169,6 +230,10 @@ def test_hard_negatives_from_file(pairs, tmp_path):
         '{"query": "query 0"}': (
             'data.hard_negatives must be a line {"query": "...", "negatives": ["id", ...]}, got'
             " {'query': 'query 0'} (line 1 of {})"
+        ),
+        '{"query": "query 0", "negatives": ["d7", ""]}': (
+            'data.hard_negatives must be a line {"query": "...", "negatives": ["id", ...]}, got'
+            " {'query': 'query 0', 'negatives': ['d7', '']} (line 1 of {})"
         ),
     }
     for line, message in bad.items():

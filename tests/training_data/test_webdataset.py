@@ -70,9 +70,10 @@ def test_errors(tmp_path):
     (tmp_path / "0.tar").write_bytes(b"no archive" * 100)
     with pytest.raises(SpecError, match=r"path must be an uncompressed .tar archive"):
         build_data(name="webdataset", path=tmp_path)
-    write_archive(tmp_path / "0.tar", [("0.jpg", image(0)), ("0.json", b"[]")])
-    with pytest.raises(SpecError, match="caption must be a JSON object with the field text"):
-        build_data(name="webdataset", path=tmp_path, caption="json.text")
+    for content in (b"[]", b'{"text": "a", "m": ' + b"[" * 100_000, b'{"text": NaN}'):
+        write_archive(tmp_path / "0.tar", [("0.jpg", image(0)), ("0.json", content)])
+        with pytest.raises(SpecError, match="caption must be a JSON object with the field text"):
+            build_data(name="webdataset", path=tmp_path, caption="json.text")
     write_archive(
         tmp_path / "0.tar", [("0.jpg", image(0)), ("0.json", json.dumps({"text": 1}).encode())]
     )

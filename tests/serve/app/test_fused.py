@@ -48,10 +48,11 @@ def client(url):
 )
 def test_equals_in_process_search(client, lexical_uri, index, options):
     searcher = open_index(lexical_uri)
-    fusion = FITTED if index == "sharded" else Fusion()
+    fusion = FITTED if index == "sharded" else Fusion(weights=FusionWeights(bm25=0.5))
+    sent = {} if index == "sharded" else {"fusion": fusion}
     for query in QUERIES:
         expected = searcher.search(query, score="fused", fusion=fusion, explain=False, **options)
-        hits = client.search(query, index=index, score="fused", **options).hits
+        hits = client.search(query, index=index, score="fused", **sent, **options).hits
         assert [hit.item_id for hit in hits] == [hit.item_id for hit in expected]
         np.testing.assert_allclose([h.score for h in hits], [h.score for h in expected], rtol=1e-4)
         for hit, other in zip(hits, expected, strict=True):
@@ -87,7 +88,8 @@ def test_explains_fused_hits(client):
 def test_indexes_list_scores_and_candidates(client):
     for index in client.indexes():
         by_name = {r.name: r for r in index.representations}
-        assert by_name["full"].scores == ["maxsim", "single_vector", "hybrid", "fused"]
+        fused = ["fused"] * (index.name == "sharded")  # the other has no weights
+        assert by_name["full"].scores == ["maxsim", "single_vector", "hybrid", *fused]
         assert by_name["full"].candidates == ["exact", "single", "bm25"]
 
 
@@ -95,6 +97,8 @@ def test_indexes_list_scores_and_candidates(client):
     ("options", "field"),
     [
         ({"fusion": Fusion(method="rrf")}, "score"),
+        ({"score": "fused"}, "fusion.weights"),
+        ({"score": "fused", "fusion": Fusion(method="rrf")}, "fusion.weights"),
         ({"candidates": "single+lemur"}, "candidates"),
     ],
 )

@@ -272,6 +272,9 @@ def test_csv(page):
     text = 'a,b\n1,"x, ""y"""\n2,\n'
     found = page.module("text.js", f"m.parseCsv({js(text)})")
     assert found == [{"a": "1", "b": 'x, "y"'}, {"a": "2", "b": ""}]
+    text = "a,b,c\n'=1,''-x,'y\n"
+    found = page.module("text.js", f"m.parseCsv({js(text)})")
+    assert found == [{"a": "=1", "b": "'-x", "c": "'y"}]  # the apostrophe before a formula
 
 
 # -- evaluations.js, plot.js -----------------------------------------------------------------------

@@ -13,12 +13,12 @@ import difflib
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-import fsspec
 import yaml
 from pydantic import (
     AfterValidator,
@@ -31,7 +31,8 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.extras import require_storage
+from pipeline.extras import MissingExtra
+from pipeline.paths import is_uri, local_path, open_file
 
 #: Prefix of the hash of trained weights, which replaces their folder in stored specs.
 WEIGHTS_HASH = "sha256:"
@@ -320,16 +321,14 @@ def absolute(uri: str) -> str:
 
     Relative paths would be ambiguous, because Ray workers may run in other working directories.
 
-
     Raises:
         SpecError: The path begins with `~` and an unknown user name.
     """
-    try:
-        return uri if "://" in uri else str(Path(uri).expanduser().absolute())
-    except RuntimeError:
-        raise SpecError(
-            "", uri, "a path whose ~ can be expanded", "names an unknown user"
-        ) from None
+    if is_uri(uri):
+        return uri
+    if os.path.expanduser(uri).startswith("~") and not Path(uri).exists():
+        raise SpecError("", uri, "a path whose ~ can be expanded", "names an unknown user")
+    return local_path(uri)
 
 
 def check_exists(path: str, field: str, rule: str = "the path of an existing file") -> None:
@@ -342,7 +341,7 @@ def check_exists(path: str, field: str, rule: str = "the path of an existing fil
     """
     with within(field):
         location = absolute(path)
-    if "://" not in location and not Path(location).exists():
+    if not is_uri(location) and not Path(location).exists():
         raise SpecError(field, path, rule, "does not exist")
 
 
@@ -467,10 +466,11 @@ def read(path: str, role: str) -> dict[str, Any]:
         MissingExtra: The storage needs a package that is not installed.
         SpecError: The file is missing or not a YAML mapping; the error names `role`.
     """
-    require_storage(path)
     try:
-        with fsspec.open(path, "r", encoding="utf-8") as file:
+        with open_file(path, "r") as file:
             data = yaml.load(file, _UniqueKeyLoader)
+    except MissingExtra:
+        raise
     except FileNotFoundError:
         raise SpecError(role, path, "the path of an existing YAML file", "does not exist") from None
     except (OSError, ValueError, ImportError, yaml.YAMLError) as error:

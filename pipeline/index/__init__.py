@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from pipeline.config import SpecError, absolute, within
+from pipeline.paths import is_uri
 
 ITEMS, REJECTS, ARTEFACTS, JOBS = "items.lance", "rejects.lance", "artefacts", "jobs"
 #: State of a running job in its folder.
@@ -29,7 +30,7 @@ def job_id() -> str:
 
 def missing_index(uri: str) -> SpecError:
     """Returns the error for a URI that does not exist or contains no index."""
-    is_missing = "://" not in uri and not Path(absolute(uri)).exists()
+    is_missing = not is_uri(uri) and not Path(absolute(uri)).exists()
     problem = "does not exist" if is_missing else "contains no index"
     return SpecError("index", uri, "the URI of an index made by jobs.index", problem)
 
@@ -44,5 +45,5 @@ def check_index(uri: str) -> None:
     """
     with within("index"):
         folder = absolute(uri)
-    if "://" not in uri and not any(Path(folder, name).exists() for name in PARTS):
+    if not is_uri(uri) and not any(Path(folder, name).exists() for name in PARTS):
         raise missing_index(uri)

@@ -17,6 +17,7 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import open_file
+from pipeline.paths import is_uri
 from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import ItemSize, manifests
 from pipeline.sources.files import escape, existing_root, open_root
@@ -234,7 +235,7 @@ class Images(MediaSource["Images.Spec"]):
         """
         folder = "" if self.spec.images else posixpath.dirname(manifest)
         path = posixpath.normpath(posixpath.join(folder, name))
-        if path.startswith(("/", "..")) or "://" in name:
+        if path.startswith(("/", "..")) or is_uri(name):
             location = "`images`" if self.spec.images else "the manifest's folder"
             raise Unreadable("bad path", f"{name!r}: expected a path below {location}")
         if self._zip is not None:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import fsspec
 from pydantic import Field
 
 from pipeline.config import SpecError
+from pipeline.paths import open_file
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import Document, Listing, Row
 from pipeline.training_data.tables import ArchiveMember, list_files
@@ -95,7 +95,7 @@ def read_samples(archive: str, caption_suffix: str) -> Iterator[Sample]:
     """
     sample = Sample("")
     try:
-        with fsspec.open(archive, "rb") as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+        with open_file(archive) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             for member in tar:
                 folder, name = posixpath.split(member.name)
                 stem, _, suffix = name.partition(".")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import logging
 import os
 import re
@@ -26,6 +27,7 @@ from pipeline.extras import MissingExtra, as_missing_extra
 from pipeline.index import check_index
 from pipeline.index import job_id as job_id
 from pipeline.index.display import MODES, close_display
+from pipeline.paths import is_uri
 
 log = logging.getLogger("maxray.jobs")
 
@@ -187,7 +189,8 @@ def check_paths(spec: Mapping[str, Any]) -> None:
             components = {f"{field}[{number}]": item for number, item in enumerate(value)}
         for name, component in components.items():
             path = component.get("path") if isinstance(component, Mapping) else None
-            if isinstance(path, str) and path and not set(path) & set("*?["):  # not a glob
+            is_glob = field == "data" and isinstance(path, str) and glob.has_magic(path)
+            if isinstance(path, str) and path and not is_glob:
                 config.check_exists(path, f"{name}.path", "an existing file or folder")
     if isinstance(folder := spec.get("rerank"), str):
         config.check_exists(folder, "rerank", "the folder of a trained EDJE")
@@ -201,7 +204,7 @@ def check_paths(spec: Mapping[str, Any]) -> None:
 def check_outputs(outputs: Sequence[str], field: str) -> None:
     """Raises `SpecError` if a folder does not contain results of `jobs.evaluate`."""
     for output in outputs:
-        if "://" not in output and not Path(config.absolute(output), "results.json").exists():
+        if not is_uri(output) and not Path(config.absolute(output), "results.json").exists():
             rule = "the output folder of jobs.evaluate"
             raise SpecError(field, output, rule, "contains no results.json")
 

@@ -171,13 +171,23 @@ class SpecParser(Parser):
             SpecError: A file or folder does not exist, or the spec is not a YAML mapping.
         """
         args = super().parse(arguments)
-        spec = config.override(config.read(args.spec, "spec"), args.overrides)
+        spec = _guessed(config.override(config.read(args.spec, "spec"), args.overrides))
         if vars(args).get("resources"):
             config.read(args.resources, "resources")
         check_paths(spec)
         if self.has_index and isinstance(spec.get("index"), str):
             check_index(spec["index"])
         return args
+
+
+def _guessed(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Parses assigned values of fields, whose types are not loaded, if they are no text."""
+    guessed = dict(spec)
+    for field, value in spec.items():
+        with contextlib.suppress(SpecError):
+            if isinstance(value, config.Assigned) and not isinstance(value.parsed(), str):
+                guessed[field] = value.parsed()
+    return guessed
 
 
 def check_paths(spec: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import glob
+import io
 import logging
 import os
 import re
@@ -65,10 +66,12 @@ def run(
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         # Ray's setting for binding to the loopback interface only. Also read on import.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    prepare_output()
     try:
         logs.configure()
         with _sigterm_as_stopped():
             main(arguments)
+        sys.stdout.flush()
     except (SpecError, MissingExtra) as error:
         sys.exit(_report_error(error, BAD_INPUT))
     except ModuleNotFoundError as error:
@@ -85,6 +88,25 @@ def run(
         if hasattr(error, "cause"):  # raised in a Ray task: its traceback matters
             raise
         sys.exit(_report_error(error, 1))
+
+
+def prepare_output() -> None:
+    """Makes printing safe in any encoding, and if the standard output or error is closed.
+
+    Characters that the encoding lacks are printed as escapes.
+    """
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:  # otherwise the next file that is opened would become the output
+            null = os.open(os.devnull, os.O_WRONLY)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager

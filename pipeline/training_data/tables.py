@@ -26,6 +26,7 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import MAX_LINE_BYTES, buffered
 from pipeline.paths import is_uri, open_file
 from pipeline.sources.files import existing_root, find_files, open_root
+from pipeline.sources.rows import to_rows
 from pipeline.sources.text import parse_line, read_lines
 
 LINES, TABLE = (".jsonl", ".jsonl.gz"), (".parquet",)
@@ -206,7 +207,7 @@ def _read_table(
             for group in range(table.num_row_groups):
                 has_image = None if column is None else _has_image(table, group, column)
                 rows = table.read_row_group(group, wanted)
-                fields_per_row = rows.to_pylist() if names else [{}] * rows.num_rows
+                fields_per_row = to_rows(rows) if names else [{}] * rows.num_rows
                 for row, fields in enumerate(fields_per_row):
                     location = f"row {number} of {file}"
                     cell = None

@@ -45,9 +45,9 @@ class WebDataset(RowData["WebDataset.Spec"]):
 
     `path` is an uncompressed .tar archive, a folder of archives or a glob. The members of a sample
     have the same name up to the first dot, such as `0001.jpg` and `0001.txt`. Samples without an
-    image or a caption are omitted, and a warning names the first of them. Archives are not unpacked:
-    the listing has the position of each image, which is read when its batch is needed. The id of a
-    document is `archive/key`.
+    image or a caption are omitted, and a warning names the first of them. Archives are not
+    unpacked: the listing has the position of each image, which is read when its batch is needed.
+    The id of a document is `archive/key`.
     """
 
     class Spec(RowSpec):

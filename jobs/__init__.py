@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from pipeline import config, logs
@@ -224,6 +224,7 @@ def check_paths(spec: Mapping[str, Any]) -> None:
             is_glob = field == "data" and isinstance(path, str) and glob.has_magic(path)
             if isinstance(path, str) and path and not is_glob:
                 config.check_exists(path, f"{name}.path", "an existing file or folder")
+    _check_collections(spec.get("source"))
     if isinstance(folder := spec.get("rerank"), str):
         config.check_exists(folder, "rerank", "the folder of a trained EDJE")
     if isinstance(index := spec.get("fit_index"), str):
@@ -231,6 +232,19 @@ def check_paths(spec: Mapping[str, Any]) -> None:
             check_index(index)
         except SpecError as error:
             raise error.at("fit_index") from None
+
+
+def _check_collections(sources: Any) -> None:
+    """Raises `SpecError` if two sources of a list are in the same collection."""
+    first: dict[str, int] = {}
+    for number, source in enumerate(sources if isinstance(sources, list) else ()):
+        if not isinstance(source, Mapping) or not isinstance(path := source.get("path"), str):
+            continue
+        name = source.get("collection") or PurePosixPath(config.absolute(path)).name
+        if first.setdefault(name, number) != number:
+            field, rule = f"source[{number}].collection", "unique for each source"
+            note = f", first in source[{first[name]}]; set `collection` of one of them"
+            raise SpecError(field, name, rule, "occurs twice", note)
 
 
 def check_outputs(outputs: Sequence[str], field: str) -> None:

@@ -130,6 +130,28 @@ def test_search_reports_wrong_files_before_slow_imports(index_uri, option):
     assert output.startswith(f"error: {option} must be ") and f"got '{NOWHERE}'" in output, output
 
 
+def test_reports_equal_collections_before_slow_imports(tmp_path):
+    for folder in ("a/docs", "b/docs"):
+        (tmp_path / folder).mkdir(parents=True)
+    sources = [{"name": "text", "path": str(tmp_path / f"{name}/docs")} for name in "ab"]
+    (tmp_path / "spec.yaml").write_text(json.dumps({"index": "x", "source": sources}))
+    command = ["index", str(tmp_path / "spec.yaml")]
+    (code, output, slow), (_, other, _) = run(command, [*command, "source.1.collection=b", "n=1"])
+    assert (code, slow) == (2, [])
+    assert output.startswith(
+        "error: source[1].collection must be unique for each source, got 'docs'"
+    )
+    assert "unknown field 'n'" in other
+
+
+def test_reports_a_folder_around_an_index(tmp_path):
+    (tmp_path / "mine/index/items.lance").mkdir(parents=True)
+    code, output, slow = run(["status", str(tmp_path / "mine")])[0]
+    assert (code, slow) == (2, [])
+    assert f"which contains no index (no items.lance in {tmp_path}/mine)" in output
+    assert output.endswith(f"; did you mean '{tmp_path}/mine/index'?\n")
+
+
 PRINTS = """
 import logging, sys
 import jobs

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import secrets
 import time
 from pathlib import Path
@@ -32,7 +33,12 @@ def missing_index(uri: str) -> SpecError:
     """Returns the error for a URI that does not exist or contains no index."""
     is_missing = not is_uri(uri) and not Path(absolute(uri)).exists()
     problem = "does not exist" if is_missing else "contains no index"
-    return SpecError("index", uri, "the URI of an index made by jobs.index", problem)
+    note = f" (no {ITEMS} in {absolute(uri)}); jobs.index SPEC index=URI makes one"
+    if not is_uri(uri):
+        found = sorted(path.parent.name for path in Path(absolute(uri)).glob(f"*/{ITEMS}"))
+        if found:
+            note += f"; did you mean {posixpath.join(uri, found[0])!r}?"
+    return SpecError("index", uri, "the URI of an index made by jobs.index", problem, note)
 
 
 def check_index(uri: str) -> None:

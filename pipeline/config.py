@@ -496,7 +496,7 @@ def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]
     """Applies assignments of the form `a.b=value` to nested mappings and lists.
 
     `parse` decides by the type of a field what its value is: the text as given for a text or a
-    path, else the text parsed as YAML. `null` is no text if the field may be null.
+    path, else the text parsed as YAML. `null` clears a field that may be null.
 
     >>> class Encoder(Spec):
     ...     layer: int = -1

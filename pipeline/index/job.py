@@ -379,11 +379,11 @@ def finish(context: Context) -> None:
     if rejected:
         collections = spec.build_source().collections
         table = Index(spec.index).rejects().to_pylist()
-        names: dict[str, list[str]] = {}
+        by_reason: dict[str, list[str]] = {}
         for row in table:
             if row["source"] in collections:
-                names.setdefault(present_reason(row["reason"]), []).append(row["item_id"])
-        for reason, ids in sorted(names.items(), key=lambda entry: (-len(entry[1]), entry[0])):
+                by_reason.setdefault(present_reason(row["reason"]), []).append(row["item_id"])
+        for reason, ids in sorted(by_reason.items(), key=lambda entry: (-len(entry[1]), entry[0])):
             report(f"rejected {len(ids):,}: {reason} ({_examples(sorted(ids))})")
         report(f"all rejects with their details: maxray status {spec.index} --rejects")
     truncated = ray.get(tasks.truncated_files.remote(spec)) if tasks.has_media(spec) else []

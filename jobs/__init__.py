@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
+import io
 import logging
 import os
 import re
@@ -17,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from pipeline import config, logs
@@ -26,6 +28,7 @@ from pipeline.extras import MissingExtra, as_missing_extra
 from pipeline.index import check_index
 from pipeline.index import job_id as job_id
 from pipeline.index.display import MODES, close_display
+from pipeline.paths import is_uri
 
 log = logging.getLogger("maxray.jobs")
 
@@ -63,10 +66,12 @@ def run(
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         # Ray's setting for binding to the loopback interface only. Also read on import.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    prepare_output()
     try:
         logs.configure()
         with _sigterm_as_stopped():
             main(arguments)
+        sys.stdout.flush()
     except (SpecError, MissingExtra) as error:
         sys.exit(_report_error(error, BAD_INPUT))
     except ModuleNotFoundError as error:
@@ -83,6 +88,25 @@ def run(
         if hasattr(error, "cause"):  # raised in a Ray task: its traceback matters
             raise
         sys.exit(_report_error(error, 1))
+
+
+def prepare_output() -> None:
+    """Makes printing safe in any encoding, and if the standard output or error is closed.
+
+    Characters that the encoding lacks are printed as escapes.
+    """
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:  # otherwise the next file that is opened would become the output
+            null = os.open(os.devnull, os.O_WRONLY)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
@@ -169,13 +193,23 @@ class SpecParser(Parser):
             SpecError: A file or folder does not exist, or the spec is not a YAML mapping.
         """
         args = super().parse(arguments)
-        spec = config.override(config.read(args.spec, "spec"), args.overrides)
+        spec = _guessed(config.override(config.read(args.spec, "spec"), args.overrides))
         if vars(args).get("resources"):
             config.read(args.resources, "resources")
         check_paths(spec)
         if self.has_index and isinstance(spec.get("index"), str):
             check_index(spec["index"])
         return args
+
+
+def _guessed(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Parses assigned values of fields, whose types are not loaded, if they are no text."""
+    guessed = dict(spec)
+    for field, value in spec.items():
+        with contextlib.suppress(SpecError):
+            if isinstance(value, config.Assigned) and not isinstance(value.parsed(), str):
+                guessed[field] = value.parsed()
+    return guessed
 
 
 def check_paths(spec: Mapping[str, Any]) -> None:
@@ -187,8 +221,10 @@ def check_paths(spec: Mapping[str, Any]) -> None:
             components = {f"{field}[{number}]": item for number, item in enumerate(value)}
         for name, component in components.items():
             path = component.get("path") if isinstance(component, Mapping) else None
-            if isinstance(path, str) and path and not set(path) & set("*?["):  # not a glob
+            is_glob = field == "data" and isinstance(path, str) and glob.has_magic(path)
+            if isinstance(path, str) and path and not is_glob:
                 config.check_exists(path, f"{name}.path", "an existing file or folder")
+    _check_collections(spec.get("source"))
     if isinstance(folder := spec.get("rerank"), str):
         config.check_exists(folder, "rerank", "the folder of a trained EDJE")
     if isinstance(index := spec.get("fit_index"), str):
@@ -198,10 +234,23 @@ def check_paths(spec: Mapping[str, Any]) -> None:
             raise error.at("fit_index") from None
 
 
+def _check_collections(sources: Any) -> None:
+    """Raises `SpecError` if two sources of a list are in the same collection."""
+    first: dict[str, int] = {}
+    for number, source in enumerate(sources if isinstance(sources, list) else ()):
+        if not isinstance(source, Mapping) or not isinstance(path := source.get("path"), str):
+            continue
+        name = source.get("collection") or PurePosixPath(config.absolute(path)).name
+        if first.setdefault(name, number) != number:
+            field, rule = f"source[{number}].collection", "unique for each source"
+            note = f", first in source[{first[name]}]; set `collection` of one of them"
+            raise SpecError(field, name, rule, "occurs twice", note)
+
+
 def check_outputs(outputs: Sequence[str], field: str) -> None:
     """Raises `SpecError` if a folder does not contain results of `jobs.evaluate`."""
     for output in outputs:
-        if "://" not in output and not Path(config.absolute(output), "results.json").exists():
+        if not is_uri(output) and not Path(config.absolute(output), "results.json").exists():
             rule = "the output folder of jobs.evaluate"
             raise SpecError(field, output, rule, "contains no results.json")
 

@@ -29,6 +29,7 @@ def _first_line(path: Path) -> str:
 
 def main() -> None:
     """Runs the job that the first argument names. Without arguments, lists all jobs."""
+    jobs.prepare_output()
     jobs_by_verb = verbs()
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if verb not in jobs_by_verb:

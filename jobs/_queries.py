@@ -50,11 +50,11 @@ def _read_image(uri: str) -> bytes:
     Raises:
         SpecError: The file cannot be read or is too large.
     """
-    import fsspec
+    from pipeline.paths import open_file
 
     rule = f"a PNG, JPEG or WebP file of at most {MAX_IMAGE_BYTES:,} bytes"
     try:
-        with fsspec.open(uri) as file:
+        with open_file(uri) as file:
             data = file.read(MAX_IMAGE_BYTES + 1)
     except OSError as error:
         raise SpecError("image", uri, rule, f"cannot be read ({error})") from None

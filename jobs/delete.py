@@ -58,7 +58,7 @@ def _read_ids(path: str) -> list[str]:
     rule = "a UTF-8 text file with one item id per line"
     config.check_exists(path, "--ids", rule)
     try:
-        ids = [line for line in Path(path).read_text("utf-8").splitlines() if line]
+        ids = [line for line in Path(config.absolute(path)).read_text("utf-8").splitlines() if line]
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("--ids", path, rule, f"cannot be read ({error})") from None
     if not ids:

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--remove-missing",
         action="store_true",
-        help="remove rows of this collection that the source no longer lists",
+        help="remove rows that the source no longer lists, also of sources removed from the spec",
     )
     parser.add_argument(
         "--retry-rejects",

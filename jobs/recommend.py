@@ -106,7 +106,7 @@ def _query_fields(queries: str) -> dict[str, Any]:
     rule = "a BEIR folder or a spec of jobs.evaluate (.yaml)"
     config.check_exists(queries, "--queries", rule)
     if Path(queries).suffix not in (".yaml", ".yml"):
-        if Path(queries).is_file():
+        if Path(config.absolute(queries)).is_file():
             raise SpecError("--queries", queries, rule)
         return {"benchmark": {"name": "beir", "path": queries}}
     evaluation = config.read(queries, "--queries")

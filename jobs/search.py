@@ -224,8 +224,9 @@ def _search(
         hits_of_queries = searcher.search_with(list(batch.values()), options, reranker)
         for (query_id, query), hits in zip(batch.items(), hits_of_queries, strict=True):
             if args.json:
+                is_ascii = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
                 for hit in hits:
-                    print(json.dumps({"query_id": query_id, **asdict(hit)}, ensure_ascii=False))
+                    print(json.dumps({"query_id": query_id, **asdict(hit)}, ensure_ascii=is_ascii))
                 continue
             if len(queries) > 1:
                 print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jobs
+from pipeline.config import absolute
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not 0 <= args.series < VALIDATION_SERIES:
         raise SpecError("series", args.series, f"an integer from 0 to {VALIDATION_SERIES - 1}")
     check_writable(args.folder, "FOLDER")
-    write_collection(Path(args.folder), args.count, args.series)
+    write_collection(Path(absolute(args.folder)), args.count, args.series)
     print(f"{args.folder}: {args.count} scenes with captions, judgments and boxes")
 
 

@@ -3,6 +3,7 @@
 python -m jobs.status out/cranfield/index
 python -m jobs.status s3://bucket/cranfield --json
 python -m jobs.status s3://bucket/cranfield --watch
+python -m jobs.status out/cranfield/index --rejects
 
 The cache is that of this machine: packed vectors of searches of this index, of all indexes, and
 the limit (MAXRAY_CACHE_BYTES) beyond which the longest unused files are removed.
@@ -13,6 +14,7 @@ process or machine that can read the index.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -31,10 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--watch", action="store_true", help="show the progress of the running job until it ends"
     )
+    parser.add_argument("--rejects", action="store_true", help="list the rejected items by reason")
     jobs.add_progress(parser)
     args = parser.parse(arguments)
     if args.watch and args.json:
         parser.error("--json cannot be combined with --watch; use --progress json")
+    if args.watch and args.rejects:
+        parser.error("--rejects cannot be combined with --watch")
     check_index(args.index)
     if args.watch:
         with open_display(args.progress) as display:
@@ -44,11 +49,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
             watch(args.index, display)
         return
 
-    from pipeline.index.status import status
+    from pipeline.index.status import rejects, status
     from pipeline.search.cache import cache_usage
 
+    if args.rejects:
+        rows = rejects(args.index)
+        print(json.dumps(rows, indent=1) if args.json else format_rejects(rows))
+        return
     summary = {**status(args.index), "cache": cache_usage(args.index)}
     print(json.dumps(summary, indent=1) if args.json else format_status(summary))
+
+
+def format_rejects(rows: Sequence[dict[str, Any]]) -> str:
+    """Formats rejects as text: each reason with its items and their details."""
+    lines = [] if rows else ["no rejects"]
+    for reason, group in itertools.groupby(rows, lambda row: row["reason"]):
+        items = list(group)
+        lines.append(f"{reason} ({len(items):,})")
+        lines += [f"  {r['item_id']}" + (f": {r['detail']}" if r["detail"] else "") for r in items]
+    return "\n".join(lines)
 
 
 def format_status(summary: dict[str, Any]) -> str:

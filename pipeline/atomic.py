@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-import fsspec
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.config import SpecError, absolute
-from pipeline.extras import require_storage
+from pipeline.paths import locate
 
 
 def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
@@ -31,8 +31,7 @@ def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
         MissingExtra: The URI needs a storage package that is not installed.
         SpecError: The path is not writable.
     """
-    require_storage(uri)
-    filesystem, path = fsspec.url_to_fs(absolute(uri))
+    filesystem, path = locate(absolute(uri))
     if "file" not in filesystem.protocol:
         return
     target = Path(path)
@@ -86,8 +85,7 @@ def open_atomic(uri: str) -> Iterator[TextIO]:
 @contextlib.contextmanager
 def _temporary_path(uri: str) -> Iterator[tuple[AbstractFileSystem, str]]:
     """Context manager for a temporary path, which is renamed to `uri` unless an error occurs."""
-    require_storage(uri)
-    filesystem, path = fsspec.url_to_fs(absolute(uri))
+    filesystem, path = locate(absolute(uri))
     if filesystem.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "is a folder, not a file to write", uri)
     folder, name = posixpath.split(path)
@@ -95,7 +93,10 @@ def _temporary_path(uri: str) -> Iterator[tuple[AbstractFileSystem, str]]:
     temporary = posixpath.join(folder, f".{name}.{os.getpid()}.tmp")
     try:
         yield filesystem, temporary
-        filesystem.mv(temporary, path)
+        if isinstance(filesystem, LocalFileSystem):
+            os.replace(temporary, path)
+        else:  # `mv` and `rm` would read `[`, `*` and `?` as a pattern
+            filesystem.cp_file(temporary, path)
     finally:
         if filesystem.exists(temporary):
-            filesystem.rm(temporary)
+            filesystem.rm_file(temporary)

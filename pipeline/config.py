@@ -13,12 +13,22 @@ import difflib
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 
-import fsspec
 import yaml
 from pydantic import (
     AfterValidator,
@@ -31,7 +41,8 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.extras import require_storage
+from pipeline.extras import MissingExtra
+from pipeline.paths import is_uri, local_path, open_file
 
 #: Prefix of the hash of trained weights, which replaces their folder in stored specs.
 WEIGHTS_HASH = "sha256:"
@@ -328,16 +339,14 @@ def absolute(uri: str) -> str:
 
     Relative paths would be ambiguous, because Ray workers may run in other working directories.
 
-
     Raises:
         SpecError: The path begins with `~` and an unknown user name.
     """
-    try:
-        return uri if "://" in uri else str(Path(uri).expanduser().absolute())
-    except RuntimeError:
-        raise SpecError(
-            "", uri, "a path whose ~ can be expanded", "names an unknown user"
-        ) from None
+    if is_uri(uri):
+        return uri
+    if os.path.expanduser(uri).startswith("~") and not Path(uri).exists():
+        raise SpecError("", uri, "a path whose ~ can be expanded", "names an unknown user")
+    return local_path(uri)
 
 
 def check_exists(path: str, field: str, rule: str = "the path of an existing file") -> None:
@@ -350,7 +359,7 @@ def check_exists(path: str, field: str, rule: str = "the path of an existing fil
     """
     with within(field):
         location = absolute(path)
-    if "://" not in location and not Path(location).exists():
+    if not is_uri(location) and not Path(location).exists():
         raise SpecError(field, path, rule, "does not exist")
 
 
@@ -394,6 +403,7 @@ def parse(spec_class: type[SpecT], data: Mapping[str, Any], *, stored: bool = Fa
 fields: num_vectors
     """
     try:
+        data = _with_types(data, spec_class)
         return spec_class.model_validate(data, context={"stored": stored})
     except ValidationError as error:
         raise describe(error) from None
@@ -481,10 +491,11 @@ def read(path: str, role: str) -> dict[str, Any]:
         MissingExtra: The storage needs a package that is not installed.
         SpecError: The file is missing or not a YAML mapping; the error names `role`.
     """
-    require_storage(path)
     try:
-        with fsspec.open(path, "r", encoding="utf-8") as file:
+        with open_file(path, "r") as file:
             data = yaml.load(file, _UniqueKeyLoader)
+    except MissingExtra:
+        raise
     except FileNotFoundError:
         raise SpecError(role, path, "the path of an existing YAML file", "does not exist") from None
     except (OSError, ValueError, ImportError, RecursionError, yaml.YAMLError) as error:
@@ -498,25 +509,108 @@ def read(path: str, role: str) -> dict[str, Any]:
 def override(data: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
     """Applies assignments of the form `a.b=value` to nested mappings and lists.
 
-    Values are parsed as YAML, so that numbers, booleans and lists keep their types.
+    `parse` decides by the type of a field what its value is: the text as given for a text or a
+    path, else the text parsed as YAML. `null` clears a field that may be null.
 
-    >>> override({"encoder": {"layer": -1}}, ["encoder.layer=-2", "index=out/a"])
-    {'encoder': {'layer': -2}, 'index': 'out/a'}
-    >>> override({"sweep": {"compressor.num_vectors": [64]}}, ["sweep.compressor.num_vectors=[8]"])
-    {'sweep': {'compressor.num_vectors': [8]}}
+    >>> class Encoder(Spec):
+    ...     layer: int = -1
+    ...     prefix: str = ""
+    >>> parse(Encoder, override({}, ["layer=-2", "prefix=query #1: "]))
+    Encoder(layer=-2, prefix='query #1: ')
     """
-    data = copy.deepcopy(data)
+    values = []
     for assignment in assignments:
-        path, equals, value = assignment.partition("=")
+        path, equals, text = assignment.partition("=")
         if not equals or not path:
             raise SpecError("override", assignment, "of the form dotted.field=value")
+        values.append((path, Assigned(text)))
+    return assign(data, values)
+
+
+def assign(data: dict[str, Any], values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Assigns values to dotted fields of nested mappings and lists. Returns a changed copy.
+
+    >>> assign({"sweep": {"compressor.ratio": [2]}}, [("sweep.compressor.ratio", [8]), ("a.b", 1)])
+    {'sweep': {'compressor.ratio': [8]}, 'a': {'b': 1}}
+    """
+    data = copy.deepcopy(data)
+    for path, value in values:
+        _assign(data, path, value, f"{path}={value}")
+    return data
+
+
+class Assigned(str):
+    """Text that has been assigned to a field, until `parse` replaces it by a value of its type."""
+
+    def parsed(self) -> Any:
+        """Returns the text parsed as YAML.
+
+        Raises:
+            SpecError: The text is not YAML.
+        """
         try:
-            value = yaml.load(value, _UniqueKeyLoader)
+            return yaml.load(self, _UniqueKeyLoader)
         except (ValueError, RecursionError, yaml.YAMLError) as error:
             problem = f"cannot be parsed ({_one_line(error)})"
-            raise SpecError(path, value, "a YAML value", problem) from None
-        _assign(data, path, value, assignment)
-    return data
+            raise SpecError("", str(self), "a YAML value", problem) from None
+
+
+def _with_types(value: Any, annotation: Any) -> Any:
+    """Replaces assigned texts in the value of a field by values of the declared types.
+
+    Values of components remain, because `parse` is called with the spec of the component.
+    """
+    types = list(_union_members(annotation))
+    if isinstance(value, Assigned):
+        return _with_type(value, types)
+    for kind in types:
+        parameters = get_args(kind) or (Any, Any)
+        if isinstance(value, Mapping) and isinstance(kind, type) and issubclass(kind, Spec):
+            fields = kind.model_fields
+            types_by_name = {name: field.annotation for name, field in fields.items()}
+        elif isinstance(value, Mapping) and (get_origin(kind) or kind) in (dict, Mapping, Any):
+            types_by_name = dict.fromkeys(value, parameters[1])
+        elif isinstance(value, list) and (get_origin(kind) or kind) in (list, tuple, Any):
+            return [_with_types(item, parameters[0]) for item in value]
+        else:
+            continue
+        typed = dict(value)
+        for name in types_by_name.keys() & value.keys():
+            with within(name):
+                typed[name] = _with_types(value[name], types_by_name[name])
+        return typed
+    return value
+
+
+def _with_type(text: Assigned, types: list[Any]) -> Any:
+    """Returns a text as it is, or parsed as YAML, for a field of one of the types."""
+    names = [name for kind in types if get_origin(kind) is Literal for name in get_args(kind)]
+    if not (str in types or any(isinstance(name, str) for name in names)):
+        return text.parsed()
+    others = {get_origin(kind) or kind for kind in types} - {str, Literal}
+    others |= {type(name) for name in names} - {str}
+    others |= {int} if float in others else set()
+    others |= {list} if tuple in others else set()
+    if not others or text in names:
+        return str(text)
+    try:
+        parsed = text.parsed()
+    except SpecError:
+        return str(text)
+    if type(parsed) not in others or (parsed is None and text not in ("", "null")):
+        return str(text)
+    return parsed
+
+
+def _union_members(annotation: Any) -> Iterator[Any]:
+    """Yields the types of a union, without metadata."""
+    if get_origin(annotation) is Annotated:
+        yield from _union_members(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _union_members(member)
+    else:
+        yield annotation
 
 
 def _assign(node: Any, path: str, value: Any, assignment: str) -> None:
@@ -528,6 +622,8 @@ def _assign(node: Any, path: str, value: Any, assignment: str) -> None:
         _child(node, part, assignment)
         node[int(part)] = value
         return
+    if isinstance(node, dict) and isinstance(node.get(part), Assigned):
+        node[part] = node[part].parsed()
     if isinstance(node, dict) and isinstance(node.get(part), str):
         node[part] = {"name": node[part]}  # Expands `encoder: minilm` to `encoder: {name: minilm}`.
     _assign(_child(node, part, assignment), rest, value, assignment)
@@ -555,7 +651,7 @@ def expand_sweep(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
     >>> expand_sweep({"compressor": {"name": "hpool", "num_vectors": [32, 16]}})[0]
     {'compressor': {'name': 'hpool', 'num_vectors': 32}}
     """
-    return [override({}, assignments(values)) for values in combinations(sweep)]
+    return [assign({}, values.items()) for values in combinations(sweep)]
 
 
 def combinations(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -573,11 +669,6 @@ def combinations(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise SpecError(f"sweep.{field}", values, "a value or a list of at least one value")
         axes.append([(field, value) for value in values])
     return [dict(pairs) for pairs in itertools.product(*axes)]
-
-
-def assignments(values: Mapping[str, Any]) -> list[str]:
-    """Converts a mapping of dotted fields to values to assignments for `override`."""
-    return [f"{field}={json.dumps(value)}" for field, value in values.items()]
 
 
 def _flatten(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -255,8 +255,12 @@ def _validate_source(value: Any, info: ValidationInfo) -> ComponentSpec:
     """Resolves the spec of a source. A list of sources is converted to the source `combined`."""
     if value == []:
         raise SpecError("", [], "a source or a non-empty list of sources")
-    value = {"name": "combined", "sources": value} if isinstance(value, list) else value
-    return SOURCES.resolve(value, stored=is_stored(info))
+    if not isinstance(value, list):
+        return SOURCES.resolve(value, stored=is_stored(info))
+    try:
+        return SOURCES.resolve({"name": "combined", "sources": value}, stored=is_stored(info))
+    except SpecError as error:
+        raise error.at(error.field.removeprefix("sources")) from None
 
 
 def _or_none(registry: Registry[Any]) -> Callable[[Any, ValidationInfo], ComponentSpec | None]:

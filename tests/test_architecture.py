@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 #: Packages and modules in import order; each imports only from earlier rows.
 ORDER = [
     ("extras", "version"),
+    ("paths",),
     ("config",),
     ("logs", "tracing"),
     ("atomic", "checkpoint", "retries", "scores"),

@@ -1,12 +1,13 @@
-"""Errors of specs, and renamed fields and values: unchanged hashes and specs of old versions."""
+"""Errors of specs, assignments, and renamed fields: unchanged hashes and specs of old versions."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from pydantic import Field
 
-from pipeline.config import SpecError, digest, dump, dump_stored, parse
+from pipeline.config import Spec, SpecError, Uri, digest, dump, dump_stored, override, parse
 from pipeline.eval.results import method_name
 from pipeline.index.columns import Representation
 from pipeline.index.recompress import RecompressResources
@@ -271,3 +272,83 @@ def test_encoders_for_benchmarks_are_not_listed():
     with pytest.raises(SpecError) as caught:
         ENCODERS.resolve("sleepin")
     assert "sleeping" not in str(caught.value)
+
+
+class Nested(Spec):
+    prefix: str = ""
+    ids: list[str] = Field(default_factory=list)
+
+
+class Fields(Spec):
+    index: Uri = "/index"
+    title: str = ""
+    collection: str | None = None
+    layer: int = -1
+    ratio: float | str = "auto"
+    names: list[str] | str = ""
+    enabled: bool = False
+    mode: Literal["on", "off"] = "on"
+    nested: Nested = Nested()
+    items: list[Nested] = Field(default_factory=list)
+    labels: dict[str, str] = Field(default_factory=dict)
+    sweep: dict[str, Any] = Field(default_factory=dict)
+
+
+TEXTS = ["out/run #2", "scans: 2026", "*a", "&a", "!a", "{a", "{a: b}", "[a]", "010", "12:30"]
+TEXTS += ["NO", "on", "yes", "~", "2026-01-02", " a ", "'a'", '"a"', "1e3", "a: #b", "-", "", "a=b"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_assigned_texts_are_unchanged(text):
+    fields = ["title", "nested.prefix", "items.0.prefix", "labels.a"]
+    spec = parse(
+        Fields, override({"items": [{"prefix": "x"}]}, [f"{field}={text}" for field in fields])
+    )
+    assert (spec.title, spec.nested.prefix, spec.items[0].prefix) == (text, text, text)
+    assert spec.labels == {"a": text} and type(spec.title) is str
+    assert parse(Fields, override({}, [f"collection={text}"])).collection == (text or None)
+    if text and text != "~":
+        assert parse(Fields, override({}, [f"index=/a/{text}"])).index == f"/a/{text}"
+        source = SOURCES.resolve(override({"name": "text", "path": "/a"}, [f"collection={text}"]))
+        assert source.collection == text
+
+
+ASSIGNED = [
+    ("title=null", "null"),
+    ("collection=null", None),
+    ("layer=-2", -2),
+    ("ratio=1", 1.0),
+    ("ratio=auto", "auto"),
+    ("ratio=NO", "NO"),
+    ("names=[a, b]", ["a", "b"]),
+    ("names=a: b", "a: b"),
+    ("enabled=yes", True),
+    ("mode=off", "off"),
+    ("nested={prefix: a, ids: [b]}", Nested(prefix="a", ids=["b"])),
+    ("items=[{prefix: a}]", [Nested(prefix="a")]),
+    ("labels={a: b}", {"a": "b"}),
+    ("sweep.a.b=[8, NO]", {"a": {"b": [8, False]}}),
+]
+
+
+@pytest.mark.parametrize(("assignment", "value"), ASSIGNED)
+def test_assigned_values_have_the_type_of_the_field(assignment, value):
+    spec = parse(Fields, override({}, [assignment]))
+    assert getattr(spec, assignment.partition("=")[0].partition(".")[0]) == value
+
+
+def test_assignments_build_on_each_other():
+    fields = override({}, ["nested={prefix: a}", "nested.ids=[b]", "sweep=null", "sweep.x=1"])
+    spec = parse(Fields, fields)
+    assert spec.nested == Nested(prefix="a", ids=["b"]) and spec.sweep == {"x": 1}
+
+
+def test_errors_of_assignments():
+    for assignment, message in (
+        ("layer=a #b", "layer must be an integer, got 'a'"),
+        ("layer=[1", r"layer must be a YAML value, got '\[1', which cannot be parsed"),
+        ("nested.ids={", r"nested.ids must be a YAML value, got '{', which cannot be parsed"),
+        ("mode=NO", "mode must be one of on, off, got 'NO'"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            parse(Fields, override({}, [assignment]))

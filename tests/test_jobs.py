@@ -131,6 +131,85 @@ def test_search_reports_wrong_files_before_slow_imports(index_uri, option):
     assert output.startswith(f"error: {option} must be ") and f"got '{NOWHERE}'" in output, output
 
 
+def test_reports_equal_collections_before_slow_imports(tmp_path):
+    for folder in ("a/docs", "b/docs"):
+        (tmp_path / folder).mkdir(parents=True)
+    sources = [{"name": "text", "path": str(tmp_path / f"{name}/docs")} for name in "ab"]
+    (tmp_path / "spec.yaml").write_text(json.dumps({"index": "x", "source": sources}))
+    command = ["index", str(tmp_path / "spec.yaml")]
+    (code, output, slow), (_, other, _) = run(command, [*command, "source.1.collection=b", "n=1"])
+    assert (code, slow) == (2, [])
+    assert output.startswith(
+        "error: source[1].collection must be unique for each source, got 'docs'"
+    )
+    assert "unknown field 'n'" in other
+
+
+def test_reports_a_folder_around_an_index(tmp_path):
+    (tmp_path / "mine/index/items.lance").mkdir(parents=True)
+    code, output, slow = run(["status", str(tmp_path / "mine")])[0]
+    assert (code, slow) == (2, [])
+    assert f"which contains no index (no items.lance in {tmp_path}/mine)" in output
+    assert output.endswith(f"; did you mean '{tmp_path}/mine/index'?\n")
+
+
+PRINTS = """
+import logging, sys
+import jobs
+from pipeline.config import SpecError
+from pipeline.index.display import open_display
+
+def main(arguments):
+    with open_display() as display:
+        display.say("the astronaut \\U0001f680 \\u4e2d lands")
+    logging.getLogger("maxray").info("logged \\U0001f680")
+    print("printed \\udcff caf\\xe9")
+    raise SpecError("query", "\\U0001f680", "valid")
+
+jobs.run(main, [])
+"""
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8", "cp1252:strict"])
+def test_prints_characters_that_the_encoding_lacks(encoding):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS], env=environment, cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert done.returncode == 2
+    text = done.stdout.decode(encoding.partition(":")[0])
+    rocket = "\U0001f680" if encoding == "utf-8" else "\\U0001f680"
+    accent = "\\xe9" if encoding == "ascii" else "\xe9"
+    assert f"the astronaut {rocket}" in text and f"logged {rocket}" in text
+    assert f"printed \\udcff caf{accent}" in text
+    assert done.stderr.startswith(b"error: query must be valid") and done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("closed", [[1], [2], [1, 2], [0, 1, 2]])
+def test_runs_with_closed_output(closed, tmp_path):
+    code = f"""
+import os
+for fd in {closed}:
+    os.close(fd)
+os.execv({sys.executable!r}, [{sys.executable!r}, "-c", {PRINTS!r}])
+"""
+    file = tmp_path / "output"
+    with file.open("wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=output, stderr=output, timeout=60
+        )
+    assert done.returncode == 2
+    assert b"Traceback" not in file.read_bytes()
+    assert (b"lands" in file.read_bytes()) == (1 not in closed)
+
+
+@pytest.mark.parametrize("verb", ["--help", "search"])
+def test_command_with_closed_output(verb):
+    command = ["sh", "-c", f"{sys.executable} -m jobs {verb} --help >&-"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(("given", "mode"), [({}, "1"), ({"RAY_AUTH_MODE": "disabled"}, "0")])
 def test_ray_uses_token_authentication_by_default(given, mode):
     """The mode that Ray itself has read, which it does when it is imported."""

@@ -19,6 +19,7 @@ from pipeline import config, extras
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
 from pipeline.encoders.varlen import use_varlen_attention
+from pipeline.paths import local_path
 
 WEIGHTS = ["*.safetensors"]
 #: Patterns of all other files of a checkpoint that affect the vectors.
@@ -75,7 +76,7 @@ class CheckpointFields(config.Spec):
     @classmethod
     def _make_folder_absolute(cls, model: str | None) -> str | None:
         # Actors have other working directories.
-        return config.absolute(model) if model and Path(model).expanduser().is_dir() else model
+        return config.absolute(model) if model and Path(local_path(model)).is_dir() else model
 
 
 class CheckpointSpec(CheckpointFields, config.ComponentSpec):

@@ -71,6 +71,7 @@ from pipeline.encoders.trained import (
     load_appended_tokens,
 )
 from pipeline.encoders.words import Words
+from pipeline.paths import local_path
 from pipeline.taps import MODEL_STATISTICS, Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, normalise, pad
 
@@ -161,7 +162,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         @classmethod
         def _make_folder_absolute(cls, model: str | None) -> str | None:
             # Actors have other working directories.
-            if model is None or model == BUNDLED or not Path(model).expanduser().is_dir():
+            if model is None or model == BUNDLED or not Path(local_path(model)).is_dir():
                 return model
             return config.absolute(model)
 

@@ -47,6 +47,7 @@ from pipeline.encoders.templates import (
     text_template,
 )
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK
+from pipeline.paths import local_path
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
@@ -111,7 +112,7 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         @classmethod
         def _make_folder_absolute(cls, model: str) -> str:
             # Actors have other working directories.
-            return config.absolute(model) if Path(model).expanduser().is_dir() else model
+            return config.absolute(model) if Path(local_path(model)).is_dir() else model
 
     default_inputs = ()
     normalised = True

@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from typing import Any
 
-import fsspec
 import numpy as np
 
 from pipeline.config import SpecError
+from pipeline.paths import open_file
 
 #: The value of images without boxes.
 NO_BOXES = np.zeros((0, 4), np.float32)
@@ -237,7 +237,7 @@ def _number(element: ElementTree.Element, path: str) -> float:
 
 def _read(file: str) -> bytes:
     try:
-        with fsspec.open(file, "rb") as stream:
+        with open_file(file) as stream:
             return stream.read()
     except OSError as error:
         rule = "a folder with Sentences/<id>.txt and Annotations/<id>.xml for each image"

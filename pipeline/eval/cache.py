@@ -8,12 +8,12 @@ import posixpath
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
-import fsspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.atomic import write_atomic
 from pipeline.config import absolute, digest
 from pipeline.eval.diagnostics import Diagnosis
+from pipeline.paths import is_uri, locate, open_file
 
 #: Version of the code that computes the entries. Increase it when their values change.
 VERSION = 2
@@ -79,7 +79,7 @@ class Cache:
 
     def __init__(self, output: str):
         self._folder = posixpath.join(absolute(output), "entries")
-        files, former = fsspec.url_to_fs(posixpath.join(absolute(output), "cells"))
+        files, former = locate(posixpath.join(absolute(output), "cells"))
         if files.exists(former) and not files.exists(self._folder):
             files.mv(former, self._folder, recursive=True)
 
@@ -90,10 +90,10 @@ class Cache:
         """
         with (
             contextlib.suppress(FileNotFoundError, UnicodeDecodeError, ValidationError),
-            fsspec.open(self._path(key), "r", encoding="utf-8") as file,
+            open_file(self._path(key), "r") as file,
         ):
             entry = entry_type.model_validate_json(file.read())
-            if "://" not in self._folder:
+            if not is_uri(self._folder):
                 with contextlib.suppress(OSError):  # a folder that is read-only
                     os.utime(self._path(key))
             return entry
@@ -111,7 +111,7 @@ class Cache:
         Returns:
             The number of removed entries and their size in bytes.
         """
-        files, folder = fsspec.url_to_fs(self._folder, use_listings_cache=False)
+        files, folder = locate(self._folder)
         if not files.exists(folder):
             return 0, 0
         oldest = datetime.now(UTC) - age

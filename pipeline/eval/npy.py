@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
 
-import fsspec
 import numpy as np
 from fsspec import AbstractFileSystem
 
@@ -16,7 +15,7 @@ from pipeline.config import ComponentSpec, SpecError, absolute
 from pipeline.decoding import Unreadable
 from pipeline.eval import Benchmark, JudgedQueries
 from pipeline.eval.beir import read_qrels
-from pipeline.extras import require_storage
+from pipeline.paths import locate
 from pipeline.sources.vector_files import (
     FLOATS,
     INTEGERS,
@@ -58,8 +57,7 @@ class Npy(Benchmark["Npy.Spec"]):
 
     def load(self) -> JudgedQueries:
         """Loads the queries with judgments."""
-        require_storage(self.spec.path)
-        fs, folder = fsspec.url_to_fs(absolute(self.spec.path), use_listings_cache=False)
+        fs, folder = locate(absolute(self.spec.path))
         vectors = _read_queries(fs, folder, self.spec.path)
         name = self.spec.qrels or _find_qrels(fs, folder, self.spec.path)
         qrels = read_qrels(posixpath.join(absolute(self.spec.path), name), "benchmark.qrels")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-import fsspec
-
 from pipeline.config import SpecError
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.encoders.batching import concatenate
+from pipeline.paths import open_file
 from pipeline.search.query import Unencoded, encode
 
 #: Number of images in memory at the same time.
@@ -31,7 +30,7 @@ class ImageFiles(Mapping[str, bytes]):
         uri = self._uris[query_id]
         rule = f"a benchmark with all query images, each of at most {MAX_IMAGE_BYTES:,} bytes"
         try:
-            with fsspec.open(uri) as file:
+            with open_file(uri) as file:
                 data = file.read(MAX_IMAGE_BYTES + 1)
         except (FileNotFoundError, KeyError):  # KeyError: not a member of the archive
             raise SpecError("benchmark", uri, rule, "does not exist") from None

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
-import fsspec
 import numpy as np
 
 from pipeline.config import SpecError, absolute, digest
@@ -19,6 +18,7 @@ from pipeline.eval.examples import Example
 from pipeline.eval.metrics import means
 from pipeline.eval.significance import bootstrap_interval, holm, randomisation_p
 from pipeline.index.columns import codec_name
+from pipeline.paths import open_file
 from pipeline.registry import COMPRESSORS
 from pipeline.scores import RENAMED
 
@@ -482,7 +482,7 @@ def read_results(output: str, field: str) -> Evaluation:
     """
     rule = "the output folder of jobs.evaluate"
     try:
-        with fsspec.open(posixpath.join(absolute(output), RESULTS), "r", encoding="utf-8") as file:
+        with open_file(posixpath.join(absolute(output), RESULTS), "r") as file:
             data = _rename(json.load(file), RENAMED_FIELDS)
         results = [_result(row) for row in data.pop("results")]
         data.pop("comparisons", None)  # follow from the other fields

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.eval import JudgedQueries
+from pipeline.paths import open_file
 from pipeline.sources.text import parse_object
 
 _SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
@@ -33,7 +33,7 @@ def read_lines(path: str, field: str) -> Iterator[tuple[int, str]]:
         SpecError: The file is missing or not text. The error names the line.
     """
     try:
-        with fsspec.open(path, "r", encoding="utf-8", errors="surrogateescape") as file:
+        with open_file(path, "r", errors="surrogateescape") as file:
             for number, line in enumerate(file, start=1):
                 if _SURROGATES.search(line):
                     raise SpecError(field, path, "a UTF-8 file", f"is malformed in line {number}")
@@ -213,7 +213,7 @@ def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.
     """
     rule = "a .npy of shape (query tokens, dim), or Parquet with the columns id and vectors"
     try:
-        with fsspec.open(path, "rb") as file:
+        with open_file(path) as file:
             if path.endswith(".npy"):
                 return {"1": np.load(file, allow_pickle=False)}
             table = pq.read_table(file, columns=["id", "vectors"])

@@ -9,11 +9,13 @@
 
 from __future__ import annotations
 
+import posixpath
 import secrets
 import time
 from pathlib import Path
 
 from pipeline.config import SpecError, absolute, within
+from pipeline.paths import is_uri
 
 ITEMS, REJECTS, ARTEFACTS, JOBS = "items.lance", "rejects.lance", "artefacts", "jobs"
 #: State of a running job in its folder.
@@ -29,9 +31,14 @@ def job_id() -> str:
 
 def missing_index(uri: str) -> SpecError:
     """Returns the error for a URI that does not exist or contains no index."""
-    is_missing = "://" not in uri and not Path(absolute(uri)).exists()
+    is_missing = not is_uri(uri) and not Path(absolute(uri)).exists()
     problem = "does not exist" if is_missing else "contains no index"
-    return SpecError("index", uri, "the URI of an index made by jobs.index", problem)
+    note = f" (no {ITEMS} in {absolute(uri)}); jobs.index SPEC index=URI makes one"
+    if not is_uri(uri):
+        found = sorted(path.parent.name for path in Path(absolute(uri)).glob(f"*/{ITEMS}"))
+        if found:
+            note += f"; did you mean {posixpath.join(uri, found[0])!r}?"
+    return SpecError("index", uri, "the URI of an index made by jobs.index", problem, note)
 
 
 def check_index(uri: str) -> None:
@@ -44,5 +51,5 @@ def check_index(uri: str) -> None:
     """
     with within("index"):
         folder = absolute(uri)
-    if "://" not in uri and not any(Path(folder, name).exists() for name in PARTS):
+    if not is_uri(uri) and not any(Path(folder, name).exists() for name in PARTS):
         raise missing_index(uri)

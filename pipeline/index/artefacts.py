@@ -12,12 +12,12 @@ import zipfile
 import zlib
 from typing import Any, NamedTuple
 
-import fsspec
 import numpy as np
 
 from pipeline.config import SpecError, absolute
 from pipeline.index import ARTEFACTS
 from pipeline.index.info import renamed_compressor
+from pipeline.paths import open_file
 
 #: Entry of the file with the settings that the artefact was fitted for, as JSON.
 METADATA = "about"
@@ -60,7 +60,7 @@ def save_artefact(
         stored[SAMPLE_ITEMS] = sample.items_N
     stored[METADATA] = np.array(json.dumps(metadata, sort_keys=True))
     name = _hash(stored)
-    with fsspec.open(_path(index, name), "wb", auto_mkdir=True) as file:
+    with open_file(_path(index, name), "wb") as file:
         np.savez(file, allow_pickle=False, **stored)
     return name
 
@@ -108,7 +108,7 @@ def _read(index: str, name: str) -> dict[str, np.ndarray]:
     rule = f"an index with the artefact {name}"
     note = f"; restore {path} from a backup or rebuild its columns"
     try:
-        with fsspec.open(path, "rb") as file:
+        with open_file(path) as file:
             archive = np.load(file, allow_pickle=False)
             stored = {key: archive[key] for key in archive.files}
     # Errors of NumPy and zipfile on corrupted files. NotImplementedError is a RuntimeError.

@@ -118,7 +118,9 @@ class Live(Display):
         self._lock, self._is_closed = threading.Lock(), False
         sys.stdout.flush()
         sys.stderr.flush()
-        self._terminal = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
+        self._terminal = os.fdopen(
+            os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace"
+        )
         self._console = Console(file=self._terminal, force_terminal=True, highlight=False)
         self._fit()
         # A stream that is redirected to a file stays redirected.
@@ -238,7 +240,7 @@ class Live(Display):
 
 def _last_state(line: bytes) -> str:
     """Returns a line as a terminal would leave it after carriage returns."""
-    return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+    return line.decode(sys.stdout.encoding or "utf-8", "replace").rstrip("\r").rpartition("\r")[2]
 
 
 def describe(snapshot: Snapshot) -> str:

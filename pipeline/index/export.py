@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,11 +27,12 @@ from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute
-from pipeline.extras import require_storage
+from pipeline.extras import MissingExtra
 from pipeline.index.filters import filtering
 from pipeline.index.info import PREFIX_SEPARATOR
 from pipeline.index.prefixes import first_vectors
 from pipeline.index.reader import Index, combine_filters, first_line
+from pipeline.paths import locate
 from pipeline.schema import ITEM, METADATA_KEY, column_metadata, vectors_type
 from pipeline.sources.vector_files import QRELS, QUERIES, QUERY_IDS, DocumentFiles, NpyFiles
 
@@ -187,11 +187,10 @@ def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFil
     if form == "parquet" and not output.lower().endswith(".parquet"):
         rule = "a path that ends in .parquet, unless --format npy is given"
         raise SpecError("output", output, rule)
-    require_storage(output)
     try:
-        filesystem, path = fsspec.url_to_fs(absolute(output), use_listings_cache=False)
+        filesystem, path = locate(absolute(output))
         already_exists, is_folder = filesystem.exists(path), filesystem.isdir(path)
-    except OSError:
+    except (OSError, MissingExtra):
         raise
     except Exception as error:  # each storage library raises its own errors
         problem = f"cannot be reached ({type(error).__name__}: {first_line(error)})"

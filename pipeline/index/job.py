@@ -11,16 +11,17 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import ray
+import yaml
 
 from pipeline import logs, tracing
-from pipeline.config import JobError
-from pipeline.index import tasks
+from pipeline.config import JobError, SpecError
+from pipeline.index import JOBS, tasks
 from pipeline.index.capacity import check_capacity
 from pipeline.index.checks import check, check_reasons, check_resources
 from pipeline.index.compaction import FragmentMerger
@@ -31,20 +32,24 @@ from pipeline.index.metrics import commit_seconds
 from pipeline.index.monitor import ReadSteps, Show, ignore
 from pipeline.index.plan import ColumnPlan, plan_columns
 from pipeline.index.progress import Progress
+from pipeline.index.reader import Index, open_folder, quote
 from pipeline.index.session import Session, iter_rows
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stream import encode_stage, written_fragments
 from pipeline.index.units import UnitRange
 from pipeline.index.writer import IndexWriter
 from pipeline.meter import Totals, read_board, start_board
-from pipeline.registry import ENCODERS
-from pipeline.schema import REJECT
+from pipeline.registry import ENCODERS, SOURCES
+from pipeline.schema import REJECT, present_reason
+from pipeline.sources.combined import Combined
 from pipeline.stage import FINISHED
 
 log = logging.getLogger("maxray.index")
 
 #: Statuses of listed items that the job processes.
 TO_DO = ("new", "changed", "duplicate", "foreign")
+#: Maximum number of items that a report names.
+MAX_EXAMPLES = 3
 #: Maximum share of the time that commits take.
 MAX_COMMIT_SHARE = 0.05
 
@@ -161,8 +166,8 @@ def run(
         stream(context, listing, columns, learned)
         with session.monitor.phase("finish"):
             finish(context)
-        if remove_missing:
-            remove_stale(context, listing)
+        if limit is None:
+            find_missing(context, listing, remove_missing)
     return progress
 
 
@@ -374,6 +379,16 @@ def finish(context: Context) -> None:
         raise JobError(
             f"accounting check failed: listed {progress.listed:,} != {accounted}; rerun the job"
         )
+    if rejected:
+        collections = spec.build_source().collections
+        table = Index(spec.index).rejects().to_pylist()
+        by_reason: dict[str, list[str]] = {}
+        for row in table:
+            if row["source"] in collections:
+                by_reason.setdefault(present_reason(row["reason"]), []).append(row["item_id"])
+        for reason, ids in sorted(by_reason.items(), key=lambda entry: (-len(entry[1]), entry[0])):
+            report(f"rejected {len(ids):,}: {reason} ({_examples(sorted(ids))})")
+        report(f"all rejects with their details: maxray status {spec.index} --rejects")
     wait_for = partial(context.session.call, ray.get)
     truncated = wait_for(tasks.truncated_files.remote(spec)) if tasks.has_media(spec) else []
     progress.truncated = len(truncated)
@@ -386,20 +401,62 @@ def finish(context: Context) -> None:
             report(sentence)
 
 
-def remove_stale(context: Context, listing: Listing) -> None:
-    """Removes the rows of items that the source no longer lists, in a single commit.
+def find_missing(context: Context, listing: Listing, remove: bool) -> None:
+    """Reports the rows of items that the source no longer lists, or removes them in one commit.
 
     Raises:
         JobError: Parts of the source are unreadable. Their items would be removed by mistake.
     """
     if listing.num_unreadable:
+        if not remove:
+            return
         raise JobError(
             f"nothing was removed: {listing.num_unreadable} parts of the source cannot be read"
             " (see the rejects); the rest of the job is complete"
         )
-    collections = listing.job.build_source().collections
-    call = tasks.stale_rows.remote(listing.job, listing.num_shards, collections)
+    source, progress = listing.job.build_source(), context.progress
+    for error in source.empty() if isinstance(source, Combined) else ():
+        context.report(f"source{error.field}: {error.value} {error.problem} ({error.rule})")
+    collections = source.collections
+    names = [*collections, *_former_collections(context, collections)]
+    call = tasks.stale_rows.remote(listing.job, listing.num_shards, names)
     stale = context.session.call(ray.get, call)
-    context.writer.remove(stale)
-    context.progress.removed = sum(map(len, stale.values()))
-    context.report(f"removed {context.progress.removed:,} items that the source no longer lists")
+    progress.missing = sum(map(len, stale.values()))
+    if remove:
+        context.writer.remove(stale)
+        progress.removed = progress.missing
+        context.report(f"removed {progress.removed:,} items that the source no longer lists")
+    elif stale:
+        ids = sorted(item_id for ids in stale.values() for item_id in ids)
+        context.report(
+            f"{progress.missing:,} indexed items are no longer listed ({_examples(ids)});"
+            " rerun with --remove-missing to remove them"
+        )
+
+
+def _former_collections(context: Context, collections: Sequence[str]) -> list[str]:
+    """Returns the collections that earlier jobs listed together with one of `collections`.
+
+    Collections that a later job listed without them belong to another spec.
+    """
+    condition = f"source NOT IN ({', '.join(map(quote, collections))})"
+    if not context.writer.dataset.count_rows(condition):
+        return []
+    filesystem, path = open_folder(context.spec.index, JOBS)
+    former, others = dict[str, None](), set[str]()
+    for folder in sorted(filesystem.ls(path, detail=False), reverse=True):
+        try:
+            with filesystem.open(f"{folder}/spec.yaml", "r", encoding="utf-8") as stream:
+                fields = yaml.safe_load(stream)["source"]
+            listed = SOURCES.build(SOURCES.resolve(fields, stored=True)).collections
+        except (OSError, SpecError, KeyError, TypeError):  # not a job that lists a source
+            continue
+        if set(listed) & set(collections):
+            former |= dict.fromkeys(name for name in listed if name not in others)
+        else:
+            others |= set(listed)
+    return [name for name in former if name not in collections]
+
+
+def _examples(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_EXAMPLES]) + ", ..." * (len(names) > MAX_EXAMPLES)

@@ -13,10 +13,10 @@ import socket
 import time
 from dataclasses import asdict, dataclass, replace
 
-import fsspec
 from lance import LanceDataset
 
 from pipeline.atomic import write_atomic
+from pipeline.paths import locate
 
 #: Key of the config entry.
 LEASE_KEY = "maxray.lease"
@@ -99,12 +99,12 @@ class LeaseFile:
 
     def exists(self) -> bool:
         """Checks whether the file exists."""
-        storage, path = fsspec.url_to_fs(self._uri, use_listings_cache=False)
+        storage, path = locate(self._uri)
         return storage.exists(path)
 
     def read(self) -> float:
         """Returns the expiry in seconds since 1970, or 0 if the file does not exist."""
-        storage, path = fsspec.url_to_fs(self._uri, use_listings_cache=False)
+        storage, path = locate(self._uri)
         try:
             return float(json.loads(storage.cat_file(path))["expires"])
         except FileNotFoundError:
@@ -116,9 +116,9 @@ class LeaseFile:
 
     def remove(self) -> None:
         """Removes the file if it exists."""
-        storage, path = fsspec.url_to_fs(self._uri, use_listings_cache=False)
+        storage, path = locate(self._uri)
         if storage.exists(path):
-            storage.rm(path)
+            storage.rm_file(path)
 
 
 def _host() -> str:

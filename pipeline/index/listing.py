@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import fsspec
 import lance
 import numpy as np
 import pyarrow as pa
@@ -27,6 +26,7 @@ import pyarrow as pa
 from pipeline.config import ComponentSpec
 from pipeline.index.reader import ITEMS, REJECTS, corruption_errors, id_filter, part_uri, quote
 from pipeline.index.units import UnitLimits, UnitRange, unit_ranges
+from pipeline.paths import open_file
 from pipeline.registry import SOURCES
 from pipeline.schema import REJECT, Item, Reject, present_reason
 from pipeline.sources import ItemSize, Source
@@ -86,13 +86,13 @@ class ListingJob:
 
     def read_json(self, kind: str, shard: int) -> Any:
         """Reads a JSON file of a shard."""
-        with fsspec.open(self.file(kind, shard), "r") as file:
+        with open_file(self.file(kind, shard), "r") as file:
             return json.load(file)
 
     def read_table(self, kind: str, shard: int) -> pa.Table:
         """Reads an Arrow file of a shard."""
         uri = self.file(kind, shard)
-        with fsspec.open(uri, "rb") as file, pa.ipc.open_file(io.BytesIO(file.read())) as reader:
+        with open_file(uri) as file, pa.ipc.open_file(io.BytesIO(file.read())) as reader:
             return reader.read_all()
 
     def rejects_table(self, rejects: Sequence[Reject]) -> pa.Table:
@@ -185,7 +185,7 @@ def list_shard(job: ListingJob, shard: int, description: dict[str, Any]) -> Shar
     table = pa.table({**columns, "unit": units_N}, schema=LISTED.with_metadata(metadata))
     _write_table(job.file("listed", shard), table)
     if source.stores_listing:
-        with fsspec.open(job.file("items", shard), "w", auto_mkdir=True) as file:
+        with open_file(job.file("items", shard), "w") as file:
             json.dump(listed_items, file, default=str)
     rejects = job.rejects_table([reject for _, reject in unlisted])
     hashes = [id_hash(reject.item_id) for _, reject in unlisted]
@@ -453,5 +453,5 @@ def _write_table(uri: str, table: pa.Table) -> None:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    with fsspec.open(uri, "wb", auto_mkdir=True) as file:
+    with open_file(uri, "wb") as file:
         file.write(sink.getvalue())

@@ -24,6 +24,7 @@ class Progress:
         replaced: Items whose older revision was replaced.
         rejected: Items rejected by this run.
         gone: Items that were deleted from the source between listing and reading.
+        missing: Indexed items that the source no longer lists.
         removed: Rows removed because the source no longer lists them.
         truncated: Indexed files that are shorter than their header states.
         commits: Commits so far.
@@ -45,6 +46,7 @@ class Progress:
     replaced: int = 0
     rejected: int = 0
     gone: int = 0
+    missing: int = 0
     removed: int = 0
     truncated: int = 0
     commits: int = 0

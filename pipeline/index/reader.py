@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import fsspec
 import lance
 import numpy as np
 import pyarrow as pa
@@ -21,7 +20,7 @@ from fsspec import AbstractFileSystem
 from pipeline import config
 from pipeline.atomic import check_writable
 from pipeline.config import JobError, SpecError, absolute, digest, within
-from pipeline.extras import MissingExtra, require_storage
+from pipeline.extras import MissingExtra
 from pipeline.index import ITEMS, LEASE, PARTS, REJECTS, missing_index
 from pipeline.index.artefacts import load_artefact
 from pipeline.index.info import (
@@ -38,6 +37,7 @@ from pipeline.index.info import (
 from pipeline.index.lease import Lease
 from pipeline.index.positions import decode_positions
 from pipeline.index.prefixes import find_representation, first_vectors
+from pipeline.paths import is_uri, locate
 from pipeline.registry import CANDIDATES, CODECS
 from pipeline.schema import FORMAT_VERSION, REJECT
 
@@ -50,7 +50,12 @@ SCHEMES = ("file", "s3", "gs", "az")
 
 
 def part_uri(uri: str, *names: str) -> str:
-    """Returns the absolute URI of a file or folder that is part of an index."""
+    """Returns the absolute URI of a file or folder that is part of an index.
+
+    `file://` URIs become paths, because Lance decodes `%20` in them and fsspec does not.
+    """
+    if uri.startswith("file://"):
+        uri = locate(uri)[1]
     return posixpath.join(absolute(uri), *names)
 
 
@@ -60,8 +65,7 @@ def open_folder(uri: str, *names: str) -> tuple[AbstractFileSystem, str]:
     Raises:
         MissingExtra: The package of the storage is not installed.
     """
-    require_storage(uri)
-    return fsspec.url_to_fs(part_uri(uri, *names), use_listings_cache=False)
+    return locate(part_uri(uri, *names))
 
 
 def check_location(uri: str) -> None:
@@ -84,11 +88,13 @@ def _check_scheme(uri: str) -> str:
 
     Raises `SpecError` if it is not supported.
     """
-    scheme, separator, _ = uri.partition("://")
-    if separator and scheme not in SCHEMES:
+    if not is_uri(uri):
+        return "file"
+    scheme = uri.partition("://")[0]
+    if scheme not in SCHEMES:
         rule = f"a local path, or a URI with one of the schemes {', '.join(SCHEMES)}"
         raise SpecError("index", uri, rule, f"has the scheme {scheme}")
-    return scheme if separator else "file"
+    return scheme
 
 
 def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:

@@ -31,6 +31,7 @@ from pipeline.index.metrics import JobMetrics
 from pipeline.index.monitor import Monitor, Show, Snapshot, ignore
 from pipeline.index.reader import open_dataset, open_folder, part_uri
 from pipeline.index.writer import IndexWriter, LeaseLost
+from pipeline.paths import is_uri
 from pipeline.stage import Profile
 
 log = logging.getLogger("maxray.session")
@@ -77,7 +78,7 @@ class Session:
         self._summary = summary
         self.folder = part_uri(index, JOBS, job)
         self._progress_file = part_uri(self.folder, PROGRESS)
-        is_local = "://" not in index or index.startswith("file:")
+        is_local = not is_uri(index) or index.startswith("file:")
         record = JobMetrics(kind, index).record if ray.is_initialized() else ignore
         self.monitor = Monitor(
             Snapshot(job, kind, index),

@@ -53,6 +53,21 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
     }
 
 
+def rejects(uri: str) -> list[dict[str, Any]]:
+    """Returns `reason`, `item_id`, `collection`, `stage` and `detail` of all rejects, sorted."""
+    rows = [
+        {
+            "reason": present_reason(row["reason"]),
+            "item_id": row["item_id"],
+            "collection": row["source"],
+            "stage": row["stage"],
+            "detail": row["detail"],
+        }
+        for row in Index(uri).rejects().to_pylist()
+    ]
+    return sorted(rows, key=lambda row: (row["reason"], row["collection"], row["item_id"]))
+
+
 def representation_stats(
     index: Index, representation: str, filter: str | None = None
 ) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import fsspec
 import ray
 import torch
 
@@ -16,6 +15,7 @@ from pipeline.index.checks import check, check_resources
 from pipeline.index.columns import Representation, all_representations, represented_fields
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import needs_preparing
+from pipeline.paths import locate
 from pipeline.planning.estimate import (
     Estimate,
     Pool,
@@ -229,5 +229,5 @@ def _size(spec: IndexSpec) -> float | None:
     path = getattr(spec.source, "path", None)
     if not isinstance(path, str):
         return None
-    fs, root = fsspec.core.url_to_fs(path)
+    fs, root = locate(path)
     return float(fs.du(root)) if fs.exists(root) else None

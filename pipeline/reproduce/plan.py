@@ -171,9 +171,7 @@ def _steps(
         for field, values in changes:
             with config.within(field):
                 assert values is not None
-                base = config.override(
-                    base, config.assignments(filled(values, variables, typed=True))
-                )
+                base = config.assign(base, filled(values, variables, typed=True).items())
         yield PlannedStep(name, step_job(name, step), folders.resolve(base))
 
 

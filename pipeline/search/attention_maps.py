@@ -129,7 +129,7 @@ def encoder_spec(model: str) -> Any:
     Raises:
         SpecError: The model has no appended tokens.
     """
-    if Path(model).is_dir():
+    if Path(config.absolute(model)).is_dir():
         spec: ComponentSpec = trained_encoder(config.absolute(model), "model")
     else:
         with config.within("model"):
@@ -165,7 +165,7 @@ def read_item(path: str, spec: ComponentSpec) -> Item:
     if page is not None:
         return _read_page(path, page["file"], int(page["number"] or 1), kind)
     try:
-        data = Path(path).read_bytes()
+        data = Path(config.absolute(path)).read_bytes()
     except OSError as error:
         problem = f"cannot be read ({config.first_line(error)})"
         raise SpecError("items", path, "image, text or PDF files", problem) from None
@@ -188,7 +188,7 @@ def _read_page(path: str, file: str, number: int, kind: str) -> Item:
     extras.require("pypdfium2")
     from pipeline.decoding.pdf import describe, read_pages
 
-    rule = "a page of a readable PDF file"
+    rule, file = "a page of a readable PDF file", config.absolute(file)
     try:
         num_pages = describe(file)["num_pages"]
         if not 1 <= number <= num_pages:

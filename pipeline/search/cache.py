@@ -39,6 +39,7 @@ import torch
 from pipeline.codecs import Codec
 from pipeline.config import SpecError, absolute, digest, dump_stored, within
 from pipeline.index.reader import Index, files_with
+from pipeline.paths import is_uri
 from pipeline.search.packed import FLOATS, PackedVectors, Segment, join_blocks, single_vectors
 from pipeline.search.packed_file import (
     CorruptedError,
@@ -72,7 +73,7 @@ def cache_folder() -> Path:
     """
     with within("cache"):
         if folder := os.environ.get("MAXRAY_CACHE"):
-            if "://" in folder:  # would otherwise create a local folder named "s3:"
+            if is_uri(folder):  # would otherwise create a local folder named "s3:"
                 raise SpecError("", folder, "a local folder (see MAXRAY_CACHE)", "is a URI")
             return Path(absolute(folder))
         return Path(absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "maxray"

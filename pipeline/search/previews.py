@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -173,7 +174,7 @@ class Previews:
     def _specs(self) -> Iterator[ComponentSpec]:
         """Yields the sources of all jobs of the index. The most recent job comes first."""
         filesystem, path = open_folder(self.index.uri, JOBS)
-        for file in sorted(filesystem.glob(f"{path}/*/spec.yaml"), reverse=True):
+        for file in sorted(filesystem.glob(f"{glob.escape(path)}/*/spec.yaml"), reverse=True):
             with filesystem.open(file, "r", encoding="utf-8") as stream:
                 source = yaml.safe_load(stream).get("source")
             if isinstance(source, dict):  # recompression reads a column of the index instead

@@ -17,7 +17,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
-from pipeline.config import override, parse
+from pipeline.config import assign, parse
 from pipeline.serve.api import create_app
 from pipeline.serve.calls import Handle, Stages
 from pipeline.serve.deployments import bind_stage, create_stages, deployment
@@ -110,8 +110,7 @@ def build(settings: ServeSpec | Mapping[str, Any]) -> serve.Application:
 def _parse_settings(settings: Mapping[str, Any]) -> ServeSpec:
     dotted = {name: value for name, value in settings.items() if "." in name}
     plain = {name: value for name, value in settings.items() if name not in dotted}
-    overrides = [f"{name}={value}" for name, value in dotted.items()]
-    return parse(ServeSpec, override(plain, overrides))
+    return parse(ServeSpec, assign(plain, dotted.items()))
 
 
 async def drain(application: str, timeout_s: float) -> None:

@@ -36,6 +36,7 @@ import yaml
 from pipeline.config import SpecError, absolute, digest, dump, parse
 from pipeline.eval.results import read_results
 from pipeline.logs import FORMAT_VARIABLE
+from pipeline.paths import is_uri
 from pipeline.search.fusion import FUSED
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
@@ -436,7 +437,7 @@ def _local_folder(settings: Evaluations) -> Path:
     Raises:
         SpecError: The folder is not a local path.
     """
-    if "://" in settings.folder:
+    if is_uri(settings.folder):
         rule = "a local folder that the gateway and the evaluator share"
         raise SpecError("evaluations.folder", settings.folder, rule)
     return Path(absolute(settings.folder))

@@ -26,12 +26,11 @@ import time
 from collections.abc import Callable
 from datetime import UTC, date, datetime
 
-import fsspec
 import yaml
 from pydantic import Field, PositiveFloat
 
 from pipeline.config import Spec, SpecError, parse
-from pipeline.extras import require_storage
+from pipeline.paths import locate
 
 PREFIX = "mr_"
 KEYS_VARIABLE = "MAXRAY_KEYS"
@@ -158,9 +157,8 @@ class Keys:
         if not self._uri:
             state = text = os.environ.get(KEYS_VARIABLE, "")
         else:
-            require_storage(self._uri)
             try:
-                files, path = fsspec.url_to_fs(self._uri, use_listings_cache=False)
+                files, path = locate(self._uri)
                 info = files.info(path)
                 fields = ("mtime", "LastModified", "ETag", "etag", "updated", "ino", "size")
                 state = tuple(str(info[name]) for name in fields if name in info)

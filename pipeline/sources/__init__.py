@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, ClassVar, Generic, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config import ComponentSpec, ComponentSpecT, digest
+from pipeline.config import ComponentSpec, ComponentSpecT, SpecError, digest
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import RETRYABLE
 from pipeline.schema import ITEM, Item, Reject
@@ -36,6 +36,10 @@ class ItemSize(NamedTuple):
 
     num_bytes: int = 0
     num_tokens: int = 0
+
+
+class NoFiles(SpecError):
+    """Raised if a folder has no files of the types that a source reads."""
 
 
 class Source(ABC, Generic[ComponentSpecT]):

@@ -16,6 +16,7 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import open_file
 from pipeline.sources.files import existing_root, walk
+from pipeline.sources.rows import to_rows
 from pipeline.sources.text import parse_line
 
 TABLE_SUFFIX = ".parquet"
@@ -140,7 +141,7 @@ def read_table(
                         raise SpecError.unknown_name(field, column, names, problem)
                 wanted = [name for name in names if images or name != "image"]
                 for batch in table.iter_batches(ROWS_PER_BATCH, columns=wanted):
-                    for row in batch.to_pylist():
+                    for row in to_rows(batch):
                         yield f"row {number} of {uri}", row
                         number += 1
         except (pa.ArrowException, OSError, Unreadable) as error:

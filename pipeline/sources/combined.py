@@ -13,7 +13,7 @@ from pipeline import config
 from pipeline.config import ComponentSpec, SpecError, within
 from pipeline.registry import SOURCES, SourceSpec
 from pipeline.schema import Item, Reject
-from pipeline.sources import ItemSize, Source
+from pipeline.sources import ItemSize, NoFiles, Source
 
 
 class Combined(Source["Combined.Spec"]):
@@ -37,12 +37,13 @@ class Combined(Source["Combined.Spec"]):
         @field_validator("sources")
         @classmethod
         def _check_collections(cls, sources: list[ComponentSpec]) -> list[ComponentSpec]:
-            names = [SOURCES.load(spec.name)(spec).collections for spec in sources]
-            flat = [name for collections in names for name in collections]
-            for name in flat:
-                if flat.count(name) > 1:
-                    rule = "unique for each source"
-                    raise SpecError("collection", name, rule, "occurs twice")
+            first: dict[str, int] = {}
+            for number, spec in enumerate(sources):
+                for name in SOURCES.load(spec.name)(spec).collections:
+                    if first.setdefault(name, number) != number:
+                        field, rule = f"[{number}].collection", "unique for each source"
+                        note = f", first in source[{first[name]}]; set `collection` of one of them"
+                        raise SpecError(field, name, rule, "occurs twice", note)
             return sources
 
     provides = ()  # checked for each of its sources
@@ -87,9 +88,26 @@ class Combined(Source["Combined.Spec"]):
 
     def check(self) -> None:
         """Raises `SpecError` if at least one of the sources contains no items."""
+        for error in self.empty():
+            raise error
+
+    def check_some(self) -> None:
+        """Raises `SpecError` if a path is missing, or if no folder has files of its types.
+
+        With it, a spec stays valid while folders change.
+        """
+        empty = list(self.empty())
+        if len(empty) == len(self._sources):
+            raise empty[0]
+
+    def empty(self) -> Iterator[NoFiles]:
+        """Yields the errors of the sources whose folder has no files of their types."""
         for number, source in enumerate(self._sources):
-            with within(f"[{number}]"):
-                source.check()
+            try:
+                with within(f"[{number}]"):
+                    source.check()
+            except NoFiles as error:
+                yield error
 
     def shards(self) -> Iterator[dict[str, Any]]:
         """Yields the shards of all sources as `{"source": number of the source, "shard": ...}`."""

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import check_regular
-from pipeline.extras import require_storage
+from pipeline.extras import MissingExtra
+from pipeline.paths import locate
 
 #: The size that `walk` yields for a pipe, a socket or a device, and for a link to one.
 SPECIAL_FILE_SIZE = -1
@@ -30,11 +30,11 @@ def open_root(uri: str) -> tuple[AbstractFileSystem, str]:
         MissingExtra: The package of the storage is not installed.
         SpecError: The scheme is unknown, or requires a package that is not installed.
     """
-    require_storage(uri)
     rule = "a local path or the URI of an installed fsspec file system"
     try:
-        # Listings are read once: a cache would take memory and hide files that are added later.
-        return fsspec.url_to_fs(uri, use_listings_cache=False)
+        return locate(uri)
+    except MissingExtra:
+        raise
     except (ValueError, ImportError) as error:
         raise SpecError("path", uri, rule, f"cannot be opened ({error})") from None
 
@@ -78,7 +78,8 @@ def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
     """Yields all files below a folder, sorted by name.
 
     The next `LIST_THREADS` folders are listed in advance, because object stores answer slowly.
-    Links are followed, except links to a folder that contains them.
+    Links are followed, except links to a folder that contains them. A folder that is reached below
+    itself through links or mounts is skipped, as in `find -L`.
 
     Yields:
         (path relative to `root`, size in bytes). A folder that cannot be listed is yielded in place
@@ -95,7 +96,7 @@ def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
             if num_bytes is None:
                 while path not in listed or (waiting and len(listed) < LIST_THREADS):
                     folder = waiting.popleft()
-                    listed[folder] = pool.submit(_children, fs, folder)
+                    listed[folder] = pool.submit(_children, fs, root, folder)
                 try:
                     children = sorted(listed.pop(path).result(), reverse=True)
                     pending += children
@@ -123,9 +124,12 @@ def find_files(uri: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int |
             yield file, num_bytes
 
 
-def _children(fs: AbstractFileSystem, folder: str) -> list[tuple[str, int | None]]:
+def _children(fs: AbstractFileSystem, root: str, folder: str) -> list[tuple[str, int | None]]:
     """Returns the paths and sizes of the files and folders in a folder, in any order."""
     children: list[tuple[str, int | None]] = []
+    is_local = isinstance(fs, LocalFileSystem)
+    ends = [n for n, sign in enumerate(f"{folder}/") if sign == "/" and n >= len(root)]
+    ancestors = {_identity(path) for path in [root, *(folder[:end] for end in ends)] if is_local}
     for entry in fs.ls(folder, detail=True):
         path = entry["name"].rstrip("/")
         is_folder, size = entry["type"] == "directory", entry["size"] or 0
@@ -134,11 +138,22 @@ def _children(fs: AbstractFileSystem, folder: str) -> list[tuple[str, int | None
             if os.path.commonpath([target, os.path.realpath(folder)]) == target:
                 continue
             is_folder = True
-        elif entry["type"] == "other":
+        if is_folder and is_local and _identity(path) in ancestors:
+            continue
+        if not is_folder and entry["type"] == "other":
             size = _size(fs, path, size)
         if path != folder:  # object stores may list a folder as its own child
             children.append((path, None if is_folder else size))
     return children
+
+
+def _identity(folder: str) -> tuple[int, int] | str:
+    """Returns the device and inode of a folder, or its path if they are unknown."""
+    try:
+        status = os.stat(folder)
+    except OSError:
+        return folder
+    return (status.st_dev, status.st_ino) if status.st_ino else folder
 
 
 def _size(fs: AbstractFileSystem, path: str, size: int) -> int:

@@ -17,17 +17,20 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import open_file
+from pipeline.paths import is_uri
 from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import ItemSize, manifests
 from pipeline.sources.files import escape, existing_root, open_root
 from pipeline.sources.manifests import MalformedEntry, ManifestEntry, Table, to_json_value
 from pipeline.sources.media import (
     ARCHIVE,
+    SIDECARS,
     ZIP,
     ByteStream,
     MediaFile,
     MediaSource,
     MediaSpec,
+    Member,
 )
 from pipeline.sources.text import parse_line
 from pipeline.sources.zip_members import zip_members
@@ -35,6 +38,8 @@ from pipeline.sources.zip_members import zip_members
 IMAGE_FIELDS = ("image", "file_name", "path")
 CAPTION_FIELDS = ("captions", "caption", "text")
 CAPTION_SUFFIXES = (".txt", ".caption")
+#: Names of texts in archives that are no captions, without the suffix.
+DOCUMENTATION = ("readme", "license", "licence", "notice", "changelog")
 #: Maximum number of images per unit if their text is recognised, which takes seconds per image.
 #: Small units make progress visible and are committed earlier.
 MAX_UNIT_SCANS = 8
@@ -209,6 +214,13 @@ class Images(MediaSource["Images.Spec"]):
             suffix = PurePosixPath(name or "").suffix.lower()
             yield MediaFile(item_id, path, size, None, suffix, annotation=annotation, row=number)
 
+    def _without_file(self, archive: str, key: str, members: list[Member]) -> Iterator[Reject]:
+        """Yields rejects for captions without an image."""
+        if posixpath.basename(key).lower() not in DOCUMENTATION:
+            for name in (member.name for member in members if member.suffix in SIDECARS):
+                problem = Unreadable("no image", f"no image in {archive} is named {key}")
+                yield self.reject(f"{archive}/{name}", "", problem, "list")
+
     def _table_rows(self, shard: dict[str, Any]) -> Iterator[ManifestEntry | MalformedEntry]:
         manifest = shard["manifest"]
         try:
@@ -246,7 +258,7 @@ class Images(MediaSource["Images.Spec"]):
         """
         folder = "" if self.spec.images else posixpath.dirname(manifest)
         path = posixpath.normpath(posixpath.join(folder, name))
-        if path.startswith(("/", "..")) or "://" in name:
+        if path.startswith(("/", "..")) or is_uri(name):
             location = "`images`" if self.spec.images else "the manifest's folder"
             raise Unreadable("bad path", f"{name!r}: expected a path below {location}")
         if self._zip is not None:

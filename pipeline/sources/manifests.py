@@ -20,6 +20,7 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import open_file
 from pipeline.sources.files import SPECIAL_FILE_SIZE
 from pipeline.sources.media import BYTES_PER_SHARD
+from pipeline.sources.rows import to_rows
 from pipeline.sources.text import UNREADABLE, Lines, parse_line, parse_object
 
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -296,7 +297,7 @@ class Table:
         try:
             while self._batch is None or not 0 <= number - self._first < len(self._batch):
                 self._advance(number)
-            return self._batch.slice(number - self._first, 1).to_pylist()[0]
+            return to_rows(self._batch.slice(number - self._first, 1))[0]
         except (pa.ArrowException, OSError, ValueError) as error:
             raise _classify_error(error) from None
 

@@ -25,7 +25,7 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.decoding.untrusted import TAR_ERRORS, TarArchive, check_regular, open_file
 from pipeline.schema import Item, Reject, detail_with_file, item_id_problem, payload_schema
-from pipeline.sources import NO_PREVIEW, Source, make_revision
+from pipeline.sources import NO_PREVIEW, NoFiles, Source, make_revision
 from pipeline.sources.files import (
     SPECIAL_FILE_SIZE,
     escape,
@@ -198,9 +198,12 @@ class MediaSource(Source[MediaSpecT]):
         if not fs.isdir(root) and not root.lower().endswith((*suffixes, *self.lists)):
             names = ", ".join((*suffixes, *self.lists))
             raise SpecError("path", self.spec.path, f"a folder, or a file ending in {names}")
-        if next(self._files(), ("", None)) == ("", None):
+        first = next(self._files(), None)
+        if first in (None, ("", None)):  # ("", None): the folder cannot be listed
             rule = f"a folder with files ending in {', '.join(suffixes)}"
-            raise SpecError("path", self.spec.path, rule, "contains no such files")
+            raise (SpecError if first else NoFiles)(
+                "path", self.spec.path, rule, "contains no such files"
+            )
 
     def shards(self) -> Iterator[dict[str, Any]]:
         """Yields groups of files `{"files": [[path, size], ...]}` and the shards of containers."""
@@ -348,8 +351,13 @@ class MediaSource(Source[MediaSpecT]):
     # -- archives ----------------------------------------------------------------------------
 
     def _members(self, archive: str) -> Iterator[MediaFile | Reject]:
-        """Yields the media files of an archive. Members that have the same key form a sample."""
+        """Yields the media files of an archive. Members that have the same key form a sample.
+
+        The members of a sample need not be adjacent: `tar` writes them in the order of the folder.
+        """
         fs, folder = self._folder
+        samples: dict[str, list[Member]] = {}
+        problem: Unreadable | OSError | None = None
         try:
             with open_file(fs, f"{folder}/{archive}") as stream:
                 entries: Iterator[Member | UnreadableMember]
@@ -357,20 +365,18 @@ class MediaSource(Source[MediaSpecT]):
                     entries = read_zip_members(stream)
                 else:
                     entries = read_members(stream, fs.size(f"{folder}/{archive}"))
-                samples = itertools.groupby(
-                    entries, lambda e: self._key(e) if isinstance(e, Member) else None
-                )
-                for key, sample in samples:
-                    members: list[Member] = []
-                    for entry in sample:
-                        if isinstance(entry, Member):
-                            members.append(entry)
-                        else:
-                            yield self._reject_member(archive, entry)
-                    if key is not None:
-                        yield from self._sample(archive, key, members)
+                for entry in entries:
+                    if isinstance(entry, Member):
+                        samples.setdefault(self._key(entry), []).append(entry)
+                    else:
+                        yield self._reject_member(archive, entry)
         except (Unreadable, OSError) as error:
-            yield self.reject(escape(archive), "", error, "list")
+            problem = error
+        for key, members in samples.items():
+            files = list(self._sample(archive, key, members))
+            yield from files or self._without_file(archive, key, members)
+        if problem is not None:
+            yield self.reject(escape(archive), "", problem, "list")
 
     def _reject_member(self, archive: str, problem: UnreadableMember) -> Reject:
         location = problem.name or f"byte {problem.offset}"
@@ -388,13 +394,17 @@ class MediaSource(Source[MediaSpecT]):
             stem = name.rpartition(".")[0] or name
         return f"{folder}/{stem}" if folder else stem
 
+    def _without_file(self, archive: str, key: str, members: list[Member]) -> Iterator[Reject]:
+        """Yields rejects for the members of a sample without a media file."""
+        return iter(())
+
     def _sample(self, archive: str, key: str, members: list[Member]) -> Iterator[MediaFile]:
         media = [m for m in members if m.suffix in self.suffixes]
         sidecars = {
             m.suffix: m.text for m in members if m.suffix in SIDECARS and m.text is not None
         }
         for member in media:
-            sample_id = key if len(media) == 1 else member.name
+            sample_id = key if len({m.name for m in media}) == 1 else member.name
             file_id = sample_id if self.spec.ids == "key" else f"{archive}/{member.name}"
             yield MediaFile(
                 file_id,

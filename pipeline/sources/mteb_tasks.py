@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import config, extras
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
+from pipeline.paths import is_uri
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -149,7 +150,7 @@ class Task:
         if folder is None:
             if not self.spec.download:
                 raise self._missing(None)
-        elif "://" in folder or not Path(folder).is_dir():
+        elif is_uri(folder) or not Path(folder).is_dir():
             raise self._missing("is not a local folder")
         elif not any(path.is_file() for path in Path(folder).rglob("*")):
             raise self._missing("is empty")

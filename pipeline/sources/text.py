@@ -19,7 +19,7 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import MAX_LINE_BYTES, open_file
 from pipeline.schema import Item, Reject, item_id_problem
-from pipeline.sources import Source
+from pipeline.sources import NoFiles, Source
 from pipeline.sources.files import (
     SPECIAL_FILE_SIZE,
     escape,
@@ -125,7 +125,8 @@ class Text(Source["Text.Spec"]):
             )
         first = next(self._files(), None)
         if first in (None, ("", None)):  # ("", None): the folder cannot be listed
-            raise SpecError("path", path, f"a folder with {kinds} files", "contains no such files")
+            rule = f"a folder with {kinds} files"
+            raise (SpecError if first else NoFiles)("path", path, rule, "contains no such files")
         if first[1] == 0 and (self._corpus or not fs.isdir(root)):
             raise SpecError("path", path, "a corpus of at least one document", "is an empty file")
 

@@ -96,7 +96,7 @@ def runs_of(spec: StudySpec) -> list[Run]:
             title = ", ".join(map(_described, shown.items()))
             row = ", ".join(_described(pair) for pair in shown.items() if pair[0] != "seed")
             folder = title.replace(", ", "_").replace(" ", "-").replace("/", "-")
-            changed = config.override(fields, config.assignments(values))
+            changed = config.assign(fields, values.items())
             changed |= {"name": f"{spec.name}_{folder}", "output": f"{spec.output}/{folder}"}
             if title in runs:
                 raise SpecError("sweep", title, "unique combinations", "occurs twice")

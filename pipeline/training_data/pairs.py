@@ -12,6 +12,7 @@ import numpy as np
 from pipeline import config
 from pipeline.config import SpecError, Uri
 from pipeline.eval.boxes import NO_BOXES, check_boxes
+from pipeline.paths import is_uri
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import (
     Document,
@@ -237,7 +238,7 @@ class PairData(RowData[PairsSpec]):
 
     def _uri(self, path: str, folder: str) -> str:
         """Returns the URI of a path in a row."""
-        return path if "://" in path else posixpath.join(self.spec.root or folder, path)
+        return path if is_uri(path) else posixpath.join(self.spec.root or folder, path)
 
     # -- negatives and boxes -----------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
-import fsspec
 import numpy as np
 import torch
 from pydantic import Field, field_validator
@@ -23,6 +22,7 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.image import decode
 from pipeline.encoders.batching import prefetch
 from pipeline.eval.boxes import NO_BOXES
+from pipeline.paths import open_file
 from pipeline.training_data.base import NO_LABEL, Batch, Phrases, TrainingData, worker_slice
 from pipeline.training_data.media import Decoding, decode_media, decoding_settings
 from pipeline.training_data.rows import (
@@ -380,7 +380,7 @@ class RowData(TrainingData[RowSpecT]):
         if isinstance(image, ArchiveMember):
             data = image.read()
         elif isinstance(image, str):
-            with fsspec.open(image, "rb") as file:
+            with open_file(image) as file:
                 data = file.read()
         else:
             data = self._image_reader.read(image)

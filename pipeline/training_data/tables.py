@@ -9,6 +9,7 @@ and Ray may not be installed on training machines.
 
 from __future__ import annotations
 
+import glob
 import posixpath
 import threading
 from collections import OrderedDict
@@ -16,14 +17,16 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fsspec import AbstractFileSystem
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import MAX_LINE_BYTES, buffered
+from pipeline.paths import is_uri, open_file
 from pipeline.sources.files import existing_root, find_files, open_root
+from pipeline.sources.rows import to_rows
 from pipeline.sources.text import parse_line, read_lines
 
 LINES, TABLE = (".jsonl", ".jsonl.gz"), (".parquet",)
@@ -67,7 +70,7 @@ class ArchiveMember:
             Unreadable: The archive is truncated.
             OSError: Reading from the storage failed.
         """
-        with fsspec.open(self.archive, "rb") as file:
+        with open_file(self.archive) as file:
             file.seek(self.offset)
             data = file.read(self.size)
         if len(data) < self.size:
@@ -106,8 +109,8 @@ def list_files(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list
     fs, root = open_root(uri)
     found = []
     try:
-        if any(sign in root for sign in "*?["):
-            found = sorted(path for path in fs.glob(root) if path.lower().endswith(suffixes))
+        if glob.has_magic(root) and not fs.exists(root):
+            found = sorted(path for path in _glob(fs, root) if path.lower().endswith(suffixes))
         elif fs.isdir(root):
             found = [f"{root.rstrip('/')}/{file}" for file, _ in find_files(uri, suffixes)]
         elif root.lower().endswith(suffixes):
@@ -119,7 +122,16 @@ def list_files(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list
     if not found:
         rule = f"a file, folder or glob of {', '.join(suffixes)} files"
         raise SpecError(field, uri, rule, "matches none")
-    return [fs.unstrip_protocol(path) if "://" in uri else path for path in found]
+    return [fs.unstrip_protocol(path) if is_uri(uri) else path for path in found]
+
+
+def _glob(fs: AbstractFileSystem, pattern: str) -> list[str]:
+    """Returns the paths that match a pattern. Its leading folders that exist are no pattern."""
+    folder = posixpath.dirname(pattern)
+    while glob.has_magic(folder) and not fs.isdir(folder):
+        folder = posixpath.dirname(folder)
+    found: list[str] = fs.glob(glob.escape(folder) + pattern[len(folder) :])
+    return found
 
 
 def read_rows(
@@ -146,7 +158,7 @@ def _read_lines(file: str, columns: Collection[str]) -> Iterator[TableRow]:
     compression = "gzip" if file.lower().endswith(".gz") else None
     number = 0
     try:
-        with fsspec.open(file, "rb", compression=compression) as opened:
+        with open_file(file, compression=compression) as opened:
             stream = buffered(opened)
             for number, (_, line) in enumerate(read_lines(stream, 0, None), start=1):
                 location = f"line {number} of {file}"
@@ -183,7 +195,7 @@ def _read_table(
 ) -> Iterator[TableRow]:
     folder, number = posixpath.dirname(file), 0
     try:
-        with fsspec.open(file, "rb") as stream:
+        with open_file(file) as stream:
             table = pq.ParquetFile(stream)
             schema = table.schema_arrow
             names = [name for name in columns if name in schema.names]
@@ -195,7 +207,7 @@ def _read_table(
             for group in range(table.num_row_groups):
                 has_image = None if column is None else _has_image(table, group, column)
                 rows = table.read_row_group(group, wanted)
-                fields_per_row = rows.to_pylist() if names else [{}] * rows.num_rows
+                fields_per_row = to_rows(rows) if names else [{}] * rows.num_rows
                 for row, fields in enumerate(fields_per_row):
                     location = f"row {number} of {file}"
                     cell = None
@@ -219,7 +231,7 @@ def table_columns(file: str) -> list[str] | None:
     if not file.lower().endswith(TABLE):
         return None
     try:
-        with fsspec.open(file, "rb") as stream:
+        with open_file(file) as stream:
             return pq.ParquetFile(stream).schema_arrow.names
     except (pa.ArrowException, OSError, ValueError) as error:
         problem = f"cannot be read ({' '.join(str(error).split())[:200]})"
@@ -299,7 +311,7 @@ class ImageReader:
 
     def _read_group(self, cell: ImageCell) -> pa.ChunkedArray:
         try:
-            with fsspec.open(cell.table, "rb") as stream:
+            with open_file(cell.table) as stream:
                 return pq.ParquetFile(stream).read_row_group(cell.group, [cell.column])[0]
         except (pa.ArrowException, ValueError) as error:
             raise Unreadable("corrupted table", f"{type(error).__name__}: {error}") from None

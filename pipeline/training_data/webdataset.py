@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import fsspec
 from pydantic import Field
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
+from pipeline.paths import open_file
 from pipeline.sources.text import parse_object
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import Document, Listing, Row
 from pipeline.training_data.tables import ArchiveMember, list_files
 
+logger = logging.getLogger(__name__)
 ARCHIVES = (".tar",)
 IMAGES = ("jpg", "jpeg", "png", "webp")
 #: Maximum size of a caption or of its metadata, in bytes.
@@ -43,10 +45,10 @@ class WebDataset(RowData["WebDataset.Spec"]):
     """Images as documents and their captions as queries, in the format of WebDataset.
 
     `path` is an uncompressed .tar archive, a folder of archives or a glob. The members of a sample
-    are adjacent and have the same name up to the first dot, such as `0001.jpg` and `0001.txt`.
-    Samples without an image or a caption are omitted. Archives are not unpacked: the listing has
-    the position of each image, which is read when its batch is needed. The id of a document is
-    `archive/key`.
+    have the same name up to the first dot, such as `0001.jpg` and `0001.txt`. Samples without an
+    image or a caption are omitted, and a warning names the first of them. Archives are not
+    unpacked: the listing has the position of each image, which is read when its batch is needed.
+    The id of a document is `archive/key`.
     """
 
     class Spec(RowSpec):
@@ -66,7 +68,7 @@ class WebDataset(RowData["WebDataset.Spec"]):
         return self._list(self.spec.validation.path)
 
     def _list(self, uri: str) -> Listing:
-        listing = Listing()
+        listing, omitted = Listing(), list[str]()
         suffix, _, field = self.spec.caption.partition(".")
         is_field = suffix == "json" and field
         for archive in list_files(uri, ARCHIVES):
@@ -74,6 +76,8 @@ class WebDataset(RowData["WebDataset.Spec"]):
                 location = f"sample {sample.key} of {archive}"
                 caption = _caption(sample.caption, field if is_field else "", location)
                 if sample.image is None or not caption:
+                    problem = "no image" if sample.image is None else "no caption"
+                    omitted.append(f"{location} has {problem}")
                     continue
                 name = f"{posixpath.basename(archive)}/{sample.key}"
                 number = listing.add(Document(name, None, sample.image, location))
@@ -81,11 +85,13 @@ class WebDataset(RowData["WebDataset.Spec"]):
         if not listing.rows:
             rule = f"archives with samples of an image and a member .{self.spec.caption}"
             raise SpecError("path", uri, rule, "have none")
+        if omitted:
+            logger.warning("%d samples are left out, such as: %s", len(omitted), omitted[0])
         return listing
 
 
 def read_samples(archive: str, caption_suffix: str) -> Iterator[Sample]:
-    """Yields the samples of an archive in order, without reading the images.
+    """Yields the samples of an archive in the order of their first members, without the images.
 
     Args:
         archive: Path or URI of an uncompressed .tar archive.
@@ -94,18 +100,16 @@ def read_samples(archive: str, caption_suffix: str) -> Iterator[Sample]:
     Raises:
         SpecError: The archive cannot be read.
     """
-    sample = Sample("")
+    samples: dict[str, Sample] = {}
     try:
-        with fsspec.open(archive, "rb") as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+        with open_file(archive) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             for member in tar:
                 folder, name = posixpath.split(member.name)
                 stem, _, suffix = name.partition(".")
                 if not member.isreg() or not suffix:
                     continue
                 key = posixpath.join(folder, stem)
-                if key != sample.key:
-                    yield sample
-                    sample = Sample(key)
+                sample = samples.setdefault(key, Sample(key))
                 if suffix.lower() in IMAGES:
                     sample.image = ArchiveMember(archive, member.offset_data, member.size)
                 elif suffix == caption_suffix and member.size <= MAX_CAPTION_BYTES:
@@ -115,7 +119,7 @@ def read_samples(archive: str, caption_suffix: str) -> Iterator[Sample]:
     except (OSError, tarfile.TarError) as error:
         problem = f"cannot be read ({type(error).__name__}: {error})"
         raise SpecError("path", archive, "an uncompressed .tar archive", problem) from None
-    yield sample
+    yield from samples.values()
 
 
 def _caption(content: bytes | None, field: str, location: str) -> str:

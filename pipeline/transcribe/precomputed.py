@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, ClassVar, Literal, TypeGuard
 from urllib.parse import quote
 
-import fsspec
+from fsspec import AbstractFileSystem
 from pydantic import Field
 
 from pipeline import config
@@ -37,7 +37,8 @@ from pipeline.decoding.untrusted import (
     check_regular,
     open_file,
 )
-from pipeline.extras import require_storage
+from pipeline.extras import MissingExtra
+from pipeline.paths import locate
 from pipeline.tokens import AUDIO, TEXT
 from pipeline.transcribe import NAN, Line, Recogniser, Word, filter_words, make_line
 
@@ -263,13 +264,14 @@ def _connect(table: Path) -> sqlite3.Connection:
     )
 
 
-def _files(spec: Precomputed.Spec) -> tuple[fsspec.AbstractFileSystem, list[tuple[str, ...]]]:
+def _files(spec: Precomputed.Spec) -> tuple[AbstractFileSystem, list[tuple[str, ...]]]:
     """Returns the file system and the files to read as (path, size, date), sorted by path."""
     suffixes = (*_parsers(spec), ZIP, *TARS)
-    require_storage(spec.path)
     try:
-        fs, root = fsspec.url_to_fs(spec.path, use_listings_cache=False)
+        fs, root = locate(spec.path)
         infos = fs.find(root, detail=True)
+    except MissingExtra:
+        raise
     except Exception as error:  # any exception of the library behind the file system
         problem = f"cannot be read ({type(error).__name__}: {error})"
         raise SpecError("path", spec.path, "a readable path", problem) from None
@@ -296,7 +298,7 @@ def _files(spec: Precomputed.Spec) -> tuple[fsspec.AbstractFileSystem, list[tupl
     ]
 
 
-def _check_regular(fs: fsspec.AbstractFileSystem, path: str) -> None:
+def _check_regular(fs: AbstractFileSystem, path: str) -> None:
     try:
         check_regular(fs, path)
     except Unreadable as error:
@@ -321,7 +323,7 @@ def _fill(
     table: Path,
     spec: Precomputed.Spec,
     kind: int,
-    fs: fsspec.AbstractFileSystem,
+    fs: AbstractFileSystem,
     paths: list[str],
     skip_unreadable: bool,
 ) -> None:

@@ -22,6 +22,7 @@ from transformers import (
 from pipeline import config
 from pipeline.checkpoint import find_checkpoint
 from pipeline.config import SpecError
+from pipeline.paths import local_path
 from pipeline.tokens import AUDIO
 from pipeline.transcribe import NAN, Line, Recogniser, Word, filter_words, make_line
 from pipeline.transcribe.audio import SAMPLE_RATE, decode_samples, split_utterances
@@ -65,7 +66,7 @@ class Whisper(Recogniser["Whisper.Spec"]):
         @classmethod
         def _make_folder_absolute(cls, model: str) -> str:
             # Actors run in different working directories.
-            return config.absolute(model) if Path(model).expanduser().is_dir() else model
+            return config.absolute(model) if Path(local_path(model)).is_dir() else model
 
     def __init__(self, spec: Spec):
         self.spec = spec

@@ -96,6 +96,48 @@ def test_rows_are_removed_only_with_remove_missing(tmp_path, collection):
     assert set(rows(job_spec)) == {"a", "c", "x"}
 
 
+def test_missing_items_are_reported_and_removed_with_their_source(tmp_path):
+    folders = {name: tmp_path / name for name in ("a", "b", "other")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        for number in (1, 2):
+            (folder / f"{name}{number}.txt").write_text(f"{name} {number}")
+    (folders["b"] / "empty.txt").write_text("")
+
+    def run_sources(number: int, *names: str, **options: Any) -> tuple[Progress, str]:
+        fields = {"index": str(tmp_path / "index"), "representations": [{"compressor": "none"}]}
+        fields["source"] = [{"name": "text", "path": str(folders[name])} for name in names]
+        job_spec, lines = config.parse(IndexSpec, fields), list[str]()
+        resources, job_id = IndexResources(), f"2026010{number}-000000-0000"
+        progress = job.run(job_spec, resources, job=job_id, report=lines.append, **options)
+        return progress, "\n".join(lines)
+
+    _, text = run_sources(1, "a", "b")
+    assert "rejected 1: empty" in text and "(empty.txt)" in text and "--rejects" in text
+    assert "no longer listed" not in text
+    run_sources(2, "other")
+    (folders["a"] / "a1.txt").unlink()
+    for number in (3, 4):  # the last run has listed `b` no longer
+        progress, text = run_sources(number, "a")
+        assert (progress.missing, progress.removed) == (3, 0)
+        assert "3 indexed items are no longer listed (a1.txt, b1.txt, b2.txt)" in text
+        assert "rerun with --remove-missing" in text
+    (folders["a"] / "a2.txt").rename(folders["a"] / "a2.pdf")  # no text is left in a folder
+    progress, text = run_sources(5, "a", "other")
+    assert "source[0].path" in text and "contains no such files" in text
+    assert progress.missing == 4
+    progress, text = run_sources(6, "a", "other", remove_missing=True)
+    assert (progress.removed, progress.unchanged) == (4, 2)
+    assert set(Index(str(tmp_path / "index")).dataset.to_table()["item_id"].to_pylist()) == {
+        "other1.txt",
+        "other2.txt",
+    }
+    for path in folders["other"].iterdir():
+        path.unlink()
+    with pytest.raises(SpecError, match=r"source\[0\].path must be a folder with .* files"):
+        run_sources(7, "a", "other")
+
+
 @pytest.mark.heavy
 def test_unreadable_items_are_not_removed(tmp_path):
     folder = tmp_path / "notes"

@@ -86,8 +86,7 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
             " has '3' where the spec has a list of 1",
         ),
         ("source", "override must be of the form dotted.field=value, got 'source'"),
-        ("index=", "index must be a string, got None"),
-        ("index=''", "index must be a path or URI, got '', which is empty"),
+        ("index=", "index must be a path or URI, got '', which is empty"),
         (
             "unit_items=0",
             "unit_items must be greater than or equal to 1, got 0",
@@ -269,7 +268,7 @@ def test_invalid_options(spec, arguments, message, capsys, tmp_path):
             "sweep.compressor.num_vectors must be greater than or equal to 1, got 0",
         ),
         ("index", "index=/proc/index", "index must be a writable path, got '/proc/index', which "),
-        ("index", "index=[", "index must be a YAML value, got '[', which cannot"),
+        ("index", "fit={", "fit must be a YAML value, got '{', which cannot"),
         ("recompress", "source=full", "index must be "),  # checked before the fields of the spec
     ],
 )
@@ -332,6 +331,12 @@ def test_repeated_runs_and_retry_rejects(cluster, tmp_path, spec, capsys):
     assert "listed 2 items in 1 shards" in output
     assert "0 new, 0 changed, 1 already indexed, 1 already rejected" in output
 
+    capsys.readouterr()
+    status.main([str(tmp_path / "index"), "--rejects"])
+    assert capsys.readouterr().out.startswith("empty text (1)\n  b")
+    status.main([str(tmp_path / "index"), "--rejects", "--json"])
+    (reject,) = json.loads(capsys.readouterr().out)
+    assert (reject["reason"], reject["item_id"], reject["stage"]) == ("empty text", "b", "list")
     index.main([path, "--retry-rejects", "empty text"])
     output = capsys.readouterr().out
     assert "0 new, 0 changed, 1 already indexed, 0 already rejected" in output

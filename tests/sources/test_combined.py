@@ -57,7 +57,8 @@ def test_spec_round_trip(folders):
 def test_rejects_duplicate_collections(folders):
     with pytest.raises(
         SpecError,
-        match="collection must be unique for each source, got 'letters', which occurs twice",
+        match=r"^source\[1\].collection must be unique for each source, got 'letters', which occurs"
+        r" twice, first in source\[0\]; set `collection` of one of them$",
     ):
         spec_of(folders, collection="letters")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -64,3 +67,57 @@ def test_folders_are_listed_in_advance(root, monkeypatch, threads):
 def test_walk_can_be_abandoned(root):
     slow = SlowFileSystem()
     assert next(walk(slow, str(root))) == ("1.txt", 1)
+
+
+@pytest.mark.parametrize("num_folders", [2, 3, 4])
+def test_linked_folders_are_not_entered_below_themselves(tmp_path, num_folders):
+    names = [f"package-{number}" for number in range(num_folders)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "readme.txt").write_text(name)
+        (tmp_path / name / "nothing").symlink_to("missing")
+        for other in set(names) - {name}:
+            (tmp_path / name / other).symlink_to(f"../{other}")
+    found = [file for file, _ in walk(LocalFileSystem(), str(tmp_path))]
+    # Every sequence of distinct folders, as in `find -L`
+    paths = itertools.chain(*(itertools.permutations(names, r) for r in range(1, num_folders + 1)))
+    files = ("nothing", "readme.txt")
+    assert found == sorted("/".join((*path, file)) for path in paths for file in files)
+    assert sorted(found) == find(tmp_path)
+
+
+def test_links_to_folders_above_and_beside(tmp_path):
+    root = tmp_path / "root"
+    (root / "a/b").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (root / "a/b/1.txt").write_text("1")
+    (tmp_path / "outside/2.txt").write_text("2")
+    (root / "a/b/up").symlink_to("..")
+    (root / "a/b/root").symlink_to(root)
+    (root / "a/b/above").symlink_to("../../..")
+    (root / "c").symlink_to("../outside")
+    (root / "d").symlink_to("../outside")
+    (root / "e.txt").symlink_to("a/b/1.txt")
+    (tmp_path / "outside/back").symlink_to(root)
+    found = [file for file, _ in walk(LocalFileSystem(), str(root))]
+    assert found == ["a/b/1.txt", "c/2.txt", "d/2.txt", "e.txt"]
+    assert set(found) < set(find(root))  # which also lists the folder above
+
+
+def test_a_folder_mounted_below_itself_is_entered_once(tmp_path, monkeypatch):
+    """A bind mount has the inode of the folder. Mounting requires privileges, stat does not."""
+    (tmp_path / "a/mount").mkdir(parents=True)
+    (tmp_path / "a/1.txt").write_text("1")
+    (tmp_path / "a/mount/1.txt").write_text("1")
+    stat = os.stat
+    monkeypatch.setattr(
+        files.os, "stat", lambda path, **kw: stat(str(path).removesuffix("/mount"), **kw)
+    )
+    assert [file for file, _ in walk(LocalFileSystem(), str(tmp_path))] == ["a/1.txt"]
+
+
+def find(root: Path) -> list[str]:
+    """Returns the files that `find -L` lists."""
+    command = ["find", "-L", ".", "!", "-type", "d"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    return sorted(line.removeprefix("./") for line in done.stdout.splitlines())

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,36 @@ def test_archive_samples(tmp_path):
     location = {"file": "0.tar", "bytes": [results["b"].handle["offset"], len(PNG)]}
     assert results["b"].metadata == {**metadata, "width": 30, "height": 20, **location}
     assert results["c"].metadata["url"] == "u"
+
+
+@pytest.mark.parametrize("form", ["tar", "zip"])
+def test_unsorted_archive(tmp_path, form):
+    """Captions before and after their images, in folders with equal names, and alone."""
+    members = {
+        "b/1.jpg": JPEG,
+        "a.jpg": JPEG,
+        "1.caption": "first",
+        "b/1.txt": "second",
+        "c.txt": "alone",
+        "LICENSE.txt": "free",
+        "1.jpg": JPEG,
+        "d.json": '{"title": "alone"}',
+        "b/1.json": '{"title": "title", "n": 1}',
+        "a.txt": "third\nfourth",
+        "e.png": PNG,
+    }
+    if form == "tar":
+        write_tar(tmp_path / "0.tar", **members)
+    else:
+        with zipfile.ZipFile(tmp_path / "0.zip", "w") as archive:
+            for name, content in members.items():
+                archive.writestr(name, content)
+    results = read(source(tmp_path))
+    expected = {"b/1": "second", "a": "third\nfourth", "1": "first", "e": None}
+    assert captions(results) == expected
+    assert [name for name in results if name in expected] == list(expected)
+    assert (results["b/1"].title, results["b/1"].metadata["n"]) == ("title", 1)
+    assert reasons(results) == {f"0.{form}/c.txt": "no image", f"0.{form}/d.json": "no image"}
 
 
 def test_corrupted_member_is_rejected(tmp_path):

@@ -78,8 +78,8 @@ def test_epoch_depends_on_spec_seed_and_epoch(name, pairs, tmp_path):
 
 def test_does_not_read_skipped_batches(monkeypatch):
     data, opened = photos(batch_size=17), []
-    real = row_data.fsspec.open
-    monkeypatch.setattr(row_data.fsspec, "open", lambda *a: opened.append(a) or real(*a))
+    real = row_data.open_file
+    monkeypatch.setattr(row_data, "open_file", lambda *a: opened.append(a) or real(*a))
     (last,) = epoch_batches(data, first=4)
     assert len(opened) == len(last["keys"])
 

@@ -55,6 +55,19 @@ def test_samples(archives):
     assert expected.items() <= read.items() and set(read.values()) == {image(0), image(3)}
 
 
+def test_unsorted_archive(tmp_path, caplog):
+    members = [
+        ("0.txt", b"a photo"), ("b/0.jpg", image(1)), ("1.jpg", image(2)), ("2.txt", b"alone"),
+        ("0.jpg", image(0)), ("b/0.txt", b"another"),
+    ]  # fmt: skip
+    write_archive(tmp_path / "0.tar", members)
+    training = build_data(2, name="webdataset", path=tmp_path).training
+    assert [document.id for document in training.documents] == ["0.tar/0", "0.tar/b/0"]
+    assert [row.query for row in training.rows] == ["a photo", "another"]
+    assert [document.image.read() for document in training.documents] == [image(0), image(1)]
+    assert "2 samples are left out, such as: sample 1 of " in caplog.text
+
+
 def test_field_of_json(archives):
     with pytest.raises(SpecError, match="data of at least one batch"):
         build_data(2, name="webdataset", path=archives, caption="json.text")

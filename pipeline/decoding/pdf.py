@@ -24,6 +24,11 @@ PAGES_PER_OPENING = 100
 #: Character code of a hyphen that splits a word at the end of a line.
 HYPHEN = 0x02
 
+#: Annotations of these types show nothing on the page itself, and those with these flags are not
+#: displayed.
+_NOT_ON_PAGE = (raw.FPDF_ANNOT_LINK, raw.FPDF_ANNOT_POPUP)
+_NOT_DISPLAYED = raw.FPDF_ANNOT_FLAG_HIDDEN | raw.FPDF_ANNOT_FLAG_NOVIEW
+
 #: Codes that separate words, which are white space, control characters and non-characters.
 _BREAKS = frozenset(
     code for code in range(0x10000) if code < 32 or chr(code).isspace() or code >= 0xFFFE
@@ -44,6 +49,7 @@ def open_document(path: str) -> pdfium.PdfDocument:
         raise Unreadable("not a PDF", f"starts with {head[:8]!r}")
     try:
         document = pdfium.PdfDocument(path)
+        document.init_forms()  # draws the values of form fields that have no appearance
     except pdfium.PdfiumError as error:
         # PDFium reports "Success" for a file that has no pages.
         reason = "no pages" if "Success" in str(error) else None
@@ -78,7 +84,7 @@ def read_pages(
         document = open_document(path)
         for number in numbers[first : first + PAGES_PER_OPENING]:
             try:
-                page = document[number - 1]
+                page = open_page(document, number)
                 yield read_page(page, document.get_page_label(number - 1), settings)
                 page.close()
             except pdfium.PdfiumError as error:
@@ -86,6 +92,34 @@ def read_pages(
             except MemoryError:
                 yield Unreadable("out of memory", "the page exceeds the memory limit")
         document.close()
+
+
+def open_page(document: pdfium.PdfDocument, number: int) -> pdfium.PdfPage:
+    """Opens a page. Visible form fields and annotations become a part of its content.
+
+    Args:
+        document: The document.
+        number: Page number, starting from 1.
+    """
+    page = document[number - 1]
+    is_annotated = False
+    for index in range(raw.FPDFPage_GetAnnotCount(page)):
+        annotation = raw.FPDFPage_GetAnnot(page, index)
+        flags = raw.FPDFAnnot_GetFlags(annotation)
+        if flags & _NOT_DISPLAYED:
+            # Otherwise, PDFium would flatten fields that are only printed.
+            raw.FPDFAnnot_SetFlags(annotation, flags | raw.FPDF_ANNOT_FLAG_HIDDEN)
+        elif raw.FPDFAnnot_GetSubtype(annotation) not in _NOT_ON_PAGE:
+            is_annotated = True
+        raw.FPDFPage_CloseAnnot(annotation)
+    if not is_annotated:
+        return page
+    box = page.get_bbox()  # flattening replaces inherited boxes by US letter
+    page.set_mediabox(*box)
+    page.set_cropbox(*box)
+    raw.FPDFPage_Flatten(page, raw.FLAT_NORMALDISPLAY)
+    page.close()
+    return document[number - 1]
 
 
 def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,9 @@ class Pages(Source["Pages.Spec"]):
     `<document>#page=<number>`, with numbers from 1; as part of a URL it opens the page in a
     browser.
 
+    **Content.** What a reader displays: form fields with their values and other visible annotations
+    are a part of the text and of the image. Hidden fields and pop-up notes are not.
+
     **Text.** The text layer in reading order. Blocks of lines are ordered by recursive cuts along
     the white space between columns and paragraphs. Payload for encoders that read text:
     `word_spans`, the characters of each word in the text, and `word_boxes`, the box x0 y0 x1 y1 of

@@ -12,7 +12,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from PIL import Image
+from PIL import Image, ImageChops
 
 from pipeline.config import SpecError, parse
 from pipeline.decoding import Unreadable
@@ -122,6 +122,54 @@ def test_hyphenated_word_has_two_boxes():
     assert [text[slice(*spans[i])] for i in parts] == ["dis", "ability"]
     first, second = (page["word_boxes"][i] for i in parts)
     assert first[0] > second[0] and first[1] < second[1]  # end of a line, and start of the next one
+
+
+# -- form fields and annotations -------------------------------------------------------------
+
+FIELD = "/Subtype /Widget /FT /Tx /T (a) /V (ZX-48) /DA (/F 10 Tf 0 g) /Rect [20 20 100 40]"
+NOTE = "/Subtype /FreeText /Contents (by hand) /DA (/F 10 Tf 0 g) /Rect [20 20 100 40] /F 4"
+
+
+@pytest.mark.parametrize(
+    ("annotation", "words"),
+    [
+        (f"{FIELD} /F 4", ["ZX-48"]),
+        (f"{FIELD} /F 4 /AP << /N 5 0 R >>", ["Drawn"]),  # the appearance, unlike the value
+        (FIELD.replace("/Tx", "/Ch /Ff 131072 /Opt [(ZX-48) (ZX-49)]"), ["ZX-48"]),
+        (NOTE, ["by", "hand"]),
+        (f"{FIELD} /F 2", []),  # hidden
+        (f"{FIELD} /F 36", []),  # only printed
+        (NOTE.replace("FreeText", "Popup"), []),
+        (NOTE.replace("FreeText", "Link"), []),
+    ],
+)
+@pytest.mark.parametrize("rotate", [0, 90])
+def test_fields_and_annotations_are_content(tmp_path, annotation, words, rotate):
+    form = "BT /F 3000 Tf 0 3000 Td (Drawn) Tj ET"  # is scaled to the rectangle of the field
+    page, blank = (
+        Page([(20, 80, "Policy")], rotate=rotate, annotations=annotations)
+        for annotations in ([annotation], [])
+    )
+    (tmp_path / "a.pdf").write_bytes(pdf(page, blank, forms=[form]))
+    item, without = read(source(tmp_path, ("text", "image"), dpi=72)).values()
+    assert sorted(item.text.split()) == sorted(["Policy", *words])
+    for word in words:
+        x0, y0, x1, y1 = boxes(item)[word]
+        if rotate:
+            x0, y0, x1, y1 = y0, 1 - x1, y1, 1 - x0
+        assert 0.1 <= x0 < x1 <= 0.5 and 0.59 <= y0 < y1 <= 0.85
+    images = [Image.open(io.BytesIO(i.payload["image"])).convert("L") for i in (item, without)]
+    assert images[0].size == images[1].size
+    assert (ImageChops.difference(*images).getextrema()[1] > 100) == bool(words)
+
+
+def test_inherited_page_size_of_filled_form(tmp_path):
+    field = f"{FIELD} /F 4".replace("20 20 100 40", "1000 20 1200 40")
+    page = Page([(310, 480, "Policy")], annotations=[field])
+    (tmp_path / "a.pdf").write_bytes(pdf(page, inherited="/MediaBox [300 0 1300 500] /Rotate 90"))
+    (item,) = read(source(tmp_path)).values()
+    assert (item.metadata["width"], item.metadata["height"]) == (1000.0, 500.0)
+    assert item.text.split() == ["Policy", "ZX-48"]
 
 
 # -- images ----------------------------------------------------------------------------------

@@ -5,6 +5,10 @@ from __future__ import annotations
 import ctypes
 import io
 import itertools
+import math
+import re
+import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +24,15 @@ OPEN_ERRORS = {3: "corrupted PDF", 4: "encrypted", 5: "encrypted", 6: "corrupted
 
 #: A document is reopened after this number of pages, because PDFium caches everything it reads.
 PAGES_PER_OPENING = 100
+
+#: A page whose images cover at least this share of it is a scan, unless its text layer has more
+#: letters and digits than the stamps, page numbers and headers that are added to scans.
+MIN_SCAN_SHARE, MAX_STAMP_LETTERS = 0.5, 150
+#: Number of rows and columns of the grid on which the share of images is measured.
+GRID = 100
+
+#: Text that some programs write in place of a character that a font does not map to Unicode.
+UNMAPPED = re.compile(r"\(cid:\d+\)|\ufffd")
 
 #: Character code of a hyphen that splits a word at the end of a line.
 HYPHEN = 0x02
@@ -76,9 +89,10 @@ def read_pages(
         path: Path of the file.
         numbers: Page numbers, starting from 1.
         settings: Mapping with the following keys. `text` selects whether the words are read.
-            `image` selects whether the page is rendered, where "no text" renders it only if it
-            contains no words. `dpi` is the resolution of the image. `max_pixels` is the maximum
-            size of the image in pixels, and larger images are scaled down.
+            `image` selects whether all pages are rendered, and `scan` (False by default) whether
+            pages are rendered whose text must be recognised. `dpi` is the resolution of the image.
+            `max_pixels` is the maximum size of the image in pixels, and larger images are scaled
+            down.
     """
     for first in range(0, len(numbers), PAGES_PER_OPENING):
         document = open_document(path)
@@ -133,19 +147,70 @@ def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dic
     Returns:
         A mapping with the `label`, the `size` in points as displayed and `num_objects`. If
         requested, it also contains `text`, `word_spans` (W, 2) int32 and `word_boxes` (W, 4)
-        float32, see `page_words`, and `image`, the page as a JPEG file.
+        float32, see `page_words`, and `image`, the page as a JPEG file. `is_garbled` states that
+        the text layer was ignored (see `is_legible`), and `needs_ocr` that it is not the whole text
+        of the page (see `is_stamped_scan`).
     """
     result = {
         "label": label or None,
         "size": tuple(round(side, 1) for side in page.get_size()),
         "num_objects": raw.FPDFPage_CountObjects(page),
+        "is_garbled": False,
+        "needs_ocr": False,
     }
     if settings["text"]:
-        result["text"], result["word_spans"], result["word_boxes"] = page_words(page)
-    mode = settings["image"]
-    if mode is True or (mode == "no text" and not result["text"] and result["num_objects"]):
+        text, spans, boxes = page_words(page)
+        if text and not is_legible(text):
+            text, spans, boxes = "", spans[:0], boxes[:0]
+            result["is_garbled"] = True
+        result |= {"text": text, "word_spans": spans, "word_boxes": boxes}
+        if settings.get("scan") and result["num_objects"]:
+            result["needs_ocr"] = not text or is_stamped_scan(page, text)
+    if settings["image"] or result["needs_ocr"]:
         result["image"] = render(page, settings["dpi"], settings["max_pixels"])
     return result
+
+
+def is_legible(text: str) -> bool:
+    """Checks whether a text consists of letters and digits, and not of characters without meaning.
+
+    Text layers of fonts without a map to Unicode contain private-use, unassigned, control or
+    replacement characters, or signs. Runs of equal signs count once, such as leaders and rules.
+
+    >>> is_legible("1.2 Lift ........ 12"), is_legible("กำแพงเมือง"), is_legible("$ (1,299.00)")
+    (True, True, True)
+    >>> is_legible("\ue054\ue068\ue065 \ue077 3"), is_legible("(cid:3)(cid:5) a"), is_legible("□!")
+    (False, False, False)
+    """
+    counts: Counter[str] = Counter()
+    for character, run in itertools.groupby("".join(UNMAPPED.sub("\0", text).split())):
+        kind = unicodedata.category(character)[0]
+        counts[kind] += 1 if kind in "PS" else len(list(run))
+    num_letters = counts["L"] + counts["M"] + counts["N"]
+    num_signs = counts["P"] + counts["S"]
+    return num_letters > 0 and num_letters >= max(2 * counts["C"], num_signs / 4)
+
+
+def is_stamped_scan(page: pdfium.PdfPage, text: str) -> bool:
+    """Checks whether a page consists of images and a few words, which do not replace OCR.
+
+    Args:
+        page: The page.
+        text: Its text layer.
+    """
+    if sum(map(str.isalnum, text)) > MAX_STAMP_LETTERS:
+        return False
+    corners = []
+    for item in page.get_objects(filter=[raw.FPDF_PAGEOBJ_IMAGE]):
+        left, bottom, right, top = item.get_bounds()
+        while (item := item.container) is not None:  # bounds are relative to the form
+            left, bottom, right, top = item.get_matrix().on_rect(left, bottom, right, top)
+        corners.append((left, top, right, bottom))
+    boxes = to_display_boxes(page, np.array(corners).reshape(-1, 4)).clip(0, 1)
+    is_image = np.zeros((GRID, GRID), bool)
+    for x0, y0, x1, y1 in boxes * GRID:
+        is_image[int(y0) : math.ceil(y1), int(x0) : math.ceil(x1)] = True
+    return bool(is_image.mean() >= MIN_SCAN_SHARE)
 
 
 def render(page: pdfium.PdfPage, dpi: float, max_pixels: int) -> bytes:

@@ -300,7 +300,9 @@ class Images(MediaSource["Images.Spec"]):
             info["frames"] = result["frames"]
         payload = dict.fromkeys(self._columns, result["image"])
         for item in items:
-            yield replace(item, metadata={**(item.metadata or {}), **info}, payload=payload)
+            needs_no_ocr = {"scan": None} if item.text and "scan" in payload else {}
+            metadata = {**(item.metadata or {}), **info}
+            yield replace(item, metadata=metadata, payload={**payload, **needs_no_ocr})
 
     def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
         """Returns the image of an indexed item as an upright JPEG, PNG or WebP file."""

@@ -16,6 +16,7 @@ from PIL import Image, ImageChops
 
 from pipeline.config import SpecError, parse
 from pipeline.decoding import Unreadable
+from pipeline.decoding.pdf import is_legible
 from pipeline.decoding.process import DecodingProcess, Limits
 from pipeline.schema import Item, Reject
 from pipeline.sources import pages
@@ -170,6 +171,79 @@ def test_inherited_page_size_of_filled_form(tmp_path):
     (item,) = read(source(tmp_path)).values()
     assert (item.metadata["width"], item.metadata["height"]) == (1000.0, 500.0)
     assert item.text.split() == ["Policy", "ZX-48"]
+
+
+# -- text layers that do not replace OCR -----------------------------------------------------
+
+SCAN = "q {} 0 0 {} {} {} cm BI /W 1 /H 1 /CS /G /BPC 8 ID A EI Q "
+FULL = SCAN.format(200, 100, 0, 0)
+STRIPS = "".join(SCAN.format(180, 5, 10, y) for y in range(0, 100, 5))
+STAMP = [(10, 5, "ACME-000123")]
+PROSE = [(10, 8 * row, f"{row} ropes of braided polyester") for row in range(12)]
+TABLE = [(10, 8 * row, "1,299.00  5.3  (12.5)  48  7,300") for row in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("page", "needs_ocr"),
+    [
+        (Page(STAMP, drawing=FULL), True),
+        (Page(STAMP, drawing=STRIPS), True),
+        (Page(STAMP, drawing=FULL, rotate=90), True),
+        (Page(STAMP, drawing="q .5 0 0 .5 0 0 cm /X0 Do Q"), True),  # an image in a form
+        (Page(STAMP, drawing="q .1 0 0 .1 0 0 cm /X0 Do Q"), False),
+        (Page(STAMP, drawing=SCAN.format(60, 60, 20, 30)), False),  # a figure
+        (Page(STAMP, drawing="0 0 200 100 re f"), False),
+        (Page(drawing="0 0 200 100 re f"), True),
+        (Page(drawing=FULL, annotations=[NOTE]), True),
+        (Page(PROSE, drawing=FULL), False),  # a scan with recognised text
+        (Page(TABLE, drawing=FULL), False),
+        (Page(STAMP), False),
+    ],
+)
+def test_page_of_image_and_few_words_needs_ocr(tmp_path, page, needs_ocr):
+    image = SCAN.format(400, 200, 0, 0)
+    (tmp_path / "a.pdf").write_bytes(pdf(page, forms=[image]))
+    (item,) = read(source(tmp_path, ("text", "scan"))).values()
+    assert (item.payload["scan"] is not None) == needs_ocr
+    assert (item.text is None) == (not page.words and not page.annotations)
+    (item,) = read(source(tmp_path, ("text", "image", "scan"))).values()
+    assert item.payload["scan"] == (item.payload["image"] if needs_ocr else None)
+
+
+def test_text_layer_without_letters_is_ignored(tmp_path):
+    layers = ["(cid:3)(cid:15)(cid:7)", "!!! %% &&", "Page 3 (cid:3)(cid:5)(cid:7)(cid:9)(cid:1)"]
+    (tmp_path / "a.pdf").write_bytes(pdf(*(Page([(10, 50, layer)]) for layer in layers)))
+    for item in read(source(tmp_path, ("text", "scan"))).values():
+        assert item.text is None and item.payload["scan"]
+        assert len(item.payload["word_spans"]) == len(item.payload["word_boxes"]) == 0
+    for reject in read(source(tmp_path)).values():
+        assert reject.reason == "no text layer" and "have no meaning" in reject.detail
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The winch launch ends at four hundred metres", True),
+        ("1,299.00 (5.3) -- 48.1 % -- 7,300", True),
+        (
+            "Introduction . . . . . . . . . . . . . . . . . . . . . . . . . . . . . . . . . . 5",
+            True,
+        ),
+        ("\u4fdd\u967a\u8a3c\u5238\u3002", True),
+        ("\u0e01\u0e33\u0e41\u0e1e\u0e07\u0e40\u0e21\u0e37\u0e2d\u0e07", True),
+        ("\u0645\u0650\u0646\u064e\u200c\u0647\u0627", True),
+        ("\uf0b7 First item \uf0b7 Second item", True),  # bullets of a symbol font
+        ("E = m c² + (a − b) · ∑ x / y", True),
+        ("\ue054\ue068\ue065 \ue077\ue069 Page 3", False),
+        ("\ufffd\ufffd\ufffd\ufffd\ufffd\ufffd Page", False),
+        ("\x80\x81\x82\x83 \x84 a", False),
+        ("\u0378\u0379\U000e0fff", False),
+        ("\u200b \xad", False),
+        ("\u25a1 \u25a1\u25a1 \u2022 *** ?", False),
+    ],
+)
+def test_is_legible(text, expected):
+    assert is_legible(text) == expected
 
 
 # -- images ----------------------------------------------------------------------------------

@@ -26,13 +26,16 @@ class Page:
         return f"{text}{self.drawing}".encode()
 
 
-def pdf(*pages: Page, forms: Sequence[str] = (), title: str = "", inherited: str = "") -> bytes:
+def pdf(
+    *pages: Page, forms: Sequence[str] = (), title: str = "", inherited: str = "", root: str = ""
+) -> bytes:
     """Returns a document.
 
     Args:
         pages: The pages.
         forms: Drawings that pages can draw by name, /X0, /X1, ...
         title: Title, or its hexadecimal digits in angle brackets.
+        root: Entries of the catalogue.
         inherited: Entries that all pages inherit, in place of their size.
     """
     num_forms = len(forms)
@@ -44,7 +47,7 @@ def pdf(*pages: Page, forms: Sequence[str] = (), title: str = "", inherited: str
     references = [f"{first_annotation + i} 0 R" for i in range(len(annotations))]
     acro_form = f"/AcroForm << /Fields [{' '.join(references)}] /DR 4 0 R >>" if references else ""
     objects = [
-        f"<< /Type /Catalog /Pages 2 0 R {acro_form} >>".encode(),
+        f"<< /Type /Catalog /Pages 2 0 R {acro_form} {root} >>".encode(),
         f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} {inherited} >>".encode(),
         b"<< /Type /Font /Subtype /Type1 /BaseFont /Courier >>",
         f"<< /Font << /F 3 0 R >> /XObject << {names} >> >>".encode(),

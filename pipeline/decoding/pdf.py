@@ -9,7 +9,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -76,8 +76,15 @@ def open_document(path: str) -> pdfium.PdfDocument:
 def describe(path: str) -> dict[str, Any]:
     """Returns the number of pages of a document as `num_pages`, and its `title` or None."""
     document = open_document(path)
-    title = " ".join(document.get_metadata_value("Title").split())
+    title = " ".join(_read_string(raw.FPDF_GetMetaText, document, b"Title").split())
     return {"num_pages": len(document), "title": title or None}
+
+
+def _read_string(function: Callable[..., int], *arguments: Any) -> str:
+    """Calls a function of PDFium that writes a string, and omits halves of surrogate pairs."""
+    buffer = ctypes.create_string_buffer(function(*arguments, None, 0))
+    function(*arguments, buffer, len(buffer))
+    return buffer.raw.decode("utf-16-le", "ignore").rstrip("\0")
 
 
 def read_pages(
@@ -99,7 +106,8 @@ def read_pages(
         for number in numbers[first : first + PAGES_PER_OPENING]:
             try:
                 page = open_page(document, number)
-                yield read_page(page, document.get_page_label(number - 1), settings)
+                label = _read_string(raw.FPDF_GetPageLabel, document, number - 1)
+                yield read_page(page, label, settings)
                 page.close()
             except pdfium.PdfiumError as error:
                 yield Unreadable("corrupted page", str(error))

@@ -68,7 +68,8 @@ class Pages(Source["Pages.Spec"]):
     reason `no text layer`, or `empty page` if nothing is drawn on it.
 
     **Isolation.** Pages are read in a separate process with limits of time and memory. After a
-    crash or timeout, the remaining pages of the document are rejected and the job continues.
+    crash or timeout, the remaining pages of the document are rejected and the job continues. Any
+    other error rejects a single page.
 
     **Revision.** A hash of the content of the file, the page number and the options that affect the
     stored content.

@@ -315,6 +315,35 @@ def test_pages_without_text(tmp_path):
     assert results["a.pdf#page=3"].text == "text"
 
 
+@pytest.mark.parametrize(
+    ("digits", "expected"),
+    [
+        ("0041D83D0042", "AB"),
+        ("DE000041", "A"),
+        ("D83DDE000041", "\U0001f600A"),
+        ("D83D", None),
+    ],
+)
+def test_halves_of_surrogate_pairs(tmp_path, digits, expected):
+    root = f"/PageLabels << /Nums [0 << /P <FEFF{digits}> >>] >>"
+    document = pdf(Page([(10, 50, "fine")]), title=f"<FEFF{digits}>", root=root)
+    (tmp_path / "a.pdf").write_bytes(document)
+    (page,) = read(source(tmp_path)).values()
+    assert (page.title, page.metadata["label"], page.text) == (expected, expected, "fine")
+
+
+def test_unexpected_error_concerns_one_page(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(pdf(*(Page([(10, 50, f"page{i}")]) for i in range(4))))
+    process = pdfs()
+    numbers = [1, "2", 3, None, 4]
+    results = list(process.stream(5, "read_pages", str(tmp_path / "a.pdf"), numbers, TEXT))
+    assert [results[i]["text"] for i in (0, 2, 4)] == ["page0", "page2", "page3"]
+    assert all(results[i].reason == "unexpected error" for i in (1, 3))
+    assert results[1].detail.startswith("TypeError: unsupported operand")
+    with pytest.raises(Unreadable, match="^unexpected error: AttributeError: .*no_function"):
+        process.call("no_function", str(tmp_path / "a.pdf"))
+
+
 def test_ten_thousand_objects(tmp_path):
     words = [(i % 100 * 40, 9 * (i // 100) + 5, f"w{i}") for i in range(10_000)]
     item = only_page(tmp_path, Page(words, size=(4000, 1000)))

@@ -28,6 +28,9 @@ PAGES_PER_OPENING = 100
 #: A page whose images cover at least this share of it is a scan, unless its text layer has more
 #: letters and digits than the stamps, page numbers and headers that are added to scans.
 MIN_SCAN_SHARE, MAX_STAMP_LETTERS = 0.5, 150
+#: Maximum length of the side of an image in pixels, which is the limit of JPEG (65,500) without
+#: rounding errors.
+MAX_SIDE = 65_499
 #: Number of rows and columns of the grid on which the share of images is measured.
 GRID = 100
 
@@ -227,10 +230,11 @@ def render(page: pdfium.PdfPage, dpi: float, max_pixels: int) -> bytes:
     Args:
         page: The page.
         dpi: Resolution in pixels per inch.
-        max_pixels: Maximum size of the image in pixels. Larger images are scaled down.
+        max_pixels: Maximum size of the image in pixels. Images that are larger, or longer than
+            `MAX_SIDE`, are scaled down.
     """
     width, height = page.get_size()
-    scale = min(dpi / 72, (max_pixels / (width * height)) ** 0.5)
+    scale = min(dpi / 72, (max_pixels / (width * height)) ** 0.5, MAX_SIDE / max(width, height))
     image = page.render(scale=scale).to_pil().convert("RGB")
     jpeg = io.BytesIO()
     image.save(jpeg, "JPEG", quality=92)
@@ -306,17 +310,20 @@ def to_display_boxes(page: pdfium.PdfPage, corners: np.ndarray) -> np.ndarray:
     Returns:
         Boxes x0 y0 x1 y1, (n, 4).
     """
-    unit, distance = 10**8, 1000.0  # a resolution at which rounding errors are negligible
+    unit = 10**8  # a resolution at which rounding errors are negligible
+    left, bottom, _, _ = page.get_bbox()
+    distance = min(1000.0, 20 * min(page.get_size()))  # coordinates are 32-bit integers
     x, y = ctypes.c_int(), ctypes.c_int()
 
     def at(point_x: float, point_y: float) -> np.ndarray:
         raw.FPDF_PageToDevice(page, 0, 0, unit, unit, 0, point_x, point_y, x, y)
         return np.array([x.value, y.value]) / unit
 
-    origin = at(0, 0)
-    matrix = np.stack([at(distance, 0) - origin, at(0, distance) - origin]) / distance
-    first = corners[:, [0, 1]] @ matrix + origin
-    second = corners[:, [2, 3]] @ matrix + origin
+    origin = at(left, bottom)
+    along_x, along_y = at(left + distance, bottom), at(left, bottom + distance)
+    matrix = np.stack([along_x - origin, along_y - origin]) / distance
+    first = (corners[:, [0, 1]] - [left, bottom]) @ matrix + origin
+    second = (corners[:, [2, 3]] - [left, bottom]) @ matrix + origin
     return np.concatenate([np.minimum(first, second), np.maximum(first, second)], axis=1)
 
 

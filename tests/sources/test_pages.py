@@ -284,6 +284,36 @@ def test_max_pixels(tmp_path):
     assert 900_000 < width * height <= 1_010_000
 
 
+@pytest.mark.parametrize(
+    ("size", "pixels"),
+    [
+        ((100_000, 2), (65_499, 2)),
+        ((2, 100_000), (2, 65_499)),
+        ((32_750, 10), (65_499, 20)),
+        ((0.01, 0.01), (1, 1)),
+        ((0, 100), (1224, 1584)),  # PDFium replaces invalid sizes by US letter
+        ((10**12, 1), (1224, 1584)),
+    ],
+)
+def test_unusual_page_sizes(tmp_path, size, pixels):
+    pages = [Page([(10, 50, word)]) for word in ("first", "third")]
+    pages.insert(1, Page(size=size, drawing="0 0 1 1 re f"))
+    (tmp_path / "a.pdf").write_bytes(pdf(*pages))
+    first, unusual, third = read(source(tmp_path, ("text", "image"))).values()
+    assert (first.text, third.text) == ("first", "third")
+    assert Image.open(io.BytesIO(unusual.payload["image"])).size == pixels
+
+
+@pytest.mark.parametrize("origin", [0, -3000, 100_000])
+def test_boxes_on_small_pages_and_far_from_the_origin(tmp_path, origin):
+    page = Page([(origin + 10, origin + 5, "lift")])
+    inherited = f"/MediaBox [{origin} {origin} {origin + 40} {origin + 20}]"
+    (tmp_path / "a.pdf").write_bytes(pdf(page, inherited=inherited))
+    (item,) = read(source(tmp_path)).values()
+    box = boxes(item)["lift"]
+    assert (box[0], box[2]) == (0.25, 0.85) and 0.2 < box[1] < 0.75 < box[3] < 1
+
+
 # -- errors ----------------------------------------------------------------------------------
 
 

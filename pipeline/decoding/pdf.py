@@ -346,6 +346,7 @@ def _lines(codes: np.ndarray, boxes: np.ndarray) -> list[Line]:
         # Characters that PDFium generates have empty boxes.
         corners = corners[(corners[:, 2] > corners[:, 0]) | (corners[:, 3] > corners[:, 1])]
         string = "".join(letters).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        string = unicodedata.normalize("NFC", string)
         letters.clear()
         if not len(corners):
             return

@@ -453,3 +453,21 @@ def test_cranfield_with_passages():
     assert all(
         i.text == whole[i.parent_id][int(i.span[1]) : int(i.span[2])] for i in items if i.span
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "max_characters"),
+    [
+        ("\u0e01\u0e23\u0e38\u0e07\u0e40\u0e17\u0e1e" * 400, 3_000),  # Thai
+        ("\u1797\u17d2\u1793\u17c6\u1796\u17c1\u1789" * 400, 3_000),  # Khmer
+        ("\u0e9e\u0eb2\u0eaa\u0eb2\u0ea5\u0eb2\u0ea7" * 400, 3_000),  # Lao
+        ("\u1019\u103c\u1014\u103a\u1019\u102c" * 800, 3_000),  # Burmese
+        ("\u0f56\u0f7c\u0f51\u0f0b" * 1_000, 3_200),  # Tibetan
+        ("aGVsbG8gd29ybGQ" * 4_000, 40_000),  # encoded data
+    ],
+)
+def test_texts_without_spaces_are_divided(text, max_characters):
+    found = windows(text, Passages(max_words=400, overlap_words=50))
+    assert found[0][0] == 0 and found[-1][1] == len(text) and len(found) > 1
+    assert all(end - start <= max_characters for start, end in found)
+    assert all(before[1] > after[0] for before, after in itertools.pairwise(found))

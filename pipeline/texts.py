@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import unicodedata
 
@@ -53,3 +54,29 @@ def is_inside_word(text: str, position: int) -> bool:
     [False, True, True, True, True, False, False]
     """
     return position > 0 and _INSIDE.fullmatch(text, position - 1, position + 1) is not None
+
+
+def decode(content: bytes) -> str:
+    r"""Decodes a text in UTF-8, or in UTF-16 or UTF-32 with a byte order mark, which is removed.
+
+    Other encodings cannot be told apart with certainty.
+
+    Raises:
+        UnicodeError: The content is in another encoding.
+
+    >>> decode(b"\xef\xbb\xbfred"), decode("red".encode("utf-16"))
+    ('red', 'red')
+    """
+    marks = {
+        codecs.BOM_UTF32_LE: "utf-32",
+        codecs.BOM_UTF32_BE: "utf-32",
+        codecs.BOM_UTF16_LE: "utf-16",
+        codecs.BOM_UTF16_BE: "utf-16",
+    }
+    encoding = next((name for mark, name in marks.items() if content.startswith(mark)), "utf-8-sig")
+    try:
+        return content.decode(encoding)
+    except UnicodeDecodeError as error:
+        rule = "text must be UTF-8, or UTF-16 or UTF-32 with a byte order mark"
+        byte = f"0x{content[error.start]:02x}"
+        raise UnicodeError(f"{rule}, got byte {byte} at position {error.start}") from None

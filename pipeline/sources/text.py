@@ -28,7 +28,7 @@ from pipeline.sources.files import (
     resolve_folder,
     walk,
 )
-from pipeline.texts import UNSPACED
+from pipeline.texts import UNSPACED, decode
 
 TEXT_SUFFIXES = (".txt", ".md")
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -83,9 +83,10 @@ class Text(Source["Text.Spec"]):
     such file, or a BEIR folder. Of a BEIR folder, only corpus.jsonl (or corpus.jsonl.gz) is read.
 
     **Documents.** A .txt or .md file is a document. Its id is its path relative to `path`, and its
-    text is the content of the file without a byte order mark. Each non-blank line of a .jsonl file
-    is a document: an object with an id (a string or an integer), a text and an optional title. All
-    other fields become metadata of the item.
+    text is the content of the file without a byte order mark: UTF-8, or UTF-16 or UTF-32 with such
+    a mark. Files in other encodings are rejected (`not UTF-8`). Each non-blank line of a .jsonl
+    file is a document: an object with an id (a string or an integer), a text and an optional title.
+    All other fields become metadata of the item.
 
     **Title.** The encoded text includes the title: a text that begins with its title is unchanged;
     to all others the title and a newline are prepended. Character offsets refer to this text. The
@@ -215,8 +216,8 @@ class Text(Source["Text.Spec"]):
             yield self._reject(file, "bad id", problem, content)
             return
         try:
-            text = content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
+            text = decode(content)
+        except UnicodeError as error:
             yield self._reject(file, "not UTF-8", str(error), content)
             return
         yield from self._items(file, None, text, None, content)

@@ -13,6 +13,7 @@ import fsspec
 from pydantic import Field
 
 from pipeline.config import SpecError
+from pipeline.texts import decode
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import Document, Listing, Row
 from pipeline.training_data.tables import ArchiveMember, list_files
@@ -126,11 +127,11 @@ def _caption(content: bytes | None, field: str, location: str) -> str:
     if content is None:
         return ""
     try:
-        value: Any = content.decode("utf-8")
+        value: Any = decode(content)
         if field:
             value = json.loads(value).get(field) or ""
     except (ValueError, AttributeError):
-        rule = f"a JSON object with the field {field}" if field else "text in UTF-8"
+        rule = f"a JSON object with the field {field}" if field else "text in UTF-8 or UTF-16"
         raise SpecError("caption", location, rule) from None
     if not isinstance(value, str):
         raise SpecError("caption", value, "a text", note=f" ({location})")

@@ -471,3 +471,16 @@ def test_texts_without_spaces_are_divided(text, max_characters):
     assert found[0][0] == 0 and found[-1][1] == len(text) and len(found) > 1
     assert all(end - start <= max_characters for start, end in found)
     assert all(before[1] > after[0] for before, after in itertools.pairwise(found))
+
+
+def test_encodings(tmp_path):
+    for encoding in ("utf-8-sig", "utf-16", "utf-32", "latin-1"):
+        (tmp_path / f"{encoding}.txt").write_bytes("a caf\xe9 table".encode(encoding))
+    spec = Text.Spec(path=str(tmp_path))
+    found = {e.item_id: e for shard in Text(spec).shards() for e in Text(spec).scan(shard)}
+    latin = found.pop("latin-1.txt")
+    assert latin.reason == "not UTF-8" and latin.detail == (
+        "text must be UTF-8, or UTF-16 or UTF-32 with a byte order mark,"
+        " got byte 0xe9 at position 5"
+    )
+    assert {item.text for item in found.values()} == {"a caf\xe9 table"} and len(found) == 3

@@ -59,7 +59,7 @@ def is_inside_word(text: str, position: int) -> bool:
 def decode(content: bytes) -> str:
     r"""Decodes a text in UTF-8, or in UTF-16 or UTF-32 with a byte order mark, which is removed.
 
-    Other encodings cannot be told apart with certainty.
+    Other encodings cannot be distinguished with certainty.
 
     Raises:
         UnicodeError: The content is in another encoding.

@@ -44,7 +44,7 @@ MAX_JSON_DEPTH = 100
 
 #: A word is one Chinese or Japanese character, 5 characters of a script without spaces such as Thai
 #: (words have 4 to 5 on average) with the marks after them, 8 of Tibetan, or a sequence of other
-#: non-space characters, of which at most 100 are one word: URLs and encoded data have no spaces.
+#: non-space characters. At most 100 of them are one word: URLs and encoded data have no spaces.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _MARKS = (
     "\u0e31\u0e34-\u0e3a\u0e47-\u0e4e\u0eb1\u0eb4-\u0ebc\u0ec8-\u0ece\u102b-\u103e\u17b4-\u17d3"

@@ -18,6 +18,7 @@ class Page:
     rotate: int = 0
     crop: tuple[float, float, float, float] | None = None
     drawing: str = ""  # additional operators
+    annotations: Sequence[str] = ()  # entries of annotations and form fields
 
     def content(self) -> bytes:
         """Returns the operators of the page."""
@@ -25,15 +26,29 @@ class Page:
         return f"{text}{self.drawing}".encode()
 
 
-def pdf(*pages: Page, forms: Sequence[str] = (), title: str = "") -> bytes:
-    """Returns a document; `forms` are drawings that pages can draw by name, /X0, /X1, ..."""
+def pdf(
+    *pages: Page, forms: Sequence[str] = (), title: str = "", inherited: str = "", root: str = ""
+) -> bytes:
+    """Returns a document.
+
+    Args:
+        pages: The pages.
+        forms: Drawings that pages can draw by name, /X0, /X1, ...
+        title: Title, or its hexadecimal digits in angle brackets.
+        root: Entries of the catalogue.
+        inherited: Entries that all pages inherit, in place of their size.
+    """
     num_forms = len(forms)
     first_page = 5 + num_forms
     kids = " ".join(f"{first_page + 2 * i} 0 R" for i in range(len(pages)))
     names = " ".join(f"/X{i} {5 + i} 0 R" for i in range(num_forms))
+    annotations = [entries for page in pages for entries in page.annotations]
+    first_annotation = first_page + 2 * len(pages)
+    references = [f"{first_annotation + i} 0 R" for i in range(len(annotations))]
+    acro_form = f"/AcroForm << /Fields [{' '.join(references)}] /DR 4 0 R >>" if references else ""
     objects = [
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>".encode(),
+        f"<< /Type /Catalog /Pages 2 0 R {acro_form} {root} >>".encode(),
+        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} {inherited} >>".encode(),
         b"<< /Type /Font /Subtype /Type1 /BaseFont /Courier >>",
         f"<< /Font << /F 3 0 R >> /XObject << {names} >> >>".encode(),
     ]
@@ -41,13 +56,17 @@ def pdf(*pages: Page, forms: Sequence[str] = (), title: str = "") -> bytes:
     objects += [_stream(drawing.encode(), form) for drawing in forms]
     for i, page in enumerate(pages):
         crop = f"/CropBox [{' '.join(map(str, page.crop))}]" if page.crop else ""
+        box = "" if inherited else f"/MediaBox [0 0 {page.size[0]} {page.size[1]}]"
+        number = len(page.annotations)
+        page_annotations, references = references[:number], references[number:]
         objects.append(
-            f"<< /Type /Page /Parent 2 0 R /Resources 4 0 R /Rotate {page.rotate} {crop}"
-            f" /MediaBox [0 0 {page.size[0]} {page.size[1]}]"
+            f"<< /Type /Page /Parent 2 0 R /Resources 4 0 R /Rotate {page.rotate} {crop} {box}"
+            f" /Annots [{' '.join(page_annotations)}]"
             f" /Contents {first_page + 2 * i + 1} 0 R >>".encode()
         )
         objects.append(_stream(page.content()))
-    objects.append(f"<< /Title ({title}) >>".encode())
+    objects += [f"<< /Type /Annot {entries} >>".encode() for entries in annotations]
+    objects.append(f"<< /Title {title if title.startswith('<') else f'({title})'} >>".encode())
 
     data = b"%PDF-1.7\n"
     offsets = []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -18,12 +17,11 @@ from pydantic import Field
 
 from pipeline import config, extras
 from pipeline.candidates import TextGenerator
+from pipeline.texts import WORD, fold
 from pipeline.tokens import lists_of
 
 #: Language of the stop words and of the stemmer.
 LANGUAGE = "english"
-#: Words of at least two characters.
-WORD = re.compile(r"\b\w\w+\b")
 #: Number of the lower bits of an entry, which hold the count of a term. The upper bits are the hash
 #: of the term. Among a million terms, two have the same hash with a probability of 0.4 %.
 COUNT_BITS, HASH_BITS = 16, 47
@@ -39,7 +37,9 @@ class Bm25(TextGenerator["Bm25.Spec"]):
     b * length / mean length))`, where tf is the count of the term in the text, and `idf = log(1 +
     (N - df + 0.5) / (df + 0.5))` for df of N texts that contain the term.
 
-    Terms are lower-case words of at least two characters. English stop words are removed, and the
+    Terms are lower-case words of at least two characters. Composed and decomposed accents and other
+    compatible forms of a character are equal, and the vowel signs of Arabic and Hebrew are ignored.
+    English stop words are removed, and the
     remaining words are stemmed by the Snowball stemmer for English. For texts in other languages,
     it is therefore weak.
 
@@ -181,7 +181,7 @@ def encode(texts: Sequence[str | None]) -> pa.ListArray:
     counts_B = np.zeros(len(texts), np.int64)
     for number, text in enumerate(texts):
         if text:
-            words = WORD.findall(text.lower())
+            words = _words(text)
             hashes = [term for word in words if (term := hash_word(word)) is not None]
             counted = Counter(hashes or [term_hash("")])
             entries += sorted((h << COUNT_BITS) | min(n, MAX_COUNT) for h, n in counted.items())
@@ -192,8 +192,16 @@ def encode(texts: Sequence[str | None]) -> pa.ListArray:
 def query_terms(query: str) -> dict[int, int]:
     """Returns the hashes of the terms of a query, and how often they occur."""
     hash_word = _word_hashes()
-    words = WORD.findall(query.lower())
-    return Counter(term for word in words if (term := hash_word(word)) is not None)
+    return Counter(term for word in _words(query) if (term := hash_word(word)) is not None)
+
+
+def _words(text: str) -> list[str]:
+    """Returns the folded words of a text that have at least two characters.
+
+    >>> _words("A re\u0301sume\u0301 of 3 \ufb01sh")
+    ['résumé', 'of', 'fish']
+    """
+    return [word for word in WORD.findall(fold(text)) if len(word) > 1]
 
 
 @functools.cache

@@ -18,3 +18,14 @@ class Unreadable(Exception):
     def __init__(self, reason: str, detail: str = ""):
         self.reason, self.detail = reason, detail
         super().__init__(f"{reason}: {detail}")
+
+
+def join_surrogates(text: str) -> str:
+    r"""Replaces surrogate pairs by their characters and removes halves of pairs.
+
+    Files contain them where a text was truncated. They cannot be stored.
+
+    >>> join_surrogates("a\ud83d b \ud83d\ude00") == "a b \U0001f600"
+    True
+    """
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "ignore")

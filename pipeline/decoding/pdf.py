@@ -5,7 +5,11 @@ from __future__ import annotations
 import ctypes
 import io
 import itertools
-from collections.abc import Iterator
+import math
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,8 +25,25 @@ OPEN_ERRORS = {3: "corrupted PDF", 4: "encrypted", 5: "encrypted", 6: "corrupted
 #: A document is reopened after this number of pages, because PDFium caches everything it reads.
 PAGES_PER_OPENING = 100
 
+#: A page whose images cover at least this share of it is a scan, unless its text layer has more
+#: letters and digits than the stamps, page numbers and headers that are added to scans.
+MIN_SCAN_SHARE, MAX_STAMP_LETTERS = 0.5, 150
+#: Maximum length of the side of an image in pixels, which is the limit of JPEG (65,500) without
+#: rounding errors.
+MAX_SIDE = 65_499
+#: Number of rows and columns of the grid on which the share of images is measured.
+GRID = 100
+
+#: Text that some programs write in place of a character that a font does not map to Unicode.
+UNMAPPED = re.compile(r"\(cid:\d+\)|\ufffd")
+
 #: Character code of a hyphen that splits a word at the end of a line.
 HYPHEN = 0x02
+
+#: Annotations of these types show nothing on the page itself, and those with these flags are not
+#: displayed.
+_NOT_ON_PAGE = (raw.FPDF_ANNOT_LINK, raw.FPDF_ANNOT_POPUP)
+_NOT_DISPLAYED = raw.FPDF_ANNOT_FLAG_HIDDEN | raw.FPDF_ANNOT_FLAG_NOVIEW
 
 #: Codes that separate words, which are white space, control characters and non-characters.
 _BREAKS = frozenset(
@@ -44,6 +65,7 @@ def open_document(path: str) -> pdfium.PdfDocument:
         raise Unreadable("not a PDF", f"starts with {head[:8]!r}")
     try:
         document = pdfium.PdfDocument(path)
+        document.init_forms()  # draws the values of form fields that have no appearance
     except pdfium.PdfiumError as error:
         # PDFium reports "Success" for a file that has no pages.
         reason = "no pages" if "Success" in str(error) else None
@@ -57,8 +79,15 @@ def open_document(path: str) -> pdfium.PdfDocument:
 def describe(path: str) -> dict[str, Any]:
     """Returns the number of pages of a document as `num_pages`, and its `title` or None."""
     document = open_document(path)
-    title = " ".join(document.get_metadata_value("Title").split())
+    title = " ".join(_read_string(raw.FPDF_GetMetaText, document, b"Title").split())
     return {"num_pages": len(document), "title": title or None}
+
+
+def _read_string(function: Callable[..., int], *arguments: Any) -> str:
+    """Calls a function of PDFium that writes a string, and omits halves of surrogate pairs."""
+    buffer = ctypes.create_string_buffer(function(*arguments, None, 0))
+    function(*arguments, buffer, len(buffer))
+    return buffer.raw.decode("utf-16-le", "ignore").rstrip("\0")
 
 
 def read_pages(
@@ -70,22 +99,52 @@ def read_pages(
         path: Path of the file.
         numbers: Page numbers, starting from 1.
         settings: Mapping with the following keys. `text` selects whether the words are read.
-            `image` selects whether the page is rendered, where "no text" renders it only if it
-            contains no words. `dpi` is the resolution of the image. `max_pixels` is the maximum
-            size of the image in pixels, and larger images are scaled down.
+            `image` selects whether all pages are rendered, and `scan` (False by default) whether
+            pages are rendered whose text must be recognised. `dpi` is the resolution of the image.
+            `max_pixels` is the maximum size of the image in pixels, and larger images are scaled
+            down.
     """
     for first in range(0, len(numbers), PAGES_PER_OPENING):
         document = open_document(path)
         for number in numbers[first : first + PAGES_PER_OPENING]:
             try:
-                page = document[number - 1]
-                yield read_page(page, document.get_page_label(number - 1), settings)
+                page = open_page(document, number)
+                label = _read_string(raw.FPDF_GetPageLabel, document, number - 1)
+                yield read_page(page, label, settings)
                 page.close()
             except pdfium.PdfiumError as error:
                 yield Unreadable("corrupted page", str(error))
             except MemoryError:
                 yield Unreadable("out of memory", "the page exceeds the memory limit")
         document.close()
+
+
+def open_page(document: pdfium.PdfDocument, number: int) -> pdfium.PdfPage:
+    """Opens a page. Visible form fields and annotations become a part of its content.
+
+    Args:
+        document: The document.
+        number: Page number, starting from 1.
+    """
+    page = document[number - 1]
+    is_annotated = False
+    for index in range(raw.FPDFPage_GetAnnotCount(page)):
+        annotation = raw.FPDFPage_GetAnnot(page, index)
+        flags = raw.FPDFAnnot_GetFlags(annotation)
+        if flags & _NOT_DISPLAYED:
+            # Otherwise, PDFium would flatten fields that are only printed.
+            raw.FPDFAnnot_SetFlags(annotation, flags | raw.FPDF_ANNOT_FLAG_HIDDEN)
+        elif raw.FPDFAnnot_GetSubtype(annotation) not in _NOT_ON_PAGE:
+            is_annotated = True
+        raw.FPDFPage_CloseAnnot(annotation)
+    if not is_annotated:
+        return page
+    box = page.get_bbox()  # flattening replaces inherited boxes by US letter
+    page.set_mediabox(*box)
+    page.set_cropbox(*box)
+    raw.FPDFPage_Flatten(page, raw.FLAT_NORMALDISPLAY)
+    page.close()
+    return document[number - 1]
 
 
 def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -99,19 +158,70 @@ def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dic
     Returns:
         A mapping with the `label`, the `size` in points as displayed and `num_objects`. If
         requested, it also contains `text`, `word_spans` (W, 2) int32 and `word_boxes` (W, 4)
-        float32, see `page_words`, and `image`, the page as a JPEG file.
+        float32, see `page_words`, and `image`, the page as a JPEG file. `is_garbled` states that
+        the text layer was ignored (see `is_legible`), and `needs_ocr` that it is not the whole text
+        of the page (see `is_stamped_scan`).
     """
     result = {
         "label": label or None,
         "size": tuple(round(side, 1) for side in page.get_size()),
         "num_objects": raw.FPDFPage_CountObjects(page),
+        "is_garbled": False,
+        "needs_ocr": False,
     }
     if settings["text"]:
-        result["text"], result["word_spans"], result["word_boxes"] = page_words(page)
-    mode = settings["image"]
-    if mode is True or (mode == "no text" and not result["text"] and result["num_objects"]):
+        text, spans, boxes = page_words(page)
+        if text and not is_legible(text):
+            text, spans, boxes = "", spans[:0], boxes[:0]
+            result["is_garbled"] = True
+        result |= {"text": text, "word_spans": spans, "word_boxes": boxes}
+        if settings.get("scan") and result["num_objects"]:
+            result["needs_ocr"] = not text or is_stamped_scan(page, text)
+    if settings["image"] or result["needs_ocr"]:
         result["image"] = render(page, settings["dpi"], settings["max_pixels"])
     return result
+
+
+def is_legible(text: str) -> bool:
+    """Checks whether a text consists of letters and digits, and not of characters without meaning.
+
+    Text layers of fonts without a map to Unicode contain private-use, unassigned, control or
+    replacement characters, or signs. Runs of equal signs count once, such as leaders and rules.
+
+    >>> is_legible("1.2 Lift ........ 12"), is_legible("กำแพงเมือง"), is_legible("$ (1,299.00)")
+    (True, True, True)
+    >>> is_legible("\ue054\ue068\ue065 \ue077 3"), is_legible("(cid:3)(cid:5) a"), is_legible("□!")
+    (False, False, False)
+    """
+    counts: Counter[str] = Counter()
+    for character, run in itertools.groupby("".join(UNMAPPED.sub("\0", text).split())):
+        kind = unicodedata.category(character)[0]
+        counts[kind] += 1 if kind in "PS" else len(list(run))
+    num_letters = counts["L"] + counts["M"] + counts["N"]
+    num_signs = counts["P"] + counts["S"]
+    return num_letters > 0 and num_letters >= max(2 * counts["C"], num_signs / 4)
+
+
+def is_stamped_scan(page: pdfium.PdfPage, text: str) -> bool:
+    """Checks whether a page consists of images and a few words, which do not replace OCR.
+
+    Args:
+        page: The page.
+        text: Its text layer.
+    """
+    if sum(map(str.isalnum, text)) > MAX_STAMP_LETTERS:
+        return False
+    corners = []
+    for item in page.get_objects(filter=[raw.FPDF_PAGEOBJ_IMAGE]):
+        left, bottom, right, top = item.get_bounds()
+        while (item := item.container) is not None:  # bounds are relative to the form
+            left, bottom, right, top = item.get_matrix().on_rect(left, bottom, right, top)
+        corners.append((left, top, right, bottom))
+    boxes = to_display_boxes(page, np.array(corners).reshape(-1, 4)).clip(0, 1)
+    is_image = np.zeros((GRID, GRID), bool)
+    for x0, y0, x1, y1 in boxes * GRID:
+        is_image[int(y0) : math.ceil(y1), int(x0) : math.ceil(x1)] = True
+    return bool(is_image.mean() >= MIN_SCAN_SHARE)
 
 
 def render(page: pdfium.PdfPage, dpi: float, max_pixels: int) -> bytes:
@@ -120,10 +230,11 @@ def render(page: pdfium.PdfPage, dpi: float, max_pixels: int) -> bytes:
     Args:
         page: The page.
         dpi: Resolution in pixels per inch.
-        max_pixels: Maximum size of the image in pixels. Larger images are scaled down.
+        max_pixels: Maximum size of the image in pixels. Images that are larger, or longer than
+            `MAX_SIDE`, are scaled down.
     """
     width, height = page.get_size()
-    scale = min(dpi / 72, (max_pixels / (width * height)) ** 0.5)
+    scale = min(dpi / 72, (max_pixels / (width * height)) ** 0.5, MAX_SIDE / max(width, height))
     image = page.render(scale=scale).to_pil().convert("RGB")
     jpeg = io.BytesIO()
     image.save(jpeg, "JPEG", quality=92)
@@ -199,17 +310,20 @@ def to_display_boxes(page: pdfium.PdfPage, corners: np.ndarray) -> np.ndarray:
     Returns:
         Boxes x0 y0 x1 y1, (n, 4).
     """
-    unit, distance = 10**8, 1000.0  # a resolution at which rounding errors are negligible
+    unit = 10**8  # a resolution at which rounding errors are negligible
+    left, bottom, _, _ = page.get_bbox()
+    distance = min(1000.0, 20 * min(page.get_size()))  # coordinates are 32-bit integers
     x, y = ctypes.c_int(), ctypes.c_int()
 
     def at(point_x: float, point_y: float) -> np.ndarray:
         raw.FPDF_PageToDevice(page, 0, 0, unit, unit, 0, point_x, point_y, x, y)
         return np.array([x.value, y.value]) / unit
 
-    origin = at(0, 0)
-    matrix = np.stack([at(distance, 0) - origin, at(0, distance) - origin]) / distance
-    first = corners[:, [0, 1]] @ matrix + origin
-    second = corners[:, [2, 3]] @ matrix + origin
+    origin = at(left, bottom)
+    along_x, along_y = at(left + distance, bottom), at(left, bottom + distance)
+    matrix = np.stack([along_x - origin, along_y - origin]) / distance
+    first = (corners[:, [0, 1]] - [left, bottom]) @ matrix + origin
+    second = (corners[:, [2, 3]] - [left, bottom]) @ matrix + origin
     return np.concatenate([np.minimum(first, second), np.maximum(first, second)], axis=1)
 
 
@@ -232,6 +346,7 @@ def _lines(codes: np.ndarray, boxes: np.ndarray) -> list[Line]:
         # Characters that PDFium generates have empty boxes.
         corners = corners[(corners[:, 2] > corners[:, 0]) | (corners[:, 3] > corners[:, 1])]
         string = "".join(letters).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        string = unicodedata.normalize("NFC", string)
         letters.clear()
         if not len(corners):
             return

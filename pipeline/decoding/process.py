@@ -23,7 +23,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from pipeline.config import Spec
-from pipeline.decoding import Unreadable
+from pipeline.decoding import Unreadable, join_surrogates
 from pipeline.decoding.serve import send
 
 #: Reasons that may be temporary. The next run retries items that were rejected for one of them.
@@ -164,7 +164,8 @@ class DecodingProcess:
         """Calls a generator function of the module and yields its results.
 
         If the process crashes or times out, or if the file as a whole cannot be read, all remaining
-        results are errors.
+        results are errors. Any other error concerns a single result. If the second argument is a
+        list, it must have one value per result.
 
         Args:
             number: Expected number of results.
@@ -229,11 +230,12 @@ class DecodingProcess:
         deadline = time.monotonic() + self.limits.max_seconds
         try:
             (length,) = struct.unpack("<Q", self._read(process, 8, deadline))
-            reply = dict(json.loads(bytes(self._read(process, length, deadline))))
+            data = bytes(self._read(process, length, deadline))
+            reply = dict(json.loads(data, object_hook=_without_surrogates))
             for name, dtype, shape in reply.pop("bulk", ()):
                 size = math.prod(shape) * (np.dtype(dtype).itemsize if dtype else 1)
-                data = self._read(process, size, deadline)
-                reply[name] = np.frombuffer(data, dtype).reshape(shape) if dtype else bytes(data)
+                view = self._read(process, size, deadline)
+                reply[name] = np.frombuffer(view, dtype).reshape(shape) if dtype else bytes(view)
         except (ValueError, TypeError, RecursionError) as error:
             self.stop()  # a file may have compromised the process
             raise Unreadable("crashed", f"a malformed reply ({error})") from None
@@ -260,6 +262,10 @@ class DecodingProcess:
 
     def __del__(self) -> None:
         self.stop()
+
+
+def _without_surrogates(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: join_surrogates(v) if isinstance(v, str) else v for k, v in values.items()}
 
 
 def keep_memory() -> None:

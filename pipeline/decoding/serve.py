@@ -4,10 +4,14 @@ A request has the form [function, arguments...] and calls a function of the modu
 returns a mapping, this mapping is the reply. If it is a generator, there is one reply per value. An
 `Unreadable` that is yielded replaces one result. An `Unreadable` that is raised replaces all
 remaining results (`is_last`).
+
+Any other error also replaces one result. If the second argument of a generator function is a list,
+it has one value per result, and the function is called again for the values after the error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -46,29 +50,68 @@ def send(stream: IO[bytes], value: Any) -> None:
     stream.flush()
 
 
+def answer(replies: IO[bytes], module: str, function: str, *arguments: Any) -> None:
+    """Calls a function of a module and sends its results.
+
+    Args:
+        replies: The stream to write to.
+        module: Name of a module of `pipeline.decoding`.
+        function: Name of the function.
+        arguments: Arguments of the function.
+    """
+    values: list[Any] = [None]
+    if len(arguments) > 1 and isinstance(arguments[1], list):
+        values = arguments[1]
+    num_done = 0
+    while num_done < len(values):
+        try:
+            reader = importlib.import_module(f"pipeline.decoding.{module}")
+            results = getattr(reader, function)(*arguments)
+            for result in [results] if isinstance(results, dict) else results:
+                is_error = not isinstance(result, dict)
+                send(replies, {**vars(result), "is_last": False} if is_error else result)
+                num_done += 1
+            return
+        except Unreadable as error:
+            send(replies, {**vars(error), "is_last": True})
+            return
+        except Exception as error:
+            if num_done < len(values):
+                send(replies, {**describe_error(error), "is_last": False})
+                num_done += 1
+            arguments = (arguments[0], values[num_done:], *arguments[2:])
+
+
+def describe_error(error: Exception) -> dict[str, str]:
+    """Returns the `reason` and the `detail` of an error that is not an `Unreadable`.
+
+    >>> describe_error(FileNotFoundError(2, "No such file"))
+    {'reason': 'unreadable', 'detail': '[Errno 2] No such file'}
+    >>> describe_error(OSError("broken data stream"))  # raised by a library
+    {'reason': 'unexpected error', 'detail': 'OSError: broken data stream'}
+    """
+    if isinstance(error, MemoryError):
+        return {"reason": "out of memory", "detail": str(error)}
+    if isinstance(error, OSError) and error.errno:
+        return {"reason": "unreadable", "detail": str(error)}
+    detail = " ".join(f"{type(error).__name__}: {error}".split())
+    return {"reason": "unexpected error", "detail": detail}
+
+
 def main() -> None:
     """Processes requests from standard input until it is closed."""
     module, limit = sys.argv[1], int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keep the output of libraries out of the replies
-    reader = importlib.import_module(f"pipeline.decoding.{module}")
+    with contextlib.suppress(Exception):  # `answer` reports the error
+        importlib.import_module(f"pipeline.decoding.{module}")
     replies.write(b"!")  # signals that the process is ready
     replies.flush()
     requests = sys.stdin.buffer
     while head := requests.read(8):
         (length,) = struct.unpack("<Q", head)
-        function, *arguments = json.loads(requests.read(length))
-        try:
-            results = getattr(reader, function)(*arguments)
-            for result in [results] if isinstance(results, dict) else results:
-                is_error = not isinstance(result, dict)
-                send(replies, {**vars(result), "is_last": False} if is_error else result)
-        except Unreadable as error:
-            send(replies, {**vars(error), "is_last": True})
-        except (MemoryError, OSError) as error:
-            reason = "unreadable" if isinstance(error, OSError) else "out of memory"
-            send(replies, {"reason": reason, "detail": str(error), "is_last": True})
+        answer(replies, module, *json.loads(requests.read(length)))
 
 
 if __name__ == "__main__":

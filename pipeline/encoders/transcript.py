@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Self
 
@@ -25,7 +26,7 @@ from pipeline.registry import OCR, SPEECH, OcrSpec, Registry, SpeechSpec
 from pipeline.schema import ITEM, WORD_BOXES, WORD_CONFIDENCES, WORD_KINDS, WORD_SPANS, WORD_TIMES
 from pipeline.taps import Tap
 from pipeline.tokens import TEXT, TokenBatch
-from pipeline.transcribe import Line, Recogniser
+from pipeline.transcribe import Line, Recogniser, Word
 
 #: Columns that only recognisers read.
 PAYLOAD = ("scan", "frames", "audio")
@@ -35,7 +36,9 @@ class Transcript(Encoder["Transcript.Spec"]):
     """Encodes the words in text layers, images and audio with MiniLM.
 
     `preprocessor` converts an item to text: its own text if it has any, otherwise the text that OCR
-    recognises, followed by an empty line and the recognised speech. `encode` encodes that text.
+    recognises, followed by an empty line and the recognised speech. If the source passes an image
+    to OCR although the item has a text, such as a scanned page with a stamp, the words that OCR
+    finds in other places follow the text. `encode` encodes that text.
     Each token has the box and times of its word and the kind `TEXT` or `AUDIO`. An item without
     words has no tokens.
 
@@ -228,7 +231,7 @@ class _Recognition:
 
     def _transcribe(self, item: dict[str, Any]) -> _Transcript:
         transcript = _Transcript(item)
-        if self._ocr is not None and not transcript.text:
+        if self._ocr is not None and (item.get("scan") or not transcript.text):
             transcript.add(self._ocr.lines(item))
         if self._speech is not None:
             transcript.add(self._speech.lines(item))
@@ -248,6 +251,7 @@ class _Transcript:
         self.spans = list(item.get("word_spans") or []) if self._parts else []
         no_boxes = [[np.nan] * 4] * len(self.spans)
         self.boxes = list(item.get("word_boxes") or no_boxes) if self.spans else []
+        self._known_boxes = np.array(self.boxes, np.float64).reshape(-1, 4)
         self.times: list[Sequence[float]] = [[np.nan] * 2] * len(self.spans)
         self.kinds = [TEXT] * len(self.spans)
         self.confidences = [np.nan] * len(self.spans)
@@ -258,10 +262,13 @@ class _Transcript:
         return "".join(self._parts)
 
     def add(self, lines: Sequence[Line]) -> None:
-        """Appends lines to the text, separated by an empty line."""
+        """Appends lines to the text, separated by an empty line.
+
+        Words in the boxes of words of the item are omitted.
+        """
         gap = "\n\n" if self._parts else ""
         for line in lines:
-            for word in line.words:
+            for word in itertools.filterfalse(self._is_known, line.words):
                 self._parts += [gap, word.text]
                 start = self._length + len(gap)
                 self._length = start + len(word.text)
@@ -271,4 +278,10 @@ class _Transcript:
                 self.kinds.append(word.kind)
                 self.confidences.append(word.confidence)
                 gap = " "
-            gap = "\n"
+            gap = "\n" if gap == " " else gap
+
+    def _is_known(self, word: Word) -> bool:
+        """Checks whether the middle of a word is in the box of a word of the item."""
+        x, y = (word.box[0] + word.box[2]) / 2, (word.box[1] + word.box[3]) / 2
+        x0, y0, x1, y1 = self._known_boxes.T
+        return bool(((x0 <= x) & (x <= x1) & (y0 <= y) & (y <= y1)).any())

@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeline.config import SpecError
 from pipeline.paths import open_file
+from pipeline.texts import fold
 
 #: The value of images without boxes.
 NO_BOXES = np.zeros((0, 4), np.float32)
@@ -225,7 +226,7 @@ def _letters(text: str) -> str:
     >>> _letters("Two men's shirts.") == _letters("Two men 's shirts .")
     True
     """
-    return "".join(character for character in text.lower() if character.isalnum())
+    return "".join(character for character in fold(text) if character.isalnum())
 
 
 def _number(element: ElementTree.Element, path: str) -> float:

@@ -28,6 +28,7 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index, combine_filters
 from pipeline.search.explain import assigned_vectors, prefix_assignment
 from pipeline.search.searcher import Searcher
+from pipeline.texts import WORD
 
 #: Number of positions in the text that are tried per phrase.
 ATTEMPTS_PER_PHRASE = 20
@@ -162,7 +163,7 @@ class _Words:
 
     def __init__(self, text: str, spans: list, extents: list):
         self._text = text
-        self._words = [match.span() for match in re.finditer(r"\w+", text)]
+        self._words = [match.span() for match in WORD.finditer(text)]
         self._spans_T2 = np.array(spans).reshape(-1, 2)
         self._extents_T6 = np.array(extents, float).reshape(-1, 6)
 

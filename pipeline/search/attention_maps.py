@@ -25,6 +25,7 @@ from pipeline.schema import WORD_BOXES, WORD_SPANS
 from pipeline.search.map_images import BLACK, COLOUR, Colour, fill_boxes, strengths
 from pipeline.search.map_sheets import map_sheet
 from pipeline.taps import APPENDED_MATRIX, Tap, average_layers, single_layer_taps
+from pipeline.texts import decode
 
 #: Suffixes of files that are read as images. Other files than PDF are read as text.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -176,8 +177,8 @@ def read_item(path: str, spec: ComponentSpec) -> Item:
             raise SpecError("items", path, error.rule, error.problem) from None
         return Item(png, pa.table({"item_id": [path], "image": [png]}), None)
     try:
-        text = data.decode("utf-8").strip()
-    except UnicodeDecodeError:
+        text = decode(data).strip()
+    except UnicodeError:
         raise SpecError("items", path, "an image or a text in UTF-8") from None
     image, boxes_C4 = draw_text(text)
     return Item(image, pa.table({"item_id": [path], "text": [text]}), boxes_C4)

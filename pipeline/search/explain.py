@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from pipeline.schema import Highlight, Location, Passage
+from pipeline.texts import WORD, is_inside_word
 
 #: x0 y0 x1 y1 in [0, 1] of the page, image or frame.
 Box = tuple[float, float, float, float]
@@ -358,9 +358,9 @@ def _location(
     """Returns the span of consecutive tokens, extended to whole words, with its box and times."""
     start, end = int(spans_T2[tokens[0], 0]), int(spans_T2[tokens[-1], 1])
     if start >= 0:
-        while start > 0 and text[start - 1 : start + 1].isalnum():
+        while is_inside_word(text, start):
             start -= 1
-        while end < len(text) and text[end - 1 : end + 1].isalnum():
+        while is_inside_word(text, end):
             end += 1
         tokens = np.flatnonzero((spans_T2[:, 0] >= start) & (spans_T2[:, 1] <= end))
     extents = extents_T6[tokens]
@@ -433,7 +433,7 @@ def _shown(
     text: str, ranges: Iterable[Sequence[int]], width: int
 ) -> tuple[int, int, list[tuple[int, int]]]:
     """Returns start and end of the part with the most highlights, and its highlighted words."""
-    words = [(w.start(), w.end()) for w in re.finditer(r"\w+", text)]
+    words = [(w.start(), w.end()) for w in WORD.finditer(text)]
     ranges = merge(ranges)
     highlighted = [w for w in words if any(start < w[1] and w[0] < end for start, end in ranges)]
     start, end = _densest_window(len(text), highlighted, width)

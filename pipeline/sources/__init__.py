@@ -153,7 +153,8 @@ class Source(ABC, Generic[ComponentSpecT]):
         if isinstance(error, Unreadable):
             reason, detail = error.reason, error.detail
         else:
-            reason, detail = "unreadable", str(error).encode("utf-8", "backslashreplace").decode()
+            reason, detail = "unreadable", str(error)
+        detail = detail.encode("utf-8", "backslashreplace").decode()  # names of files
         return Reject(
             item_id=item_id,
             source=self.collection,

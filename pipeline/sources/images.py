@@ -331,6 +331,8 @@ class Images(MediaSource["Images.Spec"]):
             if result["frames"] > 1 and page is None:
                 info["frames"] = result["frames"]
             payload = dict.fromkeys(self._columns, result["image"])
+            if item.text and "scan" in payload:
+                payload["scan"] = None  # needs no OCR
             yield replace(item, metadata={**(item.metadata or {}), **info}, payload=payload)
 
     def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:

@@ -35,6 +35,7 @@ from pipeline.sources.files import (
     resolve_folder,
 )
 from pipeline.sources.zip_members import InflatedStream, zip_members
+from pipeline.texts import decode
 
 ARCHIVE, ZIP = ".tar", ".zip"
 #: A shard is listed by one task, which reads its files. Other tasks decode its items.
@@ -576,7 +577,11 @@ def read_zip_members(stream: BinaryIO) -> Iterator[Member | UnreadableMember]:
         if entry.name.lower().endswith(SIDECARS) and entry.size <= SIDECAR_BYTES:
             try:
                 content = member_stream(stream, entry.offset, entry.size, entry.deflated)
-                text = content.read().decode("utf-8", "replace")
+                text = decode(content.read())
+            except UnicodeError as error:
+                name = escape(entry.name)
+                yield UnreadableMember(entry.offset, str(error), name, "not UTF-8")
+                continue
             except Unreadable as error:
                 yield UnreadableMember(entry.offset, error.detail, escape(entry.name))
                 continue
@@ -635,11 +640,14 @@ def read_members(stream: BinaryIO, size: int) -> Iterator[Member | UnreadableMem
             yield _member(stream, member)
 
 
-def _member(stream: BinaryIO, member: tarfile.TarInfo) -> Member:
+def _member(stream: BinaryIO, member: tarfile.TarInfo) -> Member | UnreadableMember:
     text = None
     if member.name.lower().endswith(SIDECARS) and member.size <= SIDECAR_BYTES:
         stream.seek(member.offset_data)
-        text = stream.read(member.size).decode("utf-8", "replace")
+        try:
+            text = decode(stream.read(member.size))
+        except UnicodeError as error:
+            return UnreadableMember(member.offset, str(error), escape(member.name), "not UTF-8")
     return Member(escape(member.name), member.offset_data, member.size, text)
 
 

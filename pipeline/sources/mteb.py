@@ -248,8 +248,6 @@ class Mteb(Source["Mteb.Spec"]):
             if isinstance(result, Reject):
                 return result
             item = replace(result, payload={**item.payload, **result.payload})
-        if item.text and "scan" in item.payload:
-            item = replace(item, payload={**item.payload, "scan": None})
         return item
 
     def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:

@@ -49,19 +49,27 @@ class Pages(Source["Pages.Spec"]):
     `<document>#page=<number>`, with numbers from 1; as part of a URL it opens the page in a
     browser.
 
+    **Content.** What a reader displays: form fields with their values and other visible annotations
+    are a part of the text and of the image. Hidden fields and pop-up notes are not.
+
     **Text.** The text layer in reading order. Blocks of lines are ordered by recursive cuts along
     the white space between columns and paragraphs. Payload for encoders that read text:
     `word_spans`, the characters of each word in the text, and `word_boxes`, the box x0 y0 x1 y1 of
     each word in [0, 1] of the page as displayed (rotated, and clipped to its crop box). A
     hyphenated word has two boxes.
 
+    A text layer in which hardly any character is a letter or a digit is ignored. It comes from a
+    font without a map to Unicode.
+
     **Images.** Payload `image`, a JPEG, only for encoders that read it. Payload `scan`, the image
-    of pages without text, for encoders that recognise text. For these encoders a page without text
-    is an item; for others it is rejected with the reason `no text layer`, or `empty page` if
-    nothing is drawn on it.
+    of a page whose text layer does not replace OCR, for encoders that recognise text: a page
+    without text, or a page that images cover and that has only a few words, such as the stamp of a
+    scan. For these encoders a page without text is an item; for others it is rejected with the
+    reason `no text layer`, or `empty page` if nothing is drawn on it.
 
     **Isolation.** Pages are read in a separate process with limits of time and memory. After a
-    crash or timeout, the remaining pages of the document are rejected and the job continues.
+    crash or timeout, the remaining pages of the document are rejected and the job continues. Any
+    other error rejects a single page.
 
     **Revision.** A hash of the content of the file, the page number and the options that affect the
     stored content.
@@ -154,7 +162,7 @@ class Pages(Source["Pages.Spec"]):
     def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
         """Renders a page as a JPEG file with the resolution of the spec."""
         document, number = item["parent_id"], int(item["span"]["start"])
-        settings = {**self._settings, "text": False, "image": True}
+        settings = {**self._settings, "text": False, "image": True, "scan": False}
         with self._local_path(document) as path:
             (page,) = self._process.stream(1, "read_pages", path, [number], settings)
         if isinstance(page, Unreadable):
@@ -163,10 +171,10 @@ class Pages(Source["Pages.Spec"]):
 
     @property
     def _settings(self) -> dict[str, Any]:
-        scans = "no text" if "scan" in self.wants else False
         return {
             "text": True,
-            "image": "image" in self.wants or scans,
+            "image": "image" in self.wants,
+            "scan": "scan" in self.wants,
             "dpi": self.spec.dpi,
             "max_pixels": self.spec.max_pixels,
         }
@@ -261,10 +269,13 @@ class Pages(Source["Pages.Spec"]):
         image = page.get("image")
         if not text and not image:
             reason = "no text layer" if page["num_objects"] else "empty page"
-            return self.reject(item.item_id, item.revision, Unreadable(reason), "decode")
+            detail = (
+                "the characters of the text layer have no meaning" if page["is_garbled"] else ""
+            )
+            return self.reject(item.item_id, item.revision, Unreadable(reason, detail), "decode")
         width, height = page["size"]
         metadata = {"label": page["label"], "width": width, "height": height}
-        columns = {**page, "scan": None if text else image}
+        columns = {**page, "scan": image if page["needs_ocr"] else None}
         payload = {name: columns[name] for name in self.payload.names}
         return replace(item, text=text or None, metadata=metadata, payload=payload)
 

@@ -28,6 +28,7 @@ from pipeline.sources.files import (
     resolve_folder,
     walk,
 )
+from pipeline.texts import UNSPACED, decode
 
 TEXT_SUFFIXES = (".txt", ".md")
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -41,9 +42,17 @@ MAX_SKIPPED_BYTES = 1 << 30
 #: The parser accepts deeper values, but serialising them overflows the stack.
 MAX_JSON_DEPTH = 100
 
-#: A word is one Chinese or Japanese character, or a sequence of other non-space characters.
-_CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+")
+#: A word is one Chinese or Japanese character, 5 characters of a script without spaces such as Thai
+#: (words have 4 to 5 on average) with the marks after them, 8 of Tibetan, or a sequence of other
+#: non-space characters. At most 100 of them are one word: URLs and encoded data have no spaces.
+_CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_MARKS = (
+    "\u0e31\u0e34-\u0e3a\u0e47-\u0e4e\u0eb1\u0eb4-\u0ebc\u0ec8-\u0ece\u102b-\u103e\u17b4-\u17d3"
+)
+_TIBETAN = "\u0f00-\u0fff"
+_WORD = re.compile(
+    rf"[{_CJK}]|[{UNSPACED}]{{1,5}}[{_MARKS}]*|[{_TIBETAN}]{{1,8}}|[^\s{_CJK}{UNSPACED}{_TIBETAN}]{{1,100}}"
+)
 
 #: Errors of reading a file. Truncated and corrupted gzip files raise the last two.
 UNREADABLE = (OSError, EOFError, zlib.error)
@@ -53,7 +62,9 @@ class Passages(config.Spec):
     """Options for dividing long documents into overlapping windows of words."""
 
     max_words: int = Field(400, gt=0)
-    """Maximum number of words per window."""
+    """Maximum number of words per window. A Chinese or Japanese character, 5 characters of a script
+    without spaces between words, such as Thai, and 100 characters of any other text without spaces
+    count as one word."""
     overlap_words: int = Field(50, ge=0)
     """Number of words shared by adjacent windows."""
 
@@ -72,9 +83,10 @@ class Text(Source["Text.Spec"]):
     such file, or a BEIR folder. Of a BEIR folder, only corpus.jsonl (or corpus.jsonl.gz) is read.
 
     **Documents.** A .txt or .md file is a document. Its id is its path relative to `path`, and its
-    text is the content of the file without a byte order mark. Each non-blank line of a .jsonl file
-    is a document: an object with an id (a string or an integer), a text and an optional title. All
-    other fields become metadata of the item.
+    text is the content of the file without a byte order mark: UTF-8, or UTF-16 or UTF-32 with such
+    a mark. Files in other encodings are rejected (`not UTF-8`). Each non-blank line of a .jsonl
+    file is a document: an object with an id (a string or an integer), a text and an optional title.
+    All other fields become metadata of the item.
 
     **Title.** The encoded text includes the title: a text that begins with its title is unchanged;
     to all others the title and a newline are prepended. Character offsets refer to this text. The
@@ -205,8 +217,8 @@ class Text(Source["Text.Spec"]):
             yield self._reject(file, "bad id", problem, content)
             return
         try:
-            text = content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
+            text = decode(content)
+        except UnicodeError as error:
             yield self._reject(file, "not UTF-8", str(error), content)
             return
         yield from self._items(file, None, text, None, content)

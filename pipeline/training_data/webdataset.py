@@ -15,6 +15,7 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.paths import open_file
 from pipeline.sources.text import parse_object
+from pipeline.texts import decode
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import Document, Listing, Row
 from pipeline.training_data.tables import ArchiveMember, list_files
@@ -131,9 +132,9 @@ def _caption(content: bytes | None, field: str, location: str) -> str:
     if content is None:
         return ""
     try:
-        value: Any = parse_object(content).get(field) or "" if field else content.decode("utf-8")
+        value: Any = parse_object(content).get(field) or "" if field else decode(content)
     except (ValueError, Unreadable):
-        rule = f"a JSON object with the field {field}" if field else "text in UTF-8"
+        rule = f"a JSON object with the field {field}" if field else "text in UTF-8 or UTF-16"
         raise SpecError("caption", location, rule) from None
     if not isinstance(value, str):
         raise SpecError("caption", value, "a text", note=f" ({location})")

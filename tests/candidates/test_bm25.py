@@ -137,3 +137,35 @@ def test_invalid_options():
     for options in ({"k1": -1}, {"b": 1.5}):
         with pytest.raises(SpecError, match=f"^{next(iter(options))} must be"):
             parse(Bm25.Spec, {"name": "bm25", **options})
+
+
+@pytest.mark.parametrize(
+    ("text", "query"),
+    [
+        ("re\u0301sume\u0301 of Zoe\u0308", "r\xe9sum\xe9 Zo\xeb"),
+        ("\ufb01ling o\ufb03ces", "filing offices"),  # ligatures
+        (
+            "\uff34\uff4f\uff4b\uff59\uff4f \uff76\uff9e\uff72\uff84\uff9e",
+            "Tokyo \u30ac\u30a4\u30c9",
+        ),
+        ("\u1112\u1161\u11ab\u1100\u1173\u11af", "\ud55c\uae00"),  # Hangul jamo
+        (
+            "\u0939\u093f\u0928\u094d\u0926\u0940",
+            "\u0939\u093f\u0928\u094d\u0926\u0940",
+        ),
+        ("\u0643\u0650\u062a\u064e\u0627\u0628\u064c", "\u0643\u062a\u0627\u0628"),  # vowel signs
+        ("\u05e9\u05c1\u05b8\u05dc\u05d5\u05b9\u05dd", "\u05e9\u05dc\u05d5\u05dd"),
+        ("hy\xadphen\xadation", "hyphenation"),
+        ("a\u0323\u0302n", "a\u0302\u0323n"),  # order of marks
+    ],
+)
+def test_forms_of_a_word_are_the_same_term(text, query):
+    for first, second in ((text, query), (query, text)):
+        terms = encode([first])[0].as_py()
+        assert query_terms(second).keys() <= {entry >> COUNT_BITS for entry in terms}
+        assert query_terms(second)
+
+
+def test_indic_words_are_not_divided():
+    hindi, ki = "\u0939\u093f\u0928\u094d\u0926\u0940", "\u0915\u0940"
+    assert len(query_terms(f"{hindi} {ki}")) == 2

@@ -29,6 +29,7 @@ from pipeline.sources.images import Images
 from pipeline.sources.pages import Pages
 from pipeline.sources.text import MAX_JSON_DEPTH, Text, parse_line
 from pipeline.sources.vectors import Vectors
+from pipeline.sources.video import Video
 from tests.conftest import ROOT
 
 KINDS = {
@@ -367,6 +368,35 @@ def test_malformed_replies(sent):
     process._process = PipedProcess("-S", "-c", code, bufsize=0)
     with pytest.raises(Unreadable, match=r"^crashed: a malformed reply"):
         process.call("read_frame", "nowhere")
+
+
+@pytest.mark.parametrize(("kind", "file"), [(Audio, "speech/jfk.flac"), (Video, "clips/talk.mp4")])
+def test_unexpected_error_concerns_one_window(kind, file):
+    windows = [[0.0, 1.0], ["0", 1.0], [1.0, 2.0]]
+    settings = source(kind, ROOT / "jobs/data" / file, border_shift=0)._reader_settings()
+    process = DecodingProcess(kind.module, Limits())
+    path = str(ROOT / "jobs/data" / file)
+    first, error, second = process.stream(3, "read_windows", path, windows, settings)
+    assert first["info"] == second["info"]
+    assert error.reason == "unexpected error" and "Error: " in error.detail
+
+
+def test_error_of_one_result_and_of_the_module():
+    (error,) = DecodingProcess("image", Limits()).stream(1, "read_image", str(ROOT / "LICENSE"), {})
+    assert error.detail == (
+        "TypeError: decode() missing 2 required positional arguments:"
+        " 'max_pixels' and 'max_input_pixels'"
+    )
+    with pytest.raises(Unreadable, match="^unexpected error: ModuleNotFoundError: No module"):
+        DecodingProcess("nothing", Limits()).call("describe", "a")
+
+
+def test_replies_have_no_surrogates():
+    sent = reply({"title": "a\ud83d", "info": {"tag": "\ud83d\ude00"}})
+    process = DecodingProcess("image", Limits(max_seconds=5))
+    code = f"import sys; sys.stdout.buffer.write({sent!r}); sys.stdout.flush(); sys.stdin.read()"
+    process._process = PipedProcess("-S", "-c", code, bufsize=0)
+    assert process.call("describe", "a") == {"title": "a", "info": {"tag": "\U0001f600"}}
 
 
 def test_sparse_header_is_valid():

@@ -85,7 +85,7 @@ def prepared(encoder) -> pa.Table:
     layer = {"word_spans": [[0, 4], [5, 9]], "word_boxes": [[0, 0, 0.5, 1], [0.5, 0, 1, 1]]}
     return type(encoder).preprocessor(encoder.spec)(
         table(
-            item("page", "page text", **layer, scan=draw_png("Never read")),
+            item("page", "page text", **layer),
             item("scan", scan=draw_png("Delta wing")),
             item("clip", span=("seconds", 4.0, 8.0), frames=frames, audio=speech()),
             item("plain", "plain words"),
@@ -111,6 +111,16 @@ def test_combines_text_ocr_and_speech(prepared):
     assert texts[3:] == ["plain words", None, None]
     visible, spoken = texts[2].split("\n\n")
     assert visible == "Wind tunnel news" and "country" in spoken
+
+
+def test_words_of_scan_follow_its_stamp(encoder):
+    layer = {"word_spans": [[0, 6]], "word_boxes": [[0.04, 0.3, 0.25, 0.6]]}
+    items = table(item("a", "000123", **layer, scan=draw_png("Delta wing")))
+    (row,) = type(encoder).preprocessor(encoder.spec)(items).to_pylist()
+    assert row["text"] == "000123\n\nwing"  # the other word is in the box of the stamp
+    assert [row["text"][slice(*span)] for span in row["word_spans"]] == ["000123", "wing"]
+    confidences = row["word_confidences"]
+    assert len(row["word_boxes"]) == 2 and np.isnan(confidences[0]) and confidences[1] > 0.5
 
 
 def test_replaces_media_columns_with_word_columns(prepared):

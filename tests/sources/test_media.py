@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipeline.config import SpecError
 from pipeline.schema import Item, Reject
 from pipeline.sources import media
 from pipeline.sources.audio import Audio
+from pipeline.sources.media import read_members, read_zip_members
 from tests.media import frequency, make_tar
 from tests.sources.test_audio import read, samples, stored
 
@@ -271,3 +273,25 @@ def test_links_in_archive_are_rejected(tmp_path):
         ("x.tar/a.wav", "no file of its own", "is a link to c.wav"),
         ("x.tar/b.wav", "no file of its own", "is a link to c.wav"),
     ]
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_encodings_of_sidecars(tmp_path, kind):
+    contents = {"a": b"\xef\xbb\xbfa bus", "b": "a bus".encode("utf-16"), "c": b"a caf\xe9"}
+    path = tmp_path / f"a.{kind}"
+    if kind == "tar":
+        with tarfile.open(path, "w") as archive:
+            for name, content in contents.items():
+                info = tarfile.TarInfo(f"{name}.txt")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, content in contents.items():
+                archive.writestr(f"{name}.txt", content)
+    with open(path, "rb") as stream:
+        size = path.stat().st_size
+        members = read_members(stream, size) if kind == "tar" else read_zip_members(stream)
+        first, second, third = members
+    assert first.text == second.text == "a bus"
+    assert (third.name, third.reason) == ("c.txt", "not UTF-8")

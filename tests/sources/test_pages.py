@@ -12,10 +12,11 @@ from typing import Any
 
 import fsspec
 import pytest
-from PIL import Image
+from PIL import Image, ImageChops
 
 from pipeline.config import SpecError, parse
 from pipeline.decoding import Unreadable
+from pipeline.decoding.pdf import is_legible
 from pipeline.decoding.process import DecodingProcess, Limits
 from pipeline.schema import Item, Reject
 from pipeline.sources import pages
@@ -124,6 +125,127 @@ def test_hyphenated_word_has_two_boxes():
     assert first[0] > second[0] and first[1] < second[1]  # end of a line, and start of the next one
 
 
+# -- form fields and annotations -------------------------------------------------------------
+
+FIELD = "/Subtype /Widget /FT /Tx /T (a) /V (ZX-48) /DA (/F 10 Tf 0 g) /Rect [20 20 100 40]"
+NOTE = "/Subtype /FreeText /Contents (by hand) /DA (/F 10 Tf 0 g) /Rect [20 20 100 40] /F 4"
+
+
+@pytest.mark.parametrize(
+    ("annotation", "words"),
+    [
+        (f"{FIELD} /F 4", ["ZX-48"]),
+        (f"{FIELD} /F 4 /AP << /N 5 0 R >>", ["Drawn"]),  # the appearance, unlike the value
+        (FIELD.replace("/Tx", "/Ch /Ff 131072 /Opt [(ZX-48) (ZX-49)]"), ["ZX-48"]),
+        (NOTE, ["by", "hand"]),
+        (f"{FIELD} /F 2", []),  # hidden
+        (f"{FIELD} /F 36", []),  # only printed
+        (NOTE.replace("FreeText", "Popup"), []),
+        (NOTE.replace("FreeText", "Link"), []),
+    ],
+)
+@pytest.mark.parametrize("rotate", [0, 90])
+def test_fields_and_annotations_are_content(tmp_path, annotation, words, rotate):
+    form = "BT /F 3000 Tf 0 3000 Td (Drawn) Tj ET"  # is scaled to the rectangle of the field
+    page, blank = (
+        Page([(20, 80, "Policy")], rotate=rotate, annotations=annotations)
+        for annotations in ([annotation], [])
+    )
+    (tmp_path / "a.pdf").write_bytes(pdf(page, blank, forms=[form]))
+    item, without = read(source(tmp_path, ("text", "image"), dpi=72)).values()
+    assert sorted(item.text.split()) == sorted(["Policy", *words])
+    for word in words:
+        x0, y0, x1, y1 = boxes(item)[word]
+        if rotate:
+            x0, y0, x1, y1 = y0, 1 - x1, y1, 1 - x0
+        assert 0.1 <= x0 < x1 <= 0.5 and 0.59 <= y0 < y1 <= 0.85
+    images = [Image.open(io.BytesIO(i.payload["image"])).convert("L") for i in (item, without)]
+    assert images[0].size == images[1].size
+    assert (ImageChops.difference(*images).getextrema()[1] > 100) == bool(words)
+
+
+def test_inherited_page_size_of_filled_form(tmp_path):
+    field = f"{FIELD} /F 4".replace("20 20 100 40", "1000 20 1200 40")
+    page = Page([(310, 480, "Policy")], annotations=[field])
+    (tmp_path / "a.pdf").write_bytes(pdf(page, inherited="/MediaBox [300 0 1300 500] /Rotate 90"))
+    (item,) = read(source(tmp_path)).values()
+    assert (item.metadata["width"], item.metadata["height"]) == (1000.0, 500.0)
+    assert item.text.split() == ["Policy", "ZX-48"]
+
+
+# -- text layers that do not replace OCR -----------------------------------------------------
+
+SCAN = "q {} 0 0 {} {} {} cm BI /W 1 /H 1 /CS /G /BPC 8 ID A EI Q "
+FULL = SCAN.format(200, 100, 0, 0)
+STRIPS = "".join(SCAN.format(180, 5, 10, y) for y in range(0, 100, 5))
+STAMP = [(10, 5, "ACME-000123")]
+PROSE = [(10, 8 * row, f"{row} ropes of braided polyester") for row in range(12)]
+TABLE = [(10, 8 * row, "1,299.00  5.3  (12.5)  48  7,300") for row in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("page", "needs_ocr"),
+    [
+        (Page(STAMP, drawing=FULL), True),
+        (Page(STAMP, drawing=STRIPS), True),
+        (Page(STAMP, drawing=FULL, rotate=90), True),
+        (Page(STAMP, drawing="q .5 0 0 .5 0 0 cm /X0 Do Q"), True),  # an image in a form
+        (Page(STAMP, drawing="q .1 0 0 .1 0 0 cm /X0 Do Q"), False),
+        (Page(STAMP, drawing=SCAN.format(60, 60, 20, 30)), False),  # a figure
+        (Page(STAMP, drawing="0 0 200 100 re f"), False),
+        (Page(drawing="0 0 200 100 re f"), True),
+        (Page(drawing=FULL, annotations=[NOTE]), True),
+        (Page(PROSE, drawing=FULL), False),  # a scan with recognised text
+        (Page(TABLE, drawing=FULL), False),
+        (Page(STAMP), False),
+    ],
+)
+def test_page_of_image_and_few_words_needs_ocr(tmp_path, page, needs_ocr):
+    image = SCAN.format(400, 200, 0, 0)
+    (tmp_path / "a.pdf").write_bytes(pdf(page, forms=[image]))
+    (item,) = read(source(tmp_path, ("text", "scan"))).values()
+    assert (item.payload["scan"] is not None) == needs_ocr
+    assert (item.text is None) == (not page.words and not page.annotations)
+    (item,) = read(source(tmp_path, ("text", "image", "scan"))).values()
+    assert item.payload["scan"] == (item.payload["image"] if needs_ocr else None)
+
+
+def test_text_layer_without_letters_is_ignored(tmp_path):
+    layers = ["(cid:3)(cid:15)(cid:7)", "!!! %% &&", "Page 3 (cid:3)(cid:5)(cid:7)(cid:9)(cid:1)"]
+    (tmp_path / "a.pdf").write_bytes(pdf(*(Page([(10, 50, layer)]) for layer in layers)))
+    for item in read(source(tmp_path, ("text", "scan"))).values():
+        assert item.text is None and item.payload["scan"]
+        assert len(item.payload["word_spans"]) == len(item.payload["word_boxes"]) == 0
+    for reject in read(source(tmp_path)).values():
+        assert reject.reason == "no text layer" and "have no meaning" in reject.detail
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The winch launch ends at four hundred metres", True),
+        ("1,299.00 (5.3) -- 48.1 % -- 7,300", True),
+        (
+            "Introduction . . . . . . . . . . . . . . . . . . . . . . . . . . . . . . . . . . 5",
+            True,
+        ),
+        ("\u4fdd\u967a\u8a3c\u5238\u3002", True),
+        ("\u0e01\u0e33\u0e41\u0e1e\u0e07\u0e40\u0e21\u0e37\u0e2d\u0e07", True),
+        ("\u0645\u0650\u0646\u064e\u200c\u0647\u0627", True),
+        ("\uf0b7 First item \uf0b7 Second item", True),  # bullets of a symbol font
+        ("E = m c² + (a − b) · ∑ x / y", True),
+        ("\ue054\ue068\ue065 \ue077\ue069 Page 3", False),
+        ("\ufffd\ufffd\ufffd\ufffd\ufffd\ufffd Page", False),
+        ("\x80\x81\x82\x83 \x84 a", False),
+        ("\u0378\u0379\U000e0fff", False),
+        ("\u200b \xad", False),
+        ("\u25a1 \u25a1\u25a1 \u2022 *** ?", False),
+    ],
+)
+def test_is_legible(text, expected):
+    assert is_legible(text) == expected
+
+
 # -- images ----------------------------------------------------------------------------------
 
 
@@ -162,6 +284,36 @@ def test_max_pixels(tmp_path):
     assert 900_000 < width * height <= 1_010_000
 
 
+@pytest.mark.parametrize(
+    ("size", "pixels"),
+    [
+        ((100_000, 2), (65_499, 2)),
+        ((2, 100_000), (2, 65_499)),
+        ((32_750, 10), (65_499, 20)),
+        ((0.01, 0.01), (1, 1)),
+        ((0, 100), (1224, 1584)),  # PDFium replaces invalid sizes by US letter
+        ((10**12, 1), (1224, 1584)),
+    ],
+)
+def test_unusual_page_sizes(tmp_path, size, pixels):
+    pages = [Page([(10, 50, word)]) for word in ("first", "third")]
+    pages.insert(1, Page(size=size, drawing="0 0 1 1 re f"))
+    (tmp_path / "a.pdf").write_bytes(pdf(*pages))
+    first, unusual, third = read(source(tmp_path, ("text", "image"))).values()
+    assert (first.text, third.text) == ("first", "third")
+    assert Image.open(io.BytesIO(unusual.payload["image"])).size == pixels
+
+
+@pytest.mark.parametrize("origin", [0, -3000, 100_000])
+def test_boxes_on_small_pages_and_far_from_the_origin(tmp_path, origin):
+    page = Page([(origin + 10, origin + 5, "lift")])
+    inherited = f"/MediaBox [{origin} {origin} {origin + 40} {origin + 20}]"
+    (tmp_path / "a.pdf").write_bytes(pdf(page, inherited=inherited))
+    (item,) = read(source(tmp_path)).values()
+    box = boxes(item)["lift"]
+    assert (box[0], box[2]) == (0.25, 0.85) and 0.2 < box[1] < 0.75 < box[3] < 1
+
+
 # -- errors ----------------------------------------------------------------------------------
 
 
@@ -191,6 +343,35 @@ def test_pages_without_text(tmp_path):
     assert results["a.pdf#page=1"].reason == "empty page"
     assert results["a.pdf#page=2"].reason == "no text layer"
     assert results["a.pdf#page=3"].text == "text"
+
+
+@pytest.mark.parametrize(
+    ("digits", "expected"),
+    [
+        ("0041D83D0042", "AB"),
+        ("DE000041", "A"),
+        ("D83DDE000041", "\U0001f600A"),
+        ("D83D", None),
+    ],
+)
+def test_halves_of_surrogate_pairs(tmp_path, digits, expected):
+    root = f"/PageLabels << /Nums [0 << /P <FEFF{digits}> >>] >>"
+    document = pdf(Page([(10, 50, "fine")]), title=f"<FEFF{digits}>", root=root)
+    (tmp_path / "a.pdf").write_bytes(document)
+    (page,) = read(source(tmp_path)).values()
+    assert (page.title, page.metadata["label"], page.text) == (expected, expected, "fine")
+
+
+def test_unexpected_error_concerns_one_page(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(pdf(*(Page([(10, 50, f"page{i}")]) for i in range(4))))
+    process = pdfs()
+    numbers = [1, "2", 3, None, 4]
+    results = list(process.stream(5, "read_pages", str(tmp_path / "a.pdf"), numbers, TEXT))
+    assert [results[i]["text"] for i in (0, 2, 4)] == ["page0", "page2", "page3"]
+    assert all(results[i].reason == "unexpected error" for i in (1, 3))
+    assert results[1].detail.startswith("TypeError: unsupported operand")
+    with pytest.raises(Unreadable, match="^unexpected error: AttributeError: .*no_function"):
+        process.call("no_function", str(tmp_path / "a.pdf"))
 
 
 def test_ten_thousand_objects(tmp_path):

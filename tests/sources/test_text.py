@@ -122,7 +122,6 @@ def test_links_are_followed_without_cycles(tmp_path: Path):
 
 def test_invalid_files_are_rejected(tmp_path: Path):
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "utf16.txt").write_bytes("text".encode("utf-16"))
     (tmp_path / "empty.txt").write_bytes(b"")
     (tmp_path / "blank.txt").write_bytes(b"\xef\xbb\xbf \n\t\r\n")
     (tmp_path / "new\nline.txt").write_text("text")
@@ -131,7 +130,6 @@ def test_invalid_files_are_rejected(tmp_path: Path):
     results = {r.item_id: r for r in listed(source(tmp_path))}
     assert {i: r.reason for i, r in results.items() if isinstance(r, Reject)} == {
         "bad.txt": "not UTF-8",
-        "utf16.txt": "not UTF-8",
         "empty.txt": "empty text",
         "blank.txt": "empty text",
         "new\nline.txt": "bad id",
@@ -453,3 +451,34 @@ def test_cranfield_with_passages():
     assert all(
         i.text == whole[i.parent_id][int(i.span[1]) : int(i.span[2])] for i in items if i.span
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "max_characters"),
+    [
+        ("\u0e01\u0e23\u0e38\u0e07\u0e40\u0e17\u0e1e" * 400, 3_000),  # Thai
+        ("\u1797\u17d2\u1793\u17c6\u1796\u17c1\u1789" * 400, 3_000),  # Khmer
+        ("\u0e9e\u0eb2\u0eaa\u0eb2\u0ea5\u0eb2\u0ea7" * 400, 3_000),  # Lao
+        ("\u1019\u103c\u1014\u103a\u1019\u102c" * 800, 3_000),  # Burmese
+        ("\u0f56\u0f7c\u0f51\u0f0b" * 1_000, 3_200),  # Tibetan
+        ("aGVsbG8gd29ybGQ" * 4_000, 40_000),  # encoded data
+    ],
+)
+def test_texts_without_spaces_are_divided(text, max_characters):
+    found = windows(text, Passages(max_words=400, overlap_words=50))
+    assert found[0][0] == 0 and found[-1][1] == len(text) and len(found) > 1
+    assert all(end - start <= max_characters for start, end in found)
+    assert all(before[1] > after[0] for before, after in itertools.pairwise(found))
+
+
+def test_encodings(tmp_path):
+    for encoding in ("utf-8-sig", "utf-16", "utf-32", "latin-1"):
+        (tmp_path / f"{encoding}.txt").write_bytes("a caf\xe9 table".encode(encoding))
+    spec = Text.Spec(path=str(tmp_path))
+    found = {e.item_id: e for shard in Text(spec).shards() for e in Text(spec).scan(shard)}
+    latin = found.pop("latin-1.txt")
+    assert latin.reason == "not UTF-8" and latin.detail == (
+        "text must be UTF-8, or UTF-16 or UTF-32 with a byte order mark,"
+        " got byte 0xe9 at position 5"
+    )
+    assert {item.text for item in found.values()} == {"a caf\xe9 table"} and len(found) == 3

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pipeline.config import SpecError, within
 from pipeline.eval import Benchmark, JudgedQueries
+from pipeline.schema import is_blank
 from pipeline.sources.ir_datasets import DatasetSpec, open_dataset, reading
 
 
@@ -38,7 +39,7 @@ class IrDatasets(Benchmark["IrDatasets.Spec"]):
                         names = [name for name in query._fields if name != "query_id"]
                         raise SpecError.unknown_name("query_field", spec.query_field, names)
                 qrels = dataset.qrels_dict()
-            texts = {query_id: text for query_id, text in texts.items() if text.strip()}
+            texts = {query_id: text for query_id, text in texts.items() if not is_blank(text)}
             judged = {query_id: text for query_id, text in texts.items() if query_id in qrels}
             if not judged:
                 rule = "a dataset with a judged query"

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config import SpecError
 from pipeline.eval import JudgedQueries
+from pipeline.schema import is_blank
 
 _SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
@@ -53,7 +54,7 @@ def read_queries(path: str, field: str = "queries") -> dict[str, str]:
     queries: dict[str, str] = {}
     for number, line in read_lines(path, field):
         query_id, text = _parse_query(line)
-        if not query_id or not text or not text.strip() or _SURROGATES.search(query_id + text):
+        if not query_id or not text or is_blank(text) or _SURROGATES.search(query_id + text):
             rule = 'a line {"_id": "1", "text": "..."} or id<TAB>text, neither empty'
             raise SpecError(field, line[:80], rule, note=f" (line {number} of {path})")
         if query_id in queries:

@@ -36,6 +36,7 @@ import yaml
 from pipeline.config import SpecError, absolute, digest, dump, parse
 from pipeline.eval.results import read_results
 from pipeline.logs import FORMAT_VARIABLE
+from pipeline.schema import is_blank
 from pipeline.search.fusion import FUSED
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
@@ -153,9 +154,10 @@ class EvaluationStore:
                 "invalid_argument", f"k must be at most {limits.max_k}, got {request.k}", "k"
             )
         for name, text in (request.queries or {}).items():
-            if len(text) > limits.max_query_chars or not text.strip():
+            if len(text) > limits.max_query_chars or is_blank(text):
                 rule = f"non-blank texts of at most {limits.max_query_chars:,} characters"
-                value = f"{len(text):,} characters for {name!r}" if text.strip() else repr(text)
+                value = f"{len(text):,} characters for {name!r}"
+                value = repr(text) if is_blank(text) else value
                 raise ApiError(
                     "invalid_argument", f"queries must be {rule}, got {value}", "queries"
                 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import PlainTextResponse
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from pipeline.serve import wire
@@ -42,8 +43,19 @@ KeyDependency = Annotated[Key, Depends(_key)]
 GatewayDependency = Annotated[Gateway, Depends(_gateway)]
 #: Headers of previews, which a browser may keep for the user of the access key.
 PREVIEW_HEADERS = {"Cache-Control": "private, max-age=300", "X-Content-Type-Options": "nosniff"}
-public = APIRouter()
-api = APIRouter(prefix="/v1")
+
+
+class Route(APIRoute):
+    """Route that answers HEAD like GET. The server sends no body."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any):
+        super().__init__(path, endpoint, **options)
+        if "GET" in self.methods:
+            self.methods.add("HEAD")
+
+
+public = APIRouter(route_class=Route)
+api = APIRouter(prefix="/v1", route_class=Route)
 
 
 def _log(request: Request, **fields: Any) -> str:

@@ -75,6 +75,7 @@ ErrorCode = Literal[
     "conflict",  # 409
     "gone",  # 410: the source file of a preview was removed or modified
     "too_large",  # 413
+    "unsupported_media_type",  # 415: the encoding of the body is not supported
     "range_not_satisfiable",  # 416: the requested range of bytes is not in the file
     "rate_limited",  # 429
     "internal",  # 500

@@ -253,6 +253,8 @@ def test_default_representation_is_full(searcher):
         ("lift", {"filter": "lift of a wing"}, "filter", "does not parse near 'of' at character 6"),
         ("lift", {"filter": "colour = 'red'"}, "filter", "unknown column 'colour' at character 1"),
         (" ", {}, "query", "a text with at least one word, got ' '"),
+        ("\u200b", {}, "query", "a text with at least one word, got '\\u200b'"),
+        ("\ufeff\u3164\n\u2800", {}, "query", "a text with at least one word"),
         (["lift", ""], {}, "query", "a text with at least one word, got '' (query 2 of 2)"),
         (np.ones((2, 5)), {}, "query", "of dimension 384, got 'vectors of dimension 5'"),
         (np.ones(384), {}, "query", "a numeric array of shape (query tokens, dim), got 'an array"),

@@ -348,7 +348,7 @@ async def evaluations(
     gateway: GatewayDependency,
     limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of evaluations.")] = 100,
 ) -> wire.EvaluationList:
-    """Lists the evaluations created with the access key, newest first."""
+    """Lists the evaluations created with the access key and those of jobs, newest first."""
     store = gateway.evaluations(key)
     return wire.EvaluationList(
         evaluations=await run_in_threadpool(_list_evaluations, store, key, limit)
@@ -360,7 +360,7 @@ def _list_evaluations(store: EvaluationStore, key: Key, limit: int) -> list[wire
     for name in store.names():
         with contextlib.suppress(ApiError):  # deleted concurrently
             request, evaluation = store.evaluation(name)
-            if request["key"] == key.name and key.can_access(request["index"]):
+            if request["key"] in (key.name, None) and key.can_access(request["index"]):
                 evaluations.append(evaluation)
         if len(evaluations) == limit:
             break
@@ -376,13 +376,13 @@ async def evaluation(
 
 
 async def _evaluation(store: EvaluationStore, key: Key, name: str) -> wire.Evaluation:
-    """Returns an evaluation.
+    """Returns an evaluation of the access key or of a job, whose key is None.
 
     Raises:
-        ApiError: The key has not created such an evaluation.
+        ApiError: The key cannot access such an evaluation.
     """
     request, evaluation = await run_in_threadpool(store.evaluation, name)
-    if request["key"] != key.name or not key.can_access(request["index"]):
+    if request["key"] not in (key.name, None) or not key.can_access(request["index"]):
         raise ApiError("not_found", f"unknown evaluation {name!r}")
     return evaluation
 

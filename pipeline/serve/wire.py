@@ -826,7 +826,7 @@ class Evaluation(Response):
 
 
 class EvaluationList(Response):
-    """Evaluations created with the access key."""
+    """Evaluations created with the access key, and those of jobs."""
 
     evaluations: list[Evaluation]
     """Evaluations, newest first."""

@@ -54,7 +54,9 @@ export class Evaluations {
       return;
     }
     if (!evaluations.length) {
-      const text = "Create one with POST /v1/evaluations or the Python client.";
+      const text =
+        "Create one with POST /v1/evaluations or the Python client, or let a job write its output " +
+        "to a folder below evaluations.folder.";
       replace(container, h("div.empty", {}, h("h2", {}, "No evaluations"), h("p", {}, text)));
       return;
     }

@@ -70,6 +70,8 @@ def create_app(create_gateway: Callable[[], Awaitable[Gateway]]) -> FastAPI:
         summary="Multimodal multi-vector search, reranking and evaluation.",
         version=__version__,
         lifespan=lifespan,
+        docs_url=None,  # the pages of FastAPI load scripts from the internet
+        redoc_url=None,
         responses={"default": {"model": wire.ErrorResponse, "description": "Error"}},
         generate_unique_id_function=_operation_id,
         telemetry={"tracing": False},  # its spans would not belong to the traces of Ray Serve

@@ -67,6 +67,17 @@ def test_document(anonymous):
     assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=", response.text)
 
 
+def test_pages_need_no_internet(anonymous):
+    """No page loads anything from another origin, whose names are those of XML and of links."""
+    for path in ("/", "/docs"):
+        response = anonymous.get(path)
+        assert response.headers["content-security-policy"] == search_page.POLICY
+        for link in re.findall(r'(?:src|href)="([^"]+)"', response.text):
+            assert not re.match(r"\w+:|//", link)
+            assert anonymous.get(f"/{link}").status_code == 200
+    assert anonymous.get("/redoc").status_code == 404
+
+
 @pytest.mark.parametrize("name", sorted(search_page.assets()))
 @pytest.mark.parametrize("encoding", ["gzip", "identity"])
 def test_assets(anonymous, name, encoding):

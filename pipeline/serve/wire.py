@@ -361,6 +361,9 @@ class Word(Response):
     credit: float
     """Share of the MaxSim score that the vectors of the word add, summed over the query tokens.
     Each of several words that share a vector has all of its credit."""
+    highlight: float
+    """Value of the word in a map of the whole query: its part of the contribution of its vector,
+    which all words of the vector share, or its contribution to a passage if that is higher."""
     contribution: float
     """Like `credit`, for the score beyond its mean. It is small for stop words."""
     vector: int | None = None

@@ -358,9 +358,9 @@ def test_archives(page):
 
 def test_values_of_a_strip(page):
     words = [
-        {"times": [0, 1], "similarities": [0.5], "contribution": 0.1},
-        {"times": [1, 2], "similarities": [1.0], "contribution": 0.2},
-        {"times": None, "similarities": [9.0], "contribution": 9},
+        {"times": [0, 1], "similarities": [0.5], "highlight": 0.1},
+        {"times": [1, 2], "similarities": [1.0], "highlight": 0.2},
+        {"times": None, "similarities": [9.0], "highlight": 9},
     ]
     view = {"token": 0, "range": [0, 1]}
     span = {"start": 0, "end": 4}

@@ -167,6 +167,9 @@ def _check_indexes(settings: ServeSpec) -> None:
         searcher = open_index(served.uri)
         for name in served.preload:
             searcher.representation(name)
+        for number, example in enumerate(served.examples):
+            with within(f"indexes.{index}.examples[{number}]"):
+                searcher.representation(example.representation)
         for name, candidates in served.candidates.items():
             with within(f"indexes.{index}.candidates.{name}"):
                 info = searcher.representation(name)

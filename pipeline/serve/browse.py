@@ -57,7 +57,7 @@ async def facets(
             for facet in found.facets
         ],
         sizes=[wire.RepresentationSize.model_validate(vars(size)) for size in found.sizes],
-        examples=found.examples,
+        examples=[wire.ExampleQuery.model_validate(vars(example)) for example in found.examples],
     )
 
 

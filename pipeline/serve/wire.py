@@ -684,6 +684,15 @@ class RepresentationSize(Response):
     """Mean size of the vectors of an item, in bytes."""
 
 
+class ExampleQuery(Response):
+    """Example query."""
+
+    query: str
+    """Text of the query."""
+    representation: str
+    """Name of the representation that answers it."""
+
+
 class IndexFacets(Response):
     """Facets of the items of an index, sizes of its representations, and example queries."""
 
@@ -697,7 +706,7 @@ class IndexFacets(Response):
     """Facets."""
     sizes: list[RepresentationSize]
     """Sizes of the representations."""
-    examples: list[str]
+    examples: list[ExampleQuery]
     """Example queries: those in the settings of the server, else short texts of some items."""
 
 

@@ -176,26 +176,36 @@ async function loadFacets(signal) {
 
 function fillExamples() {
   const examples = facetsByIndex.get(state.index)?.examples ?? [];
-  const chips = examples.map((text) =>
-    h(
+  const chips = examples.map((example) => {
+    const change = { q: example.query, item: "", box: "", times: "", open: "", ...answering(example) };
+    return h(
       "a.chip",
       {
-        href: `./${formatState({ ...state, q: text, item: "", box: "", times: "", open: "" })}`,
+        href: `./${formatState({ ...state, ...change })}`,
         on: {
           click: (event) => {
             if (event.ctrlKey || event.metaKey || event.shiftKey) return;
             event.preventDefault();
             image = null;
-            go({ q: text, item: "", box: "", times: "", open: "" });
+            go(change);
           },
         },
       },
-      text,
-    ),
-  );
+      example.query,
+    );
+  });
   const isShown = chips.length > 0 && state.view !== "evaluations" && !hasQuery(state, image);
   $("examples").hidden = !isShown;
   replace($("examples"), h("span.facet-name", {}, "Try"), chips);
+}
+
+/** Returns the change to the representation of an example, or to none if the current one suits. */
+function answering({ representation }) {
+  const info = indexInfo(state, indexes);
+  const current = currentRepresentation(state, info);
+  const other = info?.representations.find(({ name }) => name === representation);
+  const isSame = current?.encoder === other?.encoder && current?.field === other?.field;
+  return isSame ? {} : { rep: representation, rep2: "", rerank: "", rerank2: "" };
 }
 
 // -- query ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from pipeline.search.explain import (
 )
 from pipeline.search.query import AnyQuery, Queries
 from pipeline.search.searcher import Searcher
-from pipeline.search.stored_items import read_stored_item
+from pipeline.search.stored_items import read_stored_item, token_vectors
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,13 @@ def similarity_map(
     words = _words(text or "", spans_T2, extents_T6, output_T, sim_MT, credit_T, contribution_T)
     tokens = queries.token_texts[0]
     positions = spans_T2, extents_T6, text, confidence_T
-    passages = find_passages(tokens, weighted_MN, output_T, *positions)
+    tokens_TD = token_vectors(searcher.index, info, [item_id]).get(item_id)
+    if tokens_TD is None or len(tokens_TD) != len(output_T):
+        passages = find_passages(tokens, weighted_MN, output_T, *positions)
+    else:
+        weights_M = queries.token_weights[0].numpy()
+        sim_MT = queries.tokens[0].numpy() @ tokens_TD.T * weights_M[:, None]
+        passages = find_passages(tokens, sim_MT, np.arange(len(tokens_TD)), *positions)
     score = float(weighted_MN.max(axis=1).sum())
     return SimilarityMap(item_id, name, tokens, contribution_M.tolist(), words, score, passages)
 

@@ -82,7 +82,7 @@ def test_drains_requests_on_sigterm(server):
     assert process.returncode == 143 and "stopped after draining in-flight requests" in err
     # Each step of the start has a line with its time, and Ray's messages on its end are not shown.
     steps = [line.partition(" ")[2] for line in out.splitlines()]
-    assert steps[0] == "starting Ray" and re.fullmatch(r"loading index \(\d+ s\)", steps[2])
+    assert steps[0] == "starting Ray" and re.fullmatch(r"loading \S+ \(\d+ s\)", steps[2])
     started = {step.split()[1] for step in steps if re.fullmatch(r"started \S+ \(\d+ s\)", step)}
     assert "Encoder" in started and steps[-1] == "draining in-flight requests"
     assert "retries" not in out + err

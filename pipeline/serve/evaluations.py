@@ -413,7 +413,7 @@ class Evaluator:
             set_state(folder, "cancelled")
             return
         _write(folder / "state.json", {"state": "running"})
-        command = [sys.executable, "-m", "jobs.evaluate", str(folder / "spec.yaml")]
+        command = [sys.executable, "-P", "-m", "jobs.evaluate", str(folder / "spec.yaml")]
         # Its last line is read as text.
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", FORMAT_VARIABLE: "text"}
         with (folder / "log").open("ab") as log:

@@ -361,9 +361,14 @@ def _start_ray(options: Mapping[str, Any]) -> None:
     import ray
 
     address = os.environ.get("RAY_ADDRESS")
+    # Workers would import modules from the working directory first, in which another project may
+    # have folders named `jobs` or `pipeline`, even if this process does not (`maxray`).
+    is_separate = not address and not {"", os.getcwd()} & {*sys.path}
+    if is_separate or logs.is_json():
+        # Ray adds the working directory to the path of the workers except for jobs of Ray Client.
+        options = {**options, "job_config": ray.job_config.JobConfig(_client_job=is_separate)}
     if logs.is_json():
         # `ray.init(logging_config=...)` would configure the log of this process as well.
-        options = {**options, "job_config": ray.job_config.JobConfig()}
         options["job_config"].set_py_logging_config(ray.LoggingConfig(encoding="JSON"))
     handler = signal.getsignal(signal.SIGTERM)
     try:

@@ -28,7 +28,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,8 @@ if TYPE_CHECKING:  # imported on use, so --help is fast
     from pipeline.serve.settings import ServeSpec
 
 APPLICATION = "maxray"
+#: Interval at which the deployments are checked while the server starts, in seconds.
+STATUS_SECONDS = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,8 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _check_indexes(settings)
     signal.signal(signal.SIGTERM, _stop)
     set_ray_serve_env()
+    start = time.monotonic()
+    jobs.say("starting Ray")
     with jobs.cluster():
-        serve(settings, args.host, args.port)
+        serve(settings, args.host, args.port, start)
 
 
 def _parser() -> jobs.Parser:
@@ -167,6 +172,9 @@ def _check_indexes(settings: ServeSpec) -> None:
         searcher = open_index(served.uri)
         for name in served.preload:
             searcher.representation(name)
+        for number, example in enumerate(served.examples):
+            with within(f"indexes.{index}.examples[{number}]"):
+                searcher.representation(example.representation)
         for name, candidates in served.candidates.items():
             with within(f"indexes.{index}.candidates.{name}"):
                 info = searcher.representation(name)
@@ -201,8 +209,15 @@ def set_ray_serve_env() -> None:
         os.environ.setdefault(name, value)
 
 
-def serve(settings: ServeSpec, host: str, port: int) -> None:
-    """Runs the application on the Ray cluster of this process until this process is stopped."""
+def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
+    """Runs the application on the Ray cluster of this process until this process is stopped.
+
+    Args:
+        settings: Settings of the server.
+        host: Address of the server.
+        port: Port of the server.
+        start: Value of the monotonic clock when the start of the server began, in seconds.
+    """
     from ray import serve as ray_serve
 
     from pipeline.serve.app import build
@@ -211,15 +226,45 @@ def serve(settings: ServeSpec, host: str, port: int) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # does not affect the replicas
     # The log of the replicas is always JSON.
     logging_config = {"encoding": "JSON"} if logs.is_json() else None
+    jobs.say(f"starting the HTTP proxy ({time.monotonic() - start:.0f} s)")
     ray_serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
     try:
-        ray_serve.run(build(settings), name=APPLICATION, route_prefix="/")
         names = ", ".join(settings.indexes)
+        jobs.say(f"loading {names} ({time.monotonic() - start:.0f} s)")
+        with _starts_reported(start):
+            ray_serve.run(build(settings), name=APPLICATION, route_prefix="/")
         jobs.say(f"serving {names}; search page: {address}/; API documentation: {address}/docs")
         threading.Event().wait()
     finally:
         jobs.say("draining in-flight requests")
         asyncio.run(_shut_down(settings.timeouts.drain_s))
+
+
+@contextlib.contextmanager
+def _starts_reported(start: float) -> Iterator[None]:
+    """Prints a line when a deployment has started, in a background thread."""
+    from ray import serve as ray_serve
+
+    is_done = threading.Event()
+
+    def report() -> None:
+        ready: set[str] = set()
+        while not is_done.wait(STATUS_SECONDS):
+            with contextlib.suppress(Exception):  # the lines are only informative
+                application = ray_serve.status().applications.get(APPLICATION)
+                deployments = application.deployments if application else {}
+                for name, status in deployments.items():
+                    if status.status == "HEALTHY" and name not in ready and not is_done.is_set():
+                        ready.add(name)
+                        jobs.say(f"started {name} ({time.monotonic() - start:.0f} s)")
+
+    thread = threading.Thread(target=report, name="starts", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
 
 
 async def _shut_down(drain_s: float) -> None:
@@ -230,10 +275,14 @@ async def _shut_down(drain_s: float) -> None:
 
     with contextlib.suppress(Exception):  # shut down even if draining fails
         await drain(APPLICATION, drain_s)
+    # Until this process exits, a thread of Ray prints that calls of the killed controller have
+    # failed and are retried infinitely often.
+    sys.stdout.flush()
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         await ray_serve.shutdown_async()
     except Exception as error:  # Ray Serve may not have started yet
-        jobs.say(f"Ray Serve did not shut down: {first_line(error)}")
+        print(f"Ray Serve did not shut down: {first_line(error)}", file=sys.stderr)
 
 
 def _stop(*_: object) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -118,6 +119,21 @@ def present_reason(reason: str) -> str:
 
 MAX_ID_LENGTH = 512
 _INVALID_ID_CHARACTERS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")  # Arrow rejects surrogates
+
+
+#: Unicode categories of separators, control and format characters, and marks without a letter.
+_BLANK_CATEGORIES = {"Zs", "Zl", "Zp", "Cc", "Cf", "Mn", "Me"}
+#: Letters and symbols that are drawn as space: the Hangul fillers and the blank Braille pattern.
+_BLANK_LETTERS = "\u115f\u1160\u3164\uffa0\u2800"
+
+
+def is_blank(text: str) -> bool:
+    """Checks whether a text has no visible character.
+
+    >>> is_blank(" \u200b\ufeff"), is_blank("?")
+    (True, False)
+    """
+    return all(unicodedata.category(c) in _BLANK_CATEGORIES or c in _BLANK_LETTERS for c in text)
 
 
 def item_id_problem(item_id: Any) -> str | None:

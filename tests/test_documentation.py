@@ -44,11 +44,13 @@ PROGRAMS = {
     "echo",
     "export",
     "git",
+    "helm",
     "kubectl",
     "mkdir",
     "pip",
     "pre-commit",
     "sbatch",
+    "sed",
     ".",
 }
 #: Languages of blocks that are not executed.

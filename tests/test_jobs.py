@@ -458,3 +458,17 @@ def test_submits_the_index_job(head, tmp_path, collection):
     (job,) = status(str(tmp_path / "index"))["jobs"]
     assert job["state"] == "done"
     assert json.loads((tmp_path / f"index/jobs/{job['job']}/summary.json").read_text()) == job
+
+
+def test_folders_of_the_same_names_in_the_working_directory(index_uri, tmp_path):
+    """As started by `maxray`, neither a job nor its workers import modules of another project."""
+    for name in ("jobs", "pipeline"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('another project')")
+    command = [sys.executable, "-P", "-m", "jobs", "search", index_uri, "lift", "--actors", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0 and "wing/1" in done.stdout, done.stderr

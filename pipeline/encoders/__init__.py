@@ -18,6 +18,7 @@ import torch
 from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
 from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.templates import Templates
+from pipeline.schema import is_blank
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
@@ -340,7 +341,7 @@ def check_query_texts(texts: Sequence[str]) -> None:
     if not texts:
         raise SpecError("query", [], "at least one text")
     for text in texts:
-        if not text.strip():
+        if is_blank(text):
             raise SpecError("query", text, "a text with at least one word")
 
 

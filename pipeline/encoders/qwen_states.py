@@ -32,6 +32,7 @@ from pipeline.encoders.templates import (
     fill_template,
 )
 from pipeline.encoders.trained import appended_hashes, check_appended_tokens
+from pipeline.schema import is_blank
 from pipeline.taps import MODEL_STATISTICS
 from pipeline.tokens import SPECIAL, VISUAL
 
@@ -287,7 +288,7 @@ class StatesReader(QwenReader[StatesSpecT]):
         Raises:
             SpecError: The text is empty, or the query cannot be read by the model.
         """
-        if not text.strip():
+        if is_blank(text):
             raise SpecError("query", text, "a text with at least one word")
         images = [(image, np.nan, np.nan)]
         return self.with_token_names(self._read_query(text, images, is_composed=True), text)

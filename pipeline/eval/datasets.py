@@ -9,6 +9,7 @@ from pydantic import PositiveInt
 
 from pipeline.config import ComponentSpec, SpecError
 from pipeline.eval import JudgedQueries
+from pipeline.schema import is_blank
 from pipeline.sources.completeness import check_number
 
 
@@ -56,6 +57,6 @@ def judged_queries(
 def check_texts(texts: Mapping[str, str], query_ids: Iterable[str], location: str) -> None:
     """Raises `SpecError` if the text of a query is blank."""
     for query_id in query_ids:
-        if not texts[query_id].strip():
+        if is_blank(texts[query_id]):
             rule = "a text with at least one word"
             raise SpecError("benchmark", texts[query_id], rule, note=f" ({query_id} of {location})")

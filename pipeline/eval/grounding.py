@@ -26,6 +26,7 @@ from pipeline.eval.relevance_maps import (
 from pipeline.eval.topics import parse_row, read_lines
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index, combine_filters
+from pipeline.schema import is_blank
 from pipeline.search.explain import assigned_vectors, prefix_assignment
 from pipeline.search.searcher import Searcher
 from pipeline.texts import WORD
@@ -63,7 +64,9 @@ def read_phrases(path: str) -> list[Phrase]:
             boxes = np.array(row["boxes"], float)
             item_id, text = row["item_id"], row["phrase"]
             whole = boxes.ndim == 2 and boxes.shape[1] == 4 and len(boxes) > 0
-            is_valid = isinstance(item_id, str) and isinstance(text, str) and text.strip() and whole
+            is_valid = (
+                isinstance(item_id, str) and isinstance(text, str) and not is_blank(text) and whole
+            )
         except (ValueError, KeyError, TypeError):
             is_valid = False
         if not is_valid:

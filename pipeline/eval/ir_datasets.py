@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pipeline.config import SpecError, within
 from pipeline.eval import Benchmark, JudgedQueries
+from pipeline.schema import is_blank
 from pipeline.sources.ir_datasets import DatasetSpec, open_dataset, reading
 
 
@@ -36,7 +37,7 @@ class IrDatasets(Benchmark["IrDatasets.Spec"]):
                 for query in dataset.queries_iter():
                     texts[query.query_id] = _text(query, spec.query_field)
                 qrels = dataset.qrels_dict()
-            texts = {query_id: text for query_id, text in texts.items() if text.strip()}
+            texts = {query_id: text for query_id, text in texts.items() if not is_blank(text)}
             judged = {query_id: text for query_id, text in texts.items() if query_id in qrels}
             if not judged:
                 rule = "a dataset with a judged query"

@@ -14,6 +14,7 @@ from pipeline.config import SpecError, within
 from pipeline.decoding import Unreadable
 from pipeline.eval import Benchmark, BenchmarkRow, JudgedQueries
 from pipeline.eval.topics import group_categories
+from pipeline.schema import is_blank
 from pipeline.sources.manifests import to_json_value
 from pipeline.sources.mteb_tasks import (
     MODALITIES,
@@ -222,7 +223,7 @@ def _queries(task: Task, data: TaskData) -> tuple[dict[str, str], dict[str, byte
     for row in data.queries:
         query_id = str(row["id"])
         text = query_text(row) if "text" in modalities else ""
-        if "text" in modalities and not text.strip():
+        if "text" in modalities and is_blank(text):
             continue  # some tasks have empty queries
         texts[query_id] = text
         if "image" in modalities:

@@ -15,6 +15,7 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.eval import JudgedQueries
 from pipeline.paths import open_file
+from pipeline.schema import is_blank
 from pipeline.sources.text import parse_object
 
 _SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
@@ -86,7 +87,7 @@ def read_queries(path: str, field: str = "queries") -> dict[str, str]:
             query_id = _clean_id(name)
             if number == 1 and _is_header(name, text):
                 continue
-        if not query_id or not isinstance(text, str) or not text.strip():
+        if not query_id or not isinstance(text, str) or is_blank(text):
             raise SpecError(field, line[:80], rule, note=note)
         if query_id in queries:
             raise SpecError(field, query_id, "a unique id", "occurs twice", f" (line {number})")

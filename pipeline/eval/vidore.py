@@ -14,6 +14,7 @@ from pipeline.eval import Benchmark, JudgedQueries, Phrase
 from pipeline.eval.boxes import normalise_box
 from pipeline.eval.datasets import DatasetSpec, judged_queries
 from pipeline.eval.topics import group_categories
+from pipeline.schema import is_blank
 from pipeline.sources.annotations import read_table
 
 
@@ -124,7 +125,7 @@ class Vidore(Benchmark["Vidore.Spec"]):
         languages: set[str] = set()
         for location, row in read_table(posixpath.join(self.spec.path, "queries"), (), "path"):
             query_id, text = _id(row, "query", location), row.get("query")
-            if not isinstance(text, str) or not text.strip():
+            if not isinstance(text, str) or is_blank(text):
                 raise SpecError("path", text, "a query with a text", note=f" ({location})")
             languages.add(str(row.get("language")))
             if self.spec.language is None or row.get("language") == self.spec.language:

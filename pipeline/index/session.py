@@ -17,11 +17,6 @@ from concurrent import futures
 from typing import Any
 
 import ray
-from ray.data.context import (
-    DEFAULT_DOWNSTREAM_CAPACITY_BACKPRESSURE_RATIO,
-    DEFAULT_EXECUTION_NO_PROGRESS_TIMEOUT_S,
-)
-from ray.data.exceptions import ExecutionTimeoutError
 
 from pipeline import logs, tracing
 from pipeline.atomic import write_atomic
@@ -263,6 +258,13 @@ def checked_call(check: Callable[[], None], function: Callable[..., Any], *argum
 
 def configure_ray_data(profile: Profile = Profile()) -> None:  # noqa: B008 - immutable
     """Configures Ray Data for the streams of jobs."""
+    # Imported here, because the processes of a server use this module without Ray Data.
+    import ray.data
+    from ray.data.context import (
+        DEFAULT_DOWNSTREAM_CAPACITY_BACKPRESSURE_RATIO,
+        DEFAULT_EXECUTION_NO_PROGRESS_TIMEOUT_S,
+    )
+
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     # By default one row (a unit or a fragment number) per block, the granularity of scheduling and
@@ -282,6 +284,8 @@ def iter_rows(dataset: ray.data.Dataset) -> Iterator[dict[str, Any] | None]:
 
     A background thread consumes the dataset, so that the caller can act between rows.
     """
+    from ray.data.exceptions import ExecutionTimeoutError
+
     rows: queue.Queue = queue.Queue(maxsize=8)
 
     def consume() -> None:

@@ -26,6 +26,7 @@ from pipeline.search.explain import (
 )
 from pipeline.search.query import Queries
 from pipeline.search.score import Ranking
+from pipeline.search.stored_items import token_vectors
 
 #: Number of hits described per slice of work.
 SLICE_HITS = 64
@@ -63,6 +64,9 @@ def describe_in_slices(
         for i, item_id in enumerate(ranking.item_ids):
             if num_described and num_described % SLICE_HITS == 0:
                 yield
+            if vectors and i % SLICE_HITS == 0:
+                item_ids = ranking.item_ids[i : i + SLICE_HITS]
+                vectors_of_tokens = token_vectors(index, info, item_ids)
             num_described += 1
             row = rows[item_id]
             text = row.get(info.text_column)
@@ -73,7 +77,11 @@ def describe_in_slices(
                 sim_MN = (queries.tokens[query] @ vectors[i][: info.max_vectors].T).numpy()
                 texts = queries.token_texts[query]
                 matches = tokens.matches(texts, sim_MN, weights_M)
-                passages = tokens.passages(texts, sim_MN * weights_M[:, None], text)
+                sim_MT = None
+                if item_id in vectors_of_tokens:
+                    tokens_TD = vectors_of_tokens[item_id]
+                    sim_MT = queries.tokens[query].numpy() @ tokens_TD.T * weights_M[:, None]
+                passages = tokens.passages(texts, sim_MN * weights_M[:, None], text, sim_MT)
             hit = Hit(
                 rank=i + 1,
                 score=ranking.scores[i],
@@ -166,13 +174,26 @@ class _InputTokens:
         return tuple(matches)
 
     def passages(
-        self, query_tokens: Sequence[str], sim_MN: np.ndarray, text: str | None
+        self,
+        query_tokens: Sequence[str],
+        sim_MN: np.ndarray,
+        text: str | None,
+        sim_MT: np.ndarray | None = None,
     ) -> tuple[Passage, ...]:
-        """Finds the passages that match the query best, see `find_passages`."""
+        """Finds the passages that match the query best, see `find_passages`.
+
+        Args:
+            query_tokens: Texts of the query tokens.
+            sim_MN: Similarities of the query tokens with the vectors of the item.
+            text: Text of the item.
+            sim_MT: Similarities with the vectors of its input tokens, if they are known.
+        """
         num_tokens = len(self.spans or self.extents or ())
         if not num_tokens:
             return ()
-        if self.form == "identity":
+        if sim_MT is not None and sim_MT.shape[1] == num_tokens:
+            sim_MN, output_T = sim_MT, np.arange(num_tokens)
+        elif self.form == "identity":
             output_T = np.arange(num_tokens)
         elif self.assignment is not None:
             output_T = assigned_vectors(self.assignment, self.form, num_tokens)

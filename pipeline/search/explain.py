@@ -184,9 +184,10 @@ def find_passages(
         gain(W) = sum over m of max(0, max_{t in W} e_mt - f_m)
         cost(W) = mean_m c_m * length(W) / `TOKEN_CHARACTERS`
 
-    Here e_mt is s_mt - mean_n s_mn, or 0 if that is below c_m / 2 (the token does not match), and
-    f_m is the highest e_mt inside the passages found before. Passages are selected greedily by gain
-    minus cost. Every passage after the first must gain at least `MIN_SHARE` of the sum of all c_m.
+    Here e_mt is s_mt - mean_n s_mn, or 0 if that is below c_m / 2 (the token does not match) or if
+    the text of another token of the same vector equals the query token, and f_m is the highest e_mt
+    inside the passages found before. Passages are selected greedily by gain minus cost. Every
+    passage after the first must gain at least `MIN_SHARE` of the sum of all c_m.
 
     A passage is either a window of consecutive tokens in reading order, within one frame or within
     speech, or a region of adjacent image patches.
@@ -216,6 +217,7 @@ def find_passages(
     best_M = best_M[selected]
     e_MT = np.where(output_T < 0, 0.0, sim_MN[selected][:, output_T] - mean_M[selected, None])
     e_MT[e_MT < best_M[:, None] / 2] = 0.0
+    e_MT[_other_words([query_tokens[m] for m in selected], output_T, spans_T2, text or "")] = 0.0
     words = _Words(e_MT, spans_T2, extents_T6, best_M.mean() / TOKEN_CHARACTERS)
     patches = _Patches(e_MT, spans_T2, extents_T6)
     floor_M = np.zeros(len(selected))
@@ -244,6 +246,22 @@ def find_passages(
         floor_M = np.maximum(floor_M, inside_M)
         taken_T[tokens] = True
     return tuple(passages)
+
+
+def _other_words(
+    query_tokens: Sequence[str], output_T: np.ndarray, spans_T2: np.ndarray, text: str
+) -> np.ndarray:
+    """Finds tokens that share the vector of a token whose text equals a query token, (M, T) bool.
+
+    The vector is equally similar to all of them, but stands for the query token because of this
+    one.
+    """
+    words_T = np.array([text[start:end].lower() if start >= 0 else "" for start, end in spans_T2])
+    others_MT = np.zeros((len(query_tokens), len(output_T)), bool)
+    for query_token, others_T in zip(query_tokens, others_MT, strict=True):
+        is_equal_T = (words_T == query_token.lower()) & (output_T >= 0)
+        others_T[:] = np.isin(output_T, output_T[is_equal_T]) & ~is_equal_T
+    return others_MT
 
 
 class _Words:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index, quote
 
 #: Columns with facets.
@@ -54,12 +54,25 @@ class RepresentationSize:
 
 
 @dataclass(frozen=True)
+class ExampleQuery:
+    """Example query.
+
+    Attributes:
+        query: Text of the query.
+        representation: Name of the representation that answers it.
+    """
+
+    query: str
+    representation: str
+
+
+@dataclass(frozen=True)
 class IndexFacets:
     """Facets of an index, sizes of its representations and example queries."""
 
     facets: list[Facet]
     sizes: list[RepresentationSize]
-    examples: list[str]
+    examples: list[ExampleQuery]
 
 
 def index_facets(index: Index) -> IndexFacets:
@@ -106,40 +119,66 @@ def _size(index: Index, name: str, num_items: int) -> RepresentationSize | None:
     return RepresentationSize(name, length, length * codec.token_bytes(info.dim))
 
 
-def _examples(index: Index, groups: Counter[tuple[str, ...]]) -> list[str]:
-    """Returns short texts of items, of as many modalities and sources as possible."""
-    stored = index.schema.names
-    columns = [name for name in ("title", "caption", "text") if name in stored]
+def _examples(index: Index, groups: Counter[tuple[str, ...]]) -> list[ExampleQuery]:
+    """Returns short texts of items, of as many modalities and sources as possible.
+
+    Each comes with a representation in which the item has vectors of this text.
+    """
+    answering = _example_representations(index)
     by_group = []
     for values, _ in groups.most_common(NUM_EXAMPLES):
         pairs = zip(FACET_COLUMNS, values, strict=True)
-        filter = " AND ".join(f"{column} = {quote(value)}" for column, value in pairs)
-        with index.corruption_errors():
-            table = index.dataset.to_table(columns, filter=filter, limit=2 * NUM_EXAMPLES)
-        texts = [_example(row) for row in table.to_pylist()]
-        by_group.append([text for text in dict.fromkeys(texts) if text])
+        condition = " AND ".join(f"{column} = {quote(value)}" for column, value in pairs)
+        found: list[ExampleQuery] = []
+        for field, info in answering.items():
+            with index.corruption_errors():
+                table = index.dataset.to_table(
+                    [field, info.column],
+                    filter=f"{condition} AND {field} IS NOT NULL",
+                    limit=2 * NUM_EXAMPLES,
+                )
+            rows = table.filter(table[info.column].is_valid())[field].to_pylist()
+            texts = dict.fromkeys(filter(None, map(_example, rows)))
+            found += [ExampleQuery(text, info.name) for text in texts]
+        by_group.append(found)
     longest = max(map(len, by_group), default=0)
-    texts = [group[i] for i in range(longest) for group in by_group if i < len(group)]
-    return list(dict.fromkeys(texts))[:NUM_EXAMPLES]
+    examples: dict[str, ExampleQuery] = {}
+    for example in (group[i] for i in range(longest) for group in by_group if i < len(group)):
+        examples.setdefault(example.query, example)
+    return list(examples.values())[:NUM_EXAMPLES]
 
 
-def _example(row: dict[str, Any]) -> str:
-    r"""Returns the first sentence or line of an item with at least two words, cut to a query.
+def _example_representations(index: Index) -> dict[str, RepresentationInfo]:
+    """Returns the representations that answer captions and texts of items, the default one first.
 
-    The caption is preferred to the title, and the title to the text. Page numbers and the numbers
-    of chapters are not words.
+    Captions and contents are separate representations. Without one of captions, a caption is a
+    query of images, if the encoder reads images and not only their text.
+    """
+    infos = index.representations()
+    ordered = [infos[name] for name in sorted(infos, key=lambda name: name != "full")]
+    found: dict[str, RepresentationInfo] = {}
+    for info in ordered:
+        if "text" in info.encoder.query_kinds:
+            found.setdefault("text" if info.field == "content" else info.field, info)
+    content = found.get("text")
+    if content is not None and "image" in content.encoder.query_kinds:
+        found.setdefault("caption", content)
+    return dict(sorted(found.items()))
 
-    >>> _example({"caption": None, "title": "On wings .", "text": "The lift of a wing"})
-    'On wings'
-    >>> _example({"text": "47698\nAPPENDIX A\nThe lift of a wing"})
+
+def _example(text: str) -> str:
+    r"""Returns the first sentence or line of a text with at least two words, cut to a query.
+
+    Page numbers and the numbers of chapters are not words.
+
+    >>> _example("47698\nAPPENDIX A\nThe lift of a wing")
     'The lift of a wing'
     """
-    for name in ("caption", "title", "text"):
-        for sentence in re.split(r"[\n.?!]", row.get(name) or ""):
-            words = sentence.split()
-            if sum(len(re.findall(r"[^\W\d_]", word)) > 1 for word in words) < MIN_EXAMPLE_WORDS:
-                continue
-            while len(" ".join(words)) > MAX_EXAMPLE_CHARS:
-                words.pop()
-            return " ".join(words)
+    for sentence in re.split(r"[\n.?!]", text):
+        words = sentence.split()
+        if sum(len(re.findall(r"[^\W\d_]", word)) > 1 for word in words) < MIN_EXAMPLE_WORDS:
+            continue
+        while len(" ".join(words)) > MAX_EXAMPLE_CHARS:
+            words.pop()
+        return " ".join(words)
     return ""

@@ -8,6 +8,7 @@ item therefore shows which parts its vectors can distinguish.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -25,7 +26,7 @@ from pipeline.search.explain import (
 )
 from pipeline.search.query import AnyQuery, Queries
 from pipeline.search.searcher import Searcher
-from pipeline.search.stored_items import read_stored_item
+from pipeline.search.stored_items import read_stored_item, token_vectors
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,9 @@ class SimilarityMap:
 
         The value for a query token is the similarity with that token. The value for the whole
         query is the contribution to the score of the item or to the gain of a passage, whichever
-        is higher. It is limited to the highest contribution of a query token, because a name of
-        many tokens would otherwise dominate the map.
+        is higher. Words that share a vector also share its contribution, because the score does not
+        tell which of them it is due to. The value is limited to the highest contribution of a query
+        token, because a name of many tokens would otherwise dominate the map.
         """
         if query_token is None:
             highlights = [word for passage in self.passages for word in passage.highlights]
@@ -89,8 +91,9 @@ class SimilarityMap:
                 sum(m.contribution for m in highlights if _overlap(m.span, word.span))
                 for word in self.words
             ]
-            values = np.maximum([word.contribution for word in self.words], inside)
-            return np.minimum(values, max(self.contributions))
+            num_words = Counter(word.vector for word in self.words)
+            shared = [word.contribution / num_words[word.vector] for word in self.words]
+            return np.minimum(np.maximum(shared, inside), max(self.contributions))
         return np.array([word.similarities[query_token] for word in self.words])
 
     def best_word(self, query_token: int | None = None) -> Word:
@@ -120,6 +123,7 @@ class SimilarityMap:
         """Returns the map as a JSON object."""
         words = [
             {
+                "highlight": round(float(highlight), 4),
                 "text": word.text,
                 "span": word.span,
                 "box": word.box and [round(side, 5) for side in word.box],
@@ -131,7 +135,7 @@ class SimilarityMap:
                 "contribution": round(word.contribution, 4),
                 "vector": None if word.vector < 0 else word.vector,
             }
-            for word in self.words
+            for word, highlight in zip(self.words, self.values(), strict=True)
         ]
         fields = {
             "item_id": self.item_id,
@@ -201,7 +205,13 @@ def similarity_map(
     words = _words(text or "", spans_T2, extents_T6, output_T, sim_MT, credit_T, contribution_T)
     tokens = queries.token_texts[0]
     positions = spans_T2, extents_T6, text, confidence_T
-    passages = find_passages(tokens, weighted_MN, output_T, *positions)
+    tokens_TD = token_vectors(searcher.index, info, [item_id]).get(item_id)
+    if tokens_TD is None or len(tokens_TD) != len(output_T):
+        passages = find_passages(tokens, weighted_MN, output_T, *positions)
+    else:
+        weights_M = queries.token_weights[0].numpy()
+        sim_MT = queries.tokens[0].numpy() @ tokens_TD.T * weights_M[:, None]
+        passages = find_passages(tokens, sim_MT, np.arange(len(tokens_TD)), *positions)
     score = float(weighted_MN.max(axis=1).sum())
     return SimilarityMap(item_id, name, tokens, contribution_M.tolist(), words, score, passages)
 

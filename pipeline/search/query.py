@@ -17,7 +17,7 @@ from pipeline.index.artefacts import load_artefact
 from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.registry import COMPRESSORS, ENCODERS
-from pipeline.schema import Composed
+from pipeline.schema import Composed, is_blank
 from pipeline.search.token_weights import TokenFrequencies, config_key, token_frequencies
 from pipeline.tokens import unit_vectors
 
@@ -375,7 +375,7 @@ def _is_encodable_batch(queries: Sequence[AnyQuery]) -> TypeGuard[Sequence[Unenc
 def check_texts(texts: Sequence[str]) -> None:
     """Raises `SpecError` if a text is blank or cannot be encoded in UTF-8."""
     for number, text in enumerate(texts):
-        if not text.strip():
+        if is_blank(text):
             raise query_error(text, "a text with at least one word", number, len(texts))
         if re.search("[\ud800-\udfff]", text):
             raise query_error(text, "valid UTF-8 text", number, len(texts))

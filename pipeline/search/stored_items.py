@@ -115,6 +115,40 @@ def read_stored_item(index: Index, item_id: str, info: RepresentationInfo) -> St
     return StoredItem(item.row, info, num_tokens)
 
 
+def token_vectors(
+    index: Index, info: RepresentationInfo, item_ids: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Returns the vectors (T, D) float32 of the input tokens of items, by item id.
+
+    A merged vector does not tell which of its words matches a query; the vectors of the words do.
+
+    Args:
+        index: Index of the items.
+        info: Representation. The result is empty unless its vectors represent several tokens, and
+            the index also has an uncompressed representation of the same tokens.
+        item_ids: Ids of the items. Those without such vectors are omitted.
+    """
+    tokens = next(
+        (
+            other
+            for other in index.representations().values()
+            if other.is_uncompressed
+            and (other.encoder.fingerprint, other.field, other.positions, other.dim)
+            == (info.encoder.fingerprint, info.field, info.positions, info.dim)
+        ),
+        None,
+    )
+    if tokens is None or info.assignment_form != "assignment":
+        return {}
+    table = index.items(item_ids, [tokens.column])
+    table = table.filter(table[tokens.column].is_valid()).combine_chunks()
+    if not table.num_rows:
+        return {}
+    flat_TD, lengths = index.codec(tokens.name).decode(table[tokens.column], tokens.dim)
+    vectors = np.split(flat_TD.astype(np.float32), np.cumsum(lengths)[:-1])
+    return dict(zip(table["item_id"].to_pylist(), vectors, strict=True))
+
+
 def stored_query(
     index: Index,
     item_id: str,

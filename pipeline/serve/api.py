@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -30,6 +34,24 @@ log = logging.getLogger("ray.serve")
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 
+class Application(FastAPI):
+    """Application whose OpenAPI schema omits HEAD, which every GET route answers as well."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Returns the OpenAPI schema."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Duplicate Operation ID")  # of GET and HEAD
+            schema = super().openapi()
+        for operations in schema["paths"].values():
+            operations.pop("head", None)
+        return schema
+
+
+def _operation_id(route: APIRoute) -> str:
+    """Returns the id that FastAPI assigns, with the method GET for GET and HEAD."""
+    return re.sub(r"\W", "_", f"{route.name}{route.path_format}_{min(route.methods).lower()}")
+
+
 def create_app(create_gateway: Callable[[], Awaitable[Gateway]]) -> FastAPI:
     """Returns the HTTP application.
 
@@ -43,12 +65,15 @@ def create_app(create_gateway: Callable[[], Awaitable[Gateway]]) -> FastAPI:
         yield
         await gateway.engine.indexes.stop()
 
-    app = FastAPI(
+    app = Application(
         title="Maxray",
         summary="Multimodal multi-vector search, reranking and evaluation.",
         version=__version__,
         lifespan=lifespan,
+        docs_url=None,  # the pages of FastAPI load scripts from the internet
+        redoc_url=None,
         responses={"default": {"model": wire.ErrorResponse, "description": "Error"}},
+        generate_unique_id_function=_operation_id,
         telemetry={"tracing": False},  # its spans would not belong to the traces of Ray Serve
     )
     app.include_router(routes.public)

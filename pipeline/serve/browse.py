@@ -57,7 +57,7 @@ async def facets(
             for facet in found.facets
         ],
         sizes=[wire.RepresentationSize.model_validate(vars(size)) for size in found.sizes],
-        examples=found.examples,
+        examples=[wire.ExampleQuery.model_validate(vars(example)) for example in found.examples],
     )
 
 
@@ -100,6 +100,8 @@ async def media(
         range, part = None, await read(ByteRange())  # the client has a part of another file
     if range is None:
         headers["Content-Length"] = str(part.size)
+        if request.method == "HEAD":  # the file is not read for a response without a body
+            return Response(media_type=part.media_type, headers=headers)
 
         async def stream() -> AsyncIterator[bytes]:
             end = len(part.data)

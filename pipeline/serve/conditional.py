@@ -46,9 +46,10 @@ def not_modified(etag: str, headers: dict[str, str]) -> Response:
 def requested_range(request: Request) -> ByteRange | None:
     """Returns the requested range of bytes, or None if the whole file is requested.
 
-    Several ranges, other units and malformed ranges are ignored, as the standard permits.
+    Several ranges, other units and malformed ranges are ignored, as the standard permits, and
+    ranges of requests other than GET, as it requires.
     """
-    header = request.headers.get("range", "")
+    header = request.headers.get("range", "") if request.method == "GET" else ""
     found = re.fullmatch(r"bytes=(\d*)-(\d*)", header.strip().lower())
     if not found or not any(found.groups()):
         return None

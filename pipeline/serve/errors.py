@@ -21,6 +21,7 @@ STATUS: dict[ErrorCode, int] = {
     "conflict": 409,
     "gone": 410,
     "too_large": 413,
+    "unsupported_media_type": 415,
     "range_not_satisfiable": 416,
     "rate_limited": 429,
     "internal": 500,
@@ -76,6 +77,8 @@ class ApiError(Exception):
             headers["Retry-After"] = str(max(1, round(self.retry_after)))
         if self.code == "unauthenticated":
             headers["WWW-Authenticate"] = "Bearer"
+        if self.code == "unsupported_media_type":
+            headers["Accept-Encoding"] = "identity"
         return headers
 
 

@@ -6,6 +6,7 @@
              /queries.jsonl, qrels/test.tsv, spec.yaml   inputs of `jobs.evaluate`
              /log            output of `jobs.evaluate`
              /out/           results, and the cache entries from which a restart resumes
+          /NAME/             output of a run of `jobs.evaluate` on a served index, which is listed
 
 The gateway writes requests and reads states. A single `Evaluator` runs `python -m jobs.evaluate`
 for one evaluation at a time. Both restart independently because all state is in the folder.
@@ -34,15 +35,17 @@ from urllib.parse import urlencode
 import yaml
 
 from pipeline.config import SpecError, absolute, digest, dump, parse
-from pipeline.eval.results import read_results
+from pipeline.eval.results import RESULTS, read_results
+from pipeline.eval.results import Evaluation as EvaluationResults
 from pipeline.logs import FORMAT_VARIABLE
 from pipeline.paths import is_uri
+from pipeline.schema import is_blank
 from pipeline.search.fusion import FUSED
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
 from pipeline.serve.keys import ANONYMOUS, FORMER_ANONYMOUS
 from pipeline.serve.replica import bind_to_loopback
-from pipeline.serve.settings import Evaluations, ServeSpec
+from pipeline.serve.settings import NAME, Evaluations, ServeSpec
 
 log = logging.getLogger("ray.serve")
 
@@ -154,9 +157,10 @@ class EvaluationStore:
                 "invalid_argument", f"k must be at most {limits.max_k}, got {request.k}", "k"
             )
         for name, text in (request.queries or {}).items():
-            if len(text) > limits.max_query_chars or not text.strip():
+            if len(text) > limits.max_query_chars or is_blank(text):
                 rule = f"non-blank texts of at most {limits.max_query_chars:,} characters"
-                value = f"{len(text):,} characters for {name!r}" if text.strip() else repr(text)
+                value = f"{len(text):,} characters for {name!r}"
+                value = repr(text) if is_blank(text) else value
                 raise ApiError(
                     "invalid_argument", f"queries must be {rule}, got {value}", "queries"
                 )
@@ -206,6 +210,8 @@ class EvaluationStore:
             ApiError: The evaluation does not exist.
         """
         folder = self._path(name)
+        if _is_job(folder):
+            return self._job(folder)
         request = self._read_file(folder, "request.json")
         if request["key"] == FORMER_ANONYMOUS:
             request["key"] = ANONYMOUS.name
@@ -223,18 +229,46 @@ class EvaluationStore:
             finished=state.get("finished"),
             progress=[redact(line) for line in progress],
             error=redact(state["error"]) if state.get("error") else None,
-            results=_results(folder / "out") if is_done else [],
+            results=_results(read_results(str(folder / "out"), "evaluation")) if is_done else [],
             files=sorted(_files(folder)) if is_done else [],
+        )
+
+    def _job(self, folder: Path) -> tuple[dict[str, Any], wire.Evaluation]:
+        """Returns the evaluation of a job, whose key is None.
+
+        Raises:
+            ApiError: The evaluated index is not served, or the results cannot be read.
+        """
+        try:
+            found = read_results(str(folder), "evaluation")
+        except SpecError:
+            raise _unknown(folder.name) from None
+        uri, served = absolute(str(found.spec.get("index"))), self._settings.indexes
+        index = next((name for name, spec in served.items() if absolute(spec.uri) == uri), None)
+        if index is None:
+            raise _unknown(folder.name)
+        created = _job_time(folder)
+        return {"key": None, "index": index}, wire.Evaluation(
+            id=folder.name,
+            state="done",
+            index=index,
+            created=created,
+            finished=created,
+            progress=[],
+            error=None,
+            results=_results(found),
+            files=sorted(_files(folder)),
         )
 
     def names(self) -> list[str]:
         """Returns the ids of all evaluations, newest first."""
-        requests = {
-            name: request
+        created = {
+            name: request["created"]
             for name in self._all()
             if (request := _read_or_none(self._folder / name / "request.json"))
         }
-        return sorted(requests, key=lambda name: (requests[name]["created"], name), reverse=True)
+        created |= {p.name: _job_time(p) for p in self._folder.iterdir() if _is_job(p)}
+        return sorted(created, key=lambda name: (created[name], name), reverse=True)
 
     def file(self, name: str, path: str) -> tuple[bytes, str]:
         """Returns the content of a file of a finished evaluation, and its media type.
@@ -245,9 +279,9 @@ class EvaluationStore:
         folder = self._path(name)
         if path not in _files(folder):
             raise ApiError("not_found", f"unknown file {path!r} of the evaluation")
-        index = self._read_file(folder, "request.json")["index"]
+        index = self.evaluation(name)[0]["index"]
         try:
-            data = (folder / ("" if path == QUERIES else "out") / path).read_bytes()
+            data = ((folder if path == QUERIES else _output(folder)) / path).read_bytes()
         except FileNotFoundError:  # deleted concurrently
             raise _unknown(name) from None
         if path.endswith(_TEXT_SUFFIXES):
@@ -268,6 +302,8 @@ class EvaluationStore:
             ApiError: The evaluation does not exist or has finished.
         """
         folder = self._path(name)
+        if _is_job(folder):
+            raise ApiError("conflict", "the evaluation is done")
         state = self._read_file(folder, "state.json")["state"]
         if state in FINAL_STATES:
             raise ApiError("conflict", f"the evaluation is {state}")
@@ -282,18 +318,21 @@ class EvaluationStore:
         """Deletes a finished evaluation.
 
         Raises:
-            ApiError: The evaluation does not exist or has not finished.
+            ApiError: The evaluation does not exist or has not finished, or a job created it.
         """
         folder = self._path(name)
+        if _is_job(folder):
+            raise ApiError("forbidden", "the output of a job can only be deleted on the server")
         state = self._read_file(folder, "state.json")["state"]
         if state not in FINAL_STATES:
             raise ApiError("conflict", f"the evaluation is {state}; cancel it first")
         _remove(folder)
 
     def _path(self, name: str) -> Path:
-        if not re.fullmatch("[0-9a-f]{16}", name) or not (self._folder / name).is_dir():
+        folder = self._folder / name
+        if not re.fullmatch(NAME, name) or not (name in self._all() or _is_job(folder)):
             raise _unknown(name)
-        return self._folder / name
+        return folder
 
     def _read_file(self, folder: Path, file: str) -> dict[str, Any]:
         """Reads a JSON file of an evaluation. The evaluation may be deleted at the same time."""
@@ -379,7 +418,7 @@ class Evaluator:
             set_state(folder, "cancelled")
             return
         _write(folder / "state.json", {"state": "running"})
-        command = [sys.executable, "-m", "jobs.evaluate", str(folder / "spec.yaml")]
+        command = [sys.executable, "-P", "-m", "jobs.evaluate", str(folder / "spec.yaml")]
         # Its last line is read as text.
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", FORMAT_VARIABLE: "text"}
         with (folder / "log").open("ab") as log:
@@ -468,7 +507,24 @@ def _write_queries(folder: Path, queries: dict[str, str], qrels: dict[str, dict[
     (folder / "qrels" / "test.tsv").write_text(table, "utf-8")
 
 
-def _results(out: Path) -> list[wire.EvaluationResult]:
+def _is_job(folder: Path) -> bool:
+    """Checks whether a folder is the output of a job."""
+    has_name = re.fullmatch(NAME, folder.name) and (folder / RESULTS).is_file()
+    return bool(has_name) and not (folder / "request.json").exists()
+
+
+def _job_time(folder: Path) -> str:
+    """Returns the time at which a job wrote its results."""
+    seconds = (folder / RESULTS).stat().st_mtime
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def _output(folder: Path) -> Path:
+    """Returns the output folder of `jobs.evaluate` for an evaluation."""
+    return folder if _is_job(folder) else folder / "out"
+
+
+def _results(evaluation: EvaluationResults) -> list[wire.EvaluationResult]:
     """Returns the results of an evaluation."""
     return [
         wire.EvaluationResult(
@@ -477,13 +533,13 @@ def _results(out: Path) -> list[wire.EvaluationResult]:
             measures=row.means,
             bytes_per_item=row.all_bytes,
         )
-        for row in read_results(str(out), "evaluation").results
+        for row in evaluation.results
     ]
 
 
 def _files(folder: Path) -> set[str]:
     """Returns the names of the files that can be downloaded."""
-    out = folder / "out"
+    out = _output(folder)
     if not out.is_dir():
         return set()
     queries = {QUERIES} if (folder / QUERIES).is_file() else set()

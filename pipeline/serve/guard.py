@@ -125,9 +125,13 @@ async def _read_body(
     """Reads the body of a request. Returns None if the client has disconnected.
 
     Raises:
-        ApiError: The body is too large or arrives too slowly. A body that is too large is rejected
-            before all of it has arrived.
+        ApiError: The body is compressed or too large, or arrives too slowly. A body that is
+            compressed or too large is rejected before all of it has arrived.
     """
+    encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip()
+    if encoding.lower() not in ("", "identity"):
+        message = f"the body must not be compressed, got Content-Encoding {encoding[:80]!r}"
+        raise ApiError("unsupported_media_type", message, "Content-Encoding")
     max_bytes, timeout_s = settings.limits.max_body_bytes, settings.timeouts.body_s
     too_large = ApiError("too_large", f"the body is larger than {max_bytes:,} bytes")
     length = headers.get(b"content-length", b"")

@@ -18,9 +18,10 @@ from pipeline.index.delete import DeleteSpec
 from pipeline.index.reader import Edition, open_edition
 from pipeline.index.writer import LeaseHeld
 from pipeline.schema import ITEM
-from pipeline.search.facets import IndexFacets, index_facets
+from pipeline.search.facets import ExampleQuery, IndexFacets, index_facets
 from pipeline.search.previews import ByteRange, MediaPart, Previews, media_type, thumbnail
 from pipeline.search.query import Queries
+from pipeline.search.representations import representation_info
 from pipeline.search.stored_items import stored_query
 from pipeline.serve.outcomes import logged, returns_errors
 from pipeline.serve.replica import bind_to_loopback
@@ -239,5 +240,10 @@ def _open_previews(served: ServedIndex, edition: Edition) -> Previews:
 
 
 def _open_facets(served: ServedIndex, edition: Edition) -> IndexFacets:
-    found = index_facets(open_edition(served.uri, edition))
-    return replace(found, examples=served.examples or found.examples)
+    index = open_edition(served.uri, edition)
+    found = index_facets(index)
+    examples = [
+        ExampleQuery(example.query, representation_info(index, example.representation).name)
+        for example in served.examples
+    ]
+    return replace(found, examples=examples or found.examples)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import PlainTextResponse
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from pipeline.serve import wire
@@ -42,8 +43,19 @@ KeyDependency = Annotated[Key, Depends(_key)]
 GatewayDependency = Annotated[Gateway, Depends(_gateway)]
 #: Headers of previews, which a browser may keep for the user of the access key.
 PREVIEW_HEADERS = {"Cache-Control": "private, max-age=300", "X-Content-Type-Options": "nosniff"}
-public = APIRouter()
-api = APIRouter(prefix="/v1")
+
+
+class Route(APIRoute):
+    """Route that answers HEAD like GET. The server sends no body."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any):
+        super().__init__(path, endpoint, **options)
+        if "GET" in self.methods:
+            self.methods.add("HEAD")
+
+
+public = APIRouter(route_class=Route)
+api = APIRouter(prefix="/v1", route_class=Route)
 
 
 def _log(request: Request, **fields: Any) -> str:
@@ -336,7 +348,7 @@ async def evaluations(
     gateway: GatewayDependency,
     limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of evaluations.")] = 100,
 ) -> wire.EvaluationList:
-    """Lists the evaluations created with the access key, newest first."""
+    """Lists the evaluations created with the access key and those of jobs, newest first."""
     store = gateway.evaluations(key)
     return wire.EvaluationList(
         evaluations=await run_in_threadpool(_list_evaluations, store, key, limit)
@@ -348,7 +360,7 @@ def _list_evaluations(store: EvaluationStore, key: Key, limit: int) -> list[wire
     for name in store.names():
         with contextlib.suppress(ApiError):  # deleted concurrently
             request, evaluation = store.evaluation(name)
-            if request["key"] == key.name and key.can_access(request["index"]):
+            if request["key"] in (key.name, None) and key.can_access(request["index"]):
                 evaluations.append(evaluation)
         if len(evaluations) == limit:
             break
@@ -364,13 +376,13 @@ async def evaluation(
 
 
 async def _evaluation(store: EvaluationStore, key: Key, name: str) -> wire.Evaluation:
-    """Returns an evaluation.
+    """Returns an evaluation of the access key or of a job, whose key is None.
 
     Raises:
-        ApiError: The key has not created such an evaluation.
+        ApiError: The key cannot access such an evaluation.
     """
     request, evaluation = await run_in_threadpool(store.evaluation, name)
-    if request["key"] != key.name or not key.can_access(request["index"]):
+    if request["key"] not in (key.name, None) or not key.can_access(request["index"]):
         raise ApiError("not_found", f"unknown evaluation {name!r}")
     return evaluation
 

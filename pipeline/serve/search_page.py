@@ -79,6 +79,12 @@ async def document(request: Request) -> Response:
     return _respond(request, "index.html")
 
 
+@page.api_route("/docs", methods=["GET", "HEAD"])
+async def docs(request: Request) -> Response:
+    """Returns the reference of the API, a page that is generated from `/openapi.json`."""
+    return _respond(request, "docs.html")
+
+
 @page.api_route("/page/{name}", methods=["GET", "HEAD"])
 async def asset(request: Request, name: str) -> Response:
     """Returns a style sheet, a module or an image of the search page."""

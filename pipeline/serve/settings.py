@@ -91,6 +91,15 @@ class ServedCandidates(Spec):
     or 10 `k` if that is more."""
 
 
+class ServedExample(Spec):
+    """Example query for a representation."""
+
+    query: str
+    """Text of the query."""
+    representation: str | None = None
+    """Name of the representation that answers it, or null for the default one."""
+
+
 class ServedIndex(Spec):
     """Served index."""
 
@@ -119,9 +128,9 @@ class ServedIndex(Spec):
     fusion: FusionSpec = DEFAULT_FUSION
     """Settings of the fused score for requests that set none: a mapping, or the path of a file that
     `jobs.evaluate --fit-fusion` wrote."""
-    examples: list[str] = Field(default_factory=list)
-    """Example queries that the search page offers. If empty, short texts of some items are
-    offered."""
+    examples: list[ServedExample] = Field(default_factory=list)
+    """Example queries that the search page offers: texts, or mappings with `query` and
+    `representation`. If empty, short texts of some items are offered."""
     edje: Uri | None = None
     """Folder of an EDJE model for reranking. The index must contain the tokens of its adapter, see
     docs/tutorials/reranking.md."""

@@ -75,6 +75,7 @@ ErrorCode = Literal[
     "conflict",  # 409
     "gone",  # 410: the source file of a preview was removed or modified
     "too_large",  # 413
+    "unsupported_media_type",  # 415: the encoding of the body is not supported
     "range_not_satisfiable",  # 416: the requested range of bytes is not in the file
     "rate_limited",  # 429
     "internal",  # 500
@@ -360,6 +361,9 @@ class Word(Response):
     credit: float
     """Share of the MaxSim score that the vectors of the word add, summed over the query tokens.
     Each of several words that share a vector has all of its credit."""
+    highlight: float
+    """Value of the word in a map of the whole query: its part of the contribution of its vector,
+    which all words of the vector share, or its contribution to a passage if that is higher."""
     contribution: float
     """Like `credit`, for the score beyond its mean. It is small for stop words."""
     vector: int | None = None
@@ -680,6 +684,15 @@ class RepresentationSize(Response):
     """Mean size of the vectors of an item, in bytes."""
 
 
+class ExampleQuery(Response):
+    """Example query."""
+
+    query: str
+    """Text of the query."""
+    representation: str
+    """Name of the representation that answers it."""
+
+
 class IndexFacets(Response):
     """Facets of the items of an index, sizes of its representations, and example queries."""
 
@@ -693,7 +706,7 @@ class IndexFacets(Response):
     """Facets."""
     sizes: list[RepresentationSize]
     """Sizes of the representations."""
-    examples: list[str]
+    examples: list[ExampleQuery]
     """Example queries: those in the settings of the server, else short texts of some items."""
 
 
@@ -828,7 +841,7 @@ class Evaluation(Response):
 
 
 class EvaluationList(Response):
-    """Evaluations created with the access key."""
+    """Evaluations created with the access key, and those of jobs."""
 
     evaluations: list[Evaluation]
     """Evaluations, newest first."""

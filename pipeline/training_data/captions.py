@@ -14,6 +14,7 @@ from pydantic import Field
 from pipeline.config import MissingField, SpecError, Uri
 from pipeline.decoding import Unreadable
 from pipeline.eval.boxes import NO_BOXES, Entities, Phrase, caption_phrases, read_coco_boxes
+from pipeline.schema import is_blank
 from pipeline.sources.annotations import read_file, read_json
 from pipeline.sources.manifests import parse_rows
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
@@ -126,7 +127,7 @@ def _captioned(row: Mapping[str, Any], location: str) -> CaptionedImage:
     if not isinstance(name, str) or not name:
         raise SpecError("path", name, "a file name in file_name", note=f" ({location})")
     for caption in captions:
-        if not isinstance(caption, str) or not caption.strip():
+        if not isinstance(caption, str) or is_blank(caption):
             rule = "a text with at least one word"
             raise SpecError("path", caption, rule, note=f" (a caption of {location})")
     image_id = row.get("id", PurePosixPath(name).stem)

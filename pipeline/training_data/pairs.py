@@ -13,6 +13,7 @@ from pipeline import config
 from pipeline.config import SpecError, Uri
 from pipeline.eval.boxes import NO_BOXES, check_boxes
 from pipeline.paths import is_uri
+from pipeline.schema import is_blank
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import (
     Document,
@@ -111,7 +112,7 @@ class PairData(RowData[PairsSpec]):
             if query is None and self.skips_rows_without_query:
                 num_skipped += 1
                 continue
-            if not isinstance(query, str) or not query.strip():
+            if not isinstance(query, str) or is_blank(query):
                 rule = "a text with at least one word in each row"
                 raise SpecError(
                     f"columns.query ({names.query})", query, rule, note=f" ({row.location})"

@@ -12,6 +12,7 @@ from pydantic import model_validator
 from pipeline import distributed
 from pipeline.config import SpecError, Uri
 from pipeline.eval.boxes import NO_BOXES
+from pipeline.schema import is_blank
 from pipeline.sources.annotations import read_csv
 from pipeline.sources.files import existing_root, find_files
 from pipeline.sources.msrvtt import read_msrvtt
@@ -189,7 +190,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _check_text(text: Any, field: str, location: str) -> None:
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str) or is_blank(text):
         raise SpecError(field, text, "a text with at least one word", note=f" ({location})")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import shlex
+import subprocess
 
 import pytest
 import yaml
@@ -145,12 +146,42 @@ def test_containers_take_optional_variables_of_traces(name):
             assert container["envFrom"] == [{"configMapRef": source}, {"secretRef": source}]
 
 
+def test_documented_commands_edit_the_manifests(tmp_path):
+    """They set the registry of all images and the class of all volumes."""
+    for path in manifests.FILES:
+        (tmp_path / path.name).write_text(path.read_text())
+    for block in blocks(ROOT / "cluster/README.md"):
+        for words in commands(block.text):
+            if words[:2] == ["sed", "-i"]:
+                names = [word.removeprefix("cluster/kuberay/") for word in words[3:]]
+                files = [path for name in names for path in tmp_path.glob(name)]
+                subprocess.run([*words[:3], *files], check=True)
+    texts = [path.read_text() for path in tmp_path.iterdir()]
+    images = [image for text in texts for image in re.findall(r"image: (.*)", text)]
+    assert {image.split(":")[0] for image in images} == {"REGISTRY/maxray", "redis"}
+    claims = yaml.safe_load_all((tmp_path / "storage.yaml").read_text())
+    assert [claim["spec"]["storageClassName"] for claim in claims] == ["CLASS", "CLASS"]
+    assert "/specs/my.yaml" in (tmp_path / "index-cpu-job.yaml").read_text()
+
+
+def test_scrape_configuration_finds_the_nodes():
+    """By the label that the operator sets, on the port that the network policy opens."""
+    (job,) = yaml.safe_load((ROOT / "cluster/prometheus/scrape.yaml").read_text())["scrape_configs"]
+    policy = yaml.safe_load_all((manifests.FOLDER / "network-policy.yaml").read_text())
+    (label,) = next(policy)["spec"]["podSelector"]["matchLabels"]
+    kept = {rule["source_labels"][0] for rule in job["relabel_configs"] if "action" in rule}
+    assert kept == {
+        f"__meta_kubernetes_pod_label_{re.sub('[./-]', '_', label)}",
+        "__meta_kubernetes_pod_container_port_name",
+    }
+
+
 def test_documented_config_map_contains_the_variables_of_traces():
     (command,) = (
         words
         for block in blocks(ROOT / "cluster/README.md")
         for words in commands(block.text)
-        if words[:3] == ["kubectl", "create", "configmap"]
+        if words[:4] == ["kubectl", "create", "configmap", "maxray-tracing"]
     )
     assert command[3] == "maxray-tracing"
     literals = dict(word.removeprefix("--from-literal=").split("=", 1) for word in command[4:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import threading
@@ -74,11 +75,17 @@ def test_drains_requests_on_sigterm(server):
     time.sleep(3)
     process.send_signal(signal.SIGTERM)
     stopped = time.monotonic()
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
     ends.set()
     for thread in threads:
         thread.join()
     assert process.returncode == 143 and "stopped after draining in-flight requests" in err
+    # Each step of the start has a line with its time, and Ray's messages on its end are not shown.
+    steps = [line.partition(" ")[2] for line in out.splitlines()]
+    assert steps[0] == "starting Ray" and re.fullmatch(r"loading \S+ \(\d+ s\)", steps[2])
+    started = {step.split()[1] for step in steps if re.fullmatch(r"started \S+ \(\d+ s\)", step)}
+    assert "Encoder" in started and steps[-1] == "draining in-flight requests"
+    assert "retries" not in out + err
     before = [status for sent, status in statuses if sent < stopped]
     assert len(before) > 20 and set(before) == {200}
     assert {status for _, status in statuses} <= {200, 503, 0}

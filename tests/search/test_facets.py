@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.index.reader import Index
 from pipeline.search.facets import index_facets
+from pipeline.search.searcher import open_index
 
 
 def test_facets_and_sizes(index_uri):
@@ -30,4 +31,9 @@ def test_facets_and_sizes(index_uri):
 
 def test_examples_are_short_texts_of_items(index_uri):
     examples = index_facets(Index(index_uri)).examples
-    assert "On wing/1" in examples and len(set(examples)) == len(examples) == 6
+    assert {example.representation for example in examples} == {"full"}
+    searcher = open_index(index_uri)
+    for example in examples:
+        hit = searcher.search(example.query, k=1)[0]
+        assert hit.text.startswith(example.query)
+    assert len(set(examples)) == len(examples) == 6

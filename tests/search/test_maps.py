@@ -94,6 +94,21 @@ def test_compressed_representations(uri, representation):
         assert np.corrcoef(full, map.values(0))[0, 1] > 0.5
 
 
+@pytest.mark.parametrize("representation", ["full", "hpool_8", "samer_8"])
+def test_whole_query_highlights_the_best_passage(uri, representation):
+    """Words that share a vector share its contribution, so that they do not cover the page."""
+    map = similarity_map(open_index(uri), "fresh fish", "a.pdf#page=1", representation)
+    values = dict(zip((word.text for word in map.words), map.values().tolist(), strict=True))
+    spans = [word.span for passage in map.passages for word in passage.highlights]
+    inside = {word.text for word in map.words if word.span in spans}
+    assert inside and max(values, key=values.__getitem__) in inside
+    assert min(values[text] for text in inside) > 0
+    shared = sum(values[text] for text in values if text not in inside)
+    assert shared <= sum(map.contributions) + 1e-6
+    stored = [word["highlight"] for word in json.loads(map.to_json())["words"]]
+    assert stored == pytest.approx(list(map.values()), abs=1e-4)
+
+
 def test_prefix_of_a_representation(nested_uri):
     searcher, text = open_index(nested_uri), "the lift of a wing"
     whole, prefix = (

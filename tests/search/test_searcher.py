@@ -217,6 +217,29 @@ def test_words_match_themselves(searcher):
     assert "".join(matched) == "slipstream"
 
 
+@pytest.mark.parametrize("representation", ["hpool_4", "hpool_2"])
+@pytest.mark.parametrize("text", ["slipstream", "the lift of a wing", "hypersonic heat transfer"])
+def test_passages_of_merged_vectors_are_those_of_the_tokens(searcher, representation, text):
+    """A merged vector is equally similar to all of its words; the stored tokens tell them apart."""
+    hit = searcher.search(text, representation, k=1)[0]
+    (same,) = searcher.search(text, "full", ids=[hit.item_id])
+    assert hit.passages and hit.matches != same.matches
+    for passage, expected in zip(hit.passages, same.passages, strict=True):
+        assert (passage.span, passage.box) == (expected.span, expected.box)
+        assert passage.contribution == pytest.approx(expected.contribution, abs=1e-4)
+
+
+@pytest.mark.parametrize("text", ["slipstream", "propeller", "measured"])
+def test_passages_of_merged_vectors_without_stored_tokens(index_uri, tmp_path, text):
+    """Of the words of a vector, the one of the query is the passage."""
+    shutil.copytree(index_uri, tmp_path / "index")
+    uri = str(tmp_path / "index")
+    lance.dataset(f"{uri}/{ITEMS}").drop_columns(["full"])
+    (hit,) = open_index(uri).search(text, "hpool_4", ids=["wing/1"])
+    start, end = hit.passages[0].span
+    assert text in hit.text[start:end]
+
+
 def test_without_stored_positions_matches_have_no_spans(index_uri, tmp_path, texts):
     shutil.copytree(index_uri, tmp_path / "index")
     uri = str(tmp_path / "index")
@@ -253,6 +276,8 @@ def test_default_representation_is_full(searcher):
         ("lift", {"filter": "lift of a wing"}, "filter", "does not parse near 'of' at character 6"),
         ("lift", {"filter": "colour = 'red'"}, "filter", "unknown column 'colour' at character 1"),
         (" ", {}, "query", "a text with at least one word, got ' '"),
+        ("\u200b", {}, "query", "a text with at least one word, got '\\u200b'"),
+        ("\ufeff\u3164\n\u2800", {}, "query", "a text with at least one word"),
         (["lift", ""], {}, "query", "a text with at least one word, got '' (query 2 of 2)"),
         (np.ones((2, 5)), {}, "query", "of dimension 384, got 'vectors of dimension 5'"),
         (np.ones(384), {}, "query", "a numeric array of shape (query tokens, dim), got 'an array"),

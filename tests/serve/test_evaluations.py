@@ -12,6 +12,7 @@ import yaml
 from pipeline.config import parse
 from pipeline.eval.evaluation import run as evaluate
 from pipeline.eval.spec import EvaluateSpec
+from pipeline.report.files import write
 from pipeline.serve import wire
 from pipeline.serve.client import Client, ServerError
 from pipeline.serve.errors import ApiError
@@ -26,7 +27,7 @@ BODY = {"queries": QUERIES, "qrels": QRELS, "measures": ["nDCG@10", "R@2"], "k":
 
 def run_job(index_uri, tmp_path, **options):
     """Returns the results of `jobs.evaluate` for the same queries."""
-    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels").mkdir(exist_ok=True)
     lines = [json.dumps({"_id": i, "text": text}) for i, text in QUERIES.items()]
     (tmp_path / "queries.jsonl").write_text("\n".join(lines))
     rows = [f"{q}\t{d}\t{g}\n" for q, graded in QRELS.items() for d, g in graded.items()]
@@ -66,6 +67,38 @@ def test_results_equal_those_of_the_job(client, index_uri, tmp_path):
     client.delete_evaluation(done.id)
     with pytest.raises(ServerError, match="unknown evaluation"):
         client.evaluation(done.id)
+
+
+def test_lists_evaluations_of_jobs(index_uri, tmp_path):
+    """Their folders have names of their own, and a client cannot delete them."""
+    evaluations = tmp_path / "evaluations"
+    (tmp_path / "queries").mkdir()
+    job = run_job(index_uri, tmp_path / "queries")
+    for folder in (evaluations / "texts_2026.1", tmp_path / "elsewhere"):
+        write(job, str(folder))
+    settings = {
+        "indexes": {"texts": {"uri": index_uri}},
+        "evaluations": {"folder": str(evaluations)},
+    }
+    store = EvaluationStore(parse(ServeSpec, settings))
+    assert store.names() == ["texts_2026.1"]
+    request, found = store.evaluation("texts_2026.1")
+    assert request == {"key": None, "index": "texts"} and found.state == "done"
+    assert [row.measures for row in found.results] == [row.means for row in job.results]
+    for name in found.files:
+        data, _ = store.file(found.id, name)
+        assert data and index_uri.encode() not in data
+    assert {"report.html", "metrics.csv", "per_query.csv"} <= {*found.files}
+    with pytest.raises(ApiError, match="only be deleted on the server"):
+        store.delete(found.id)
+    with pytest.raises(ApiError, match="is done"):
+        store.cancel(found.id)
+    other = {**settings, "indexes": {"texts": {"uri": str(tmp_path)}}}
+    with pytest.raises(ApiError, match="unknown evaluation"):
+        EvaluationStore(parse(ServeSpec, other)).evaluation("texts_2026.1")
+    for name in ("../elsewhere", "..", "texts_2026.1/runs", ""):
+        with pytest.raises(ApiError, match="unknown evaluation"):
+            store.evaluation(name)
 
 
 def test_other_keys_have_no_access(url, client):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gzip
 import io
 import json
 import socket
@@ -16,7 +17,11 @@ import pytest
 from PIL import Image
 
 from pipeline.serve import wire
+from pipeline.serve.api import create_app
+from pipeline.serve.browse import api
 from pipeline.serve.keys import hash_key
+from pipeline.serve.routes import public
+from pipeline.serve.search_page import page
 from tests.serve.conftest import KEYS, write_keys
 
 SEARCH = {"query": "the lift of a wing", "index": "texts"}
@@ -50,6 +55,8 @@ def error_message(
         ({"k": "many"}, "k", "'many'"),
         ({"query": ""}, "query", "at least"),
         ({"query": "  "}, "query", "at least one word"),
+        ({"query": "\u200b\u200b"}, "query", "at least one word"),
+        ({"query": "\ufeff\u2060\x00"}, "query", "at least one word"),
         ({"query": "x" * 20_000}, "query", "20,000 characters"),
         ({"query": {"image": "AAAA"}}, "query.image", "cannot be read"),
         ({"query": {"vectors": [[1, 2], [3]]}}, "query", "of equal length"),
@@ -173,6 +180,20 @@ def test_limits_size_of_bodies(http):
     error_message(http.post("/v1/search", content=chunks()), 413, "too_large")
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])
+def test_rejects_compressed_bodies(http, encoding):
+    content = gzip.compress(json.dumps(SEARCH).encode())
+    response = http.post("/v1/search", content=content, headers={"Content-Encoding": encoding})
+    error = error_message(response, 415, "unsupported_media_type", "Content-Encoding")
+    assert error == f"the body must not be compressed, got Content-Encoding {encoding!r}"
+    assert response.headers["accept-encoding"] == "identity"
+
+
+def test_accepts_identity_encoding(http):
+    response = http.post("/v1/search", json=SEARCH, headers={"Content-Encoding": "identity"})
+    assert response.status_code == 200
+
+
 # -- paths -----------------------------------------------------------------------------------------
 
 
@@ -185,18 +206,19 @@ def test_rejects_unknown_paths_and_methods(http):
 @pytest.mark.parametrize(
     ("path", "methods"),
     [
-        ("/healthz", "GET"),
-        ("/metrics", "GET"),
+        ("/healthz", "GET, HEAD"),
+        ("/metrics", "GET, HEAD"),
         ("/v1/search", "POST"),
         ("/v1/search:batch", "POST"),
         ("/v1/encode", "POST"),
         ("/v1/rerank", "POST"),
-        ("/v1/indexes", "GET"),
-        ("/v1/items/a/b", "GET"),
-        ("/v1/previews/a", "GET"),
-        ("/v1/evaluations", "GET, POST"),
-        ("/v1/evaluations/0", "DELETE, GET"),
-        ("/v1/evaluations/0/files/table.md", "GET"),
+        ("/v1/indexes", "GET, HEAD"),
+        ("/v1/items/a/b", "GET, HEAD"),
+        ("/v1/previews/a", "GET, HEAD"),
+        ("/v1/evaluations", "GET, HEAD, POST"),
+        ("/v1/evaluations/0", "DELETE, GET, HEAD"),
+        ("/v1/evaluations/0/files/table.md", "GET, HEAD"),
+        ("/docs", "GET, HEAD"),
     ],
 )
 def test_allow_header_lists_methods(http, path, methods):
@@ -204,6 +226,37 @@ def test_allow_header_lists_methods(http, path, methods):
         response = http.request(method, path)
         error_message(response, 405, "method_not_allowed")
         assert response.headers.get_list("allow") == [methods]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/docs",
+        "/openapi.json",
+        "/page/app.js",
+        "/page/nothing.js",
+        "/healthz",
+        "/readyz",
+        "/metrics",
+        "/v1/indexes",
+        "/v1/indexes/texts/facets",
+        "/v1/items/wing/1?index=texts",
+        "/v1/items/nobody?index=texts",
+        "/v1/evaluations",
+    ],
+)
+def test_head_is_answered_like_get(http, path):
+    get, head = http.get(path), http.head(path)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_every_get_route_answers_head():
+    schema = create_app(lambda: None).openapi()
+    for route in (*public.routes, *api.routes, *page.routes):
+        assert "GET" not in route.methods or "HEAD" in route.methods
+    assert not any("head" in operations for operations in schema["paths"].values())
 
 
 @pytest.mark.parametrize("name", ["nobody", "../../etc/passwd", "wing%2F..%2F..", "x" * 500, "'"])

@@ -176,26 +176,36 @@ async function loadFacets(signal) {
 
 function fillExamples() {
   const examples = facetsByIndex.get(state.index)?.examples ?? [];
-  const chips = examples.map((text) =>
-    h(
+  const chips = examples.map((example) => {
+    const change = { q: example.query, item: "", box: "", times: "", open: "", ...answering(example) };
+    return h(
       "a.chip",
       {
-        href: `./${formatState({ ...state, q: text, item: "", box: "", times: "", open: "" })}`,
+        href: `./${formatState({ ...state, ...change })}`,
         on: {
           click: (event) => {
             if (event.ctrlKey || event.metaKey || event.shiftKey) return;
             event.preventDefault();
             image = null;
-            go({ q: text, item: "", box: "", times: "", open: "" });
+            go(change);
           },
         },
       },
-      text,
-    ),
-  );
+      example.query,
+    );
+  });
   const isShown = chips.length > 0 && state.view !== "evaluations" && !hasQuery(state, image);
   $("examples").hidden = !isShown;
   replace($("examples"), h("span.facet-name", {}, "Try"), chips);
+}
+
+/** Returns the change to the representation of an example, or to none if the current one suits. */
+function answering({ representation }) {
+  const info = indexInfo(state, indexes);
+  const current = currentRepresentation(state, info);
+  const other = info?.representations.find(({ name }) => name === representation);
+  const isSame = current?.encoder === other?.encoder && current?.field === other?.field;
+  return isSame ? {} : { rep: representation, rep2: "", rerank: "", rerank2: "" };
 }
 
 // -- query ------------------------------------------------------------------------------------
@@ -278,21 +288,19 @@ async function runSearch(signal) {
   viewer.close();
   showLoading();
   const sides = state.view === "compare" ? ["a", "b"] : ["a"];
-  const found = await Promise.allSettled(
-    sides.map((side) => search({ ...searchBody(state, image, side), explain: "matches" }, signal)),
-  );
-  if (signal.aborted) return;
-  const failures = found
-    .map((result, i) => ({ error: result.reason, side: sides[i] }))
-    .filter(({ error }) => error);
-  if (failures.length) {
-    const { error, side } = failures[0];
-    if (error.name !== "AbortError") showError(error, side);
-    return;
+  const found = [];
+  for (const side of sides) {
+    try {
+      found.push(await search({ ...searchBody(state, image, side), explain: "matches" }, signal));
+    } catch (error) {
+      if (error.name !== "AbortError" && !signal.aborted) showError(error, side);
+      return;
+    }
   }
+  if (signal.aborted) return;
   performance.mark("maxray-answer");
   columns = sides.map((side, i) => {
-    const response = found[i].value;
+    const response = found[i];
     const hits = response.hits.filter((hit) => hit.item_id !== state.item);
     hits.forEach((hit, rank) => (hit.rank = rank + 1));
     const info = indexInfo(state, indexes);
@@ -301,7 +309,27 @@ async function runSearch(signal) {
   });
   drawResults();
   performance.measure("maxray-draw", "maxray-answer");
+  const isSubmitted = $("query-box").contains(document.activeElement) && $("q").value === state.q;
+  if (isSubmitted) $("results").focus({ preventScroll: true }); // keys now move between the hits
   showItem();
+  if (columns.length === 2) await compareDurations(signal);
+}
+
+/**
+ * Shows the durations of a second run of both searches, one after the other. The first one loads
+ * vectors, and simultaneous searches would wait for each other.
+ */
+async function compareDurations(signal) {
+  const compared = columns;
+  for (const column of compared) {
+    try {
+      const { durations_ms } = await search(searchBody(state, image, column.side), signal);
+      column.warm = durations_ms;
+    } catch {
+      return; // the key has a rate limit, or there is a new search
+    }
+  }
+  if (!signal.aborted && columns === compared) columns.forEach(fillColumnHead);
 }
 
 /** Returns the representation of a column, with its score if that of the other column differs. */
@@ -361,7 +389,8 @@ function emptyHint() {
 /** Shows the representation, its size and the duration of each stage above a column. */
 function fillColumnHead(column) {
   const size = sizeOf(column.response.representation, facetsByIndex.get(state.index));
-  const { durations_ms: durations, candidates, reranked } = column.response;
+  const { durations_ms: first, candidates, reranked } = column.response;
+  const durations = column.warm ?? first;
   const stages = Object.entries(durations).filter(([name]) => name !== "total");
   replace(
     column.head,
@@ -392,11 +421,12 @@ function fillComparison(element) {
   const k = Math.max(left.length, right.length);
   const tau = kendall(left, right);
   const [one, other] = columns;
-  const ms = columns.map(({ response }) => response.durations_ms.total);
+  const isMeasured = columns.every(({ warm }) => warm);
+  const ms = columns.map(({ warm }) => milliseconds(warm?.total ?? 0));
   const rows = [
     [`overlap@${k}`, `${Math.round(100 * overlap(left, right, k))} %`],
     ["Kendall's τ", tau === null ? "–" : tau.toFixed(2)],
-    ["time", `${milliseconds(ms[0])} → ${milliseconds(ms[1])}`],
+    ["time of a repeated search", isMeasured ? `${ms[0]} → ${ms[1]}` : "…"],
   ];
   if (one.bytes && other.bytes) {
     const share = other.bytes / one.bytes;
@@ -584,6 +614,12 @@ function changeKey(key) {
 }
 
 // -- events -----------------------------------------------------------------------------------
+
+$("q").addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || event.isComposing) return;
+  event.preventDefault(); // the browser would empty the query
+  $("results").focus({ preventScroll: true });
+});
 
 $("search-form").addEventListener("submit", (event) => {
   event.preventDefault();

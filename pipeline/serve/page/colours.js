@@ -73,7 +73,7 @@ export function contributionRange(hits) {
   return [0, Math.max(1e-6, ...values)];
 }
 
-/** Returns the value of a word: of a query token, or its contribution for all tokens (null). */
+/** Returns the value of a word: of a query token, or its highlight for all tokens (null). */
 export function wordValue(word, token) {
-  return token === null ? word.contribution : word.similarities[token];
+  return token === null ? word.highlight : word.similarities[token];
 }

@@ -54,7 +54,9 @@ export class Evaluations {
       return;
     }
     if (!evaluations.length) {
-      const text = "Create one with POST /v1/evaluations or the Python client.";
+      const text =
+        "Create one with POST /v1/evaluations or the Python client, or let a job write its output " +
+        "to a folder below evaluations.folder.";
       replace(container, h("div.empty", {}, h("h2", {}, "No evaluations"), h("p", {}, text)));
       return;
     }
@@ -357,10 +359,14 @@ function isReference(row, metrics) {
   return metrics.some(({ reference }) => names.includes(reference));
 }
 
-/** Returns the points of the rows with stored vectors. */
-function pointsOf(metrics, measure) {
-  return metrics
-    .filter((row) => Number(row.all_bytes) > 0 && row[measure])
+/**
+ * Returns the points of the rows with stored vectors. Rows at 0, such as captions for queries of
+ * texts, would squeeze the others.
+ */
+export function pointsOf(metrics, measure) {
+  const stored = metrics.filter((row) => Number(row.all_bytes) > 0 && row[measure]);
+  const positive = stored.filter((row) => Number(row[measure]) > 0);
+  return (positive.length ? positive : stored)
     .map((row) => ({
       row,
       name: rowName(row),
@@ -373,8 +379,9 @@ function pointsOf(metrics, measure) {
 /** Returns the plot and a note on the rows that it cannot contain. */
 function plotOrNote(metrics, points, front, measure) {
   if (!points.length) return h("p.note", {}, "No row of this evaluation has stored vectors.");
-  const others = metrics.filter((row) => !Number(row.all_bytes) && row[measure]);
+  const plotted = new Set(points.map(({ row }) => row));
+  const others = metrics.filter((row) => !plotted.has(row) && row[measure]);
   const texts = others.map((row) => `${rowName(row)} (${measure} ${Number(row[measure]).toFixed(3)})`);
-  const note = `Not in the plot, without stored vectors: ${texts.join(", ")}.`;
+  const note = `Not in the plot, without stored vectors or at 0: ${texts.join(", ")}.`;
   return [plot(points, front, measure), texts.length ? h("p.note", {}, note) : null];
 }

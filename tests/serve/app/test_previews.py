@@ -189,6 +189,9 @@ def test_media_files(http, folder, item_id, file, kind):
         assert part.headers["content-range"] == f"bytes {start}-{end - 1}/{size}"
     part = http.get(url, headers={"Range": f"bytes={size}-"})
     assert part.status_code == 416 and part.headers["content-range"] == f"bytes */{size}"
+    head = http.head(url, headers={"Range": "bytes=1-2"})  # ranges apply to GET only
+    assert head.status_code == 200 and head.headers["content-length"] == str(size)
+    assert head.content == b"" and head.headers["accept-ranges"] == "bytes"
     assert http.get(url, headers={"If-None-Match": etag}).status_code == 304
     headers = {"Range": "bytes=1-2", "If-Range": etag}
     assert http.get(url, headers=headers).status_code == 206

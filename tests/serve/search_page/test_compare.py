@@ -51,6 +51,8 @@ def test_columns_and_measures(browser, page_url):
             "on the left"
         )
         assert text == expected
+    assert browser.texts("#comparison dt")[2] == "time of a repeated search"
+    browser.wait("document.querySelectorAll('#comparison dd')[2].textContent.includes('ms →')")
     assert browser.texts(".lost .id") == [item_id for item_id in left if item_id not in right]
     browser.wait("document.querySelector('#comparison').textContent.includes('vectors per item')")
     browser.wait(

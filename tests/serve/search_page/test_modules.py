@@ -303,6 +303,19 @@ def test_ticks(page, values, expected):
     assert page.module("plot.js", f"m.niceTicks({values})") == expected
 
 
+def test_rows_at_0_are_not_plotted(page):
+    def names(*values: float) -> list[str]:
+        rows = [
+            {"representation": f"r{i}", "score": "", "all_bytes": "8", "AP": str(value)}
+            for i, value in enumerate(values)
+        ]
+        points = page.module("evaluations.js", f"m.pointsOf({js(rows)}, 'AP')")
+        return [point["name"] for point in points]
+
+    assert names(0.8, 0, 0.7) == ["r0", "r2"]
+    assert names(0, 0) == ["r0", "r1"]
+
+
 def test_sides_of_two_rows(page):
     expression = "m.sidesOf('full.maxsim', 'kcenter_16.hybrid')"
     assert page.module("evaluations.js", expression) == {
@@ -361,9 +374,9 @@ def test_archives(page):
 
 def test_values_of_a_strip(page):
     words = [
-        {"times": [0, 1], "similarities": [0.5], "contribution": 0.1},
-        {"times": [1, 2], "similarities": [1.0], "contribution": 0.2},
-        {"times": None, "similarities": [9.0], "contribution": 9},
+        {"times": [0, 1], "similarities": [0.5], "highlight": 0.1},
+        {"times": [1, 2], "similarities": [1.0], "highlight": 0.2},
+        {"times": None, "similarities": [9.0], "highlight": 9},
     ]
     view = {"token": 0, "range": [0, 1]}
     span = {"start": 0, "end": 4}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 import zipfile
-from urllib.parse import parse_qs, urlencode, urlsplit
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 import pytest
 
@@ -165,13 +165,25 @@ def test_rerank_and_scores(browser, page_url, client):
     browser.wait("document.querySelector('.scores')?.textContent.includes('single vector')")
 
 
-def test_examples(browser, page_url):
-    browser.open(page_url)
-    chip = browser.find("#examples a.chip")
-    text = chip.text
-    chip.click()
-    browser.wait("document.querySelectorAll('li.hit[data-item]').length")
-    assert state_of(browser)["q"] == text
+def test_examples_find_their_items(browser, page_url, client):
+    """Captions and contents are found in the representation that the example carries."""
+    facets = client._http.get("/v1/indexes/items/facets").json()
+    examples = {example["query"]: example["representation"] for example in facets["examples"]}
+    assert set(examples.values()) == {"full", "caption_full"}
+    for text, representation in examples.items():
+        browser.open(page_url)
+        browser.find("#examples a.chip")
+        (chip,) = [chip for chip in browser.all("#examples a.chip") if chip.text == text]
+        chip.click()
+        browser.wait("document.querySelectorAll('li.hit[data-item]').length")
+        assert state_of(browser)["q"] == text
+        path = f"/v1/items/{quote(browser.hits()[0], safe='')}"
+        item = client._http.get(path, params={"index": "items"}).json()
+        if representation == "caption_full":
+            assert ("red" in text) == (item["item_id"] == "red.png")
+            assert item["modality"] == "image"
+        else:
+            assert text in item["text"]
 
 
 def test_more_like_this(browser, page_url, client):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 import pytest
 
@@ -160,6 +160,46 @@ def test_no_horizontal_scrolling(browser, page_url, state, width):
         ".map((e) => [e.scrollWidth, e.clientWidth])"
     )
     assert all(scroll <= client for scroll, client in widths)
+
+
+def test_focus_moves_to_the_hits_of_a_submitted_query(browser, page_url):
+    """Keys then move between the hits, and the query stays: Escape would empty a search field."""
+    from selenium.webdriver.common.keys import Keys
+
+    browser.open(page_url)
+    browser.find("#results h2")
+    browser.find("#q").send_keys("harbour fish", Keys.ENTER)
+    browser.wait("document.activeElement.id === 'results'")
+
+    def active():
+        return browser.driver.switch_to.active_element
+
+    active().send_keys(Keys.TAB)
+    assert active() == browser.all(".hit-title a")[0]
+    active().send_keys("j")
+    assert active() == browser.all(".hit-title a")[1]
+    active().send_keys("/")
+    browser.wait("document.activeElement.id === 'q'")
+    active().send_keys(Keys.ESCAPE)
+    browser.wait("document.activeElement.id === 'results'")
+    active().send_keys("j")
+    assert active() == browser.all(".hit-title a")[0]
+    assert browser.run("return document.getElementById('q').value") == "harbour fish"
+
+
+def test_reference_of_the_api(browser, page_url):
+    """The page needs no files from other servers, and describes all routes and types."""
+    browser.open(f"{page_url}docs")
+    browser.find("#reference h2")
+    headings = browser.texts("#reference h3")
+    assert {"POST /v1/search", "GET /v1/media/{item_id}", "SearchRequest", "Hit"} <= {*headings}
+    links = browser.run(
+        "return [...document.querySelectorAll('#reference a')]"
+        ".filter((e) => !document.getElementById(e.hash.slice(1))).map((e) => e.outerHTML)"
+    )
+    assert links == [] and browser.errors() == []
+    hosts = {urlsplit(url).netloc for url in browser.requested_urls()}
+    assert hosts <= {urlsplit(page_url).netloc, ""}
 
 
 def test_order_of_the_keyboard_focus(browser, page_url):

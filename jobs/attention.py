@@ -1,8 +1,8 @@
 """Draws which tokens of an item the appended tokens of an encoder attend to.
 
-    python -m jobs.attention OUT.png scene.png --model out/agc/shapes/agc_16_seed-0/model
-    python -m jobs.attention OUT.png abstract.txt --model encoder.yaml --tokens 0
-    python -m jobs.attention OUT.png report.pdf#page=2 --model encoder.yaml
+    maxray attention OUT.png scene.png --model out/agc/shapes/agc_16_seed-0/model
+    maxray attention OUT.png abstract.txt --model encoder.yaml --tokens 0
+    maxray attention OUT.png report.pdf#page=2 --model encoder.yaml
 
 MODEL is a folder of a trained model with appended tokens, or a YAML file with the fields of an
 encoder. Items are images (.png, .jpg, .webp), pages of PDF files, which an encoder without image

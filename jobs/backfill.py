@@ -1,7 +1,7 @@
 """Adds the adapter tokens of an EDJE to an index, for reranking.
 
-    python -m jobs.backfill SPEC.yaml rerank=FOLDER
-    python -m jobs.backfill my.yaml rerank=out/training/edje/model
+    maxray backfill SPEC.yaml rerank=FOLDER
+    maxray backfill my.yaml rerank=out/training/edje/model
 
 SPEC.yaml is the spec with which the index was created. The items are read and encoded again. Rerun
 the same command to resume an interrupted job, or to fill rows that were indexed since without

@@ -1,9 +1,9 @@
 """Measures how well an encoder binds attributes (SMART, section 4.1 and appendix A).
 
-    python -m jobs.binding
-    python -m jobs.binding layer=3 --output out/binding
-    python -m jobs.binding --encoder jobs/specs/encoders/colpali.yaml --form rendered --side 896
-    python -m jobs.binding --table jobs/specs/training/tables/binding_lora.yaml --output out/binding
+    maxray binding
+    maxray binding layer=3 --output out/binding
+    maxray binding --encoder jobs/specs/encoders/colpali.yaml --form rendered --side 896
+    maxray binding --table jobs/specs/training/tables/binding_lora.yaml --output out/binding
 
 The benchmark has 40 pairs of reports with 5 x 5 panels. Each panel labels a marker with a code; in
 the hard negative, the same codes label other markers. The accuracy is the fraction of the 1,000

@@ -1,10 +1,10 @@
 """Builds a candidate generator, which makes searches faster than scoring all items.
 
-    python -m jobs.candidates out/cranfield/index lemur
-    python -m jobs.candidates INDEX lemur representation=hpool_32 generator.features=mlp
-    python -m jobs.candidates INDEX lemur queries=log.jsonl --refit
-    python -m jobs.candidates INDEX lemur representation=hpool_32 --drop
-    python -m jobs.candidates INDEX
+    maxray candidates out/cranfield/index lemur
+    maxray candidates INDEX lemur representation=hpool_32 generator.features=mlp
+    maxray candidates INDEX lemur queries=log.jsonl --refit
+    maxray candidates INDEX lemur representation=hpool_32 --drop
+    maxray candidates INDEX
 
 The generator is fitted to a sample of the items, and the code of each item is stored in a column of
 the index. Searches use it with --candidates (jobs.search) or `candidates` (jobs.evaluate, HTTP).

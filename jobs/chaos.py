@@ -1,9 +1,9 @@
 """Tests that jobs survive random faults: kills, lost nodes, partitions, full disks and others.
 
-    python -m jobs.chaos out/chaos
-    python -m jobs.chaos out/chaos --faults 20 --seed 1 --phases encoding committing --nodes 1
-    python -m jobs.chaos out/chaos --out chaos.json --figure chaos.png
-    python -m jobs.chaos out/chaos --targets network --faults 30
+    maxray chaos out/chaos
+    maxray chaos out/chaos --faults 20 --seed 1 --phases encoding committing --nodes 1
+    maxray chaos out/chaos --out chaos.json --figure chaos.png
+    maxray chaos out/chaos --targets network --faults 30
 
 The suite starts a Ray cluster on this machine and runs jobs.index, recompress, backfill, candidates
 and maintain on a small corpus in FOLDER. It disturbs them at random moments, resumes them with the

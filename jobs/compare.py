@@ -1,7 +1,7 @@
 """Compares two evaluations on the same queries, row by row.
 
-    python -m jobs.compare out/cranfield/evaluation out/layer5/evaluation
-    python -m jobs.compare OUT_A OUT_B --output FOLDER
+    maxray compare out/cranfield/evaluation out/layer5/evaluation
+    maxray compare OUT_A OUT_B --output FOLDER
 
 OUT_A and OUT_B are output folders of jobs.evaluate. The job prints the means of the rows that both
 evaluations have, their difference, and the p-value of a paired randomisation test with Holm's

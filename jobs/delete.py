@@ -1,8 +1,8 @@
 """Removes items from an index.
 
-    python -m jobs.delete INDEX --filter "source = 'old'" --dry-run
-    python -m jobs.delete INDEX --filter "source = 'old'"
-    python -m jobs.delete INDEX --ids ids.txt
+    maxray delete INDEX --filter "source = 'old'" --dry-run
+    maxray delete INDEX --filter "source = 'old'"
+    maxray delete INDEX --ids ids.txt
 
 The file contains one item id per line. With --dry-run, the items are only counted. Rerun the same
 command to go on after an interruption.

@@ -1,6 +1,6 @@
 """Runs the demo: indexes, searches and evaluates the shipped collections.
 
-    python -m jobs.demo
+    maxray demo
 
 The first index holds abstracts, PDF pages, photos, video clips and a speech, and is searched for
 answers on a page, in speech and in a photo. The second part generates scenes of coloured shapes,

@@ -1,8 +1,8 @@
 """Evaluates the representations of an index on a benchmark.
 
-    python -m jobs.evaluate jobs/specs/cranfield_evaluate.yaml
-    python -m jobs.evaluate SPEC.yaml output=out/other "measures=[nDCG@10, R@100]"
-    python -m jobs.evaluate SPEC.yaml "representations=[hpool_32]" --fit-fusion out/fusion.yaml
+    maxray evaluate jobs/specs/cranfield_evaluate.yaml
+    maxray evaluate SPEC.yaml output=out/other "measures=[nDCG@10, R@100]"
+    maxray evaluate SPEC.yaml "representations=[hpool_32]" --fit-fusion out/fusion.yaml
 
 The table has one row per representation and score, and one for BM25 over the text of the items
 (bm25=false omits it). Relevance judgments refer to items or to their parents. The score of a parent

@@ -1,9 +1,9 @@
 """Exports the ids, vectors and items of a representation to Parquet or .npy files.
 
-    python -m jobs.export out/cranfield/index out/hpool_32.parquet --representation hpool_32
-    python -m jobs.export INDEX OUTPUT.parquet --representation full --filter "modality = 'text'"
-    python -m jobs.export INDEX s3://bucket/export --representation minilm_pooled --format npy
-    python -m jobs.export INDEX OUTPUT --representation full --format npy --queries QUERIES.jsonl
+    maxray export out/cranfield/index out/hpool_32.parquet --representation hpool_32
+    maxray export INDEX OUTPUT.parquet --representation full --filter "modality = 'text'"
+    maxray export INDEX s3://bucket/export --representation minilm_pooled --format npy
+    maxray export INDEX OUTPUT --representation full --format npy --queries QUERIES.jsonl
 
 The format `parquet` is a file with the columns `id`, `vectors` and those of the items. `npy` is a
 folder with documents.npy, doclens.npy, doc_ids.npy, items.jsonl and metadata.json, and optionally

@@ -1,15 +1,15 @@
 """Indexes a corpus: encodes it once and stores all representations of the spec.
 
-    python -m jobs.index jobs/specs/cranfield.yaml
-    python -m jobs.index jobs/specs/cranfield.yaml index=s3://bucket/cranfield encoder.layer=-2
-    python -m jobs.index SPEC.yaml --limit 100 --dry-run
+    maxray index jobs/specs/cranfield.yaml
+    maxray index jobs/specs/cranfield.yaml index=s3://bucket/cranfield encoder.layer=-2
+    maxray index SPEC.yaml --limit 100 --dry-run
 
 Rerun the same command to resume an interrupted job, or to index new and changed items. The job
 connects to the cluster at RAY_ADDRESS or starts a local one, and can be submitted with `ray job
-submit -- python -m jobs.index ...`. On SIGTERM it commits finished work, releases the lease and
+submit -- maxray index ...`. On SIGTERM it commits finished work, releases the lease and
 exits with code 143.
 
-On a terminal, the job shows a live display of its progress. `python -m jobs.status INDEX --watch`
+On a terminal, the job shows a live display of its progress. `maxray status INDEX --watch`
 shows the same on another terminal or machine.
 """
 

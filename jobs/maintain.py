@@ -1,9 +1,9 @@
 """Merges small fragments of an index and removes what no reader needs any more.
 
-    python -m jobs.maintain INDEX --dry-run
-    python -m jobs.maintain INDEX
-    python -m jobs.maintain INDEX --retain-hours 1 --fragment-items 10000
-    python -m jobs.maintain INDEX --evaluations out/evaluation --retain-days 30
+    maxray maintain INDEX --dry-run
+    maxray maintain INDEX
+    maxray maintain INDEX --retain-hours 1 --fragment-items 10000
+    maxray maintain INDEX --evaluations out/evaluation --retain-days 30
 
 The job rewrites small neighbouring fragments and fragments with many deleted rows, removes versions
 older than the retention period and files that no version needs, extends the index of the item ids,

@@ -1,7 +1,7 @@
 """Draws similarity maps of phrases, for comparison with their true locations.
 
-    python -m jobs.maps PHRASES OUT.png --index out/shapes/index full samer_16
-    python -m jobs.maps PHRASES OUT.png --index INDEX NAME --index OTHER NAME --items a.png b.png
+    maxray maps PHRASES OUT.png --index out/shapes/index full samer_16
+    maxray maps PHRASES OUT.png --index INDEX NAME --index OTHER NAME --items a.png b.png
 
 PHRASES is a JSON Lines file with the fields item_id, phrase and boxes, in the format of `grounding`
 in jobs.evaluate. The output has a row per phrase and a column per representation. The boxes of the

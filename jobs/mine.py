@@ -1,8 +1,8 @@
 """Mines hard negatives from an index, for training.
 
-    python -m jobs.mine out/cranfield/index pairs.jsonl negatives.jsonl --representation full
-    python -m jobs.mine INDEX QUERIES OUTPUT.jsonl --representation hpool_32 --ranks 10 50
-    python -m jobs.mine INDEX run.yaml OUTPUT.jsonl --score hybrid
+    maxray mine out/cranfield/index pairs.jsonl negatives.jsonl --representation full
+    maxray mine INDEX QUERIES OUTPUT.jsonl --representation hpool_32 --ranks 10 50
+    maxray mine INDEX run.yaml OUTPUT.jsonl --score hybrid
 
 QUERIES is a file of pairs (see docs/reference/training.md), or a training spec, whose data are
 used. The job searches the index for each query, removes the relevant documents, and writes the

@@ -1,9 +1,9 @@
 """Estimates the time, storage and cost of an index job before it runs.
 
-    python -m jobs.plan jobs/specs/cranfield.yaml
-    python -m jobs.plan jobs/specs/cranfield.yaml --resources cluster/profiles/gpus.yaml \
+    maxray plan jobs/specs/cranfield.yaml
+    maxray plan jobs/specs/cranfield.yaml --resources cluster/profiles/gpus.yaml \
 --assumptions rates.yaml --out out/plan
-    python -m jobs.plan SPEC.yaml --assumptions jobs/specs/plans/pages.yaml
+    maxray plan SPEC.yaml --assumptions jobs/specs/plans/pages.yaml
 
 SPEC and the resources profile are those of jobs.index. The job lists the source, reads, encodes,
 compresses and writes a random sample of its items, and computes what the whole corpus needs.

@@ -1,7 +1,7 @@
 """Pools evaluations of several collections: means, standard deviations and significance.
 
-    python -m jobs.pool out/layers/*/evaluation --output out/layers/pooled
-    python -m jobs.pool OUT OUT OUT --output FOLDER --against random "eos layers=[5]"
+    maxray pool out/layers/*/evaluation --output out/layers/pooled
+    maxray pool OUT OUT OUT --output FOLDER --against random "eos layers=[5]"
 
 Each OUT is an output folder of jobs.evaluate with the same methods, on collections that are random
 draws of the same distribution. The job prints OSR and quality of each method (mean and standard

@@ -1,7 +1,7 @@
 """Draws which stored vectors of trained models are matched, and how similar they are.
 
-    python -m jobs.positions jobs/specs/agc/shapes.yaml --row full --row agc_16
-    python -m jobs.positions SPEC --row "full > hpool num_vectors 16"
+    maxray positions jobs/specs/agc/shapes.yaml --row full --row agc_16
+    maxray positions SPEC --row "full > hpool num_vectors 16"
 
 SPEC is a study that `jobs.train` has run. For each of its rows, or only those of `--row`, the first
 run is evaluated on the validation data. The output folder of the spec receives:

@@ -1,8 +1,8 @@
 """Recommends a compression method, a budget and a codec for the stored vectors of an index.
 
-    python -m jobs.recommend out/cranfield/index --retain 0.95 --max-bytes 4096
-    python -m jobs.recommend INDEX --queries jobs/data/photos --max-milliseconds 50
-    python -m jobs.recommend INDEX --queries jobs/specs/us_government_evaluate.yaml
+    maxray recommend out/cranfield/index --retain 0.95 --max-bytes 4096
+    maxray recommend INDEX --queries jobs/data/photos --max-milliseconds 50
+    maxray recommend INDEX --queries jobs/specs/us_government_evaluate.yaml
 
 The job compresses a sample of the items with every combination of method, budget and codec, in
 memory, and compares the rankings with those of the uncompressed vectors. It recommends the smallest
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print("", yaml.safe_dump(representation, sort_keys=False), sep="\n", end="")
         print(f"\nTo add it, {'' if out else f'save this spec as {SPEC} and '}run:")
-        print(f"python -m jobs.recompress {path}")
+        print(f"maxray recompress {path}")
     else:
         print(f"\nThe index already stores it as {recommendation.stored_as}.")
 

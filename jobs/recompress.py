@@ -1,7 +1,7 @@
 """Adds representations to an index from its uncompressed token vectors, without encoding again.
 
-    python -m jobs.recompress jobs/specs/cranfield_more.yaml
-    python -m jobs.recompress SPEC.yaml index=s3://bucket/cranfield
+    maxray recompress jobs/specs/cranfield_more.yaml
+    maxray recompress SPEC.yaml index=s3://bucket/cranfield
 
 Compressors and codecs that need it are fitted on a sample of `fit_items` items. fit_index=URI draws
 the sample from another index, fit_filter=SQL from the items that satisfy a condition.

@@ -1,9 +1,9 @@
 """Reproduces a table of a paper and compares it with the paper's numbers.
 
-    python -m jobs.reproduce
-    python -m jobs.reproduce agc table4 --data /data
-    python -m jobs.reproduce agc table4 --data /data --dry-run
-    python -m jobs.reproduce agc table4 --miniature
+    maxray reproduce
+    maxray reproduce agc table4 --data /data
+    maxray reproduce agc table4 --data /data --dry-run
+    maxray reproduce agc table4 --miniature
 
 Without arguments, the job lists all tables. With a paper and a table, it checks the data and
 models, trains, indexes, recompresses and evaluates, and prints our numbers beside those of the

@@ -1,22 +1,22 @@
 """Searches an index for one query or for a file of queries.
 
-    python -m jobs.search out/cranfield/index "how does a slipstream change the lift of a wing"
-    python -m jobs.search INDEX "a query" --representation hpool_32 --k 5 --score hybrid
-    python -m jobs.search INDEX "a query" --representation kcenter_progressive_64@16
-    python -m jobs.search INDEX "a query" --score hybrid --weights 1 0.5
-    python -m jobs.search INDEX "a query" --group-by parent --filter "modality = 'text'"
-    python -m jobs.search INDEX "a query" --ids ids.txt --json
-    python -m jobs.search INDEX "a query" --candidates lemur --num-candidates 1000
-    python -m jobs.search INDEX "a query" --candidates lemur+bm25 --score fused
-    python -m jobs.search INDEX "a query" --score fused --fusion method=sum weights.bm25=0.25
-    python -m jobs.search INDEX --queries queries.jsonl --k 100 --run out/full.trec
-    python -m jobs.search INDEX --queries queries.jsonl --run out/full.trec --actors 4
-    python -m jobs.search INDEX "a query" --rerank edje=out/edje/model --rerank-depth 20
-    python -m jobs.search INDEX --image photo.jpg
-    python -m jobs.search INDEX "but in red" --image photo.jpg
-    python -m jobs.search INDEX --query-vectors query.npy
-    python -m jobs.search out/pages/index "who pays for the repairs" --k 3 --save-maps out/maps
-    python -m jobs.search INDEX "a red car" --rerank edje=FOLDER --k 5 --save-sheet out/red.png
+    maxray search out/cranfield/index "how does a slipstream change the lift of a wing"
+    maxray search INDEX "a query" --representation hpool_32 --k 5 --score hybrid
+    maxray search INDEX "a query" --representation kcenter_progressive_64@16
+    maxray search INDEX "a query" --score hybrid --weights 1 0.5
+    maxray search INDEX "a query" --group-by parent --filter "modality = 'text'"
+    maxray search INDEX "a query" --ids ids.txt --json
+    maxray search INDEX "a query" --candidates lemur --num-candidates 1000
+    maxray search INDEX "a query" --candidates lemur+bm25 --score fused
+    maxray search INDEX "a query" --score fused --fusion method=sum weights.bm25=0.25
+    maxray search INDEX --queries queries.jsonl --k 100 --run out/full.trec
+    maxray search INDEX --queries queries.jsonl --run out/full.trec --actors 4
+    maxray search INDEX "a query" --rerank edje=out/edje/model --rerank-depth 20
+    maxray search INDEX --image photo.jpg
+    maxray search INDEX "but in red" --image photo.jpg
+    maxray search INDEX --query-vectors query.npy
+    maxray search out/pages/index "who pays for the repairs" --k 3 --save-maps out/maps
+    maxray search INDEX "a red car" --rerank edje=FOLDER --k 5 --save-sheet out/red.png
 
 Prints the hits with their best passages. The words that contribute most to the score are marked,
 followed by the box or the times of each passage. --json prints one JSON object per hit with all

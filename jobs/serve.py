@@ -1,11 +1,11 @@
 r"""Serves indexes over HTTP: search, reranking, encoding and evaluation.
 
-    python -m jobs.serve out/cranfield/index                        # on 127.0.0.1:8000
-    python -m jobs.serve out/cranfield/index out/pages/index --port 8123
-    python -m jobs.serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.max_k=100
-    python -m jobs.serve --spec settings.yaml timeouts.search_s=5
-    python -m jobs.serve out/photos/index indexes.photos.edje=out/edje/model   # EDJE reranking
-    python -m jobs.serve key --name ann >> keys.yaml                # create an access key
+    maxray serve out/cranfield/index                        # on 127.0.0.1:8000
+    maxray serve out/cranfield/index out/pages/index --port 8123
+    maxray serve out/cranfield/index --keys keys.yaml --host 0.0.0.0 limits.max_k=100
+    maxray serve --spec settings.yaml timeouts.search_s=5
+    maxray serve out/photos/index indexes.photos.edje=out/edje/model   # EDJE reranking
+    maxray serve key --name ann >> keys.yaml                # create an access key
     curl -s localhost:8000/v1/search -H 'Content-Type: application/json' \
          -d '{"query": "how does a slipstream change the lift of a wing", "k": 3}'
 

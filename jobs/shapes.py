@@ -1,8 +1,8 @@
 """Generates the shapes benchmark: images of coloured shapes, captions, judgments and boxes.
 
-    python -m jobs.shapes out/shapes --count 1000
-    python -m jobs.index jobs/specs/shapes.yaml
-    python -m jobs.evaluate jobs/specs/shapes_evaluate.yaml
+    maxray shapes out/shapes --count 1000
+    maxray index jobs/specs/shapes.yaml
+    maxray evaluate jobs/specs/shapes_evaluate.yaml
 
 The shipped models were not trained on these images. The output depends only on count and series.
 """

@@ -1,8 +1,8 @@
 """Draws the best hits of judged queries, with the relevant ones outlined.
 
-    python -m jobs.sheets out/shapes/evaluation
-    python -m jobs.sheets EVALUATION --row single_vector --row full.hybrid --count 5 --k 5
-    python -m jobs.sheets EVALUATION --row full.maxsim --queries q1 q7 --output out/sheets
+    maxray sheets out/shapes/evaluation
+    maxray sheets EVALUATION --row single_vector --row full.hybrid --count 5 --k 5
+    maxray sheets EVALUATION --row full.maxsim --queries q1 q7 --output out/sheets
 
 EVALUATION is the output folder of `jobs.evaluate`. For each query, the folder `sheets` in it, or
 --output, receives a PNG with a row of hits per --row (default: the first and the last row of the

@@ -1,9 +1,9 @@
 """Prints the status of an index: items, representations, rejects, writer and recent jobs.
 
-python -m jobs.status out/cranfield/index
-python -m jobs.status s3://bucket/cranfield --json
-python -m jobs.status s3://bucket/cranfield --watch
-python -m jobs.status out/cranfield/index --rejects
+maxray status out/cranfield/index
+maxray status s3://bucket/cranfield --json
+maxray status s3://bucket/cranfield --watch
+maxray status out/cranfield/index --rejects
 
 The cache is that of this machine: packed vectors of searches of this index, of all indexes, and
 the limit (MAXRAY_CACHE_BYTES) beyond which the longest unused files are removed.

@@ -1,7 +1,7 @@
 """Counts in how many items each token occurs, to weight the tokens of queries.
 
-    python -m jobs.token_frequencies out/cranfield/index
-    python -m jobs.token_frequencies INDEX representation=hpool_32 max_items=1000000
+    maxray token_frequencies out/cranfield/index
+    maxray token_frequencies INDEX representation=hpool_32 max_items=1000000
 
 Searches with `--idf-power POWER` (jobs.search) or `idf_power` (jobs.evaluate, HTTP) then multiply
 the similarity of each query token by its inverse document frequency to this power. The tokens are

@@ -1,10 +1,10 @@
 """Trains a model, a projection, an adapter or a reranker.
 
-    python -m jobs.train jobs/specs/training/shapes_samer.yaml
-    python -m jobs.train SPEC optimiser.learning_rate=1e-4 epochs=3
-    python -m jobs.train SPEC --resources cluster/profiles/train_gpus.yaml
-    python -m jobs.train SPEC --in-process
-    python -m jobs.train SPEC --dry-run
+    maxray train jobs/specs/training/shapes_samer.yaml
+    maxray train SPEC optimiser.learning_rate=1e-4 epochs=3
+    maxray train SPEC --resources cluster/profiles/train_gpus.yaml
+    maxray train SPEC --in-process
+    maxray train SPEC --dry-run
 
 The output folder of the spec receives:
 

@@ -1,4 +1,8 @@
-"""Maxray builds fixed-budget multi-vector indexes for text, pages, images, video and audio."""
+"""Maxray builds fixed-budget multi-vector indexes for text, pages, images, video and audio.
+
+A folder `pipeline` in the working directory shadows this package, see docs/installation.md. The
+command `maxray` is not affected.
+"""
 
 from typing import Any
 

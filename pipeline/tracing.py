@@ -6,7 +6,7 @@ Traces are exported with OTLP over HTTP if the standard variables of OpenTelemet
     export OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4318
 
 A server uses the tracing of Ray Serve, which opens the spans of proxies, gateways and stages and
-propagates the context between them; `span` adds the steps of a search. `python -m jobs.serve` turns
+propagates the context between them; `span` adds the steps of a search. `maxray serve` turns
 it on. On a cluster, also set these variables on every node before `ray start`:
 
     export RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH=pipeline.tracing:span_processors

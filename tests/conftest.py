@@ -151,7 +151,7 @@ def network() -> Iterator[Network]:
 def start_job(
     *arguments: str, address: str | None = None, port: Port | None = None, **environment: str
 ) -> subprocess.Popen:
-    """Starts `python -m jobs...`.
+    """Starts `maxray ..`.
 
     Args:
         *arguments: Module and arguments.

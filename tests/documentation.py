@@ -111,7 +111,7 @@ def commands(text: str) -> Iterator[list[str]]:
 def inline_commands(path: Path) -> Iterator[list[str]]:
     """Yields the words of the jobs with arguments in the prose of a page."""
     prose = re.sub(r"^ *```.*?^ *```$", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
-    for code in re.findall(r"`([^`]*python -m jobs\.[^`]*)`", prose):
+    for code in re.findall(r"`([^`]*\bmaxray\s[^`]*)`", prose):
         for words in commands(code.replace("\n", " ")):
-            if len(words) > 3 and "VERB" not in words[2]:  # not only the name of a job
+            if words[0] == "maxray" and len(words) > 2 and words[1] != "VERB":  # not only a name
                 yield words

@@ -1,9 +1,9 @@
 """Takes the screenshots of the documentation of the search page.
 
-    python -m jobs.serve out/demo/index &
+    maxray serve out/demo/index &
     python -m tests.screenshots http://127.0.0.1:8000 [FOLDER]
 
-The server must serve the index of `python -m jobs.demo`.
+The server must serve the index of `maxray demo`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs the benchmarks of docs/results/benchmarks.md on this machine.
 
-    python -m jobs.bench pipeline
-    python -m jobs.bench pipeline --only minilm --items 1500 --repeats 1 --out figures.json
+    maxray bench pipeline
+    maxray bench pipeline --only minilm --items 1500 --repeats 1 --out figures.json
 
 Each benchmark prints its results with the machine, the versions and the command.
 """

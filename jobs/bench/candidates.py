@@ -1,9 +1,9 @@
 """Benchmark of candidate generators against the exact search of the same index.
 
-    python -m jobs.bench candidates
-    python -m jobs.bench candidates --items 1000000 --generators lemur centroids --figure plot.png
-    python -m jobs.bench candidates --vectors FOLDER --query-tokens 32
-    python -m jobs.bench candidates --vectors FOLDER --unmodified --items 117659
+    maxray bench candidates
+    maxray bench candidates --items 1000000 --generators lemur centroids --figure plot.png
+    maxray bench candidates --vectors FOLDER --query-tokens 32
+    maxray bench candidates --vectors FOLDER --unmodified --items 117659
 
 The items are derived from real token vectors: each interpolates the vectors of two random
 documents and adds noise. By default, these are the abstracts of jobs/data/cranfield, encoded by

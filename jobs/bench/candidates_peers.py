@@ -1,7 +1,7 @@
 """Benchmark of other systems for multi-vector search, on the vectors of `jobs.bench candidates`.
 
-    python -m jobs.bench candidates_peers --vectors FOLDER --items 30000
-    python -m jobs.bench candidates_peers --vectors FOLDER --items 30000 --systems faiss-ivf muvera
+    maxray bench candidates_peers --vectors FOLDER --items 30000
+    maxray bench candidates_peers --vectors FOLDER --items 30000 --systems faiss-ivf muvera
 
 --vectors names a folder in the .npy layout of `jobs.export` with queries. Its first documents are
 searched. The queries are those that `jobs.bench candidates` searches.

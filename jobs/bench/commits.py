@@ -4,8 +4,8 @@ The fragments of the first table share a few data files, because these times dep
 fragments, not on the data. The second table compares an index that many small jobs wrote with the
 same index after `jobs.maintain`, and with a new index of the same items.
 
-    python -m jobs.bench commits
-    python -m jobs.bench commits --fragments 100 1000 --jobs 50 --repeats 3
+    maxray bench commits
+    maxray bench commits --fragments 100 1000 --jobs 50 --repeats 3
 """
 
 from __future__ import annotations

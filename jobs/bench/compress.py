@@ -1,9 +1,9 @@
 """Benchmark of compressors: time per document, memory, and share of the index job.
 
-    python -m jobs.bench compress
-    python -m jobs.bench compress --only methods --methods samer hpool --out figures.json
-    python -m jobs.bench compress --only methods --device cuda
-    python -m jobs.bench compress --only index --items 256
+    maxray bench compress
+    maxray bench compress --only methods --methods samer hpool --out figures.json
+    maxray bench compress --only methods --device cuda
+    maxray bench compress --only index --items 256
 
 `methods` compresses random unit vectors with boxes. `index` encodes shipped abstracts once and runs
 every method on them in the stage of the index job, in one process.

@@ -1,7 +1,7 @@
 """Benchmark of the driver: units/s of the stream of the index job when the stages do nothing.
 
-    python -m jobs.bench driver
-    python -m jobs.bench driver --only sleeping --actors 1 2 4 8 16 --sleep 0.2
+    maxray bench driver
+    maxray bench driver --only sleeping --actors 1 2 4 8 16 --sleep 0.2
 
 Units without items pass through the tasks and actors of the stream of the index job: read, encode,
 write. The throughput is that of the scheduling by Ray Data in the driver. `sleeping` measures how

@@ -1,9 +1,9 @@
 """Benchmark of encoders: attention statistics, throughput, and the default text encoder.
 
-    python -m jobs.bench encode
-    python -m jobs.bench encode --only text
-    python -m jobs.bench encode --only taps --family colqwen2 --layers 28 --device cuda
-    python -m jobs.bench encode --only pipeline stages --items 64 --workers 14
+    maxray bench encode
+    maxray bench encode --only text
+    maxray bench encode --only taps --family colqwen2 --layers 28 --device cuda
+    maxray bench encode --only pipeline stages --items 64 --workers 14
 
 Models have the shapes of published ones with random weights and `--layers` layers (default: all on
 a GPU, four on a CPU). Only `actors` needs Ray. The parts are:

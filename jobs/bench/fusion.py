@@ -1,8 +1,8 @@
 """Benchmark of the fused score against MaxSim on judged collections.
 
-    python -m jobs.bench fusion cranfield=out/fusion/cranfield,jobs/data/cranfield
-    python -m jobs.bench fusion NAME=INDEX,BENCHMARK --representations full hpool_32 --csv out.csv
-    python -m jobs.bench fusion --bm25-items 100000
+    maxray bench fusion cranfield=out/fusion/cranfield,jobs/data/cranfield
+    maxray bench fusion NAME=INDEX,BENCHMARK --representations full hpool_32 --csv out.csv
+    maxray bench fusion --bm25-items 100000
 
 Each index needs `bm25` (jobs.candidates), and each benchmark is a folder in the format of BEIR. For
 each representation, the benchmark compares settings of the fused score with MaxSim by nDCG@10 and a

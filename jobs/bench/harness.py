@@ -70,7 +70,7 @@ class Bench:
         self.out = out
         self.record: dict[str, Any] = {
             "bench": name,
-            "command": shlex.join(["python", "-m", "jobs.bench", name, *arguments]),
+            "command": shlex.join(["maxray", "bench", name, *arguments]),
             "when": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             "machine": machine(),
             "versions": versions(),

@@ -1,7 +1,7 @@
 """Benchmark of the index job on one GPU: throughput, use of the GPU, recovery, recompression.
 
-    python -m jobs.bench index_gpu --family colpali
-    python -m jobs.bench index_gpu --family qwen2_5_omni --source clips --copies 40 --only fused
+    maxray bench index_gpu --family colpali
+    maxray bench index_gpu --family qwen2_5_omni --source clips --copies 40 --only fused
 
 Models have published shapes and random weights. The source consists of hard links to the bundled
 PDF pages or clips. Each job has its own process. The parts are:

@@ -1,7 +1,7 @@
 """Benchmark of planning: time in which the driver receives the shards of a large source.
 
-    python -m jobs.bench listing
-    python -m jobs.bench listing --videos 125000 --latency 0.05 --repeats 1
+    maxray bench listing
+    maxray bench listing --videos 125000 --latency 0.05 --repeats 1
 
 The source is a folder of videos in a simulated object store, which answers each request after a
 delay and lists at most 1,000 keys per request, as S3 does. A task walks through the store and sends

@@ -1,9 +1,9 @@
 """Benchmark of MaxSim on CPUs against a padded einsum, maxsim-cpu and the machine's peak rates.
 
-    python -m jobs.bench maxsim
-    python -m jobs.bench maxsim --only scoring --queries 1 --repeats 5 --out figures.json
-    python -m jobs.bench maxsim --only stored --documents 1000000
-    python -m jobs.bench maxsim_gpu                              # on a GPU; needs no Ray, no Lance
+    maxray bench maxsim
+    maxray bench maxsim --only scoring --queries 1 --repeats 5 --out figures.json
+    maxray bench maxsim --only stored --documents 1000000
+    maxray bench maxsim_gpu                              # on a GPU; needs no Ray, no Lance
 
 `scoring` scores random unit vectors in memory; `prefixes` scores the first vectors of documents of
 64 vectors and, for comparison, documents that have only these; `corpus` scores all queries against

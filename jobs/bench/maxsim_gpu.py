@@ -1,7 +1,7 @@
 """Benchmark of MaxSim on a GPU against a padded einsum and the peak rates of the device.
 
-    python -m jobs.bench maxsim_gpu
-    python -m jobs.bench maxsim_gpu --documents 4000000 --repeats 20 --out figures.json
+    maxray bench maxsim_gpu
+    maxray bench maxsim_gpu --documents 4000000 --repeats 20 --out figures.json
 
 Vectors are random and in GPU memory. Bytes count the documents once. Operations count all pairs of
 tokens. The peak rates of the device are measured before and after. The benchmark needs neither Ray

@@ -1,7 +1,7 @@
 """Benchmark of the MaxSim of training on a GPU against kernels of other projects.
 
-    python -m jobs.bench maxsim_loss
-    python -m jobs.bench maxsim_loss --documents 64 256 --tokens 64 1030 --out figures.json
+    maxray bench maxsim_loss
+    maxray bench maxsim_loss --documents 64 256 --tokens 64 1030 --out figures.json
 
 Time and peak memory of the scores of a batch (every query with every document) and their gradient,
 in bfloat16 vectors, for `pipeline.train.losses.late_scores`, a padded einsum, and the packages

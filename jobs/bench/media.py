@@ -1,7 +1,7 @@
 """Benchmark of video and audio: the source stage, memory on long files, OCR and ASR.
 
-    python -m jobs.bench media
-    python -m jobs.bench media --only video --repeats 1 --out figures.json
+    maxray bench media
+    maxray bench media --only video --repeats 1 --out figures.json
 
 Videos pan over the shipped pages at 1280 x 720 and 25 frames per second. Audio is the shipped
 speech, repeated, in stereo at 44.1 kHz.

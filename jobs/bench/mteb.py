@@ -1,7 +1,7 @@
 """Benchmark of the mteb components against mteb's own loop with the same encoder.
 
-    python -m jobs.bench mteb
-    python -m jobs.bench mteb --pages 200 --queries 50 --repeats 1 --out figures.json
+    maxray bench mteb
+    maxray bench mteb --pages 200 --queries 50 --repeats 1 --out figures.json
 
 The input is a snapshot in the layout of ViDoRe v1: pages of the shipped PDFs, each with a number
 that makes it distinct, and queries from their texts. Both sides read it through mteb, encode pages

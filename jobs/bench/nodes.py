@@ -1,7 +1,7 @@
 """Benchmark of the index job on several nodes: items/s of sleeping encoders, one per node.
 
-    python -m jobs.bench nodes
-    python -m jobs.bench nodes --nodes 1 2 --seconds 20 --repeats 1 --out figures.json
+    maxray bench nodes
+    maxray bench nodes --nodes 1 2 --seconds 20 --repeats 1 --out figures.json
 
 Each node is a raylet with its own object store, all on this machine, and the head has no CPUs. The
 encoder sleeps instead of computing, so that the nodes do not share the cores of the machine, and

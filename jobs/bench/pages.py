@@ -1,7 +1,7 @@
 """Benchmark of PDF pages: the source stage against a plain loop, and memory on a long document.
 
-    python -m jobs.bench pages
-    python -m jobs.bench pages --only speed --copies 4 --repeats 1 --out figures.json
+    maxray bench pages
+    maxray bench pages --only speed --copies 4 --repeats 1 --out figures.json
 
 The input consists of copies of the shipped PDFs, and of one PDF with all their pages, repeated.
 """

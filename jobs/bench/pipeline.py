@@ -1,7 +1,7 @@
 """Benchmark of the index job: throughput against a plain loop, resuming, memory of the driver.
 
-    python -m jobs.bench pipeline
-    python -m jobs.bench pipeline --only minilm sleeping --repeats 5 --out figures.json
+    maxray bench pipeline
+    maxray bench pipeline --only minilm sleeping --repeats 5 --out figures.json
 
 Each run has its own process and a temporary folder. Results are taken from the records of the jobs.
 Run it on an idle machine.

@@ -1,7 +1,7 @@
 """Benchmark of jobs.plan: predicted and actual time and size of index jobs.
 
-    python -m jobs.bench plan
-    python -m jobs.bench plan --sample 32 --repeats 3 --out figures.json
+    maxray bench plan
+    maxray bench plan --sample 32 --repeats 3 --out figures.json
 
 Each collection is planned from a random sample and then indexed, in processes of their own. The
 actual time is that of the job without the start of Ray, until the last commit. Run it on an idle

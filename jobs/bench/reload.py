@@ -1,7 +1,7 @@
 """Benchmark of a new version of an index next to the one in service: memory and time.
 
-    python -m jobs.bench reload
-    python -m jobs.bench reload --items 20000 --repeats 1
+    maxray bench reload
+    maxray bench reload --items 20000 --repeats 1
 
 An index of random int8 vectors is extended by 5 %, then 5 % of its items are deleted, and then all
 of its fragments are rewritten. For each change, a process with the vectors in memory (`cache:

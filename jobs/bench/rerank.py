@@ -1,10 +1,10 @@
 """Benchmark of EDJE reranking against a plain Hugging Face loop: throughput and latency.
 
-    python -m jobs.bench rerank
-    python -m jobs.bench rerank --latency
-    python -m jobs.bench rerank --model bundled --out figures.json
-    python -m jobs.bench rerank --device cuda                # on a GPU; needs no Ray, no Lance
-    python -m jobs.bench rerank --study jobs/specs/training/studies/edje_tokens.yaml --tokens 196
+    maxray bench rerank
+    maxray bench rerank --latency
+    maxray bench rerank --model bundled --out figures.json
+    maxray bench rerank --device cuda                # on a GPU; needs no Ray, no Lance
+    maxray bench rerank --study jobs/specs/training/studies/edje_tokens.yaml --tokens 196
 
 The model has the shape of MiniLM-L12-H384 with random weights, unless `--model` is set, and random
 inputs. `paths` (CPU) runs each implementation of `JointEncoder.scores` and reports the deviation of

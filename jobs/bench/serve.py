@@ -1,9 +1,9 @@
 """Benchmark of serving: overhead over search in process, overload, crashes, new versions.
 
-    python -m jobs.bench serve
-    python -m jobs.bench serve --only overhead overload --seconds 20
-    python -m jobs.bench serve --only kills swap
-    python -m jobs.bench serve --only reranking
+    maxray bench serve
+    maxray bench serve --only overhead overload --seconds 20
+    maxray bench serve --only kills swap
+    maxray bench serve --only reranking
 
 The index has random vectors and real texts. Queries are encoded by the bundled MiniLM. The load
 comes from another process over loopback. `overhead` compares latency with the same search in this

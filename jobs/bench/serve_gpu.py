@@ -1,7 +1,7 @@
 """Benchmark of exact search on a GPU, in process and by Ray Serve over HTTP.
 
-    python -m jobs.bench serve_gpu
-    python -m jobs.bench serve_gpu --items 200000 --only process --out figures.json
+    maxray bench serve_gpu
+    maxray bench serve_gpu --items 200000 --only process --out figures.json
 
 The index has 32 random int8 vectors of 128 dimensions per item, which the GPU holds. Queries have
 32 tokens; an encoder without a model stands for that of the index. `process` searches in this

@@ -1,7 +1,7 @@
 """Benchmark of serving while a node dies: latency and failed searches before and after.
 
-    python -m jobs.bench serve_nodes
-    python -m jobs.bench serve_nodes --rate 3 --seconds 60 --repeats 1 --out figures.json
+    maxray bench serve_nodes
+    maxray bench serve_nodes --rate 3 --seconds 60 --repeats 1 --out figures.json
 
 The server of `bench serve` runs on two nodes with two replicas of each deployment, one per node.
 Each node is a raylet with its own object store on this machine; the head runs the HTTP proxy and no

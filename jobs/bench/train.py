@@ -1,8 +1,8 @@
 """Benchmark of training: cached hidden states, and LoRA on a large model.
 
-    python -m jobs.bench train
-    python -m jobs.bench train --only states --scenes 512
-    python -m jobs.bench train --only lora --family colqwen2 --batch 16 --device cuda
+    maxray bench train
+    maxray bench train --only states --scenes 512
+    maxray bench train --only lora --family colqwen2 --batch 16 --device cuda
 
 `states` trains only the projection of the shipped ColPali with SaMer for an epoch, with and without
 cached hidden states. `lora` runs steps of a model with a published shape and random weights (all

@@ -72,7 +72,7 @@ def run(
     if spec.rerank is None:
         raise MissingField("rerank", None, "the folder of an EDJE (rerank=FOLDER)")
     if not len(Index(spec.index)):
-        note = "; run `python -m jobs.index` with this spec first"
+        note = "; run `maxray index` with this spec first"
         raise SpecError("index", spec.index, "an index with items", "is empty", note)
     progress = Progress(seconds={"encode": 0.0, "write": 0.0})
     with Session(

@@ -129,7 +129,7 @@ def run(
         if needs_appended_vectors([r]):
             rule = "a compressor of stored token vectors"
             problem = "needs the vectors of the appended tokens, which no column stores"
-            note = "; add it with `python -m jobs.index` to a new index"
+            note = "; add it with `maxray index` to a new index"
             field = f"representations.{r.id}.compressor"
             raise SpecError(field, r.compressor.name, rule, problem, note)
     check_compressors(wanted, ENCODERS.resolve(encoder_info.spec, stored=True))

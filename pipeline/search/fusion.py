@@ -86,7 +86,7 @@ class Fusion(Spec):
             SpecError: They are null.
         """
         if self.weights is None:
-            note = "; fit them with `python -m jobs.evaluate SPEC --fit-fusion fusion.yaml`"
+            note = "; fit them with `maxray evaluate SPEC --fit-fusion fusion.yaml`"
             raise SpecError("fusion.weights", None, "set for the score fused", note=note)
         return self.weights
 

@@ -106,7 +106,7 @@ def check_token_frequencies(index: Index, info: RepresentationInfo, idf_power: f
     name = artefact_name(index, info)
     if name is None:
         problem = f"needs token frequencies, which {info.name} lacks"
-        note = "; count them with `python -m jobs.token_frequencies INDEX`"
+        note = "; count them with `maxray token_frequencies INDEX`"
         raise SpecError("idf_power", idf_power, "null", problem, note)
     return name
 

@@ -5,7 +5,7 @@ Usage on a cluster:
     serve run pipeline.serve.app:build indexes.cranfield.uri=/data/index
     serve deploy cluster/serve/cranfield.yaml
 
-`python -m jobs.serve` starts the same application on this machine.
+`maxray serve` starts the same application on this machine.
 """
 
 from __future__ import annotations

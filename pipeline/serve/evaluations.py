@@ -8,7 +8,7 @@
              /out/           results, and the cache entries from which a restart resumes
           /NAME/             output of a run of `jobs.evaluate` on a served index, which is listed
 
-The gateway writes requests and reads states. A single `Evaluator` runs `python -m jobs.evaluate`
+The gateway writes requests and reads states. A single `Evaluator` runs `maxray evaluate`
 for one evaluation at a time. Both restart independently because all state is in the folder.
 """
 

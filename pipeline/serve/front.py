@@ -3,7 +3,7 @@
 Ray Serve's proxy owns the sockets. It does not time out incomplete headers, accepts any number of
 connections, and sends plain text (or nothing) when a gateway dies. `middlewares` adds the missing
 limits and error responses. Ray calls it when a proxy starts if the environment variable
-RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it. `python -m jobs.serve` sets this variable. On a
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it. `maxray serve` sets this variable. On a
 cluster, set it on every node before `ray start`:
 
     export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=pipeline.serve.front:middlewares

@@ -6,7 +6,7 @@ optionally below `keys:`. It is reloaded when it changes, so removing an entry r
 
     keys:
       - name: ann                  # name in logs; metrics contain the first digits of the hash
-        sha256: 5e88...            # python -m jobs.serve key --name ann
+        sha256: 5e88...            # maxray serve key --name ann
         indexes: [cranfield]       # default: all
         expires: 2027-01-01        # default: never
         requests_per_second: 20    # default: limits.requests_per_second of the server

@@ -264,7 +264,7 @@ def test_rejects_invalid_specs_before_adding_a_column(tmp_path, uri, photos, dua
     with pytest.raises(
         SpecError,
         match=r"rerank must be null for this index, got .*, which requires the column rerank_tokens"
-        r".*; add it with `python -m jobs\.backfill`",
+        r".*; add it with `maxray backfill`",
     ):
         index(spec(uri, photos, dual, rerank=model))
     with pytest.raises(
@@ -335,7 +335,7 @@ def test_jobs_from_the_command_line(uri, photos, dual, model, tmp_path, capsys):
     arguments = [str(tmp_path / "spec.yaml"), f"rerank={model}"]
     with pytest.raises(
         SpecError,
-        match=r"rerank must be null for this index, .*; add it with `python -m jobs\.backfill`",
+        match=r"rerank must be null for this index, .*; add it with `maxray backfill`",
     ):
         index_job.main(arguments)
     backfill_job.main(arguments)

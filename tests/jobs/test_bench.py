@@ -62,7 +62,7 @@ def test_comparison_has_both_sides_and_their_ratio(cluster, tmp_path):
     out, error, code = bench(cluster, "--only", "sleeping", *sizes, "--out", str(record))
     assert code == 0, error
     written = json.loads(record.read_text())
-    assert written["command"].startswith("python -m jobs.bench pipeline --only sleeping")
+    assert written["command"].startswith("maxray bench pipeline --only sleeping")
     assert written["versions"]["ray"] and written["machine"]["cores"] >= 1
     assert set(written["figures"]) == {"sleeping_spatial", "sleeping_samer"}
     for figure in written["figures"].values():

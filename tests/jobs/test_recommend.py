@@ -46,7 +46,7 @@ def test_without_queries(index_uri, tmp_path, capsys):
     assert (out / "recommendation.png").read_bytes().startswith(b"\x89PNG")
     spec = config.load(RecompressSpec, str(out / "recompress.yaml"))
     assert [r.id for r in all_representations(spec)] == [result["recommended"]]
-    assert f"python -m jobs.recompress {out}/recompress.yaml" in printed
+    assert f"maxray recompress {out}/recompress.yaml" in printed
 
     recommend.main((*arguments, "--retain", "0.5"))  # deterministic, except for the times
     again = json.loads((out / "recommendation.json").read_text())

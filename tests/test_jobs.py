@@ -461,7 +461,7 @@ def test_submits_the_index_job(head, tmp_path, collection):
 
 
 def test_folders_of_the_same_names_in_the_working_directory(index_uri, tmp_path):
-    """As started by `maxray`, neither a job nor its workers import modules of another project."""
+    """Neither a job of `maxray` nor its workers import modules of another project."""
     for name in ("jobs", "pipeline"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('another project')")

@@ -253,7 +253,7 @@ def _other_words(
 ) -> np.ndarray:
     """Finds tokens that share the vector of a token whose text equals a query token, (M, T) bool.
 
-    The vector is equally similar to all of them, but stands for the query token because of this
+    The vector is equally similar to all of them, but represents the query token because of this
     one.
     """
     words_T = np.array([text[start:end].lower() if start >= 0 else "" for start, end in spans_T2])

@@ -49,7 +49,8 @@ class Application(FastAPI):
 
 def _operation_id(route: APIRoute) -> str:
     """Returns the id that FastAPI assigns, with the method GET for GET and HEAD."""
-    return re.sub(r"\W", "_", f"{route.name}{route.path_format}_{min(route.methods).lower()}")
+    method = min(route.methods or ["GET"]).lower()
+    return re.sub(r"\W", "_", f"{route.name}{route.path_format}_{method}")
 
 
 def create_app(create_gateway: Callable[[], Awaitable[Gateway]]) -> FastAPI:

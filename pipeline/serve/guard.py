@@ -130,8 +130,8 @@ async def _read_body(
     """
     encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip()
     if encoding.lower() not in ("", "identity"):
-        message = f"the body must not be compressed, got Content-Encoding {encoding[:80]!r}"
-        raise ApiError("unsupported_media_type", message, "Content-Encoding")
+        problem = f"the body must not be compressed, got Content-Encoding {encoding[:80]!r}"
+        raise ApiError("unsupported_media_type", problem, "Content-Encoding")
     max_bytes, timeout_s = settings.limits.max_body_bytes, settings.timeouts.body_s
     too_large = ApiError("too_large", f"the body is larger than {max_bytes:,} bytes")
     length = headers.get(b"content-length", b"")

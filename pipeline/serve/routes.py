@@ -50,8 +50,8 @@ class Route(APIRoute):
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any):
         super().__init__(path, endpoint, **options)
-        if "GET" in self.methods:
-            self.methods.add("HEAD")
+        methods = self.methods or set()
+        self.methods = methods | {"HEAD"} if "GET" in methods else methods
 
 
 public = APIRouter(route_class=Route)

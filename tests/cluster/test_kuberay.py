@@ -169,8 +169,8 @@ def test_scrape_configuration_finds_the_nodes():
     (job,) = yaml.safe_load((ROOT / "cluster/prometheus/scrape.yaml").read_text())["scrape_configs"]
     policy = yaml.safe_load_all((manifests.FOLDER / "network-policy.yaml").read_text())
     (label,) = next(policy)["spec"]["podSelector"]["matchLabels"]
-    kept = {rule["source_labels"][0] for rule in job["relabel_configs"] if "action" in rule}
-    assert kept == {
+    labels = {rule["source_labels"][0] for rule in job["relabel_configs"] if "action" in rule}
+    assert labels == {
         f"__meta_kubernetes_pod_label_{re.sub('[./-]', '_', label)}",
         "__meta_kubernetes_pod_container_port_name",
     }

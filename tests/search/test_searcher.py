@@ -231,7 +231,7 @@ def test_passages_of_merged_vectors_are_those_of_the_tokens(searcher, representa
 
 @pytest.mark.parametrize("text", ["slipstream", "propeller", "measured"])
 def test_passages_of_merged_vectors_without_stored_tokens(index_uri, tmp_path, text):
-    """Of the words of a vector, the one of the query is the passage."""
+    """The word of the query is preferred to other words of its vector."""
     shutil.copytree(index_uri, tmp_path / "index")
     uri = str(tmp_path / "index")
     lance.dataset(f"{uri}/{ITEMS}").drop_columns(["full"])

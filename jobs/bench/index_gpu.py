@@ -211,9 +211,9 @@ class Samples:
 
     def between(self, start: float, end: float) -> Samples:
         """Returns the samples of an interval."""
-        kept = [i for i, moment in enumerate(self.times) if start <= moment <= end]
+        indices = [i for i, moment in enumerate(self.times) if start <= moment <= end]
         times, use, memory = (
-            [column[i] for i in kept] for column in (self.times, self.use, self.memory)
+            [column[i] for i in indices] for column in (self.times, self.use, self.memory)
         )
         return Samples(times, use, [int(size) for size in memory])
 

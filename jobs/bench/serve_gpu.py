@@ -4,7 +4,7 @@
     maxray bench serve_gpu --items 200000 --only process --out figures.json
 
 The index has 32 random int8 vectors of 128 dimensions per item, which the GPU holds. Queries have
-32 tokens; an encoder without a model stands for that of the index. `process` searches in this
+32 tokens; an encoder without a model replaces that of the index. `process` searches in this
 process, one query after another and in batches of 32, and compares the hits of one query with those
 of the CPU. `http` sends searches from another process to a server on this machine.
 """

@@ -32,6 +32,7 @@ from pipeline.stage import REUSE_PROCESSES
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests must not access the hub
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+os.environ.setdefault("RAY_worker_niceness", "0")  # as in local clusters of jobs
 os.environ |= PROXY_ENV  # before Ray Serve is imported or a cluster starts
 os.environ["MAXRAY_HEADER_SECONDS"] = "2"
 

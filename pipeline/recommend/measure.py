@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from pipeline.codecs import Codec
 from pipeline.compression import Compressor
 from pipeline.index.columns import Representation
 from pipeline.index.info import EncoderInfo
@@ -27,6 +28,9 @@ TIMED_VECTORS = 1 << 17
 #: Number of queries that are timed. The fastest is reported, as other processes slow down the
 #: others.
 NUM_TIMED_QUERIES = 5
+
+#: Parts of the quantised vectors of a batch, and the number of vectors per item (B,).
+Block = tuple[dict[str, np.ndarray], np.ndarray]
 
 
 class Measured(NamedTuple):
@@ -91,7 +95,9 @@ def measured_candidates(
     """
     for spec, adjacent in itertools.groupby(representations, key=lambda r: r.compressor):
         compressor = COMPRESSORS.build(spec)
-        group = [(r, CODECS.build(r.codec), []) for r in adjacent]  # without a fitted codec
+        group: list[tuple[Representation, Codec, list[Block]]] = [
+            (representation, CODECS.build(representation.codec), []) for representation in adjacent
+        ]
         for batch in sample.batches:
             vectors_TD, lengths_B = compress(compressor, batch, encoder_info)
             for _, codec, blocks in group:

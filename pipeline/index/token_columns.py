@@ -97,9 +97,18 @@ def token_columns(items: pa.Table, item_fields: Sequence[str] = ITEM_FIELDS) -> 
 
 
 def token_batches(
-    items: pa.Table, encoder_info: EncoderInfo, item_field: str = "content"
+    items: pa.Table,
+    encoder_info: EncoderInfo,
+    item_field: str = "content",
+    max_values: int = MAX_BATCH_VALUES,
 ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
     """Yields padded batches of items of similar length from token columns.
+
+    Args:
+        items: Token columns.
+        encoder_info: Encoder of the vectors.
+        item_field: Item field of the tokens.
+        max_values: Maximum number of padded values per batch. A batch has at least one item.
 
     Yields:
         (rows, batch): Indices of rows that have tokens, and their tokens.
@@ -114,7 +123,7 @@ def token_batches(
     while start < len(by_length):
         stop = start + 1
         while stop < len(by_length) and (
-            (stop + 1 - start) * lengths[by_length[stop]] * encoder_info.dim <= MAX_BATCH_VALUES
+            (stop + 1 - start) * lengths[by_length[stop]] * encoder_info.dim <= max_values
         ):
             stop += 1
         rows = by_length[start:stop]

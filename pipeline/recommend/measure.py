@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from pipeline.codecs import Codec
 from pipeline.compression import Compressor
-from pipeline.config import ComponentSpec
 from pipeline.index.columns import Representation
 from pipeline.index.info import EncoderInfo
 from pipeline.index.token_columns import with_taps
 from pipeline.recommend.sample import Sample
 from pipeline.registry import CODECS, COMPRESSORS
 from pipeline.search.maxsim import maxsim
-from pipeline.search.packed import PackedVectors, Segment
+from pipeline.search.packed import PackedVectors, join_blocks
 from pipeline.tokens import TokenBatch, flat_rows
 
 #: Number of vectors that are scored to measure the time of a query. Fewer would measure the
@@ -26,6 +28,9 @@ TIMED_VECTORS = 1 << 17
 #: Number of queries that are timed. The fastest is reported, as other processes slow down the
 #: others.
 NUM_TIMED_QUERIES = 5
+
+#: Parts of the quantised vectors of a batch, and the number of vectors per item (B,).
+Block = tuple[dict[str, np.ndarray], np.ndarray]
 
 
 class Measured(NamedTuple):
@@ -86,35 +91,32 @@ def measured_candidates(
     """Compresses the sample with one candidate after another.
 
     Candidates with the same compressor must be adjacent, so that their tokens are compressed once.
+    The vectors of only one batch are in single precision at a time.
     """
-    for spec, group in itertools.groupby(representations, key=lambda r: r.compressor):
+    for spec, adjacent in itertools.groupby(representations, key=lambda r: r.compressor):
         compressor = COMPRESSORS.build(spec)
-        vectors_TD, lengths = compress(compressor, sample.batches, encoder_info)
-        for representation in group:
-            yield Measured(
-                representation, compressor, pack(representation.codec, vectors_TD, lengths)
-            )
+        group: list[tuple[Representation, Codec, list[Block]]] = [
+            (representation, CODECS.build(representation.codec), []) for representation in adjacent
+        ]
+        for batch in sample.batches:
+            vectors_TD, lengths_B = compress(compressor, batch, encoder_info)
+            for _, codec, blocks in group:
+                parts = codec.quantise(vectors_TD)
+                blocks.append(({name: part.numpy() for name, part in parts.items()}, lengths_B))
+        for representation, codec, blocks in group:
+            packed = join_blocks(codec, vectors_TD.shape[1], blocks)
+            yield Measured(representation, compressor, packed)
 
 
 def compress(
-    compressor: Compressor, batches: Sequence[TokenBatch], encoder_info: EncoderInfo
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compresses batches of items.
+    compressor: Compressor, batch: TokenBatch, encoder_info: EncoderInfo
+) -> tuple[torch.Tensor, np.ndarray]:
+    """Compresses a batch of items.
 
     Returns:
         Vectors (T, D) float32 and the number of vectors per item (B,) int64.
     """
-    flat, lengths = [], []
-    for batch in batches:
-        result = compressor.compress(with_taps(batch, compressor.needs_taps, encoder_info))
-        vectors_TD, lengths_B = flat_rows(result.vectors, result.mask)
-        flat.append(vectors_TD.float())
-        lengths.append(torch.from_numpy(lengths_B))
-    return torch.cat(flat), torch.cat(lengths)
-
-
-def pack(codec: ComponentSpec, vectors_TD: torch.Tensor, lengths: torch.Tensor) -> PackedVectors:
-    """Quantises vectors with a codec that needs no fitting."""
-    built = CODECS.build(codec)
-    parts = {name: part.contiguous() for name, part in built.quantise(vectors_TD).items()}
-    return PackedVectors([Segment(built, vectors_TD.shape[1], parts, lengths)])
+    batch = replace(batch, vectors=batch.vectors.float())
+    result = compressor.compress(with_taps(batch, compressor.needs_taps, encoder_info))
+    vectors_TD, lengths_B = flat_rows(result.vectors, result.mask)
+    return vectors_TD.float(), lengths_B

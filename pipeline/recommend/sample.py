@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from pipeline.config import SpecError
 from pipeline.index.filters import matching_ids
@@ -19,13 +21,17 @@ from pipeline.index.token_columns import TAP, token_batches
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
+#: Maximum number of padded values per batch, which bounds the memory for compressing it: 64 MiB of
+#: float32.
+MAX_BATCH_VALUES = 1 << 24
+
 
 class Sample(NamedTuple):
     """Sampled items in ascending order of their number of tokens.
 
     Attributes:
         ids: Item or parent id of each item (B,).
-        batches: Token vectors of consecutive items.
+        batches: Token vectors of consecutive items, in half precision if they are stored so.
         num_items: Estimated number of items of the index that have the representation.
     """
 
@@ -83,9 +89,13 @@ def draw_sample(
     num_unread = len(rows) - num_read - int(is_judged.sum())
     num_items = tables[0].num_rows + num_random + num_unread * num_random // max(1, num_read)
     order, batches = [], []
-    for batch_rows, batch in token_batches(table.drop_columns(["id"]), info.encoder):
+    is_half = table["vectors"].type.value_type.value_type == pa.float16()
+    dtype = torch.float16 if is_half else torch.float32
+    for batch_rows, batch in token_batches(
+        table.drop_columns(["id"]), info.encoder, max_values=MAX_BATCH_VALUES
+    ):
         order.append(batch_rows)
-        batches.append(batch)
+        batches.append(replace(batch, vectors=batch.vectors.to(dtype)))
     sampled_ids = table["id"].take(np.concatenate(order)).to_pylist()
     return Sample(sampled_ids, batches, num_items)
 

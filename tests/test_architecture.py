@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 
 #: Packages and modules in import order; each imports only from earlier rows.
 ORDER = [
-    ("extras", "texts", "version"),
+    ("extras", "fields", "texts", "version"),
     ("paths",),
     ("config",),
     ("logs", "meter", "tracing"),

@@ -29,6 +29,7 @@ from pipeline.index import check_index
 from pipeline.index import job_id as job_id
 from pipeline.index.display import MODES, close_display
 from pipeline.paths import is_uri
+from pipeline.registry import check_fields
 
 log = logging.getLogger("maxray.jobs")
 
@@ -178,25 +179,27 @@ def parser(doc: str) -> Parser:
 
 
 class SpecParser(Parser):
-    """Argument parser that also checks the paths in a spec.
+    """Argument parser that also checks the paths and the fields of components in a spec.
 
-    Validating a complete spec imports its components, which takes seconds. Checking the paths first
-    reports the most common mistake without this delay.
+    Validating a complete spec imports its components, which takes seconds. Checking the paths and
+    the names of fields first reports the most common mistakes without this delay.
     """
 
     has_index = False  # True if the index of the spec must exist
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """Parses the arguments and checks the paths in the spec.
+        """Parses the arguments and checks the paths and the fields of components in the spec.
 
         Raises:
-            SpecError: A file or folder does not exist, or the spec is not a YAML mapping.
+            SpecError: A file or folder does not exist, a component has no field of that name, or
+                the spec is not a YAML mapping.
         """
         args = super().parse(arguments)
         spec = _guessed(config.override(config.read(args.spec, "spec"), args.overrides))
         if vars(args).get("resources"):
             config.read(args.resources, "resources")
         check_paths(spec)
+        check_fields(spec)
         if self.has_index and isinstance(spec.get("index"), str):
             check_index(spec["index"])
         return args

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 import jobs
 from pipeline import config
+from pipeline.registry import check_fields
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", metavar="FOLDER", help="output folder")
     args = parser.parse(arguments)
     fields = config.override(config.read(args.spec, "spec"), args.overrides)
+    check_fields(fields)
 
     from pipeline.atomic import check_writable
     from pipeline.index.spec import IndexResources, IndexSpec

@@ -7,10 +7,15 @@ job runs as before and only lacks these counts.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 #: Name of the board in the namespace of the driver.
 BOARD = "maxray-board"
@@ -107,15 +112,44 @@ class Meter:
         self._process = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._totals: dict[str, Totals] = {}
+        # Busy time by item of the unit in progress, by step that the unit has not passed.
+        self._unfinished: dict[str, dict[str, float]] = {}
         self._changed, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._send_all, daemon=True, name="maxray-meter").start()
 
     def add(self, step: str, items: int = 0, units: int = 0, seconds: float = 0.0) -> None:
-        """Adds to the totals of a step. Without counts, reports that the process is ready."""
+        """Adds to the totals of a step. Without counts, reports that the process is ready.
+
+        Units replace the items that were counted while they were in progress.
+        """
         with self._lock:
+            if units:
+                self._unfinished.pop(step, None)
             totals = self._totals.get(step, Totals())
             self._totals[step] = totals.plus(Totals(items, units, seconds))
         self._changed.set()
+
+    def add_item(self, step: str, item_id: str, seconds: float) -> None:
+        """Counts an item of the unit in progress. An item that is repeated counts once."""
+        with self._lock:
+            spent = self._unfinished.setdefault(step, {})
+            spent[item_id] = spent.get(item_id, 0.0) + seconds
+        self._changed.set()
+
+    def end_unit(self) -> None:
+        """Ends the unit in progress. Its items remain counted."""
+        totals = self.totals()
+        with self._lock:
+            self._totals, self._unfinished = totals, {}
+
+    def totals(self) -> dict[str, Totals]:
+        """Returns the totals by step, including items of the unit in progress."""
+        with self._lock:
+            totals = dict(self._totals)
+            for step, spent in self._unfinished.items():
+                items = Totals(len(spent), 0, sum(spent.values()))
+                totals[step] = totals.get(step, Totals()).plus(items)
+            return totals
 
     def close(self) -> None:
         """Stops sending."""
@@ -128,8 +162,7 @@ class Meter:
         while not self._closed.wait(SEND_SECONDS):
             self._changed.wait(ALIVE_SECONDS)
             self._changed.clear()
-            with self._lock:
-                totals = {step: tuple(values[:3]) for step, values in self._totals.items()}
+            totals = {step: tuple(values[:3]) for step, values in self.totals().items()}
             try:
                 board = board or ray.get_actor(BOARD)
                 board.put.remote(self.job, self._process, totals)
@@ -150,3 +183,27 @@ def meter(job: str) -> Meter:
                 _current.close()
             _current = Meter(job)
         return _current
+
+
+_step: str | None = None
+
+
+@contextlib.contextmanager
+def counting(step: str) -> Iterator[None]:
+    """Lets `counted_rows` count items in a step while the block runs, if this process counts."""
+    global _step
+    _step = step
+    try:
+        yield
+    finally:
+        _step = None
+
+
+def counted_rows(items: pa.Table) -> Iterator[int]:
+    """Yields the row numbers of items, and counts each item when its row has been processed."""
+    for row in range(items.num_rows):
+        start = time.perf_counter()
+        yield row
+        if _step is not None and _current is not None:
+            item_id = items["item_id"][row].as_py()
+            _current.add_item(_step, item_id, time.perf_counter() - start)

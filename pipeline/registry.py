@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from pydantic import BeforeValidator, SerializeAsAny, ValidationInfo
 
-from pipeline.config import MissingField, Spec, SpecError, is_stored, parse
+from pipeline.config import MissingField, Spec, SpecError, UnknownField, is_stored, parse, within
 from pipeline.extras import as_missing_extra
+from pipeline.fields import field_names
 
 if TYPE_CHECKING:  # Components are imported on first use.
     from pipeline.candidates import Generator, TextGenerator
@@ -106,6 +107,21 @@ class Registry(Generic[T]):
         if not isinstance(value, Mapping) or not isinstance(value["name"], str):
             raise SpecError("name", value, f"one of {', '.join(self.names())}")
         return parse(self.spec_class(value["name"]), value, stored=stored)
+
+    def check_fields(self, component: Mapping[str, Any]) -> None:
+        """Checks the names of the fields of a component of this package without importing it.
+
+        Raises:
+            UnknownField: The component has no field of that name.
+        """
+        name = component.get("name")
+        try:
+            fields, renamed = field_names(self._all[self._renamed.get(name, name)])
+        except (LookupError, OSError, TypeError):  # `resolve` checks it
+            return
+        for key, value in component.items():
+            if key not in {*fields, *renamed} and "." not in str(key):  # sweeps have dotted keys
+                raise UnknownField(str(key), value, ", ".join(fields))
 
     def validate(self, value: Any, info: ValidationInfo) -> ComponentSpec:
         """Returns the spec of a component; a pydantic validator of fields."""
@@ -249,6 +265,44 @@ TRAINING_DATA: Registry[TrainingData] = Registry(
         "webdataset": "pipeline.training_data.webdataset:WebDataset",
     },
 )
+
+
+#: Registries by the names of the spec fields whose values are components.
+FIELDS: dict[str, Registry[Any]] = {
+    "benchmark": BENCHMARKS,
+    "codec": CODECS,
+    "compressor": COMPRESSORS,
+    "data": TRAINING_DATA,
+    "encoder": ENCODERS,
+    "generator": CANDIDATES,
+    "learner": LEARNERS,
+    "ocr": OCR,
+    "source": SOURCES,
+    "sources": SOURCES,
+    "speech": SPEECH,
+}
+
+
+def check_fields(value: Any, registry: Registry[Any] | None = None) -> None:
+    """Checks the names of the fields of components in a spec without importing the components.
+
+    Args:
+        value: The spec before validation, or a value in it.
+        registry: Registry of `value`, if it is a component or a list of components.
+
+    Raises:
+        UnknownField: A component has no field of that name.
+    """
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            with within(f"[{number}]"):
+                check_fields(item, registry)
+    elif isinstance(value, Mapping):
+        if registry is not None:
+            registry.check_fields(value)
+        for key, item in value.items():
+            with within(str(key)):
+                check_fields(item, FIELDS.get(key))
 
 
 def _validate_source(value: Any, info: ValidationInfo) -> ComponentSpec:

@@ -403,8 +403,10 @@ class StageActor:
                 for step, seconds in unit.seconds.items():
                     if step not in before:
                         meter(self._job).add(step, unit.num_entries, 1, seconds)
-        if self._job is not None and self._is_last:
-            meter(self._job).add(FINISHED, unit.num_entries, 1)
+        if self._job is not None:
+            if self._is_last:
+                meter(self._job).add(FINISHED, unit.num_entries, 1)
+            meter(self._job).end_unit()
         return unit
 
 

@@ -14,10 +14,10 @@ from tests.conftest import ROOT
 
 #: Packages and modules in import order; each imports only from earlier rows.
 ORDER = [
-    ("extras", "texts", "version"),
+    ("extras", "fields", "texts", "version"),
     ("paths",),
     ("config",),
-    ("logs", "tracing"),
+    ("logs", "meter", "tracing"),
     ("atomic", "checkpoint", "retries", "scores"),
     ("schema",),
     ("registry",),
@@ -25,7 +25,6 @@ ORDER = [
     ("transcribe",),
     ("sources", "encoders", "compression", "codecs"),
     ("candidates", "rerank"),
-    ("meter",),
     ("stage",),
     ("index",),
     ("search",),

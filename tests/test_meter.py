@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
+import pyarrow as pa
 import pytest
 import ray
 
 from pipeline import meter as module
-from pipeline.meter import MAX_JOBS, Board, Totals, meter, read_board, start_board
+from pipeline.index.stages import Preparer
+from pipeline.meter import (
+    MAX_JOBS,
+    Board,
+    Meter,
+    Totals,
+    counted_rows,
+    meter,
+    read_board,
+    start_board,
+)
+from pipeline.schema import ITEM, Item
+from pipeline.stage import FINISHED, Stage, StageActor, Unit
 
 
 def test_board_sums_processes_and_replaces_their_totals(monkeypatch):
@@ -28,6 +42,70 @@ def test_board_forgets_the_oldest_job():
     for number in range(MAX_JOBS + 1):
         board.put(str(number), "p", {"read": (1, 1, 1.0)})
     assert board.read("0") == {} and board.read("1")
+
+
+class Recognise(Stage):
+    """Prepares items one at a time, and fails for the item "bad"."""
+
+    name = "prepare"
+    needs = adds = ()
+
+    def __init__(self, counts: list[int]):
+        self._counts = counts
+
+    def load(self) -> Preparer:
+        return Preparer(self._prepare)
+
+    def _prepare(self, items: pa.Table) -> pa.Table:
+        for row in counted_rows(items):
+            self._counts.append(meter("job").totals().get("prepare", Totals()).items)
+            if items["item_id"][row].as_py() == "bad":
+                raise ValueError("no image")
+        return items
+
+
+@pytest.fixture
+def unsent(monkeypatch) -> Iterator[Meter]:
+    monkeypatch.setattr(module, "SEND_SECONDS", 60.0)
+    unsent = Meter("job")
+    monkeypatch.setattr(module, "_current", unsent)
+    yield unsent
+    unsent.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "counts"),
+    [
+        ("a", [0]),
+        ("a b c", [0, 1, 2]),
+        ("a b bad c", [0, 1, 2, 2, 2, 2, 2]),  # repeated one by one
+        ("bad a", [0, 0, 0]),
+    ],
+)
+def test_items_of_the_unit_in_progress_count_once(unsent, names, counts):
+    ids = names.split()
+    rows = [Item(name, name, "s", "text", "r").row() for name in ids]
+    unit, shown = Unit("0", pa.Table.from_pylist(rows, schema=ITEM)), []
+    actor = StageActor([Recognise(shown)], 1, "job", is_last=True)
+    for number in (1, 2):
+        shown.clear()
+        actor(unit.pack())
+        assert shown == [count + (number - 1) * len(ids) for count in counts]
+        totals = unsent.totals()
+        assert totals["prepare"][:2] == totals[FINISHED][:2] == (number * len(ids), number)
+
+
+def test_items_of_a_step_that_its_stage_does_not_time_remain_counted(unsent):
+    unsent.add_item("prepare", "a", 0.5)
+    unsent.add_item("prepare", "a", 0.25)
+    unsent.add("represent", 1, 1, 0.75)
+    unsent.end_unit()
+    assert unsent.totals()["prepare"] == Totals(1, 0, 0.75)
+
+
+def test_rows_are_counted_only_in_units(unsent):
+    assert list(counted_rows(pa.table({"text": ["a", "b"]}))) == [0, 1]
+    assert unsent.totals() == {}
 
 
 @ray.remote

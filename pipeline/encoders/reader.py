@@ -24,6 +24,7 @@ from pipeline.encoders.templates import (
     image_template,
     text_template,
 )
+from pipeline.meter import counted_rows
 from pipeline.schema import PAYLOAD
 from pipeline.tokens import VISUAL
 
@@ -138,7 +139,7 @@ class Reader(ABC, Generic[CheckpointSpecT]):
         ]
         # One row at a time, because the images of one item may be large.
         values, notes = [], []
-        for row in range(items.num_rows):
+        for row in counted_rows(items):
             item = {name: items[name][row].as_py() for name in names}
             inputs = self.read_item(item)
             values.append(pack(map(self._cast_pixels, inputs)))

@@ -22,6 +22,7 @@ from pipeline.config import SpecError, within
 from pipeline.encoders import AttentionInfo, EncodedQueries, Encoder
 from pipeline.encoders.minilm import MiniLM
 from pipeline.encoders.templates import Templates
+from pipeline.meter import counted_rows
 from pipeline.registry import OCR, SPEECH, OcrSpec, Registry, SpeechSpec
 from pipeline.schema import ITEM, WORD_BOXES, WORD_CONFIDENCES, WORD_KINDS, WORD_SPANS, WORD_TIMES
 from pipeline.taps import Tap
@@ -210,7 +211,7 @@ class _Recognition:
         columns = [name for name in names if name in items.column_names]
         transcripts = [
             self._transcribe({name: items[name][row].as_py() for name in columns})
-            for row in range(items.num_rows)
+            for row in counted_rows(items)
         ]
         added = {
             "text": (pa.string(), [t.text or None for t in transcripts]),

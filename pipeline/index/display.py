@@ -219,7 +219,8 @@ class Live(Display):
         overall.add_column(no_wrap=True)
         overall.add_column(ratio=1, min_width=10)
         overall.add_column(no_wrap=True, justify="right")
-        parts = [_done(snapshot), *_speed(snapshot, since), f"{duration(seconds)} elapsed"]
+        done = (_done(snapshot), _first_items(snapshot))
+        parts = [*done, *_speed(snapshot, since), f"{duration(seconds)} elapsed"]
         overall.add_row(Text(snapshot.phase, "bold"), bar, Text("  ".join(filter(None, parts))))
         steps = Table.grid(padding=(0, 1))
         steps.add_column(no_wrap=True, min_width=10)
@@ -249,7 +250,8 @@ def describe(snapshot: Snapshot) -> str:
         f"{step.name} {step.rate:,.1f}/s {step.utilisation:.0%}" for step in snapshot.steps
     )
     counts = "  ".join(f"{name} {number:,}" for name, number in snapshot.counts.items())
-    parts = [snapshot.phase, _done(snapshot), *_speed(snapshot), steps and f"[{steps}]", counts]
+    done = (_done(snapshot), _first_items(snapshot))
+    parts = [snapshot.phase, *done, *_speed(snapshot), steps and f"[{steps}]", counts]
     return "  ".join(filter(None, parts))
 
 
@@ -258,6 +260,14 @@ def _done(snapshot: Snapshot) -> str:
         return f"{snapshot.done:,} {snapshot.unit}" if snapshot.done else ""
     share = snapshot.done / snapshot.total if snapshot.total else 1.0
     return f"{snapshot.done:,}/{snapshot.total:,} {snapshot.unit} ({share:.0%})"
+
+
+def _first_items(snapshot: Snapshot) -> str:
+    """Returns the progress of the slowest step, until the first unit has passed all steps."""
+    step = min(reversed(snapshot.steps), key=lambda step: step.items, default=None)
+    if step is None or snapshot.done or not 0 < step.items < (snapshot.total or 0):
+        return ""
+    return f"{step.name} {step.items:,}/{snapshot.total:,}"
 
 
 def _speed(snapshot: Snapshot, since: float = 0.0) -> tuple[str, str]:

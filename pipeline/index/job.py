@@ -298,7 +298,7 @@ def stream(
         # Exact counts arrive with each fragment, those of the board with each unit.
         counted = max(before + finished.items, progress.done + pending.num_done)
         session.monitor.update(done=min(counted, progress.to_do))
-        return {step: counts for step, counts in totals.items() if counts.units}
+        return {step: counts for step, counts in totals.items() if counts.items}
 
     progress.stream_started = time.time()
     context.report(f"{progress.to_do:,} items to process; starting actors and loading the encoder")

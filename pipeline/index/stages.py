@@ -35,6 +35,7 @@ from pipeline.index.token_columns import (
     token_columns,
     with_taps,
 )
+from pipeline.meter import counting
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
 from pipeline.schema import ITEM, Reject, detail_with_file, metadata_file
 from pipeline.stage import LoadedStage, Processed, Stage
@@ -96,7 +97,8 @@ class Preparer(LoadedStage):
 
     def process(self, items: pa.Table) -> Processed:
         """Prepares items."""
-        return Processed(self._prepare(items), [])
+        with counting(self.name):
+            return Processed(self._prepare(items), [])
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,8 @@ class TokenEncoder(LoadedStage):
         """
         start = time.perf_counter()
         if self._prepare is not None:
-            items = self._prepare(items)
+            with counting("prepare"):
+                items = self._prepare(items)
         seconds = time.perf_counter() - start
         return items, {"prepare": seconds} if seconds > 1e-3 else {}
 

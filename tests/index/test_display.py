@@ -44,6 +44,22 @@ def test_one_line():
     assert describe(Snapshot(phase="load encoder")) == "load encoder"
 
 
+@pytest.mark.parametrize(
+    ("done", "items", "shown"),
+    [
+        (0, {"read": 11, "prepare": 5}, "index  0/11 items (0%)  prepare 5/11  "),
+        (0, {"read": 4}, "index  0/11 items (0%)  read 4/11  "),
+        (0, {"read": 11, "prepare": 3, "encode": 3}, "index  0/11 items (0%)  encode 3/11  "),
+        (0, {"read": 11, "prepare": 11}, "index  0/11 items (0%)  estimating"),
+        (0, {"read": 0}, "index  0/11 items (0%)  estimating"),
+        (4, {"read": 11, "prepare": 5}, "index  4/11 items (36%)  estimating"),
+    ],
+)
+def test_line_shows_the_slowest_step_until_a_unit_is_finished(done, items, shown):
+    steps = tuple(StepState(name, number, 0.1, 0.5, 1) for name, number in items.items())
+    assert describe(Snapshot(phase="index", done=done, total=11, steps=steps)).startswith(shown)
+
+
 def test_plain_lines_are_printed_every_five_seconds(capsys, monkeypatch):
     with open_display("plain") as shown:
         shown.phase("start Ray")

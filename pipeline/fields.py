@@ -1,0 +1,66 @@
+"""Names of the fields of specs, read from the source code of this package without importing it.
+
+Importing an encoder imports torch and transformers, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def field_names(component: str) -> tuple[list[str], set[str]]:
+    """Returns the names of the fields of a component's spec, and the words in its `renamed`.
+
+    Args:
+        component: Import path of the component in the form `module:Class`.
+
+    Raises:
+        LookupError: The definition of the spec cannot be found.
+        OSError: The component belongs to another package.
+
+    >>> field_names("pipeline.compression.random:Random")[0]
+    ['name', 'num_vectors', 'ratio', 'seed']
+    """
+    module, _, name = component.partition(":")
+    fields, words = dict[str, None](), set[str]()
+    for assignment in _assignments(module, f"{name}.Spec"):
+        field = ast.unparse(assignment.target)
+        if field == "renamed":
+            words |= {n.value for n in ast.walk(assignment) if isinstance(n, ast.Constant)}
+        elif "ClassVar" not in ast.unparse(assignment.annotation):
+            fields[field] = None
+    return list(fields), words
+
+
+def _assignments(module: str, name: str) -> Iterator[ast.AnnAssign]:
+    """Yields the annotated assignments of a spec class, after those of its base classes."""
+    module, definition = _definition(module, name)
+    if (module, definition.name) != ("pipeline.config", "Spec"):
+        for base in reversed(definition.bases):
+            yield from _assignments(module, ast.unparse(base))
+        yield from (node for node in definition.body if isinstance(node, ast.AnnAssign))
+
+
+def _definition(module: str, name: str) -> tuple[str, ast.ClassDef]:
+    """Finds a class, `Class`, `Class.Spec` or `module.Class`, and the module that defines it."""
+    head, _, rest = name.partition(".")
+    for node in _body(module):
+        if isinstance(node, ast.ImportFrom) and any(head == alias.name for alias in node.names):
+            is_module = head.islower()
+            source = f"{node.module}.{head}" if is_module else str(node.module)
+            return _definition(source, rest if is_module else name)
+        if isinstance(node, ast.ClassDef) and node.name == head:
+            for inner in [node] if not rest else node.body:
+                if isinstance(inner, ast.ClassDef) and inner.name == (rest or head):
+                    return module, inner
+    raise LookupError(f"{module}:{name}")
+
+
+@functools.cache
+def _body(module: str) -> list[ast.stmt]:
+    path = Path(__file__).parents[1].joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8")).body

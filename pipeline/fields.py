@@ -22,14 +22,15 @@ def field_names(component: str) -> tuple[list[str], set[str]]:
         OSError: The component belongs to another package.
 
     >>> field_names("pipeline.compression.random:Random")[0]
-    ['name', 'num_vectors', 'ratio', 'seed']
+    ['name', 'num_vectors', 'ratio', 'rounding', 'seed']
     """
     module, _, name = component.partition(":")
     fields, words = dict[str, None](), set[str]()
     for assignment in _assignments(module, f"{name}.Spec"):
         field = ast.unparse(assignment.target)
         if field == "renamed":
-            words |= {n.value for n in ast.walk(assignment) if isinstance(n, ast.Constant)}
+            values = (getattr(node, "value", None) for node in ast.walk(assignment))
+            words |= {value for value in values if isinstance(value, str)}
         elif "ClassVar" not in ast.unparse(assignment.annotation):
             fields[field] = None
     return list(fields), words

@@ -114,7 +114,7 @@ class Registry(Generic[T]):
         Raises:
             UnknownField: The component has no field of that name.
         """
-        name = component.get("name")
+        name: Any = component.get("name")
         try:
             fields, renamed = field_names(self._all[self._renamed.get(name, name)])
         except (LookupError, OSError, TypeError):  # `resolve` checks it

@@ -535,7 +535,8 @@ def assign(data: dict[str, Any], values: Iterable[tuple[str, Any]]) -> dict[str,
     """
     data = copy.deepcopy(data)
     for path, value in values:
-        _assign(data, path, value, f"{path}={value}")
+        # Later assignments may change fields within the value.
+        _assign(data, path, copy.deepcopy(value), f"{path}={value}")
     return data
 
 

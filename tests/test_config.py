@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import Field
 
-from pipeline.config import Spec, SpecError, Uri, digest, dump, dump_stored, override, parse
+from pipeline.config import Spec, SpecError, Uri, assign, digest, dump, dump_stored, override, parse
 from pipeline.eval.results import method_name
 from pipeline.index.columns import Representation
 from pipeline.index.recompress import RecompressResources
@@ -341,6 +341,12 @@ def test_assignments_build_on_each_other():
     fields = override({}, ["nested={prefix: a}", "nested.ids=[b]", "sweep=null", "sweep.x=1"])
     spec = parse(Fields, fields)
     assert spec.nested == Nested(prefix="a", ids=["b"]) and spec.sweep == {"x": 1}
+
+
+def test_assigned_values_are_not_shared():
+    shared = {"prefix": "a"}
+    changed = assign({}, [("nested", shared), ("nested.prefix", "b")])
+    assert changed == {"nested": {"prefix": "b"}} and shared == {"prefix": "a"}
 
 
 def test_errors_of_assignments():

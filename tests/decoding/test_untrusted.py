@@ -383,10 +383,7 @@ def test_unexpected_error_concerns_one_window(kind, file):
 
 def test_error_of_one_result_and_of_the_module():
     (error,) = DecodingProcess("image", Limits()).stream(1, "read_image", str(ROOT / "LICENSE"), {})
-    assert error.detail == (
-        "TypeError: decode() missing 2 required positional arguments:"
-        " 'max_pixels' and 'max_input_pixels'"
-    )
+    assert error.detail.startswith("TypeError: read_image() missing 1 required positional argument")
     with pytest.raises(Unreadable, match="^unexpected error: ModuleNotFoundError: No module"):
         DecodingProcess("nothing", Limits()).call("describe", "a")
 

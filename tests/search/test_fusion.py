@@ -138,8 +138,8 @@ def test_settings_of_other_scores_are_rejected():
         with pytest.raises(SpecError) as error:
             SearchOptions(score="fused", fusion=fusion)
         assert str(error.value) == (
-            "fusion.weights must be set for the score fused, got None; fit them with `python -m"
-            " jobs.evaluate SPEC --fit-fusion fusion.yaml`"
+            "fusion.weights must be set for the score fused, got None; fit them with `maxray"
+            " evaluate SPEC --fit-fusion fusion.yaml`"
         )
 
 

@@ -11,7 +11,7 @@ from pipeline.serve.conditional import entity_tag, is_current, requested_range
 
 def request(**headers: str) -> Request:
     pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return Request({"type": "http", "headers": pairs})
+    return Request({"type": "http", "method": "GET", "headers": pairs})
 
 
 @pytest.mark.parametrize(

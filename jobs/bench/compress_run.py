@@ -1,6 +1,6 @@
 """Measures one compressor and its lower bound in this process.
 
-    maxray bench.compress_run '{"name": "samer", "batches": [1, 256], "repeats": 5, ...}'
+    python -m jobs.bench.compress_run '{"name": "samer", "batches": [1, 256], "repeats": 5, ...}'
 
 The argument is a JSON object with the fields of `Run`. The last line of the output is a JSON object
 with the size of each batch, the seconds per document of both sides and the CPU seconds of the

@@ -1,7 +1,7 @@
 """Runs an index spec in this process, as the Ray job or as a plain loop.
 
-    maxray bench.index_run ray SPEC.yaml RESOURCES.yaml
-    maxray bench.index_run bare SPEC.yaml RESOURCES.yaml
+    python -m jobs.bench.index_run ray SPEC.yaml RESOURCES.yaml
+    python -m jobs.bench.index_run bare SPEC.yaml RESOURCES.yaml
 
 The plain loop calls the functions of the job: it reads, encodes, compresses and writes the same
 units into fragments of the same size, in one process and without Ray. The last line of the output

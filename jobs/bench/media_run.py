@@ -1,8 +1,8 @@
 """Reads media files with the source stage of the index job, or with plain loops.
 
-    maxray bench.media_run ray video FOLDER PROCESSES
-    maxray bench.media_run bare audio FOLDER PROCESSES
-    maxray bench.media_run held video FILE 1
+    python -m jobs.bench.media_run ray video FOLDER PROCESSES
+    python -m jobs.bench.media_run bare audio FOLDER PROCESSES
+    python -m jobs.bench.media_run held video FILE 1
 
 The plain loop for video opens a file with decord in one thread and decodes the frames at the
 sampled times, window by window. The plain loop for audio uses soundfile and soxr. Both run in the

@@ -1,7 +1,7 @@
 """Evaluates an encoder on a snapshot of a task of mteb, with Maxray or with mteb.
 
-    maxray bench.mteb_run maxray SNAPSHOT FOLDER
-    maxray bench.mteb_run mteb SNAPSHOT FOLDER
+    python -m jobs.bench.mteb_run maxray SNAPSHOT FOLDER
+    python -m jobs.bench.mteb_run mteb SNAPSHOT FOLDER
 
 The last line of the output is a JSON object with the throughputs, the main score and the seconds
 from the start of the process to the end.

@@ -1,7 +1,7 @@
 """Reads text and images of all pages in a folder with the source stage or with a plain loop.
 
-    maxray bench.pages_run ray FOLDER PROCESSES
-    maxray bench.pages_run bare FOLDER PROCESSES
+    python -m jobs.bench.pages_run ray FOLDER PROCESSES
+    python -m jobs.bench.pages_run bare FOLDER PROCESSES
 
 The plain loop calls the reading functions of the source in the given number of processes, without
 Ray, without a process that isolates crashes, and without blocks for transport. The last line of the

@@ -1,6 +1,6 @@
 """Opens a version of an index next to the previous one and prints the memory of the vectors.
 
-    maxray bench.reload_run '{"uri": "index", "versions": [1, 2], "is_shared": true}'
+    python -m jobs.bench.reload_run '{"uri": "index", "versions": [1, 2], "is_shared": true}'
 
 The vectors are read into memory. The argument is a JSON object with the URI of the index, the
 versions, and whether they share vectors. The last line of the output is a JSON object.

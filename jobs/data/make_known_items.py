@@ -1,6 +1,6 @@
 """Builds two known-item collections: abstracts by their titles, functions by their summaries.
 
-    maxray data.make_known_items --out out/known_items
+    python -m jobs.data.make_known_items --out out/known_items
 
 `titles` contains the abstracts of `jobs/data/cranfield` without their titles, which are the
 queries. `functions` contains the documentation of functions of SciPy and NumPy, without its first

@@ -1,7 +1,7 @@
 """Trains the small models in jobs/data/models: `make models`, two to three hours.
 
-    maxray data.make_models
-    maxray data.make_models --untrained       # only the initial weights
+    python -m jobs.data.make_models
+    python -m jobs.data.make_models --untrained       # only the initial weights
 
 A ColPali and a SigLIP are initialised with seed 0 (`pipeline.synthetic.tiny`) and trained on shapes
 by the specs of their names in jobs/specs/training. Then the ColPali's projection is trained through

@@ -1,7 +1,7 @@
 r"""Builds long narrative queries from the short queries of a collection in the BEIR format.
 
-    maxray data.make_narratives jobs/data/cranfield --out out/narratives
-    maxray data.make_narratives jobs/data/pages --out out/pages_narratives \
+    python -m jobs.data.make_narratives jobs/data/cranfield --out out/narratives
+    python -m jobs.data.make_narratives jobs/data/pages --out out/pages_narratives \
         --documents jobs/data/cranfield/corpus.jsonl
 
 Each query is put at a random position among six sentences that do not help to answer it:

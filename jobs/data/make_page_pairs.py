@@ -1,7 +1,7 @@
 """Generates training pairs from the pages of `jobs/data/pages`, without the judged queries.
 
-    maxray data.make_page_pairs --out out/agc/pages
-    maxray data.make_page_pairs --out out/agc/pages_short --words 120
+    python -m jobs.data.make_page_pairs --out out/agc/pages
+    python -m jobs.data.make_page_pairs --out out/agc/pages_short --words 120
 
 Every fourth sentence of a page is a query, and the document is the rest of the page. The judged
 queries and the complete pages are written separately, for validation. Pages without such sentences

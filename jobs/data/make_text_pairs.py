@@ -1,7 +1,7 @@
 """Generates training pairs from the titles of `jobs/data/cranfield`, without the judged queries.
 
-    maxray data.make_text_pairs --out out/agc/cranfield
-    maxray data.make_text_pairs --out out/agc/cranfield_short --words 80 --queries 50
+    python -m jobs.data.make_text_pairs --out out/agc/cranfield
+    python -m jobs.data.make_text_pairs --out out/agc/cranfield_short --words 80 --queries 50
 
 The title of an abstract is a query whose document is the rest of the abstract. The judged queries
 are written separately, for validation. `--words` and `--queries` reduce the computation.

@@ -1,7 +1,7 @@
 """Builds two collections from WordNet: the definitions of its synsets, and topics.
 
     apt-get install wordnet-base
-    maxray data.make_wordnet --out out/wordnet
+    python -m jobs.data.make_wordnet --out out/wordnet
 
 `glosses` contains the words and the definition of each of the 117,659 synsets. The queries are
 example sentences of synsets, and the relevant document is the synset that a sentence illustrates.

@@ -85,6 +85,7 @@ def test_calls_go_to_replicas_with_loaded_vectors(serving_once: Start, index_uri
     assert {(edition, four)} in loaded("warm", "Reranker-i")
 
 
+@pytest.mark.heavy
 def test_all_replicas_load_vectors_of_recent_requests(serving_once: Start, index_uri, tmp_path):
     uri = str(tmp_path / "index")
     shutil.copytree(index_uri, uri)
@@ -127,6 +128,7 @@ def test_invalid_options_are_not_loaded_again(serving_once: Start, index_uri, tm
         wait_until(lambda: client.search(QUERY, k=1).version == newer.version)
 
 
+@pytest.mark.heavy
 def test_gangs_of_shards(serving_once: Start, index_uri):
     settings = {
         "indexes": {"i": {"uri": index_uri, "num_shards": 2, "gang": True}},

@@ -120,6 +120,7 @@ def test_errors_are_json_lines(tmp_path):
     assert "missing.yaml" in line["message"]
 
 
+@pytest.mark.heavy
 def test_text_format_has_no_events(spec):
     done = run_jobs(["index", spec])
     assert done.returncode == 0, done.stderr

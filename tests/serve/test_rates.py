@@ -221,6 +221,7 @@ def gateway_logs() -> list[list[dict]]:
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
+@pytest.mark.heavy
 def test_two_gateways_allow_the_rate_once(shared_url):
     statuses = send(shared_url, "mr_even", SECONDS)
     assert statuses.keys() == {200, 429}

@@ -1,23 +1,34 @@
 """Scheduling of requests that shares the threads of a stage fairly between access keys.
 
-A stage processes a request in slices that take a fraction of a second. After each slice, the
-scheduler continues with the key that has used the least time. A key with large requests can
-therefore delay the requests of other keys by at most one slice at a time. Requests that have timed
-out or have been cancelled are dropped before they start or at the end of the current slice.
+A stage processes a request in slices that take a fraction of a second. Each slice ends with a call
+of `pipeline.search.pauses.pause`, at which the thread of the request waits, while the scheduler
+continues with the key that has used the least time. A key with large requests can therefore delay
+the requests of other keys by at most one slice at a time. Requests that have timed out or have been
+cancelled are dropped before they start or at the end of the current slice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
+import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from pipeline.search import pauses
+
 T = TypeVar("T")
+
+#: Maximum number of batches that are paused at a time. Each holds a thread.
+MAX_PAUSED = 64
+#: Interval at which the thread of a paused batch checks whether the event loop has ended, in
+#: seconds.
+CHECK_SECONDS = 5.0
 
 
 class Caller(NamedTuple):
@@ -87,8 +98,12 @@ class Load(NamedTuple):
     utilisation: float
 
 
-#: Computes one result per value, given a group and its values. Yields between slices.
-Work = Callable[[Any, list[Any]], Generator[None, None, Sequence[Any]]]
+#: Computes one result per value, given a group and its values. Calls `pause` between slices.
+Work = Callable[[Any, list[Any]], Sequence[Any]]
+
+
+class Dropped(Exception):
+    """Raised by `pause` if nobody waits for the result any more."""
 
 
 @dataclass(eq=False)
@@ -110,26 +125,60 @@ class _Batch:
     """Values from one or more requests of the same group that are computed together.
 
     The work runs in the context of the first request, so its spans belong to that trace.
+
+    Attributes:
+        members: The requests, each with its number of values in the batch.
+        values: The values, in the order of the members.
+        context: Context of the work.
+        results: The results, or None until the work has started.
+        paused: Future that completes at the next pause.
+        turn: Released when the work may continue after a pause.
+        is_dropped: Whether the work ends at its next turn.
     """
 
-    members: list[tuple[_Request, int]]  # each with its number of values in the batch
-    work: Generator[None, None, Sequence[Any]]
+    members: list[tuple[_Request, int]]
+    values: list[Any]
     context: contextvars.Context
+    results: asyncio.Future[Sequence[Any]] | None = None
+    paused: asyncio.Future[None] | None = None
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    is_dropped: bool = False
 
     @property
     def key(self) -> str:
         return self.members[0][0].key
+
+    @property
+    def group(self) -> Hashable:
+        return self.members[0][0].group
+
+    def pause(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Waits for the next turn, in the thread of the work."""
+        assert self.paused is not None
+        loop.call_soon_threadsafe(self.paused.set_result, None)
+        while not self.turn.acquire(timeout=CHECK_SECONDS):
+            if not loop.is_running():
+                raise Dropped
+        if self.is_dropped:
+            raise Dropped
+
+    def drop(self) -> None:
+        """Ends the work at its pause."""
+        assert self.results is not None
+        self.results.add_done_callback(asyncio.Future.exception)  # `Dropped`, which nobody awaits
+        self.is_dropped = True
+        self.turn.release()
 
 
 class FairScheduler:
     """Batches requests and shares the worker threads of a stage fairly between access keys.
 
     Args:
-        work: Computes a batch. It runs in a worker thread, never concurrently for one batch.
+        work: Computes a batch. It runs in a thread of its own.
         size: Returns the size of a value.
         max_batch_size: Maximum total size of the values of a batch. A larger value forms a batch
             of its own.
-        workers: Number of threads. A key occupies at most half of them.
+        workers: Number of batches that run at the same time. A key has at most half of them.
         observe: Called with the number of requests in each batch.
     """
 
@@ -144,7 +193,7 @@ class FairScheduler:
     ):
         self._work, self._size, self._max_batch_size = work, size, max_batch_size
         self._workers, self._observe = workers, observe
-        self._threads = ThreadPoolExecutor(workers, "scheduler")
+        self._threads = ThreadPoolExecutor(MAX_PAUSED + workers, "scheduler")
         self._open: set[_Request] = set()  # all requests with a caller that waits
         self._waiting: list[_Request] = []  # requests with values that are not in a batch yet
         self._paused: list[_Batch] = []
@@ -217,17 +266,20 @@ class FairScheduler:
         """Computes a slice of a batch."""
         self._slots.acquire(batch.key)
         start, loop = time.perf_counter(), asyncio.get_running_loop()
-        try:
-            results = await loop.run_in_executor(
-                self._threads, batch.context.run, _step, batch.work
-            )
-        except Exception as error:
+        batch.paused = loop.create_future()
+        if batch.results is None:
+            batch.context.run(pauses.action.set, functools.partial(batch.pause, loop))
+            run = functools.partial(batch.context.run, self._work, batch.group, batch.values)
+            batch.results = loop.run_in_executor(self._threads, run)
+        else:
+            batch.turn.release()
+        await asyncio.wait({batch.results, batch.paused}, return_when=asyncio.FIRST_COMPLETED)
+        if not batch.results.done():
+            self._paused.append(batch)
+        elif error := batch.results.exception():
             self._fail(batch, error)
         else:
-            if results is None:
-                self._paused.append(batch)
-            else:
-                self._finish(batch, results)
+            self._finish(batch, batch.results.result())
         self._slots.release(batch.key)
         seconds = time.perf_counter() - start
         self._busy_s += seconds
@@ -242,8 +294,9 @@ class FairScheduler:
         for batch in list(self._paused):
             if all(request.future.done() for request, _ in batch.members):
                 self._paused.remove(batch)
-                batch.context.run(batch.work.close)
-        ready = [r for r in self._waiting if not r.is_running]
+                batch.drop()
+        can_start = len(self._paused) < MAX_PAUSED
+        ready = [r for r in self._waiting if not r.is_running] if can_start else []
         waiting = dict.fromkeys([p.key for p in self._paused] + [r.key for r in ready])
         keys = [key for key in waiting if self._slots.is_available(key)]
         if not keys:
@@ -286,7 +339,7 @@ class FairScheduler:
             if request.num_started == len(request.values):
                 self._waiting.remove(request)
         self._observe(len(members))
-        return _Batch(members, self._work(first.group, values), first.context.copy())
+        return _Batch(members, values, first.context.copy())
 
     def _finish(self, batch: _Batch, results: Sequence[Any]) -> None:
         start = 0
@@ -297,7 +350,7 @@ class FairScheduler:
             if len(request.results) == len(request.values) and not request.future.done():
                 request.future.set_result(request.results)
 
-    def _fail(self, batch: _Batch, error: Exception) -> None:
+    def _fail(self, batch: _Batch, error: BaseException) -> None:
         """Handles an error of a batch.
 
         If several requests share the batch, they are retried separately.
@@ -313,15 +366,6 @@ class FairScheduler:
             request.num_started -= number
             if request not in self._waiting:
                 self._waiting.append(request)
-
-
-def _step(work: Generator[None, None, Sequence[Any]]) -> Sequence[Any] | None:
-    """Runs a slice of a batch. Returns its results, or None if the batch is not complete yet."""
-    try:
-        next(work)
-    except StopIteration as stop:
-        return stop.value
-    return None
 
 
 def busiest(*schedulers: FairScheduler) -> dict[str, float]:

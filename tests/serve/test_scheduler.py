@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline.search.pauses import pause
 from pipeline.serve import scheduler as scheduler_module
-from pipeline.serve.scheduler import Caller, FairScheduler
+from pipeline.serve.scheduler import Caller, Dropped, FairScheduler
 
 SLICE = 0.02
 
@@ -32,7 +33,7 @@ class Sleeper:
         try:
             for slice in range(max(values)):
                 if slice:
-                    yield
+                    pause()
                 self.slices.append(group)
                 self._num_running += 1
                 self.max_running = max(self.max_running, self._num_running)
@@ -40,7 +41,7 @@ class Sleeper:
                 self._num_running -= 1
                 self.seconds += SLICE
             return [f"{group}:{value}" for value in values]
-        except GeneratorExit:
+        except Dropped:
             self.closed += 1
             raise
 
@@ -157,7 +158,7 @@ def test_batches_requests_of_a_group_up_to_a_size(work):
 
 def test_failing_request_does_not_fail_others_of_its_batch():
     def work(group, values):
-        yield
+        pause()
         return [1 / value for value in values]
 
     scheduler = FairScheduler(work, max_batch_size=100)
@@ -185,7 +186,6 @@ def test_multiple_workers(work):
 
 def test_accepts_requests_while_worker_loop_ends():
     def work(group, values):
-        yield from ()
         return values
 
     scheduler = FairScheduler(work)

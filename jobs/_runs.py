@@ -48,8 +48,7 @@ def write(
     run = _Run(searcher, queries, options, reranker)
     print(f"{len(queries):,} queries x {num_items:,} items", flush=True)
     weights = "" if options.weights == EQUAL_WEIGHTS else "-{:g}-{:g}".format(*options.weights)
-    idf = "" if options.idf_power is None else f".idf-{options.idf_power:g}"
-    tag = f"{options.column}.{options.score}{weights}{idf}{'.edje' if reranker else ''}"
+    tag = f"{options.column}.{options.score}{weights}{'.edje' if reranker else ''}"
     write_run(out, run.scores(), tag=tag)
     print(f"{run.throughput()}\n{len(queries):,} queries, {run.num_hits:,} hits: {out}")
 
@@ -103,10 +102,9 @@ class _Run:
     def _rank(self, queries: list[AnyQuery]) -> list[Ranking]:
         start = time.perf_counter()
         options = self._options
-        encoded = self._searcher.queries(queries, options.column, options.idf_power)
+        encoded = self._searcher.queries(queries, options.column)
         scoring = time.perf_counter()
-        scored = replace(options.first_stage(), idf_power=None)  # the queries have their weights
-        rankings = self._searcher.rank_with(encoded, scored)
+        rankings = self._searcher.rank_with(encoded, options.first_stage())
         reranking = time.perf_counter()
         if self._reranker is not None:
             texts_or_images = self._reranker.check(self._searcher.index, queries)

@@ -135,7 +135,6 @@ def _options(args: Namespace) -> SearchOptions:
         parents=args.parents and read_ids(args.parents, "parents"),
         candidates=args.candidates,
         num_candidates=args.num_candidates,
-        idf_power=args.idf_power,
     )
 
 
@@ -240,13 +239,7 @@ def _search(
                 pairs = (option.rpartition("=") for option in args.documents)
                 documents = {name: folder for name, _, folder in pairs}
                 for line in write_hit_maps(
-                    args.save_maps,
-                    searcher,
-                    query,
-                    hits,
-                    options.column,
-                    documents,
-                    options.idf_power,
+                    args.save_maps, searcher, query, hits, options.column, documents
                 ):
                     print(line)
             if args.save_sheet and isinstance(query, str):
@@ -312,13 +305,6 @@ def _parser() -> jobs.Parser:
         type=jobs.positive,
         metavar="N",
         help="number of items that each generator finds (default: 1,000, or 16 k if that is more)",
-    )
-    parser.add_argument(
-        "--idf-power",
-        type=float,
-        metavar="POWER",
-        help="weight query tokens by their inverse document frequency to this power; requires the "
-        "result of jobs.token_frequencies (default: no weights)",
     )
     parser.add_argument("--version", type=int, help="version of the index (default: the newest)")
     parser.add_argument(

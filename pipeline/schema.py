@@ -256,15 +256,14 @@ class Match:
 
     Attributes:
         query_token: Text of the query token.
-        similarity: Maximum similarity of the query token to the vectors of the hit, without its
-            weight. The MaxSim score is the weighted sum of these maxima over the query tokens.
+        similarity: Maximum similarity of the query token to the vectors of the hit. The MaxSim
+            score is the sum of these maxima over the query tokens.
         document_token: Index of the vector in the searched representation of the item.
         spans: Character ranges in the item's text; may be empty.
         locations: Locations of the words, where known, in the order of the text.
-        contribution: `weight` times the difference between `similarity` and the mean similarity of
-            the query token to all vectors of the hit. It is small for tokens that are similar to
-            all vectors, such as stop words.
-        weight: Weight of the query token in the MaxSim score.
+        contribution: Difference between `similarity` and the mean similarity of the query token to
+            all vectors of the hit. It is small for tokens that are similar to all vectors, such as
+            stop words.
     """
 
     query_token: str
@@ -273,7 +272,6 @@ class Match:
     spans: tuple[tuple[int, int], ...]
     locations: tuple[Location, ...] = ()
     contribution: float = 0.0
-    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -311,9 +309,8 @@ class ScoreParts:
     """Components of the score of a hit. A component that was not requested is None.
 
     Attributes:
-        maxsim: MaxSim score, the weighted sum over query tokens.
-        maxsim_mean: MaxSim score divided by the sum of the weights, which is the number of query
-            tokens by default, as in the hybrid score.
+        maxsim: MaxSim score, the sum over query tokens.
+        maxsim_mean: MaxSim score divided by the number of query tokens, as in the hybrid score.
         single_vector: Single-vector score, the similarity of the pooled vectors.
         bm25: BM25 score, which is 0 if no term of the query occurs in the text.
     """

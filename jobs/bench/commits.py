@@ -87,7 +87,7 @@ def measure(uri: str, num_fragments: int, repeats: int) -> dict[str, Repeats]:
     calls: dict[str, Any] = {
         "commit": lambda i: writer.commit([files[i % NUM_FILES]]),
         "renewal": lambda i: writer.renew(),
-        "renewal by a commit": lambda i: writer.set_config({"bench": str(i)}),
+        "renewal by a commit": lambda i: writer.dataset.update_config({"bench": str(i)}),
         "rejects": lambda i: writer.set_rejects(rejects[i], [f"unknown-{i}"]),
         "open": lambda i: Index(uri),
         "filter": lambda i: _filter(Index(uri)),

@@ -99,17 +99,9 @@ class Generator(ABC, Generic[ComponentSpecT]):
         """
         return []
 
-    @abstractmethod
-    def queries(
-        self, queries: list[torch.Tensor], weights: list[torch.Tensor] | None = None
-    ) -> list[torch.Tensor]:
-        """Transforms queries for comparison with the codes.
-
-        Args:
-            queries: Token vectors (M_i, D) float32 per query.
-            weights: Weights (M_i,) float32 of the tokens in the MaxSim score, at least 0, or None
-                if all are 1.
-        """
+    def queries(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Transforms the token vectors (M_i, D) of queries for comparison with the codes."""
+        return queries
 
 
 class TextGenerator(ABC, Generic[ComponentSpecT]):
@@ -150,10 +142,3 @@ class TextGenerator(ABC, Generic[ComponentSpecT]):
         Its method `scores` returns the scores (B,) float32 of all items for the text of a query.
         They are 0 for items that do not match.
         """
-
-
-def weighted(queries: list[torch.Tensor], weights: list[torch.Tensor] | None) -> list[torch.Tensor]:
-    """Multiplies the tokens (M_i, D) of each query by their weights (M_i,), if any."""
-    if weights is None:
-        return queries
-    return [q_MD * w_M.unsqueeze(1) for q_MD, w_M in zip(queries, weights, strict=True)]

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from pipeline import config
-from pipeline.candidates import Generator, Sample, weighted
+from pipeline.candidates import Generator, Sample
 from pipeline.codecs import Parts
 from pipeline.codecs.centroid_codes import CentroidCodes
 from pipeline.codecs.kmeans import kmeans
@@ -111,12 +111,6 @@ class Centroids(Generator["Centroids.Spec"]):
                 " number, or use lemur"
             )
         return [sentence]
-
-    def queries(
-        self, queries: list[torch.Tensor], weights: list[torch.Tensor] | None = None
-    ) -> list[torch.Tensor]:
-        """Multiplies the tokens by their weights, if any."""
-        return weighted(queries, weights)
 
 
 def distinct(codes: torch.Tensor, lengths_B: torch.Tensor) -> float:

@@ -191,17 +191,15 @@ class Lemur(Generator["Lemur.Spec"]):
         ]
         return torch.cat(codes), (lengths_B > 0).long()
 
-    def queries(
-        self, queries: list[torch.Tensor], weights: list[torch.Tensor] | None = None
-    ) -> list[torch.Tensor]:
-        """Computes the projected weighted sum of the features of each query's tokens, (1, R)."""
+    def queries(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Computes the projected sum of the features of each query's tokens, (1, R)."""
         sums = []
-        weights = weights or [torch.ones(len(query), device=query.device) for query in queries]
-        for query_MD, weights_M in zip(queries, weights, strict=True):
+        for query_MD in queries:
             arrays = self._arrays(query_MD.device)
             hidden_MH = _hidden(arrays, query_MD.float())
-            sum_H = weights_M @ ((hidden_MH - arrays["mean"]) / arrays["scale"])
-            sum_F = torch.cat([sum_H, weights_M.sum(dim=0, keepdim=True)])
+            ones_M = torch.ones(len(query_MD), device=query_MD.device)
+            sum_H = ones_M @ ((hidden_MH - arrays["mean"]) / arrays["scale"])
+            sum_F = torch.cat([sum_H, ones_M.sum(dim=0, keepdim=True)])
             sums.append((sum_F @ arrays["projection"]).unsqueeze(0))
         return sums
 

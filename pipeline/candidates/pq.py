@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from pipeline import config
-from pipeline.candidates import Generator, Sample, weighted
+from pipeline.candidates import Generator, Sample
 from pipeline.codecs.kmeans import kmeans
 from pipeline.codecs.product_codes import MAX_CENTROIDS, ProductCodes
 from pipeline.config import SpecError
@@ -89,9 +89,3 @@ class Pq(Generator["Pq.Spec"]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the vectors unchanged. `codec` assigns their sub-vectors to centroids."""
         return vectors_TD, lengths_B
-
-    def queries(
-        self, queries: list[torch.Tensor], weights: list[torch.Tensor] | None = None
-    ) -> list[torch.Tensor]:
-        """Multiplies the tokens by their weights, if any."""
-        return weighted(queries, weights)

@@ -201,14 +201,6 @@ class Encoder(ABC, Generic[ComponentSpecT]):
             SpecError: A text is empty or too long, or the encoder does not support text queries.
         """
 
-    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
-        """Returns the `token_texts` of `encode_queries` without running the model.
-
-        Raises:
-            SpecError: A text is invalid, or the encoder does not support text queries.
-        """
-        raise self._not_read("text")
-
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
         """Encodes image queries. The `query_kinds` of the encoder must contain "image".
 

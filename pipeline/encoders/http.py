@@ -183,10 +183,6 @@ class Http(Encoder["Http.Spec"]):
         batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         return self._encode_queries([b for batch in batches for b in self._bodies(batch)], texts)
 
-    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
-        """Returns the `token_texts` of `encode_queries`, which sends requests."""
-        return self.encode_queries(texts).token_texts
-
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
         """Encodes image queries like items, in order.
 

@@ -246,15 +246,6 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         Raises:
             SpecError: `texts` is empty, or a query is empty or has no tokens.
         """
-        queries_windows, token_texts = self._read_queries(texts)
-        return EncodedQueries(self._embed(queries_windows), token_texts)
-
-    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
-        """Returns the `token_texts` of `encode_queries` without running the model."""
-        return self._read_queries(texts)[1]
-
-    def _read_queries(self, texts: Sequence[str]) -> tuple[list[list[_Window]], list[list[str]]]:
-        """Returns the windows and the token texts of queries."""
         check_query_texts(texts)
         queries_windows = self.read_queries(texts)
         token_texts = [
@@ -264,7 +255,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         if not all(token_texts):
             text = texts[token_texts.index([])]
             raise SpecError("query", text, "a text with at least one token")
-        return queries_windows, token_texts
+        return EncodedQueries(self._embed(queries_windows), token_texts)
 
     def with_instruction(self, instruction: str) -> Self:
         """Returns the encoder with an instruction in the prefix of queries."""

@@ -226,10 +226,6 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
             self._check_length(text)
         return self._encode_queries(texts, self._query_prefix)
 
-    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
-        """Returns the `token_texts` of `encode_queries`, which runs the model."""
-        return self.encode_queries(texts).token_texts
-
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
         """Encodes image queries like items, in order.
 

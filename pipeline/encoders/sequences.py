@@ -179,15 +179,8 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         Raises:
             SpecError: `texts` is empty, or a query is empty or too long.
         """
-        return self._encode_inputs(self._read_texts(texts))
-
-    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
-        """Returns the `token_texts` of `encode_queries` without running the model."""
-        return [names for _, names in self._read_texts(texts)]
-
-    def _read_texts(self, texts: Sequence[str]) -> list[tuple[ModelInput, list[str]]]:
         check_query_texts(texts)
-        return [self._reader.read_text_query(text) for text in texts]
+        return self._encode_inputs([self._reader.read_text_query(text) for text in texts])
 
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
         """Encodes image queries, in order.

@@ -82,23 +82,14 @@ class Sleeping(Encoder["Sleeping.Spec"]):
         Raises:
             SpecError: `texts` is empty, or a query is empty.
         """
-        words = self.query_token_texts(texts)
-        flat_TD = torch.stack([self._rolled(word)[0] for query in words for word in query])
-        vectors_BQD, mask_BQ = pad(flat_TD, np.array([len(query) for query in words]))
-        return EncodedQueries(TokenBatch(vectors_BQD, mask_BQ, normalised=True), words)
-
-    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
-        """Returns the words of each query.
-
-        Raises:
-            SpecError: `texts` is empty, or a query is empty.
-        """
         if not texts:
             raise SpecError("query", [], "at least one text")
         words = [text.split() for text in texts]
         if not all(words):
             raise SpecError("query", texts[words.index([])], "a text with at least one word")
-        return words
+        flat_TD = torch.stack([self._rolled(word)[0] for query in words for word in query])
+        vectors_BQD, mask_BQ = pad(flat_TD, np.array([len(query) for query in words]))
+        return EncodedQueries(TokenBatch(vectors_BQD, mask_BQ, normalised=True), words)
 
     def _rolled(self, name: str) -> torch.Tensor:
         """Returns a view of the matrix (N, D), rolled along both axes by a hash of `name`."""

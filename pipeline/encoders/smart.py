@@ -254,10 +254,6 @@ class Smart(Encoder["Smart.Spec"]):
         """Encodes query texts, in order."""
         return self._adapt_queries(self._inner.encode_queries(texts))
 
-    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
-        """Returns the token texts of the frozen encoder."""
-        return self._inner.query_token_texts(texts)
-
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
         """Encodes image queries, in order."""
         return self._adapt_queries(self._inner.encode_images(images))

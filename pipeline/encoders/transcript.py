@@ -181,10 +181,6 @@ class Transcript(Encoder["Transcript.Spec"]):
         """
         return self._minilm.encode_queries(texts)
 
-    def query_token_texts(self, texts: Sequence[str]) -> list[list[str]]:
-        """Returns the token texts of MiniLM."""
-        return self._minilm.query_token_texts(texts)
-
 
 def _recognisers(spec: Transcript.Spec) -> list[tuple[str, config.ComponentSpec]]:
     """Returns the recognisers of a spec, with their fields."""

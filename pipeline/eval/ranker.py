@@ -38,7 +38,6 @@ from pipeline.search.fusion import FUSED
 from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
 from pipeline.search.query import Queries
 from pipeline.search.searcher import Searcher
-from pipeline.search.token_weights import check_token_frequencies
 
 if TYPE_CHECKING:
     from pipeline.search.rerank import Reranker
@@ -104,7 +103,6 @@ class Ranker:
             **({"where": self._spec.filter} if self._spec.filter else {}),
             **({"weights": weights} if (weights := self.weights(row.score)) else {}),
             **({"rerank": self._rerank_key(row.rerank)} if row.rerank else {}),
-            **({"idf": self._idf_key(row)} if self._idf_power(row.score) else {}),
         )
 
     def reranker(self, spec: RerankSpec) -> Reranker:
@@ -156,17 +154,6 @@ class Ranker:
         """Returns the weights of the hybrid score, or None if they are equal."""
         weighted = score == "hybrid" and self._spec.weights != EQUAL_WEIGHTS
         return list(self._spec.weights) if weighted else None
-
-    def _idf_power(self, score: str) -> float | None:
-        """Returns the power of the weights of query tokens, or None without weights."""
-        return None if score in (BM25, SINGLE_VECTOR) else self._spec.idf_power
-
-    def _idf_key(self, row: Row) -> list[Any]:
-        """Returns everything on which the weights of query tokens depend."""
-        index, power = self._searcher.index, self._spec.idf_power
-        info = index.representation(row.representation)
-        assert power is not None
-        return [check_token_frequencies(index, info, power), power]
 
     def diagnosis_key(self, representation: str) -> str:
         """Returns the cache key of `diagnosis`."""
@@ -358,8 +345,7 @@ class Ranker:
         options["filter"] = self._spec.filter
         if score == FUSED:
             options["fusion"] = self._spec.fusion
-        weights = self.weights(score) or EQUAL_WEIGHTS
-        return {**options, "weights": weights, "idf_power": self._idf_power(score)}
+        return {**options, "weights": self.weights(score) or EQUAL_WEIGHTS}
 
     def queries_with_texts(self, representation: str, numbers: Sequence[int]) -> Queries:
         """Returns some of the judged queries as vectors, with their texts if they have any."""

@@ -15,13 +15,7 @@ from pipeline.registry import BenchmarkSpec
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from pipeline.scores import Score
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, FusionSpec
-from pipeline.search.options import (
-    EQUAL_WEIGHTS,
-    WEIGHTS_RULE,
-    Weights,
-    are_weights,
-    check_idf_power,
-)
+from pipeline.search.options import EQUAL_WEIGHTS, WEIGHTS_RULE, Weights, are_weights
 
 
 class RerankSpec(Spec):
@@ -107,9 +101,6 @@ class EvaluateSpec(Spec):
     """Settings of the fused score with its weights: a mapping, or the path of a file that
     `jobs.evaluate --fit-fusion` wrote. The row is compared with the MaxSim row of the same
     representation."""
-    idf_power: float | None = None
-    """Weights the query tokens in MaxSim and hybrid scores by their inverse document frequency to
-    this power, from `jobs.token_frequencies`; null for no weights."""
     measures: list[str] = Field(default_factory=lambda: list(DEFAULT_MEASURES))
     """Metrics, by their ir-measures names, such as `R@10` or `nDCG(dcg='exp-log2')@5`, and `MdR`,
     the median rank of the first relevant document. A document that is not among the `k` hits has
@@ -191,13 +182,6 @@ class EvaluateSpec(Spec):
         if not are_weights(weights):
             raise SpecError("", weights, WEIGHTS_RULE)
         return weights
-
-    @field_validator("idf_power")
-    @classmethod
-    def _check_idf_power(cls, power: float | None) -> float | None:
-        if power is not None:
-            check_idf_power(power)
-        return power
 
     @model_validator(mode="after")
     def _check_weights_used(self) -> EvaluateSpec:

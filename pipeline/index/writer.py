@@ -192,11 +192,6 @@ class IndexWriter:
             if names:
                 self._apply(lambda: self.dataset.drop_columns(list(names)))
 
-    def set_config(self, entries: dict[str, str | None]) -> None:
-        """Sets entries of the configuration of the dataset. None removes an entry."""
-        with self._lock:
-            self._apply(lambda: self.dataset.update_config(entries))
-
     def commit(
         self, fragments: Sequence[FragmentMetadata], replaced: dict[int, list[str]] | None = None
     ) -> int:

@@ -55,10 +55,8 @@ def describe_in_slices(
     info = index.representation(representation)
     rows = _stored_rows(rankings, index, info, explain=item_vectors is not None)
     hits: list[list[Hit]] = []
-    num_described = 0
-    weights, total_weights = queries.token_weights, queries.total_weights
+    num_described, num_tokens = 0, queries.num_tokens
     for query, ranking in enumerate(rankings):
-        weights_M = weights[query].numpy()
         vectors = item_vectors(info.column, ranking.rows) if item_vectors else None
         hits.append([])
         for i, item_id in enumerate(ranking.item_ids):
@@ -76,12 +74,11 @@ def describe_in_slices(
                 tokens = _InputTokens.from_row(row, info, vectors[i].numpy())
                 sim_MN = (queries.tokens[query] @ vectors[i][: info.max_vectors].T).numpy()
                 texts = queries.token_texts[query]
-                matches = tokens.matches(texts, sim_MN, weights_M)
+                matches = tokens.matches(texts, sim_MN)
                 sim_MT = None
                 if item_id in vectors_of_tokens:
-                    tokens_TD = vectors_of_tokens[item_id]
-                    sim_MT = queries.tokens[query].numpy() @ tokens_TD.T * weights_M[:, None]
-                passages = tokens.passages(texts, sim_MN * weights_M[:, None], text, sim_MT)
+                    sim_MT = queries.tokens[query].numpy() @ vectors_of_tokens[item_id].T
+                passages = tokens.passages(texts, sim_MN, text, sim_MT)
             hit = Hit(
                 rank=i + 1,
                 score=ranking.scores[i],
@@ -92,7 +89,7 @@ def describe_in_slices(
                 span=row.get("span"),
                 matches=matches,
                 passages=passages,
-                parts=_parts(ranking, i, total_weights[query]),
+                parts=_parts(ranking, i, num_tokens[query]),
                 reranked=ranking.reranked[i] if ranking.reranked else None,
                 modality=row.get("modality"),
                 source=row.get("source"),
@@ -114,12 +111,12 @@ def _stored_rows(
     return {row["item_id"]: row for row in table.to_pylist()}
 
 
-def _parts(ranking: Ranking, i: int, total_weight: float) -> ScoreParts:
+def _parts(ranking: Ranking, i: int, num_tokens: float) -> ScoreParts:
     """Returns the components of the score of item `i` in a ranking."""
     maxsim = None if ranking.maxsim is None else float(ranking.maxsim[i])
     single_vector = None if ranking.single_vector is None else float(ranking.single_vector[i])
     bm25 = None if ranking.bm25 is None else float(ranking.bm25[i])
-    mean = None if maxsim is None else maxsim / total_weight
+    mean = None if maxsim is None else maxsim / num_tokens
     return ScoreParts(maxsim, mean, single_vector, bm25)
 
 
@@ -155,22 +152,19 @@ class _InputTokens:
             assignment = prefix_assignment(assignment, form, vectors_ND, info.max_vectors)
         return cls(spans, extents, confidence, assignment, form)
 
-    def matches(
-        self, query_tokens: Sequence[str], sim_MN: np.ndarray, weights_M: np.ndarray
-    ) -> tuple[Match, ...]:
+    def matches(self, query_tokens: Sequence[str], sim_MN: np.ndarray) -> tuple[Match, ...]:
         """Finds the vector of the item that matches each query token best."""
         best_M = sim_MN.argmax(axis=1).tolist()
-        contribution_M = (weights_M * contributions(sim_MN)).tolist()
+        contribution_M = contributions(sim_MN).tolist()
         matches = []
-        for text, sim_N, best, weight, contribution in zip(
-            query_tokens, sim_MN, best_M, weights_M.tolist(), contribution_M, strict=True
+        for text, sim_N, best, contribution in zip(
+            query_tokens, sim_MN, best_M, contribution_M, strict=True
         ):
             inputs = self._inputs(best)
             spans = merge(self.spans[i] for i in inputs) if self.spans else ()
             locations = self._locations(inputs)
             similarity = float(sim_N[best])
-            match = Match(text, similarity, best, spans, locations, contribution, weight)
-            matches.append(match)
+            matches.append(Match(text, similarity, best, spans, locations, contribution))
         return tuple(matches)
 
     def passages(

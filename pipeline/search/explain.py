@@ -194,8 +194,7 @@ def find_passages(
 
     Args:
         query_tokens: Texts of the M query tokens.
-        sim_MN: Similarities between the M query tokens and the N vectors of the item, multiplied by
-            the weights of the query tokens.
+        sim_MN: Similarities between the M query tokens and the N vectors of the item.
         output_T: Vector that each of the T input tokens is assigned to, or -1 for none.
         spans_T2: Start and end of each input token in `text`, or -1 for image patches.
         extents_T6: x0 y0 x1 y1 in [0, 1] and t0 t1 in seconds of each input token, or NaN.

@@ -29,7 +29,6 @@ def write_hit_maps(
     hits: Sequence[Hit],
     representation: str,
     documents: Mapping[str, str],
-    idf_power: float | None = None,
 ) -> Iterator[str]:
     """Writes the similarity maps of hits. Yields a line with the file or the error for each hit.
 
@@ -40,7 +39,6 @@ def write_hit_maps(
         hits: Hits, best first.
         representation: Name of the representation.
         documents: See `Previews`.
-        idf_power: See `SearchOptions`.
 
     Raises:
         SpecError: No hit has a map. The error of the first hit is raised.
@@ -51,7 +49,7 @@ def write_hit_maps(
     errors = []
     for hit in hits:
         try:
-            map = similarity_map(searcher, query, hit.item_id, representation, idf_power)
+            map = similarity_map(searcher, query, hit.item_id, representation)
             _write_maps(folder, hit.rank, previews, map, title)
         except SpecError as error:
             errors.append(error)

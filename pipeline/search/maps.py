@@ -165,7 +165,6 @@ def similarity_map(
     query: AnyQuery | Queries,
     item_id: str,
     representation: str | None = None,
-    idf_power: float | None = None,
 ) -> SimilarityMap:
     """Computes the similarity map of an item for a query.
 
@@ -176,7 +175,6 @@ def similarity_map(
         item_id: Id of the item.
         representation: Name of the representation, or `NAME@K` for a prefix. Defaults to `full` if
             it exists, otherwise the first.
-        idf_power: See `SearchOptions`.
 
     Raises:
         SpecError: The item does not exist, or the index lacks its token positions, its vectors or
@@ -185,20 +183,18 @@ def similarity_map(
     info = searcher.representation(representation)
     name = info.name
     given = query if isinstance(query, Queries) else [query]
-    queries = searcher.queries(given, name, idf_power)
+    queries = searcher.queries(given, name)
     item = read_stored_item(searcher.index, item_id, info)
     stored_ND = item.vectors(searcher.index)
     output_T = item.assigned_vectors(stored_ND)
     vectors_ND = torch.from_numpy(stored_ND[: info.max_vectors])
     sim_MN = (queries.tokens[0] @ vectors_ND.T).numpy()
-    weighted_MN = sim_MN * queries.token_weights[0].numpy()[:, None]
-
     sim_MT = np.where(output_T < 0, np.nan, sim_MN[:, output_T])
     best_M = sim_MN.argmax(axis=1)
-    contribution_M = contributions(weighted_MN)
+    contribution_M = contributions(sim_MN)
     credit_T, contribution_T = (
         np.where(output_T < 0, 0.0, np.bincount(best_M, parts_M, len(vectors_ND))[output_T])
-        for parts_M in (weighted_MN.max(axis=1), contribution_M)
+        for parts_M in (sim_MN.max(axis=1), contribution_M)
     )
     text = item.value(info.text_column)
     spans_T2, extents_T6, confidence_T = item.positions()
@@ -207,12 +203,11 @@ def similarity_map(
     positions = spans_T2, extents_T6, text, confidence_T
     tokens_TD = token_vectors(searcher.index, info, [item_id]).get(item_id)
     if tokens_TD is None or len(tokens_TD) != len(output_T):
-        passages = find_passages(tokens, weighted_MN, output_T, *positions)
+        passages = find_passages(tokens, sim_MN, output_T, *positions)
     else:
-        weights_M = queries.token_weights[0].numpy()
-        sim_MT = queries.tokens[0].numpy() @ tokens_TD.T * weights_M[:, None]
+        sim_MT = queries.tokens[0].numpy() @ tokens_TD.T
         passages = find_passages(tokens, sim_MT, np.arange(len(tokens_TD)), *positions)
-    score = float(weighted_MN.max(axis=1).sum())
+    score = float(sim_MN.max(axis=1).sum())
     return SimilarityMap(item_id, name, tokens, contribution_M.tolist(), words, score, passages)
 
 

@@ -23,13 +23,10 @@ from pipeline.search.candidates import (
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, Fusion
 from pipeline.search.query import Queries
 from pipeline.search.representations import representation_info
-from pipeline.search.token_weights import check_token_frequencies
 
 #: Weights of the single-vector and the MaxSim score in the hybrid score.
 Weights = tuple[float, float]
 EQUAL_WEIGHTS: Weights = (1.0, 1.0)
-#: Maximum value of `idf_power`.
-MAX_IDF_POWER = 4
 WEIGHTS_RULE = "two numbers (single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0"
 
 
@@ -43,7 +40,6 @@ class _CommonKeywords(TypedDict, total=False):
     group_by: Literal["parent"] | None
     candidates: str
     num_candidates: int | None
-    idf_power: float | None
 
 
 class Selection(TypedDict, total=False):
@@ -89,8 +85,6 @@ class SearchOptions:
         num_candidates: Number of items that each generator finds per query and shard, at least `k`.
             Defaults to 1,000, or 16 k if that is more. A generator before ":" finds 32 times as
             many.
-        idf_power: Weights of the query tokens in the MaxSim score are their inverse document
-            frequency to this power, see `TokenFrequencies.weights`. None does not weight them.
         rerank: Second stage: "vectors" scores with another representation, "edje" with EDJE's joint
             encoder.
         rerank_representation: Representation used by "vectors", or None for the default.
@@ -114,7 +108,6 @@ class SearchOptions:
     parents: tuple[str, ...] | None = None
     candidates: str = EXACT
     num_candidates: int | None = None
-    idf_power: float | None = None
     rerank: Literal["vectors", "edje"] | None = None
     rerank_representation: str | None = None
     rerank_depth: int = 0
@@ -145,10 +138,6 @@ class SearchOptions:
         if self.score == "single_vector" and self.candidates != EXACT:
             rule = f"{EXACT} for the score single_vector"
             raise SpecError("candidates", self.candidates, rule)
-        if self.idf_power is not None:
-            check_idf_power(self.idf_power)
-            if self.score == "single_vector":
-                raise SpecError("idf_power", self.idf_power, "null for the score single_vector")
 
     @classmethod
     def from_keywords(
@@ -175,19 +164,14 @@ class SearchOptions:
         """Returns the options after filling in the default representation of an index.
 
         Raises:
-            SpecError: The representation does not exist or is only for reranking, the candidate
-                generator was not built for it, or its token frequencies were not counted.
+            SpecError: The representation does not exist or is only for reranking, or the candidate
+                generator was not built for it.
         """
         info = representation_info(index, self.representation)
         if self.candidates != EXACT:
             generator_columns(index, info, self.candidates)
         if self.score == FUSED:
             _check_bm25(index, info)
-        if self.idf_power is not None:
-            check_token_frequencies(index, info, self.idf_power)
-            if self.rerank_representation is not None:
-                second = representation_info(index, self.rerank_representation)
-                check_token_frequencies(index, second, self.idf_power)
         return replace(self, representation=info.name)
 
     @property
@@ -267,13 +251,6 @@ def check_count(field: str, value: int) -> None:
     """Raises `SpecError` unless a value is a positive integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SpecError(field, value, "an integer >= 1")
-
-
-def check_idf_power(value: Any) -> None:
-    """Raises `SpecError` unless a value is a valid power of inverse document frequencies."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= MAX_IDF_POWER:
-        raise SpecError("idf_power", value, f"a number > 0 and <= {MAX_IDF_POWER}")
 
 
 def are_weights(weights: Any) -> bool:

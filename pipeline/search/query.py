@@ -18,7 +18,6 @@ from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.schema import Composed, is_blank
-from pipeline.search.token_weights import TokenFrequencies, config_key, token_frequencies
 from pipeline.tokens import unit_vectors
 
 
@@ -31,15 +30,12 @@ class Queries:
         pooled: Pooled vectors (num_queries, P) float32, or None.
         token_texts: Texts of the tokens per query, for explanations.
         texts: Texts of the queries, for BM25, or None if a query has no text.
-        weights: Weights (M_i,) float32 per query, at least 0, or None if all are 1. The MaxSim
-            score is the sum over the tokens of the weight times the maximum similarity.
     """
 
     tokens: list[torch.Tensor]
     pooled: torch.Tensor | None
     token_texts: list[list[str]]
     texts: list[str] | None = None
-    weights: list[torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -48,9 +44,7 @@ class Queries:
         """Selects the queries in the range [first, end)."""
         pooled = None if self.pooled is None else self.pooled[first:end]
         texts = None if self.texts is None else self.texts[first:end]
-        weights = None if self.weights is None else self.weights[first:end]
-        tokens, token_texts = self.tokens[first:end], self.token_texts[first:end]
-        return Queries(tokens, pooled, token_texts, texts, weights)
+        return Queries(self.tokens[first:end], pooled, self.token_texts[first:end], texts)
 
     def split(self) -> list[Queries]:
         """Returns one batch per query."""
@@ -58,12 +52,7 @@ class Queries:
 
     @classmethod
     def join(cls, parts: Sequence[Queries]) -> Queries:
-        """Joins batches.
-
-        The result has pooled vectors, and texts, if all batches have them, and weights if any batch
-        has them.
-        """
-        weights = [weights_M for part in parts for weights_M in part.token_weights]
+        """Joins batches. The result has pooled vectors, and texts, if all batches have them."""
         pooled = [part.pooled for part in parts if part.pooled is not None]
         with_texts = [part.texts for part in parts if part.texts is not None]
         return cls(
@@ -73,39 +62,18 @@ class Queries:
             [text for texts in with_texts for text in texts]
             if len(with_texts) == len(parts)
             else None,
-            weights if any(part.weights is not None for part in parts) else None,
         )
 
     @property
-    def token_weights(self) -> list[torch.Tensor]:
-        """Weights (M_i,) of the tokens per query, which are 1 by default."""
-        return self.weights or [torch.ones(len(tokens)) for tokens in self.tokens]
-
-    @property
-    def total_weights(self) -> list[float]:
-        """Sum of the weights of the tokens per query, by which a mean over the tokens divides."""
-        if self.weights is None:
-            return [float(max(len(tokens), 1)) for tokens in self.tokens]
-        return [float(weights.sum()) for weights in self.weights]
-
-    @property
-    def weighted_tokens(self) -> list[torch.Tensor]:
-        """Tokens multiplied by their weights, whose MaxSim scores are the weighted sums.
-
-        A weight w >= 0 satisfies max_j <w q, d_j> = w max_j <q, d_j>, so that all codecs and
-        kernels support weights. A kernel that quantises queries has a scale per token.
-        """
-        if self.weights is None:
-            return self.tokens
-        pairs = zip(self.tokens, self.weights, strict=True)
-        return [tokens_MD * weights_M.unsqueeze(1) for tokens_MD, weights_M in pairs]
+    def num_tokens(self) -> list[float]:
+        """Number of tokens per query, at least 1, by which a mean over the tokens divides."""
+        return [float(max(len(tokens), 1)) for tokens in self.tokens]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # NumPy arrays pickle several times faster than tensors.
         pooled = None if self.pooled is None else self.pooled.numpy()
-        weights = None if self.weights is None else [array.numpy() for array in self.weights]
         tokens = [array.numpy() for array in self.tokens]
-        return _unpickle, (tokens, pooled, self.token_texts, self.texts, weights)
+        return _unpickle, (tokens, pooled, self.token_texts, self.texts)
 
     def with_texts(self, queries: Sequence[object]) -> Queries:
         """Adds the texts of the encoded queries if all of them have one."""
@@ -126,20 +94,13 @@ class Queries:
         return cls(tokens, None if pooled is None else pooled.float(), encoded.token_texts)
 
     @classmethod
-    def from_vectors(
-        cls, queries: Sequence[object], weights: Sequence[object] | None = None
-    ) -> Queries:
+    def from_vectors(cls, queries: Sequence[object]) -> Queries:
         """Creates queries from token vectors (M_i, D), which are normalised to unit length.
 
         Zero vectors stay zero and do not contribute to scores. The text of a token is its number.
 
-        Args:
-            queries: Token vectors of each query.
-            weights: Weights (M_i,) of the tokens of each query, or None if all are 1.
-
         Raises:
-            SpecError: A query is not a finite matrix with at least one non-zero row, or weights are
-                invalid.
+            SpecError: A query is not a finite matrix with at least one non-zero row.
         """
         tokens = []
         for number, query in enumerate(queries):
@@ -160,36 +121,7 @@ class Queries:
             unit = array / np.where(norms > 0, norms, 1)
             tokens.append(torch.from_numpy(unit.astype(np.float32)))
         texts = [[f"#{i}" for i in range(len(query))] for query in tokens]
-        encoded = cls(tokens, None, texts)
-        return encoded if weights is None else encoded.with_weights(weights)
-
-    def with_weights(self, weights: Sequence[object]) -> Queries:
-        """Returns the queries with weights of their tokens.
-
-        Args:
-            weights: Weights (M_i,) of the tokens of each query.
-
-        Raises:
-            SpecError: The weights of a query are not M_i finite, non-negative numbers with at least
-                one positive number.
-        """
-        if len(weights) != len(self):
-            raise SpecError("weights", f"{len(weights)} lists", f"a list for each of {len(self)}")
-        tensors = []
-        for number, (tokens_MD, given) in enumerate(zip(self.tokens, weights, strict=True)):
-            try:
-                array = np.asarray(given)
-            except ValueError:  # lists of different lengths
-                array = np.array(None)
-            is_valid = array.shape == (len(tokens_MD),) and array.dtype.kind in "fiu"
-            with np.errstate(over="ignore"):
-                array = array.astype(np.float32) if is_valid else array
-            if not is_valid or not np.isfinite(array).all() or (array < 0).any() or not array.any():
-                count = len(tokens_MD)
-                rule = f"{count} finite numbers >= 0 with at least one > 0, one per query token"
-                raise query_error(given, rule, number, len(self), "weights")
-            tensors.append(torch.from_numpy(array))
-        return replace(self, weights=tensors)
+        return cls(tokens, None, texts)
 
 
 def _unpickle(
@@ -197,14 +129,12 @@ def _unpickle(
     pooled: np.ndarray | None,
     token_texts: list[list[str]],
     texts: list[str] | None,
-    weights: list[np.ndarray] | None,
 ) -> Queries:
     return Queries(
         [torch.from_numpy(array) for array in tokens],
         None if pooled is None else torch.from_numpy(pooled),
         token_texts,
         texts,
-        None if weights is None else [torch.from_numpy(array) for array in weights],
     )
 
 
@@ -224,7 +154,6 @@ class QueryEncoders:
         self._index = index
         self._encoders: dict[str, Encoder] = {}
         self._compressors: dict[str, Compressor] = {}
-        self._frequencies: dict[str, TokenFrequencies] = {}
 
     def encoder(self, representation: str) -> Encoder:
         """Returns the query encoder of a representation.
@@ -240,22 +169,15 @@ class QueryEncoders:
         check_fingerprint(self._encoders[key], representation, info)
         return self._encoders[key]
 
-    def encode(
-        self, queries: AnyQueries, representation: str, idf_power: float | None = None
-    ) -> Queries:
+    def encode(self, queries: AnyQueries, representation: str) -> Queries:
         """Encodes and transforms queries for a representation. `Queries` are not transformed again.
-
-        Args:
-            queries: Queries.
-            representation: Name of the representation.
-            idf_power: See `SearchOptions`.
 
         Raises:
             SpecError: A query is empty or zero, has another dimension than the representation, or
                 is not supported by the encoder.
         """
         if isinstance(queries, Queries):
-            return self.weigh(queries, representation, idf_power)
+            return queries
         if isinstance(queries, EncodedQueries):
             encoded = Queries.from_encoded(queries)
         elif _is_encodable_batch(queries):
@@ -265,48 +187,13 @@ class QueryEncoders:
             encoded = encoded.with_texts(queries)
         else:
             encoded = Queries.from_vectors(queries)
-        if idf_power is not None and not (
-            isinstance(queries, EncodedQueries) or all(isinstance(q, str) for q in queries)
-        ):
-            raise SpecError("idf_power", idf_power, "null for queries other than texts")
-        return self.transform(encoded, representation, idf_power)
+        return self.transform(encoded, representation)
 
-    def weigh(self, queries: Queries, representation: str, idf_power: float | None) -> Queries:
-        """Weights the tokens of texts by their inverse document frequency.
-
-        Args:
-            queries: Encoded texts.
-            representation: Name of the representation.
-            idf_power: See `SearchOptions`. If None, the queries are returned unchanged.
+    def transform(self, queries: Queries, representation: str) -> Queries:
+        """Transforms query vectors with the compressor and the codec of a representation.
 
         Raises:
-            SpecError: The queries have weights, or the index has no token frequencies.
-        """
-        if idf_power is None:
-            return queries
-        if queries.weights is not None:
-            raise SpecError("idf_power", idf_power, "null for queries with weights")
-        info = self._index.representation(representation)
-        key = config_key(info)
-        if key not in self._frequencies:
-            self._frequencies[key] = token_frequencies(self._index, info, idf_power)
-        frequencies = self._frequencies[key]
-        weights = [frequencies.weights(texts, idf_power) for texts in queries.token_texts]
-        return replace(queries, weights=weights)
-
-    def transform(
-        self, queries: Queries, representation: str, idf_power: float | None = None
-    ) -> Queries:
-        """Transforms unit query vectors with the compressor and the codec of a representation.
-
-        Args:
-            queries: Encoded queries.
-            representation: Name of the representation.
-            idf_power: See `weigh`.
-
-        Raises:
-            SpecError: The vectors have another dimension than the representation, or the tokens
-                cannot be weighted.
+            SpecError: The vectors have another dimension than the representation.
         """
         info = self._index.representation(representation)
         dim = info.encoder.dim
@@ -316,7 +203,7 @@ class QueryEncoders:
                 raise query_error(value, f"vectors of dimension {dim}", number, len(queries))
         compressor, codec = self._compressor(info), self._index.codec(representation)
         tokens = [codec.transform_queries(compressor.transform_queries(t)) for t in queries.tokens]
-        return self.weigh(replace(queries, tokens=tokens), representation, idf_power)
+        return replace(queries, tokens=tokens)
 
     def _compressor(self, info: RepresentationInfo) -> Compressor:
         key = digest([info.compressor, info.artefact])
@@ -381,12 +268,10 @@ def check_texts(texts: Sequence[str]) -> None:
             raise query_error(text, "valid UTF-8 text", number, len(texts))
 
 
-def query_error(
-    value: object, rule: str, number: int, num_queries: int, field: str = "query"
-) -> SpecError:
+def query_error(value: object, rule: str, number: int, num_queries: int) -> SpecError:
     """Builds the error for an invalid query.
 
     If there are several queries, it contains the number.
     """
     note = f" (query {number + 1} of {num_queries})" if num_queries > 1 else ""
-    return SpecError(field, value, rule, note=note)
+    return SpecError("query", value, rule, note=note)

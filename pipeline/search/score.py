@@ -1,9 +1,8 @@
 """Scoring and ranking of the items of an index.
 
-    maxsim         sum over the query tokens of the best similarity with an item token, each
-                   multiplied by the weight of the token
+    maxsim         sum over the query tokens of the best similarity with an item token
     single_vector  similarity of the pooled vectors of query and item
-    hybrid         weights[0] * single_vector + weights[1] * maxsim / sum of the weights
+    hybrid         weights[0] * single_vector + weights[1] * maxsim / number of query tokens
                    (SMART, eq. 5 and 4)
     fused          combination of the rankings by MaxSim, BM25 and single vectors
                    (`pipeline.search.fusion`)
@@ -357,11 +356,7 @@ class Scorer:
         """
         weights = options.fusion.component_weights
         groups = self._items.parent_codes if options.group_by else None
-        others: dict[str, Any] = {
-            "fusion": DEFAULT_FUSION,
-            "candidates": EXACT,
-            "idf_power": None,
-        }
+        others: dict[str, Any] = {"fusion": DEFAULT_FUSION, "candidates": EXACT}
         maxsim_options = replace(options, score="maxsim", **others)
         scores = yield from self._scores(queries, maxsim_options, rows, slice_pairs)
         assert scores.maxsim is not None
@@ -478,8 +473,7 @@ class Scorer:
         else:
             fitted = self._items.index.generator(column)
             transform = fitted.codec.transform_queries
-            codes_queries = fitted.queries(queries.tokens, queries.weights)
-            tokens = [transform(tokens) for tokens in codes_queries]
+            tokens = [transform(tokens) for tokens in fitted.queries(queries.tokens)]
         items = None if rows is None else torch.from_numpy(rows)
         approximate_QR = (yield from _maxsim(tokens, codes, items, slice_pairs)).numpy()
         uncoded, unscored = self._uncoded(column, options)
@@ -537,7 +531,7 @@ class Scorer:
         maxsim_scores = None
         if options.score != "single_vector":
             packed = self.vectors(options.column)
-            maxsim_scores = yield from _maxsim(queries.weighted_tokens, packed, items, slice_pairs)
+            maxsim_scores = yield from _maxsim(queries.tokens, packed, items, slice_pairs)
             if options.score == "maxsim":
                 return _Scores(maxsim_scores.numpy(), maxsim_scores.numpy())
         # The single-vector score is the MaxSim score of one-token queries and one-token items.
@@ -549,7 +543,7 @@ class Scorer:
         )
         if maxsim_scores is None:
             return _Scores(pooled_scores.numpy(), None, pooled_scores.numpy())
-        mean = maxsim_scores / torch.tensor(queries.total_weights).unsqueeze(1)
+        mean = maxsim_scores / torch.tensor(queries.num_tokens).unsqueeze(1)
         total = options.weights[0] * pooled_scores + options.weights[1] * mean
         if 0 in options.weights:
             total.masked_fill_(

@@ -100,7 +100,7 @@ class Searcher:
             explain: Whether hits contain `matches`, one per query token, and `passages`.
             rerank: Second stage that reorders the best items of the first.
             options: `k` (default 10), `score`, `weights`, `fusion`, `group_by`, `filter`, `ids`,
-                `parents`, `candidates`, `num_candidates` and `idf_power`. See `SearchOptions`.
+                `parents`, `candidates` and `num_candidates`. See `SearchOptions`.
 
         Returns:
             The hits of the query, best first, or a list of hits per query for several queries.
@@ -126,7 +126,7 @@ class Searcher:
         if reranker is not None:
             texts_or_images = reranker.check(self.index, queries)
             options = replace(options, rerank_depth=reranker.rerank_depth)
-        encoded = self.encoders.encode(queries, options.column, options.idf_power)
+        encoded = self.encoders.encode(queries, options.column)
         rankings = self.scorer.rank(encoded, options.first_stage(), rows)
         if reranker is not None:
             rankings = reranker.rerank(self, texts_or_images, rankings, options.k)
@@ -149,7 +149,7 @@ class Searcher:
         """
         options = options.resolve(self.index)
         rows = self.items.select(options)
-        encoded = self.encoders.encode(queries, options.column, options.idf_power)
+        encoded = self.encoders.encode(queries, options.column)
         return self.scorer.rank(encoded, options, rows)
 
     def hits(
@@ -171,20 +171,9 @@ class Searcher:
         vectors = self.scorer.item_vectors if explain else None
         return finish(describe_in_slices(rankings, queries, self.index, representation, vectors))
 
-    def queries(
-        self,
-        queries: AnyQueries,
-        representation: str | None = None,
-        idf_power: float | None = None,
-    ) -> Queries:
-        """Encodes queries for a representation, so that they can be used in several searches.
-
-        Args:
-            queries: Queries.
-            representation: Name of the representation.
-            idf_power: See `SearchOptions`. Searches with the result omit it.
-        """
-        return self.encoders.encode(queries, self.representation(representation).name, idf_power)
+    def queries(self, queries: AnyQueries, representation: str | None = None) -> Queries:
+        """Encodes queries for a representation, so that they can be used in several searches."""
+        return self.encoders.encode(queries, self.representation(representation).name)
 
     def encoder(self, representation: str | None = None) -> Encoder:
         """Returns the query encoder of a representation."""

@@ -158,8 +158,9 @@ def stored_query(
 ) -> Queries:
     """Returns the stored vectors of an item, or of a part of it, as a query.
 
-    The length of a stored vector becomes the weight of the query token, because queries have unit
-    length. A query for the whole item also has its single vector.
+    Vectors of unit length are normalised, because the codec has rounded them. Others keep their
+    length, which weights their terms of the MaxSim score. A query for the whole item also has its
+    single vector.
 
     Args:
         index: Index of the item.
@@ -192,14 +193,13 @@ def stored_query(
     vectors_MD, norms_M, selected = (
         values[norms_M > 0][:MAX_QUERY_VECTORS] for values in (vectors_MD, norms_M, selected)
     )
-    weights = None if np.allclose(norms_M, 1, atol=0.01) else [norms_M.astype(np.float32)]
-    queries = Queries.from_vectors([vectors_MD], weights)
+    is_unit = np.allclose(norms_M, 1, atol=0.01)
+    queries = Queries.from_vectors([vectors_MD]).tokens if is_unit else [torch.tensor(vectors_MD)]
     pooled = item.value(info.pooled_column) if box is None and times is None else None
     return Queries(
-        queries.tokens,
+        queries,
         None if pooled is None else torch.tensor([pooled], dtype=torch.float32),
         [[tokens.get(vector, f"#{vector}") for vector in selected.tolist()]],
-        weights=queries.weights,
     )
 
 

@@ -25,7 +25,7 @@ from pipeline.search.shards import merge_rankings
 from pipeline.serve import wire
 from pipeline.serve.calls import Handle, Method, StageClient, Stages
 from pipeline.serve.errors import ApiError, from_spec_error
-from pipeline.serve.inputs import check_edje, check_text_queries, read_query, read_unencoded
+from pipeline.serve.inputs import check_edje, read_query, read_unencoded
 from pipeline.serve.library import WRITER
 from pipeline.serve.responses import hit_response, truncation_warnings
 from pipeline.serve.scheduler import Caller, gather_or_cancel
@@ -121,7 +121,6 @@ class Engine:
         """
         if options.rerank == "edje":
             check_edje(served, queries, "rerank.method")
-        check_text_queries(queries, options)
         with timer.stage("encode"):
             encoded = await self.encode(served, queries, options.column, key)
         if options.rerank is None and len(self._stages.searchers[served.name]) == 1:
@@ -256,7 +255,7 @@ class Engine:
         if (first.spec, first.fingerprint) != (second.spec, second.fingerprint):
             encoded = await self.encode(served, queries, name, key)
         item_ids = [ranking.item_ids for ranking in rankings]
-        scores = await self._score(served, encoded, name, item_ids, key, options.idf_power)
+        scores = await self._score(served, encoded, name, item_ids, key)
         return [_reorder(*pair, options.k) for pair in zip(rankings, scores, strict=True)]
 
     async def _rerank_by_edje(
@@ -304,14 +303,10 @@ class Engine:
         representation: str,
         item_ids: Sequence[Sequence[str]],
         key: str,
-        idf_power: float | None = None,
     ) -> list[dict[str, float]]:
         """Computes exact MaxSim scores of the given items for each query."""
         unique = [tuple(dict.fromkeys(ids)) for ids in item_ids]
-        options = [
-            SearchOptions(representation, k=max(len(ids), 1), ids=ids, idf_power=idf_power)
-            for ids in unique
-        ]
+        options = [SearchOptions(representation, k=max(len(ids), 1), ids=ids) for ids in unique]
         rankings = await self.calls.call(
             "rerank",
             Caller(key, self.settings.timeouts.rerank_s),

@@ -62,7 +62,6 @@ def search_options(
             parents=None if request.parents is None else tuple(request.parents),
             candidates=candidates,
             num_candidates=num_candidates,
-            idf_power=request.idf_power,
             rerank=rerank.method if rerank else None,
             rerank_representation=rerank_representation,
             rerank_depth=depth,
@@ -91,13 +90,6 @@ def _candidates(
     if number is None and default and default.generator == name and default.num_candidates:
         number = max(default.num_candidates, request.k)
     return name, number
-
-
-def check_text_queries(queries: Sequence[wire.Query], options: SearchOptions) -> None:
-    """Raises `ApiError` if a query is not a text and its tokens are to be weighted."""
-    if options.idf_power is not None and not all(isinstance(query, str) for query in queries):
-        error = SpecError("idf_power", options.idf_power, "null for queries other than texts")
-        raise from_spec_error(error)
 
 
 def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) -> None:
@@ -177,8 +169,7 @@ def _read_vectors(query: wire.Vectors) -> Queries:
     except (ValueError, OverflowError):
         rule = "a list of vectors of equal length"
         raise SpecError("query", "vectors", rule, "differ in length") from None
-    weights = None if query.weights is None else [query.weights]
-    return Queries.from_vectors([array], weights)
+    return Queries.from_vectors([array])
 
 
 def read_unencoded(query: wire.Query, limits: Limits) -> Unencoded:

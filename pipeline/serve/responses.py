@@ -12,7 +12,6 @@ from pipeline.search.candidates import BM25, EXACT, generators
 from pipeline.search.fusion import FUSED
 from pipeline.search.maps import SimilarityMap
 from pipeline.search.options import SearchOptions
-from pipeline.search.token_weights import artefact_name
 from pipeline.serve import wire
 from pipeline.serve.served import Served
 
@@ -113,7 +112,6 @@ def _representation(served: Served, info: RepresentationInfo) -> wire.Representa
         queries=[*info.encoder.query_kinds, "vectors", *stored],
         candidates=[EXACT, *candidates],
         default_candidates=default.generator if default else EXACT,
-        has_token_frequencies=artefact_name(served.index, info) is not None,
     )
 
 

@@ -329,7 +329,7 @@ class Ranker:
         edition, options, *_ = group
         searcher = self._versions.get(edition)
         joined = Queries.join([p.query for p in pending])
-        queries = searcher.encoders.transform(joined, options.column, options.idf_power)
+        queries = searcher.encoders.transform(joined, options.column)
         rows = searcher.items.restrict(pending[0].rows, options)
         return (yield from searcher.scorer.rank_in_slices(queries, options, rows))
 
@@ -367,19 +367,19 @@ class Ranker:
         rankings: Sequence[Ranking],
         caller: Caller,
     ) -> list[list[DescribedHit]]:
-        group = edition, options.column, options.explain, options.idf_power
+        group = edition, options.column, options.explain
         pairs = list(zip(queries, rankings, strict=True))
         return await self._describe_scheduler.run(caller, group, pairs)
 
     def _describe(
         self,
-        group: tuple[Edition, str, str | None, float | None],
+        group: tuple[Edition, str, str | None],
         pairs: list[tuple[Queries, Ranking]],
     ) -> Generator[None, None, list[list[DescribedHit]]]:
-        edition, name, explain, idf_power = group
+        edition, name, explain = group
         searcher = self._versions.get(edition)
         joined = Queries.join([query for query, _ in pairs])
-        queries = searcher.encoders.transform(joined, name, idf_power)
+        queries = searcher.encoders.transform(joined, name)
         vectors = searcher.scorer.item_vectors if explain else None
         rankings = [ranking for _, ranking in pairs]
         hits = yield from describe_in_slices(rankings, queries, searcher.index, name, vectors)

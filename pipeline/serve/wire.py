@@ -112,8 +112,6 @@ class Vectors(Request):
 
     vectors: Annotated[list[list[Finite]], Field(min_length=1, max_length=4096)]
     """Token vectors, all of the dimension of the representation."""
-    weights: Annotated[list[Finite], Field(max_length=4096)] | None = None
-    """Weights of the token vectors in the MaxSim score, at least 0. Default: 1 for each."""
 
 
 class Image(Request):
@@ -265,10 +263,6 @@ class SearchOptions(Request):
     num_candidates: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Number of candidates per query, shard and generator, at least `k`. Default: that of the
     settings of the server if they name the generator, else 1,000, or 16 `k` if that is more."""
-    idf_power: Annotated[float, Field(gt=0, le=4)] | None = None
-    """Weights the tokens of text queries in the MaxSim score by their inverse document frequency to
-    this power. The token frequencies of the index must have been counted. If null, all weights are
-    1."""
     rerank: Rerank | None = None
     """Second stage. If null, hits are not reranked."""
     explain: Literal["matches", "map"] | None = None
@@ -309,19 +303,16 @@ class Match(Response):
     query_token: str
     """Text of the query token."""
     similarity: float
-    """Similarity of the vector and the query token, whose product with `weight` is a term of the
-    MaxSim score."""
+    """Similarity of the vector and the query token, a term of the MaxSim score."""
     contribution: float
-    """`weight` times the difference between `similarity` and the mean similarity of the query token
-    to all vectors of the hit. It is small for stop words."""
+    """Difference between `similarity` and the mean similarity of the query token to all vectors of
+    the hit. It is small for stop words."""
     document_token: int
     """Position of the vector among the vectors of the hit."""
     spans: list[tuple[int, int]]
     """Character ranges of the words that the vector represents, in the text of the hit."""
     locations: list[Location]
     """Locations of these words."""
-    weight: float = 1.0
-    """Weight of the query token in the MaxSim score."""
 
 
 class Highlight(Response):
@@ -385,8 +376,7 @@ class ScoreParts(Response):
     maxsim: float | None
     """MaxSim score."""
     maxsim_mean: float | None
-    """MaxSim score divided by the sum of the weights of the query tokens, as used in the hybrid
-    score."""
+    """MaxSim score divided by the number of query tokens, as used in the hybrid score."""
     single_vector: float | None
     """Similarity of the single vectors."""
     bm25: float | None = None
@@ -630,8 +620,6 @@ class Representation(Response):
     candidate generators."""
     default_candidates: str | None = None
     """Value of `candidates` that is used by default."""
-    has_token_frequencies: bool = False
-    """Whether query tokens can be weighted by `idf_power`."""
 
 
 class IndexInfo(Response):

@@ -95,17 +95,6 @@ def test_duplicate_vectors_have_equal_codes():
     assert distinct(codes, lengths_B) == 4
 
 
-def test_query_weights_multiply_the_similarities_of_tokens():
-    generator = build(vectors(640), num_centroids=20)
-    codes_TD, lengths_B = generator.encode(vectors(9, seed=1), torch.tensor([4, 5]))
-    parts = generator.codec.quantise(codes_TD)
-    packed = PackedVectors([Segment(generator.codec, generator.dim, parts, lengths_B)])
-    query, weights = vectors(3, seed=2), torch.tensor([0.0, 2.0, 0.5])
-    expected = weights @ maxsim(generator.queries(list(query.split(1))), packed)
-    found = maxsim(generator.queries([query], [weights]), packed)
-    torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-3)
-
-
 def test_scores_equal_a_loop_over_centroids():
     generator = build(vectors(640), num_centroids=20)
     given, lengths = vectors(sum(LENGTHS), seed=1), torch.tensor(LENGTHS)

@@ -115,14 +115,6 @@ def test_equals_reference(generator, monkeypatch):
         )
 
 
-def test_query_weights_multiply_the_features_of_tokens(generator):
-    query, weights = vectors(4, seed=3), torch.tensor([0.0, 2.0, 0.5, 1.0])
-    tokens = generator.queries(list(query.split(1)))
-    expected = sum(w * token for w, token in zip(weights, tokens, strict=True))
-    (found,) = generator.queries([query], [weights])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_codes_of_the_same_items_are_bit_identical(generator):
     first, _ = generator.encode(vectors(sum(LENGTHS)), torch.tensor(LENGTHS))
     second, _ = generator.encode(vectors(sum(LENGTHS)), torch.tensor(LENGTHS))

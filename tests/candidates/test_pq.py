@@ -73,9 +73,7 @@ def test_scores_equal_a_loop_over_centroids():
     parts = generator.codec.quantise(codes_TD)
     packed = PackedVectors([Segment(generator.codec, generator.dim, parts, lengths_B)])
     query_tokens = [vectors(5, seed=2), vectors(0, seed=3), vectors(33, seed=4)]
-    weights = [torch.linspace(0, 2, len(query)) for query in query_tokens]
     scores_QB = maxsim(generator.queries(query_tokens), packed)
-    weighted_QB = maxsim(generator.queries(query_tokens, weights), packed)
 
     centroids = generator.artefact["centroids"].astype(np.float64)
     padded = np.pad(given.double().numpy(), ((0, 0), (0, 4))).reshape(-1, 6, 4)
@@ -84,14 +82,12 @@ def test_scores_equal_a_loop_over_centroids():
     ends = np.cumsum(LENGTHS)
     for number, query_MD in enumerate(query_tokens):
         for item, (length, end) in enumerate(zip(LENGTHS, ends, strict=True)):
-            expected = weighted = -np.inf
+            expected = -np.inf
             if length:
                 sims = query_MD.double().numpy() @ restored[end - length : end].T
                 expected = sims.max(axis=1).sum()
-                weighted = weights[number].double().numpy() @ sims.max(axis=1)
             # The kernel rounds each of 6 similarities to 2^-16 of the largest sum.
             assert scores_QB[number, item].item() == pytest.approx(expected, abs=5e-5 * 33)
-            assert weighted_QB[number, item].item() == pytest.approx(weighted, abs=1e-4 * 33)
 
 
 def test_more_parts_are_closer_to_exact_scores():

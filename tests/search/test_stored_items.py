@@ -45,6 +45,17 @@ def test_scores_equal_maxsim_of_stored_vectors(index, index_uri, representation)
     assert ranking.item_ids[:2] == ["wing/1", "wing/2"]
 
 
+def test_vectors_of_other_lengths_keep_them(tmp_path):
+    uri = str(tmp_path / "index")
+    write_index(uri, [{"compressor": {"name": "cluster", "num_vectors": 2}}])
+    index, name = Index(uri), "cluster_2"
+    stored = vectors_of(index, name)
+    assert max(np.linalg.norm(stored["flow"], axis=1)) < 0.95
+    (ranking,) = open_index(uri).rank(stored_query(index, "flow", name), name, k=8)
+    expected = {item_id: maxsim(stored["flow"], vectors) for item_id, vectors in stored.items()}
+    assert ranking.scores_by_item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_query_has_texts_and_single_vector(index):
     query = stored_query(index, "wing/1", "full")
     assert {"The", "lift", "wing"} <= set(query.token_texts[0])

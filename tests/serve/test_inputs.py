@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config import SpecError
 from pipeline.index.reader import Index
-from pipeline.search.options import SearchOptions
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
-from pipeline.serve.inputs import check_text_queries, read_query, search_options
+from pipeline.serve.inputs import search_options
 from pipeline.serve.responses import index_info
 from pipeline.serve.served import Served
 from pipeline.serve.settings import Limits, ServedCandidates, ServedIndex
@@ -84,20 +82,3 @@ def test_info_lists_candidates(with_defaults):
     assert infos["hpool_2"].candidates == ["exact", "single"]
     assert infos["hpool_2"].default_candidates == "single"
     assert infos["hpool_4"].default_candidates == "exact"
-    assert not infos["hpool_2"].has_token_frequencies
-
-
-def test_token_weights(with_defaults):
-    info = with_defaults.representation("full")
-    vectors = [[1.0, 0.0], [0.0, 1.0]]
-    queries = read_query(wire.Vectors(vectors=vectors, weights=[0, 2]), info, Limits())
-    assert [weights.tolist() for weights in queries.weights] == [[0, 2]]
-    with pytest.raises(SpecError, match=r"^weights must be 2 finite numbers >= 0 with at least"):
-        read_query(wire.Vectors(vectors=vectors, weights=[1]), info, Limits())
-    request = wire.SearchRequest(query="a wing", idf_power=1)
-    with pytest.raises(ApiError, match="idf_power must be null, got 1.0, which needs token freq"):
-        search_options(request, with_defaults, 1, Limits())
-    options = SearchOptions("full", idf_power=1.0)
-    check_text_queries(["a wing"], options)
-    with pytest.raises(ApiError, match="idf_power must be null for queries other than texts"):
-        check_text_queries(["a wing", wire.Vectors(vectors=vectors)], options)

@@ -63,7 +63,7 @@ export function textColour(at) {
 export function similarityRange(hits) {
   const matches = hits.flatMap((hit) => hit.matches ?? []);
   if (!matches.length) return [0, 1];
-  const means = matches.map((m) => m.similarity - (m.weight ? m.contribution / m.weight : 0));
+  const means = matches.map((match) => match.similarity - match.contribution);
   return [Math.min(...means), Math.max(...matches.map((m) => m.similarity))];
 }
 

@@ -28,10 +28,7 @@ CASES = 60
 #: Existing names that replace generated ones, because most requests would be rejected otherwise.
 EXISTING = {"index": "texts", "item_id": "wing/1", "representation": "hpool_2"}
 #: Fields of requests whose generated values are rarely valid together.
-RARELY_VALID = (
-    *("candidates", "filter", "fusion", "idf_power", "num_candidates", "rerank", "score"),
-    "weights",
-)
+RARELY_VALID = ("candidates", "filter", "fusion", "num_candidates", "rerank", "score", "weights")
 
 
 def _insert_existing_names(case: schemathesis.Case, existing: dict[str, Any], mode: int) -> None:

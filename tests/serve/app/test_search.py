@@ -252,7 +252,6 @@ def test_item_as_query(client, searcher, index, score):
         ({"item": ""}, {}, "query.item"),
         ({"item": "wing/1", "page": 1}, {}, "query.page"),
         ({"item": "wing/1"}, {"rerank": {"method": "edje"}}, "rerank.method"),
-        ({"item": "wing/1"}, {"idf_power": 1}, "idf_power"),
     ],
 )
 def test_rejects_invalid_item_queries(http, query, options, field):

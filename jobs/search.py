@@ -53,7 +53,6 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import jobs
@@ -225,13 +224,18 @@ def _search(
             if args.json:
                 is_ascii = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
                 for hit in hits:
-                    print(json.dumps({"query_id": query_id, **asdict(hit)}, ensure_ascii=is_ascii))
+                    print(
+                        json.dumps(
+                            {"query_id": query_id, **hit.model_dump(mode="json")},
+                            ensure_ascii=is_ascii,
+                        )
+                    )
                 continue
             if len(queries) > 1:
                 print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")
             print(format_hits(hits, BOLD_UNDERLINED if sys.stdout.isatty() else BRACKETS))
             if num_tokens := max(
-                (hit.reranked.num_truncated_tokens for hit in hits if hit.reranked), default=0
+                (hit.edje.num_truncated_tokens for hit in hits if hit.edje), default=0
             ):
                 text = "the query" if isinstance(query, str) else "the text of a hit"
                 print(f"the reranker truncated {text} by {num_tokens:,} tokens")

@@ -1,4 +1,4 @@
-"""Arrow schemas and result types that sources, encoders, the index and search share.
+"""Arrow schemas and types that sources, encoders, the index and search share.
 
     source --ITEM--> encoder --TokenBatch--> compressors --representation columns--> index row
 
@@ -232,120 +232,10 @@ def column_metadata(column: pa.Field) -> dict[str, Any]:
     return json.loads((column.metadata or {}).get(METADATA_KEY, b"{}"))
 
 
-@dataclass(frozen=True)
-class Location:
-    """Location of words or of a region in an image, an audio interval or a video frame.
-
-    Attributes:
-        span: Character range in the text of the item.
-        box: Bounding box x0, y0, x1, y1 in [0, 1] of the page, image or frame. None for audio.
-        times: Time interval t0, t1 in seconds of the parent. None for pages and images.
-        confidence: Mean probability that the words were recognised correctly. None if the words do
-            not come from OCR or ASR, or if the index does not store the confidence.
-    """
-
-    span: tuple[int, int]
-    box: tuple[float, float, float, float] | None
-    times: tuple[float, float] | None
-    confidence: float | None = field(default=None, kw_only=True)
-
-
-@dataclass(frozen=True)
-class Match:
-    """Vector of a hit that matches a query token best, and the words that it represents.
-
-    Attributes:
-        query_token: Text of the query token.
-        similarity: Maximum similarity of the query token to the vectors of the hit. The MaxSim
-            score is the sum of these maxima over the query tokens.
-        document_token: Index of the vector in the searched representation of the item.
-        spans: Character ranges in the item's text; may be empty.
-        locations: Locations of the words, where known, in the order of the text.
-        contribution: Difference between `similarity` and the mean similarity of the query token to
-            all vectors of the hit. It is small for tokens that are similar to all vectors, such as
-            stop words.
-    """
-
-    query_token: str
-    similarity: float
-    document_token: int
-    spans: tuple[tuple[int, int], ...]
-    locations: tuple[Location, ...] = ()
-    contribution: float = 0.0
-
-
-@dataclass(frozen=True)
-class Highlight:
-    """Word of a passage that matches a query token best.
-
-    Attributes:
-        query_token: Text of the query token.
-        span: Character range in the text of the item that the encoder's token covers.
-        contribution: Same as `Match.contribution`, with the maximum over the passage instead of the
-            hit.
-    """
-
-    query_token: str
-    span: tuple[int, int]
-    contribution: float
-
-
-@dataclass(frozen=True)
-class Passage(Location):
-    """Contiguous part of a hit that matches the query: consecutive words, or an image region.
-
-    Attributes:
-        contribution: Sum over query tokens of the increase in contribution over the preceding
-            passages.
-        highlights: At most one word per query token, in query order; empty for an image region.
-    """
-
-    contribution: float
-    highlights: tuple[Highlight, ...] = ()
-
-
-@dataclass(frozen=True)
-class ScoreParts:
-    """Components of the score of a hit. A component that was not requested is None.
-
-    Attributes:
-        maxsim: MaxSim score, the sum over query tokens.
-        maxsim_mean: MaxSim score divided by the number of query tokens, as in the hybrid score.
-        single_vector: Single-vector score, the similarity of the pooled vectors.
-        bm25: BM25 score, which is 0 if no term of the query occurs in the text.
-    """
-
-    maxsim: float | None = None
-    maxsim_mean: float | None = None
-    single_vector: float | None = None
-    bm25: float | None = None
-
-
 #: Precision in which EDJE's joint encoder runs. int8 is supported on CPUs only.
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
 #: Default number of items that EDJE reranks. The paper calls it k.
 DEFAULT_RERANK_DEPTH = 10
-
-
-@dataclass(frozen=True)
-class Reranked:
-    """Result of reranking for one hit.
-
-    Attributes:
-        first_rank: Rank of the hit in the first stage.
-        first_score: Score of the hit in the first stage.
-        joint: Logit of the joint encoder, or None if the hit was not reranked.
-        num_truncated_tokens: Number of tokens that did not fit the joint encoder. They belong to
-            the query, or to the hit if the query is an image.
-        problem: Reason why a hit within the rerank depth was not reranked. Such a hit keeps its
-            rank in the first stage.
-    """
-
-    first_rank: int
-    first_score: float
-    joint: float | None = None
-    num_truncated_tokens: int = 0
-    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -359,22 +249,3 @@ class Composed:
 
     text: str
     image: bytes
-
-
-@dataclass(frozen=True)
-class Hit:
-    """Result of a search. See `pipeline.search.score` for the definition of the score."""
-
-    rank: int
-    score: float
-    item_id: str
-    parent_id: str
-    title: str | None = None
-    text: str | None = None
-    span: dict[str, Any] | None = None
-    matches: tuple[Match, ...] = ()
-    passages: tuple[Passage, ...] = ()  # best first
-    parts: ScoreParts = ScoreParts()
-    reranked: Reranked | None = None
-    modality: str | None = None
-    source: str | None = None

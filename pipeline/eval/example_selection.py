@@ -16,8 +16,8 @@ from pipeline.eval.examples import (
 )
 from pipeline.eval.results import Evaluation, Result, query_differences
 from pipeline.index.reader import Index, quote
-from pipeline.schema import Hit
 from pipeline.search.explain import highlighted_spans, snippet
+from pipeline.search.results import Hit
 from pipeline.search.searcher import Searcher
 
 #: Function that draws a hit: (searcher, query text, hit, representation) -> captions and PNG files.

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -30,13 +29,14 @@ from pipeline.index.columns import RERANK_TOKENS
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.index.status import representation_stats, rerank_token_stats
-from pipeline.schema import ITEM, Hit
+from pipeline.schema import ITEM
 from pipeline.scores import RENAMED
 from pipeline.search.candidates import BM25 as BM25_GENERATOR
 from pipeline.search.candidates import EXACT, generator_columns
 from pipeline.search.fusion import FUSED
 from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
 from pipeline.search.query import Queries
+from pipeline.search.results import Hit
 from pipeline.search.searcher import Searcher
 
 if TYPE_CHECKING:
@@ -291,7 +291,8 @@ class Ranker:
         by_id = {hit.parent_id if self._group_by else hit.item_id: hit for hit in hits}
         scores = {document_id: hit.score for document_id, hit in by_id.items()}
         documents = self._judged.remove_queries(query_id, scores, NUM_HITS)
-        return [replace(by_id[document_id], rank=n) for n, document_id in enumerate(documents, 1)]
+        ranks = enumerate(documents, start=1)
+        return [by_id[document].model_copy(update={"rank": rank}) for rank, document in ranks]
 
     def _bm25_ranker(self) -> Callable[[Sequence[int]], list[dict[str, float]]]:
         spec = self._spec

@@ -32,7 +32,8 @@ from pipeline.schema import DEFAULT_RERANK_DEPTH
 from pipeline.search.options import check_count
 from pipeline.search.previews import Previews
 from pipeline.search.query import AnyQueries
-from pipeline.search.rerank import JointScore, QueryEncoderSource, Reranker
+from pipeline.search.rerank import QueryEncoderSource, Reranker
+from pipeline.search.results import JointScore
 
 #: Number of images that pass the vision tower at once, and of pairs that are scored at once.
 IMAGE_BATCH = 16
@@ -125,7 +126,9 @@ class BlipReranker(Reranker):
                 (feature,) = self._encode_images([open_query_image(query)])
                 pairs += [(texts[i], feature) for i in ids if i in known]
         scores = iter(self._pair_scores(pairs))
-        return [{i: (next(scores), 0) for i in ids if i in known} for ids in candidates]
+        return [
+            {i: JointScore(logit=next(scores)) for i in ids if i in known} for ids in candidates
+        ]
 
     def _image_features(self, index: Index, item_ids: Sequence[str]) -> dict[str, torch.Tensor]:
         """Returns the states of the vision tower (N, D) of the items with an image, by id."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
-from pipeline.schema import Hit, Location, Match, Passage, ScoreParts
 from pipeline.search.explain import (
     NO_SPAN,
     assigned_vectors,
@@ -24,25 +23,27 @@ from pipeline.search.explain import (
     prefix_assignment,
     token_location,
 )
+from pipeline.search.pauses import pause
 from pipeline.search.query import Queries
+from pipeline.search.results import Hit, Location, Match, Passage, ScoreParts
 from pipeline.search.score import Ranking
 from pipeline.search.stored_items import token_vectors
 
-#: Number of hits described per slice of work.
+#: Number of hits that are described between pauses.
 SLICE_HITS = 64
 
 #: Function that returns the vectors (N, D) float32 of a representation for some items.
 ItemVectors = Callable[[str, np.ndarray], list[torch.Tensor]]
 
 
-def describe_in_slices(
+def describe(
     rankings: Sequence[Ranking],
     queries: Queries,
     index: Index,
     representation: str,
     item_vectors: ItemVectors | None,
-) -> Generator[None, None, list[list[Hit]]]:
-    """Builds the hits of each query. Yields control after each slice of work.
+) -> list[list[Hit]]:
+    """Builds the hits of each query.
 
     Args:
         rankings: Rankings of the queries.
@@ -61,15 +62,15 @@ def describe_in_slices(
         hits.append([])
         for i, item_id in enumerate(ranking.item_ids):
             if num_described and num_described % SLICE_HITS == 0:
-                yield
+                pause()
             if vectors and i % SLICE_HITS == 0:
                 item_ids = ranking.item_ids[i : i + SLICE_HITS]
                 vectors_of_tokens = token_vectors(index, info, item_ids)
             num_described += 1
             row = rows[item_id]
             text = row.get(info.text_column)
-            matches: tuple[Match, ...] = ()
-            passages: tuple[Passage, ...] = ()
+            matches: tuple[Match, ...] | None = None if vectors is None else ()
+            passages: tuple[Passage, ...] | None = None if vectors is None else ()
             if vectors and len(vectors[i]):  # otherwise only the pooled vectors were compared
                 tokens = _InputTokens.from_row(row, info, vectors[i].numpy())
                 sim_MN = (queries.tokens[query] @ vectors[i][: info.max_vectors].T).numpy()
@@ -87,12 +88,13 @@ def describe_in_slices(
                 title=row.get("title"),
                 text=text,
                 span=row.get("span"),
-                matches=matches,
-                passages=passages,
-                parts=_parts(ranking, i, num_tokens[query]),
-                reranked=ranking.reranked[i] if ranking.reranked else None,
                 modality=row.get("modality"),
                 source=row.get("source"),
+                parts=_parts(ranking, i, num_tokens[query]),
+                first_stage=ranking.first_stage[i] if ranking.first_stage else None,
+                edje=ranking.edje[i] if ranking.edje else None,
+                matches=matches,
+                passages=passages,
             )
             hits[-1].append(hit)
     return hits
@@ -113,11 +115,9 @@ def _stored_rows(
 
 def _parts(ranking: Ranking, i: int, num_tokens: float) -> ScoreParts:
     """Returns the components of the score of item `i` in a ranking."""
-    maxsim = None if ranking.maxsim is None else float(ranking.maxsim[i])
-    single_vector = None if ranking.single_vector is None else float(ranking.single_vector[i])
-    bm25 = None if ranking.bm25 is None else float(ranking.bm25[i])
-    mean = None if maxsim is None else maxsim / num_tokens
-    return ScoreParts(maxsim, mean, single_vector, bm25)
+    parts = {name: float(scores[i]) for name, scores in ranking.components().items()}
+    mean = {"maxsim_mean": parts["maxsim"] / num_tokens} if "maxsim" in parts else {}
+    return ScoreParts(**parts, **mean)
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,15 @@ class _InputTokens:
             query_tokens, sim_MN, best_M, contribution_M, strict=True
         ):
             inputs = self._inputs(best)
-            spans = merge(self.spans[i] for i in inputs) if self.spans else ()
-            locations = self._locations(inputs)
-            similarity = float(sim_N[best])
-            matches.append(Match(text, similarity, best, spans, locations, contribution))
+            match = Match(
+                query_token=text,
+                similarity=float(sim_N[best]),
+                contribution=contribution,
+                document_token=best,
+                spans=merge(self.spans[i] for i in inputs) if self.spans else (),
+                locations=self._locations(inputs),
+            )
+            matches.append(match)
         return tuple(matches)
 
     def passages(

@@ -7,13 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from pipeline.schema import Highlight, Location, Passage
+from pipeline.search.results import Box, Highlight, Location, Passage, Times
 from pipeline.texts import WORD, is_inside_word
-
-#: x0 y0 x1 y1 in [0, 1] of the page, image or frame.
-Box = tuple[float, float, float, float]
-#: Start and end in seconds of the parent.
-Times = tuple[float, float]
 
 #: Maximum number of passages per hit.
 MAX_PASSAGES = 3
@@ -139,7 +134,9 @@ def token_location(
     start, end = span
     box, times = _box_and_times(extent)
     known = None if math.isnan(confidence) else confidence
-    return Location((start, end), box, times, confidence=known) if box or times else None
+    if box is None and times is None:
+        return None
+    return Location(span=(start, end), box=box, times=times, confidence=known)
 
 
 def _box_and_times(extent: Sequence[float]) -> tuple[Box | None, Times | None]:
@@ -235,13 +232,24 @@ def find_passages(
         if spans_T2[tokens[0], 0] >= 0:
             at_M = tokens[e_MT[:, tokens].argmax(axis=1)]
             highlights = [
-                Highlight(query_tokens[m], tuple(spans_T2[t].tolist()), float(contribution))
+                Highlight(
+                    query_token=query_tokens[m],
+                    span=tuple(spans_T2[t].tolist()),
+                    contribution=float(contribution),
+                )
                 for m, t, contribution in zip(selected, at_M, inside_M, strict=True)
                 if contribution > 0
             ]
-        location = _location(tokens, spans_T2, extents_T6, text or "")
-        confidence = None if confidence_T is None else mean_or_none(confidence_T[tokens])
-        passages.append(Passage(*location, float(gain), tuple(highlights), confidence=confidence))
+        span, box, times = _location(tokens, spans_T2, extents_T6, text or "")
+        passage = Passage(
+            span=span,
+            box=box,
+            times=times,
+            confidence=None if confidence_T is None else mean_or_none(confidence_T[tokens]),
+            contribution=float(gain),
+            highlights=tuple(highlights),
+        )
+        passages.append(passage)
         floor_M = np.maximum(floor_M, inside_M)
         taken_T[tokens] = True
     return tuple(passages)
@@ -395,8 +403,9 @@ def mean_or_none(values: np.ndarray) -> float | None:
 def highlighted_spans(passage: Passage) -> list[tuple[int, int]]:
     """Returns the spans of a passage that should be highlighted, by their contributions.
 
-    >>> words = [Highlight("the", (0, 3), 0.2), Highlight("wing", (4, 8), 0.6)]
-    >>> highlighted_spans(Passage((0, 8), None, None, 0.8, tuple(words)))
+    >>> the = Highlight(query_token="the", span=(0, 3), contribution=0.2)
+    >>> wing = Highlight(query_token="wing", span=(4, 8), contribution=0.6)
+    >>> highlighted_spans(Passage(span=(0, 8), contribution=0.8, highlights=(the, wing)))
     [(4, 8)]
     """
     most = max((word.contribution for word in passage.highlights), default=0.0)

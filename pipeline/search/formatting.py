@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.schema import Hit, Location, Passage, Reranked, ScoreParts
 from pipeline.search.explain import highlighted_spans, printable, snippet
+from pipeline.search.results import Hit, Location, Passage, ScoreParts
 
 
 def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
@@ -21,14 +21,14 @@ def format_hits(hits: Sequence[Hit], delimiters: tuple[str, str]) -> str:
     lines = []
     for hit in hits:
         head = [f"{hit.rank:3}  {hit.score:8.4f}", hit.item_id, format_span(hit.span)]
-        head += [hit.title or "", format_first_rank(hit.reranked)]
+        head += [hit.title or "", format_first_rank(hit)]
         lines.append("  ".join(printable(part) for part in head if part))
-        if parts := format_parts(hit.parts):
+        if parts := hit.parts and format_parts(hit.parts):
             lines.append(f"     {parts}")
         spans = highlighted_spans(hit.passages[0]) if hit.passages else []
         if hit.text and (shown := snippet(hit.text, spans, delimiters=delimiters)):
             lines.append(f"     {shown}")
-        if locations := "; ".join(filter(None, map(format_location, hit.passages))):
+        if locations := "; ".join(filter(None, map(format_location, hit.passages or ()))):
             lines.append(f"     {locations}")
     return "\n".join(lines)
 
@@ -50,17 +50,19 @@ def format_parts(parts: ScoreParts) -> str:
     return ", ".join([*texts, f"MaxSim {parts.maxsim:.4f} (mean {parts.maxsim_mean:.4f})"])
 
 
-def format_first_rank(reranked: Reranked | None) -> str:
+def format_first_rank(hit: Hit) -> str:
     """Formats the rank of a hit before reranking, and the reason if the hit was skipped.
 
-    >>> format_first_rank(Reranked(3, 0.5, 1.25)), format_first_rank(None)
-    ('(was 3)', '')
-    >>> format_first_rank(Reranked(2, 0.5, problem="has no text"))
-    '(was 2; has no text)'
+    >>> hit = {"rank": 1, "score": 1.5, "item_id": "a", "parent_id": "a"}
+    >>> format_first_rank(Hit(**hit)), format_first_rank(
+    ...     Hit(**hit, first_stage={"rank": 2, "score": 0.5}, edje={"problem": "has no text"})
+    ... )
+    ('', '(was 2; has no text)')
     """
-    if reranked is None:
+    if hit.first_stage is None:
         return ""
-    return f"(was {'; '.join(filter(None, [str(reranked.first_rank), reranked.problem]))})"
+    problem = hit.edje.problem if hit.edje else None
+    return f"(was {'; '.join(filter(None, [str(hit.first_stage.rank), problem]))})"
 
 
 def format_span(span: dict[str, Any] | None) -> str:
@@ -78,11 +80,11 @@ def format_span(span: dict[str, Any] | None) -> str:
 def format_location(location: Location | Passage) -> str:
     """Formats the times, the region and the confidence of a match.
 
-    >>> format_location(Location((0, 4), (0.1, 0.25, 0.5, 0.3), (4.0, 6.0)))
+    >>> format_location(Location(span=(0, 4), box=(0.1, 0.25, 0.5, 0.3), times=(4.0, 6.0)))
     'video 4.0-6.0 s, box 0.10 0.25 0.50 0.30'
-    >>> format_location(Location((0, 4), None, (5.31, 7.0)))
+    >>> format_location(Location(span=(0, 4), times=(5.31, 7.0)))
     'audio 5.3-7.0 s'
-    >>> format_location(Location((0, 4), None, (5.31, 7.0), confidence=0.825))
+    >>> format_location(Location(span=(0, 4), times=(5.31, 7.0), confidence=0.825))
     'audio 5.3-7.0 s, confidence 0.82'
     """
     parts = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
-from pipeline.schema import Composed, Hit, Location
+from pipeline.schema import Composed
 from pipeline.search.explain import NO_SPAN, printable
 from pipeline.search.formatting import format_location
 from pipeline.search.map_images import add_header, highlight
@@ -16,6 +16,7 @@ from pipeline.search.maps import SimilarityMap, similarity_map
 from pipeline.search.options import SearchOptions
 from pipeline.search.previews import Previews
 from pipeline.search.query import AnyQuery
+from pipeline.search.results import Hit, Location
 from pipeline.search.searcher import Searcher
 
 #: Maximum number of query tokens that get a map of their own. Image queries have hundreds.
@@ -57,7 +58,8 @@ def write_hit_maps(
                 yield f"map {hit.rank}: not written; {error}"
             continue
         best = map.best_word()
-        best_text = printable(best.text) or format_location(Location(NO_SPAN, best.box, best.times))
+        location = Location(span=NO_SPAN, box=best.box, times=best.times)
+        best_text = printable(best.text) or format_location(location)
         yield f"map {hit.rank}: {folder}/{hit.rank}.png; best match: {best_text}"
     if errors and len(errors) == len(hits):
         raise errors[0]
@@ -73,7 +75,7 @@ def _write_maps(
     """
     files: dict[str, bytes | str] = {
         f"{number}.png": add_header(highlight(previews, map), map, title),
-        f"{number}.json": map.to_json(),
+        f"{number}.json": map.model_dump_json(),
     }
     has_locations = any(word.box or word.times for word in map.words)
     if has_locations and len(map.query_tokens) <= MAX_TOKEN_MAPS:
@@ -97,7 +99,7 @@ def write_hit_sheet(
         return "sheet: not written; the query has no hits"
     title = f"{options.representation}, {options.score} score"
     rows = [(title, hits)]
-    if any(hit.reranked for hit in hits):
+    if any(hit.first_stage for hit in hits):
         rows = [(title, searcher.search_with([query], options)[0]), ("reranked", hits)]
     sheet, num_missing = hit_sheet(searcher, query, rows)
     write_atomic(file, sheet)

@@ -9,10 +9,10 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from pipeline.config import SpecError
-from pipeline.schema import Hit, Passage
 from pipeline.search.explain import printable
-from pipeline.search.maps import SimilarityMap, Word, similarity_map, visible_time
+from pipeline.search.maps import SimilarityMap, similarity_map, visible_time
 from pipeline.search.previews import Previews
+from pipeline.search.results import Hit, Passage, Word
 from pipeline.search.searcher import Searcher
 
 #: Boxes as x0 y0 x1 y1 in [0, 1] of the image.

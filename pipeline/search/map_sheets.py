@@ -9,10 +9,10 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from pipeline.config import SpecError
-from pipeline.schema import Hit
 from pipeline.search.map_images import GREY, Boxes, highlight_words, to_png
 from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews
+from pipeline.search.results import Hit
 from pipeline.search.searcher import Searcher
 
 #: Colour of the outlines of a phrase's true location.
@@ -46,7 +46,7 @@ def phrase_sheet(
         image, cells = previews.image(item_id), []
         for title, searcher, representation in columns:
             map = similarity_map(searcher, phrase, item_id, representation)
-            values = np.mean([word.similarities for word in map.words], axis=1)
+            values = np.array([word.similarities for word in map.words], float).mean(axis=1)
             best = map.words[int(np.nanargmax(values))]
             cells.append(
                 (title, highlight_words(image, map.words, values, best, boxes, TRUE_COLOUR))
@@ -108,7 +108,7 @@ def hit_sheet(
         pen.text((6, top + 4), title, "black", font)
         for column, hit in enumerate(hits):
             left = 6 + column * HIT_STEP
-            before = f" (was {hit.reranked.first_rank})" if hit.reranked else ""
+            before = f" (was {hit.first_stage.rank})" if hit.first_stage else ""
             pen.text((left, top + 26), f"{hit.rank}{before}   {hit.score:.3f}", GREY, font)
             box = (left, top + 48, left + HIT_STEP - 10, top + height - 6)
             try:

@@ -7,94 +7,46 @@ item therefore shows which parts its vectors can distinguish.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
-from pipeline.schema import Passage
 from pipeline.search.explain import (
     NO_SPAN,
-    Box,
-    Times,
     contributions,
     find_passages,
     token_location,
 )
 from pipeline.search.query import AnyQuery, Queries
+from pipeline.search.results import Box, Map, Passage, Rounded, Word
 from pipeline.search.searcher import Searcher
 from pipeline.search.stored_items import read_stored_item, token_vectors
 
 
-@dataclass(frozen=True)
-class Word:
-    """Word of an item and its similarity to a query with M tokens.
-
-    Attributes:
-        text: Text of the word, or of its part in this box, or empty for an image patch.
-        span: Start and end in the item's text; `NO_SPAN` for an image patch.
-        box: x0 y0 x1 y1 in [0, 1] of the page, image or frame, or None if the word is not visible.
-        times: Start and end in seconds of the parent, or None without times.
-        similarities: (M,) maximum similarity of the word's tokens with each query token, or NaN if
-            they have no vector.
-        credit: Part of the MaxSim score from the word's vectors, summed over the query tokens.
-            Words that share a vector are each credited with all of it.
-        contribution: Credit in terms of `explain.contributions`, which is small for stop words.
-        vector: Position of the vector that represents the first token of the word, or -1 for none.
-    """
-
-    text: str
-    span: tuple[int, int]
-    box: Box | None
-    times: Times | None
-    similarities: np.ndarray
-    credit: float
-    contribution: float
-    vector: int = -1
-
-
-@dataclass(frozen=True)
-class SimilarityMap:
-    """Similarities between the words of an item and the tokens of a query.
-
-    Attributes:
-        query_tokens: Texts of the M query tokens.
-        contributions: Contribution of each query token, see `explain.contributions`.
-        words: Words in text order.
-        score: MaxSim score of the item.
-        passages: Best-matching passages, best first.
-    """
+class SimilarityMap(Map):
+    """Similarities between the words of an item and the M tokens of a query."""
 
     item_id: str
+    """Id of the item."""
     representation: str
-    query_tokens: list[str]
-    contributions: list[float]
-    words: list[Word]
+    """Name of the representation."""
     score: float
-    passages: tuple[Passage, ...] = ()
+    """MaxSim score of the item."""
+    contributions: tuple[Rounded, ...]
+    """Contribution of each query token, see `explain.contributions`."""
+    passages: tuple[Passage, ...]
+    """Best-matching passages, best first."""
 
     def values(self, query_token: int | None = None) -> np.ndarray:
-        """Returns the highlight value of each word: (W,).
+        """Returns the value of each word (W,): its similarity with a query token, or its highlight.
 
-        The value for a query token is the similarity with that token. The value for the whole
-        query is the contribution to the score of the item or to the gain of a passage, whichever
-        is higher. Words that share a vector also share its contribution, because the score does not
-        tell which of them it is due to. The value is limited to the highest contribution of a query
-        token, because a name of many tokens would otherwise dominate the map.
+        Words without a vector have no similarity (NaN).
         """
         if query_token is None:
-            highlights = [word for passage in self.passages for word in passage.highlights]
-            inside = [
-                sum(m.contribution for m in highlights if _overlap(m.span, word.span))
-                for word in self.words
-            ]
-            num_words = Counter(word.vector for word in self.words)
-            shared = [word.contribution / num_words[word.vector] for word in self.words]
-            return np.minimum(np.maximum(shared, inside), max(self.contributions))
-        return np.array([word.similarities[query_token] for word in self.words])
+            return np.array([word.highlight for word in self.words])
+        return np.array([word.similarities[query_token] for word in self.words], float)
 
     def best_word(self, query_token: int | None = None) -> Word:
         """Returns the word with the highest value. The first one is returned in case of a tie."""
@@ -118,34 +70,6 @@ class SimilarityMap:
         """Returns the best passage that has a location or, for a query token, the best word."""
         located = [p for p in self.passages if p.box or p.times] if query_token is None else []
         return located[0] if located else self.best_word(query_token)
-
-    def to_json(self) -> str:
-        """Returns the map as a JSON object."""
-        words = [
-            {
-                "highlight": round(float(highlight), 4),
-                "text": word.text,
-                "span": word.span,
-                "box": word.box and [round(side, 5) for side in word.box],
-                "times": word.times and [round(side, 3) for side in word.times],
-                "similarities": [
-                    None if np.isnan(s) else round(float(s), 4) for s in word.similarities
-                ],
-                "credit": round(word.credit, 4),
-                "contribution": round(word.contribution, 4),
-                "vector": None if word.vector < 0 else word.vector,
-            }
-            for word, highlight in zip(self.words, self.values(), strict=True)
-        ]
-        fields = {
-            "item_id": self.item_id,
-            "representation": self.representation,
-            "score": round(self.score, 5),
-            "query_tokens": self.query_tokens,
-            "contributions": [round(contribution, 4) for contribution in self.contributions],
-            "passages": [asdict(passage) for passage in self.passages],
-        }
-        return json.dumps({**fields, "words": words}, ensure_ascii=False)
 
 
 def visible_time(location: Word | Passage) -> float | None:
@@ -198,7 +122,6 @@ def similarity_map(
     )
     text = item.value(info.text_column)
     spans_T2, extents_T6, confidence_T = item.positions()
-    words = _words(text or "", spans_T2, extents_T6, output_T, sim_MT, credit_T, contribution_T)
     tokens = queries.token_texts[0]
     positions = spans_T2, extents_T6, text, confidence_T
     tokens_TD = token_vectors(searcher.index, info, [item_id]).get(item_id)
@@ -207,8 +130,44 @@ def similarity_map(
     else:
         sim_MT = queries.tokens[0].numpy() @ tokens_TD.T
         passages = find_passages(tokens, sim_MT, np.arange(len(tokens_TD)), *positions)
-    score = float(sim_MN.max(axis=1).sum())
-    return SimilarityMap(item_id, name, tokens, contribution_M.tolist(), words, score, passages)
+    words = _words(text or "", spans_T2, extents_T6, output_T, sim_MT, credit_T, contribution_T)
+    return SimilarityMap(
+        query_tokens=tuple(tokens),
+        words=_highlighted(words, passages, contribution_M.max()),
+        item_id=item_id,
+        representation=name,
+        score=float(sim_MN.max(axis=1).sum()),
+        contributions=tuple(contribution_M.tolist()),
+        passages=passages,
+    )
+
+
+def _highlighted(
+    words: Sequence[Word], passages: Sequence[Passage], maximum: float
+) -> tuple[Word, ...]:
+    """Returns the words with their highlights.
+
+    The highlight of a word is its contribution to the score of the item or to the gain of a
+    passage, whichever is higher. Words that share a vector also share its contribution, because the
+    score does not tell which of them it is due to. It is limited to the highest contribution of a
+    query token, because a name of many tokens would otherwise dominate the map.
+    """
+    highlights = [word for passage in passages for word in passage.highlights]
+    num_words = Counter(word.vector for word in words)
+    return tuple(
+        word.model_copy(
+            update={
+                "highlight": min(
+                    max(
+                        word.contribution / num_words[word.vector],
+                        sum(h.contribution for h in highlights if _overlap(h.span, word.span)),
+                    ),
+                    maximum,
+                )
+            }
+        )
+        for word in words
+    )
 
 
 def _overlap(one: Sequence[int], other: Sequence[int]) -> bool:
@@ -244,16 +203,17 @@ def _words(
             similarities = np.full(len(sim_MS), np.nan)
         first, last = int(spans_T2[start, 0]), int(spans_T2[stop - 1, 1])
         location = token_location((first, last), extents_T6[start].tolist())
-        words.append(
-            Word(
-                text[first:last] if first >= 0 else "",
-                (first, last),
-                location.box if location else None,
-                location.times if location else None,
-                similarities,
-                credit=float(credit_T[start:stop].max()),
-                contribution=float(contribution_T[start:stop].max()),
-                vector=int(output_T[start]),
-            )
+        vector = int(output_T[start])
+        word = Word(
+            text=text[first:last] if first >= 0 else "",
+            span=(first, last),
+            box=location.box if location else None,
+            times=location.times if location else None,
+            similarities=tuple(None if np.isnan(s) else s for s in similarities.tolist()),
+            credit=float(credit_T[start:stop].max()),
+            highlight=0.0,
+            contribution=float(contribution_T[start:stop].max()),
+            vector=None if vector < 0 else vector,
         )
+        words.append(word)
     return words

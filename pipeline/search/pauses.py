@@ -1,7 +1,7 @@
 """Pauses in long computations, at which a server continues with the request of another key.
 
 Functions call `pause` after each part of their work that takes a fraction of a second. Without a
-scheduler, it does nothing.
+scheduler (`pipeline.serve.scheduler`), it does nothing.
 """
 
 from __future__ import annotations
@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 
-#: What a pause does in the context of the caller. `pipeline.serve.scheduler` sets it.
-action: ContextVar[Callable[[], None]] = ContextVar("pause", default=lambda: None)
+#: What a pause does in the present context, or None without a scheduler.
+action: ContextVar[Callable[[], None] | None] = ContextVar("pause", default=None)
+
+
+def are_used() -> bool:
+    """Checks whether there is a scheduler, for which large operations are divided."""
+    return action.get() is not None
 
 
 def pause() -> None:
-    """Lets other requests continue, and returns when it is the caller's turn again."""
-    action.get()()
+    """Lets other requests continue, and returns when it is the turn of the caller again."""
+    if (run := action.get()) is not None:
+        run()

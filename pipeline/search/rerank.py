@@ -31,9 +31,10 @@ from pipeline.rerank.edje import (
     precision_fields,
     read_metadata,
 )
-from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision, Reranked
+from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from pipeline.search.options import check_count
 from pipeline.search.query import AnyQueries
+from pipeline.search.results import JointScore
 from pipeline.search.score import Ranking
 from pipeline.tokens import flat_from_arrow, pad
 
@@ -61,7 +62,7 @@ class Reranker:
 
     The score of a reranked item is the logit of the joint encoder, optionally plus the score of the
     first stage. Items below the rerank depth keep their ranks. Items without tokens or, for an
-    image query, without text also keep their ranks, and `Reranked.problem` contains the reason.
+    image query, without text also keep their ranks, and `JointScore.problem` contains the reason.
 
     Args:
         folder: Folder of a trained EDJE model.
@@ -177,7 +178,7 @@ class Reranker:
         pairs = _pairs(candidates, row_of)
         scores = self.joint.scores(tokenised, tokens_BVD, mask_BV, pairs).tolist()
         truncated = [int(tokenised.num_truncated[text]) for text, _ in pairs.tolist()]
-        return _by_query(candidates, row_of, zip(scores, truncated, strict=True))
+        return _by_query(candidates, row_of, map(_joint_score, scores, truncated))
 
     def _score_images(
         self, source: QueryEncoderSource, images: Sequence[bytes], candidates: Sequence[list[str]]
@@ -193,7 +194,7 @@ class Reranker:
         pairs = _pairs(candidates, row_of)
         scores = self.joint.scores(tokenised, tokens_QVD, mask_QV, pairs.flip(1)).tolist()
         truncated = [int(tokenised.num_truncated[text]) for _, text in pairs.tolist()]
-        return _by_query(candidates, row_of, zip(scores, truncated, strict=True))
+        return _by_query(candidates, row_of, map(_joint_score, scores, truncated))
 
     def image_tokens(
         self, source: QueryEncoderSource, images: Sequence[bytes]
@@ -239,10 +240,6 @@ class Reranker:
         return load_adapter(self.folder, "rerank")
 
 
-#: Logit of the joint encoder, and number of truncated tokens of the text.
-JointScore = tuple[float, int]
-
-
 def check_stored(
     metadata: Mapping[str, Any], folder: str, index: Index, field: str = "rerank"
 ) -> None:
@@ -285,22 +282,21 @@ def reorder(
         k: Maximum number of items.
     """
     scores = list(ranking.scores)
-    records: list[Reranked] = []
-    problem = NO_TOKENS if isinstance(query, str) else NO_TEXT
+    records: list[JointScore] = []
+    problem = JointScore(problem=NO_TOKENS if isinstance(query, str) else NO_TEXT)
     for i, (item_id, first) in enumerate(zip(ranking.item_ids, ranking.scores, strict=True)):
-        joint, num_truncated = joint_scores.get(item_id, (None, 0))
-        is_flagged = i < rerank_depth and joint is None
-        records.append(Reranked(i + 1, first, joint, num_truncated, problem * is_flagged))
-        if joint is not None:
-            scores[i] = joint + first if add_first_stage else joint
+        record = joint_scores.get(item_id, problem if i < rerank_depth else JointScore())
+        records.append(record)
+        if record.logit is not None:
+            scores[i] = record.logit + first if add_first_stage else record.logit
     order = list(range(len(scores)))
-    slots = [i for i in order if records[i].joint is not None]
+    slots = [i for i in order if records[i].logit is not None]
     best = sorted(slots, key=lambda i: -scores[i])  # stable: ties keep their order
     for slot, i in zip(slots, best, strict=True):
         order[slot] = i
     order = order[:k]
-    best_items = replace(ranking, scores=scores).take(order)
-    return replace(best_items, reranked=tuple(records[i] for i in order))
+    reranked = replace(ranking, scores=scores, first_stage=ranking.ranks(), edje=tuple(records))
+    return reranked.take(order)
 
 
 def _stored(index: Index, candidates: Sequence[list[str]], columns: list[str]) -> pa.Table:
@@ -317,6 +313,10 @@ def _pairs(candidates: Sequence[list[str]], row_of: Mapping[str, int]) -> torch.
     """Returns (query, row) pairs of all candidates that have a row, (P, 2) int64."""
     pairs = [[q, row_of[i]] for q, ids in enumerate(candidates) for i in ids if i in row_of]
     return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+
+
+def _joint_score(logit: float, num_truncated: int) -> JointScore:
+    return JointScore(logit=logit, num_truncated_tokens=num_truncated)
 
 
 def _by_query(

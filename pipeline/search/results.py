@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PlainSerializer
 
+#: Start and end in the text of an item, in characters.
 Span = tuple[int, int]
+#: x0, y0, x1, y1 in [0, 1] of the page, image or frame.
 Box = tuple[float, float, float, float]
+#: Start and end in the parent, in seconds.
 Times = tuple[float, float]
 
 
-class Result(BaseModel):
+def _rounded(digits: int) -> PlainSerializer:
+    """Rounds in JSON, because maps have a number for each word and query token."""
+    return PlainSerializer(lambda value: round(value, digits), when_used="json")
+
+
+Rounded = Annotated[float, _rounded(4)]
+Side = Annotated[float, _rounded(5)]
+Seconds = Annotated[float, _rounded(3)]
+
+
+class Response(BaseModel):
     """Base class of results. Unknown fields, which a newer server may add, are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
 
 
-class Location(Result):
+class Location(Response):
     """Location of words or of a region in an image, an audio interval or a video frame."""
 
     span: Span
@@ -31,14 +44,14 @@ class Location(Result):
     """Mean confidence of the OCR or speech recognition, or null if it is unknown."""
 
 
-class Match(Result):
+class Match(Response):
     """Vector of a hit that is most similar to a query token."""
 
     query_token: str
     """Text of the query token."""
     similarity: float
-    """Similarity of the vector and the query token. The MaxSim score is the sum of these maxima over
-    the query tokens."""
+    """Similarity of the vector and the query token. The MaxSim score is the sum of these maxima
+    over the query tokens."""
     contribution: float
     """Difference between `similarity` and the mean similarity of the query token to all vectors of
     the hit. It is small for tokens that are similar to all vectors, such as stop words."""
@@ -50,7 +63,7 @@ class Match(Result):
     """Locations of these words, where known, in the order of the text."""
 
 
-class Highlight(Result):
+class Highlight(Response):
     """Word of a passage that best matches a query token."""
 
     query_token: str
@@ -72,32 +85,32 @@ class Passage(Location):
     region."""
 
 
-class Word(Result):
+class Word(Response):
     """Word or image patch of a hit and its similarities to the query tokens."""
 
     text: str
     """Text of the word, or empty for an image patch."""
     span: Span
     """Character range in the text of the hit."""
-    box: Box | None
+    box: tuple[Side, Side, Side, Side] | None
     """Bounding box (x0, y0, x1, y1) in [0, 1], or null if the word is not visible."""
-    times: Times | None
+    times: tuple[Seconds, Seconds] | None
     """Start and end time in the parent, in seconds, or null if the item has no time axis."""
-    similarities: tuple[float | None, ...]
+    similarities: tuple[Rounded | None, ...]
     """Similarity to each query token, or null if no vector represents the word."""
-    credit: float
+    credit: Rounded
     """Share of the MaxSim score that the vectors of the word add, summed over the query tokens.
     Each of several words that share a vector has all of its credit."""
-    highlight: float
+    highlight: Rounded
     """Value of the word in a map of the whole query: its part of the contribution of its vector,
     which all words of the vector share, or its contribution to a passage if that is higher."""
-    contribution: float
+    contribution: Rounded
     """Like `credit`, for the score beyond its mean. It is small for stop words."""
     vector: int | None = None
     """Position of the vector that represents the word, or null if no vector represents it."""
 
 
-class Map(Result):
+class Map(Response):
     """Similarity map of the words of a hit."""
 
     query_tokens: tuple[str, ...]
@@ -106,7 +119,7 @@ class Map(Result):
     """Words in the order of the text, or image patches."""
 
 
-class ScoreParts(Result):
+class ScoreParts(Response):
     """Components of the score of a hit, or null for components that were not computed."""
 
     maxsim: float | None = None
@@ -119,7 +132,7 @@ class ScoreParts(Result):
     """BM25 score, which is 0 if no term of the query occurs in the text."""
 
 
-class FirstStage(Result):
+class FirstStage(Response):
     """Rank and score of a reranked hit in the first stage."""
 
     rank: int
@@ -128,8 +141,8 @@ class FirstStage(Result):
     """Score."""
 
 
-class JointScore(Result):
-    """Result of a joint encoder for a hit."""
+class JointScore(Response):
+    """Response of a joint encoder for a hit."""
 
     logit: float | None = None
     """Logit of the match of query and hit, or null if the hit was not read or is beyond
@@ -141,7 +154,7 @@ class JointScore(Result):
     """Reason why a hit within `rerank_depth` could not be read. Such a hit keeps its rank."""
 
 
-class Hit(Result):
+class Hit(Response):
     """Item that was found. See `pipeline.search.score` for the definition of the score."""
 
     rank: int
@@ -168,7 +181,7 @@ class Hit(Result):
     first_stage: FirstStage | None = None
     """Rank and score in the first stage, or null if the hits were not reranked."""
     edje: JointScore | None = None
-    """Result of EDJE, or null if the hits were not reranked by EDJE."""
+    """Response of EDJE, or null if the hits were not reranked by EDJE."""
     matches: tuple[Match, ...] | None = None
     """Best-matching vector of each query token, or null unless `explain` is set."""
     passages: tuple[Passage, ...] | None = None

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,8 +29,8 @@ import torch
 
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
-from pipeline.schema import Reranked
 from pipeline.scores import Score
+from pipeline.search import pauses
 from pipeline.search.cache import packed_column
 from pipeline.search.candidates import (
     BM25,
@@ -47,17 +47,16 @@ from pipeline.search.maxsim import maxsim
 from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import Queries
+from pipeline.search.results import FirstStage, JointScore
 from pipeline.search.selection import Items
 from pipeline.tracing import span
 
 if TYPE_CHECKING:
     from pipeline.candidates.bm25 import Postings
 
-T = TypeVar("T")
-
 #: Number of queries per batch, which bounds the size of the (queries, items) score matrix.
 QUERY_BATCH = 64
-#: Number of (query token, vector) pairs per slice of work: 0.15 s for 128 dimensions in float32 on
+#: Number of (query token, vector) pairs between pauses: 0.15 s for 128 dimensions in float32 on
 #: two cores.
 SLICE_PAIRS = 1 << 27
 #: Maximum number of selected items that are all scored although a candidate generator is requested.
@@ -80,7 +79,8 @@ class Ranking:
         maxsim: (k,) float32, MaxSim scores if they are part of the score.
         single_vector: (k,) float32, single-vector scores if they are part of the score.
         bm25: (k,) float32, BM25 scores if they are part of the score. 0 without a common term.
-        reranked: Result of reranking per item, or None without reranking.
+        first_stage: Ranks and scores before reranking, or None without reranking.
+        edje: Results of a joint encoder, or None without one.
     """
 
     item_ids: list[str]
@@ -90,7 +90,8 @@ class Ranking:
     maxsim: np.ndarray | None = None
     single_vector: np.ndarray | None = None
     bm25: np.ndarray | None = None
-    reranked: tuple[Reranked, ...] | None = None
+    first_stage: tuple[FirstStage, ...] | None = None
+    edje: tuple[JointScore, ...] | None = None
 
     def scores_by_item(self) -> dict[str, float]:
         """Returns scores by item id, best first."""
@@ -105,28 +106,30 @@ class Ranking:
         parts = {name: getattr(self, name) for name in COMPONENTS}
         return {name: scores for name, scores in parts.items() if scores is not None}
 
+    def ranks(self) -> tuple[FirstStage, ...]:
+        """Returns the rank and the score of each item."""
+        numbers = enumerate(self.scores, start=1)
+        return tuple(FirstStage(rank=rank, score=score) for rank, score in numbers)
+
     def _descending_scores(self) -> Sequence[float]:
         """Returns scores, or descending ranks after reranking.
 
         Scores of the two stages are not comparable.
         """
-        if self.reranked is None:
+        if self.first_stage is None:
             return self.scores
         return [float(number) for number in range(len(self.scores), 0, -1)]
 
     def take(self, indices: Sequence[int]) -> Ranking:
         """Selects items by their indices and returns them in the given order."""
         index = np.array(indices, np.int64)
-        return Ranking(
-            [self.item_ids[i] for i in indices],
-            [self.parent_ids[i] for i in indices],
-            [self.scores[i] for i in indices],
-            self.rows[index],
-            None if self.maxsim is None else self.maxsim[index],
-            None if self.single_vector is None else self.single_vector[index],
-            None if self.bm25 is None else self.bm25[index],
-            None if self.reranked is None else tuple(self.reranked[i] for i in indices),
-        )
+
+        def taken(values: Any) -> Any:
+            if values is None or isinstance(values, np.ndarray):
+                return None if values is None else values[index]
+            return type(values)(values[i] for i in indices)
+
+        return Ranking(**{f.name: taken(getattr(self, f.name)) for f in fields(Ranking)})
 
 
 class Scorer:
@@ -289,38 +292,23 @@ class Scorer:
 
         For other scores, these are the k best items.
         """
-        return finish(self._rank(queries, options, rows, None))
-
-    def rank_in_slices(
-        self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
-    ) -> Generator[None, None, list[Ranking]]:
-        """Does the same as `rank_part`, but yields control after each slice of work."""
-        return self._rank(queries, options, rows, SLICE_PAIRS)
-
-    def _rank(
-        self,
-        queries: Queries,
-        options: SearchOptions,
-        rows: np.ndarray | None,
-        slice_pairs: int | None,
-    ) -> Generator[None, None, list[Ranking]]:
         options.check_vectors(queries, self._info(options.column).pooled_column)
         options.check_candidates(queries)
         scores_all = self.scores_all(options, rows)
         rankings = []
         for first in range(0, len(queries), QUERY_BATCH):
             if first:
-                yield
+                pauses.pause()
             batch = queries.part(first, first + QUERY_BATCH)
             if scores_all:
                 with span("score", queries=len(batch)):
-                    rankings += yield from self._rank_batch(batch, options, rows, slice_pairs)
+                    rankings += self._rank_batch(batch, options, rows)
                 continue
             with span("candidates", queries=len(batch), generator=options.candidates):
-                candidates = yield from self._candidates(batch, options, rows, slice_pairs)
+                candidates = self._candidates(batch, options, rows)
             with span("score", queries=len(batch)):
                 for query, query_rows in zip(batch.split(), candidates, strict=True):
-                    rankings += yield from self._rank_batch(query, options, query_rows, slice_pairs)
+                    rankings += self._rank_batch(query, options, query_rows)
         return rankings
 
     def _rank_batch(
@@ -328,14 +316,13 @@ class Scorer:
         queries: Queries,
         options: SearchOptions,
         rows: np.ndarray | None,
-        slice_pairs: int | None,
-    ) -> Generator[None, None, list[Ranking]]:
+    ) -> list[Ranking]:
         """Ranks the given items for a batch of queries."""
         if options.score == FUSED:
-            return (yield from self._pools(queries, options, rows, slice_pairs))
+            return self._pools(queries, options, rows)
         order = self._items.id_order
         groups = self._items.parent_codes if options.group_by else None
-        scores = yield from self._scores(queries, options, rows, slice_pairs)
+        scores = self._scores(queries, options, rows)
         rankings = []
         for query, total in enumerate(scores.total):
             best = top_rows(total, rows, order, options.k, groups)
@@ -347,8 +334,7 @@ class Scorer:
         queries: Queries,
         options: SearchOptions,
         rows: np.ndarray | None,
-        slice_pairs: int | None,
-    ) -> Generator[None, None, list[Ranking]]:
+    ) -> list[Ranking]:
         """Returns the best items of a batch of queries by each component of the fused score.
 
         They are not fused yet, since ranks depend on the items of all shards. Their scores are
@@ -358,12 +344,12 @@ class Scorer:
         groups = self._items.parent_codes if options.group_by else None
         others: dict[str, Any] = {"fusion": DEFAULT_FUSION, "candidates": EXACT}
         maxsim_options = replace(options, score="maxsim", **others)
-        scores = yield from self._scores(queries, maxsim_options, rows, slice_pairs)
+        scores = self._scores(queries, maxsim_options, rows)
         assert scores.maxsim is not None
         single_QR = bm25_QR = None
         if weights.single_vector:
             single_options = replace(options, score="single_vector", **others)
-            singles = yield from self._scores(queries, single_options, rows, slice_pairs)
+            singles = self._scores(queries, single_options, rows)
             single_QR = singles.single_vector
         if weights.bm25:
             assert queries.texts is not None
@@ -384,8 +370,7 @@ class Scorer:
         queries: Queries,
         options: SearchOptions,
         rows: np.ndarray | None,
-        slice_pairs: int | None,
-    ) -> Generator[None, None, list[np.ndarray]]:
+    ) -> list[np.ndarray]:
         """Finds the ascending indices of the candidates of each query in a batch.
 
         Items that have vectors but no code are candidates of all queries. Items without the vectors
@@ -399,15 +384,11 @@ class Scorer:
         for first, *steps in generator_steps(options.candidates):
             column, nums = columns[first], [num * ITEMS_PER_CANDIDATE] * len(steps) + [num]
             if self._is_lexical(column):
-                more = yield from self._lexical_candidates(column, queries, options, rows, nums[0])
+                more = self._lexical_candidates(column, queries, options, rows, nums[0])
             else:
-                more = yield from self._vector_candidates(
-                    first, column, queries, options, rows, nums[0], slice_pairs
-                )
+                more = self._vector_candidates(first, column, queries, options, rows, nums[0])
             for step, num_found in zip(steps, nums[1:], strict=True):
-                more = yield from self._step(
-                    step, columns[step], queries, options, more, num_found, slice_pairs
-                )
+                more = self._step(step, columns[step], queries, options, more, num_found)
             found = [np.union1d(*pair) for pair in zip(found, more, strict=True)]
         if any(len(candidates) < options.k for candidates in found):
             all_rows = np.arange(len(self._items)) if rows is None else rows
@@ -422,14 +403,11 @@ class Scorer:
         options: SearchOptions,
         candidates: Sequence[np.ndarray],
         num: int,
-        slice_pairs: int | None,
-    ) -> Generator[None, None, list[np.ndarray]]:
+    ) -> list[np.ndarray]:
         """Selects among the candidates of each query, which another generator found."""
         found: list[np.ndarray] = []
         for query, rows in zip(queries.split(), candidates, strict=True):
-            found += yield from self._vector_candidates(
-                generator, column, query, options, rows, num, slice_pairs
-            )
+            found += self._vector_candidates(generator, column, query, options, rows, num)
         return found
 
     def _lexical_candidates(
@@ -439,7 +417,7 @@ class Scorer:
         options: SearchOptions,
         rows: np.ndarray | None,
         num: int,
-    ) -> Generator[None, None, list[np.ndarray]]:
+    ) -> list[np.ndarray]:
         """Finds the items whose texts match each query best."""
         assert queries.texts is not None
         postings = self.postings(column)
@@ -448,7 +426,7 @@ class Scorer:
         found = []
         for number, text in enumerate(queries.texts):
             if number:
-                yield
+                pauses.pause()
             scores = postings.scores(text)
             scores[(scores <= 0) | ~is_scorable] = -np.inf
             scores = scores if rows is None else scores[rows]
@@ -463,8 +441,7 @@ class Scorer:
         options: SearchOptions,
         rows: np.ndarray | None,
         num: int,
-        slice_pairs: int | None,
-    ) -> Generator[None, None, list[np.ndarray]]:
+    ) -> list[np.ndarray]:
         """Finds the items whose codes match each query best, and those without a code."""
         codes = self.packed(column)
         if generator == SINGLE:
@@ -475,7 +452,7 @@ class Scorer:
             transform = fitted.codec.transform_queries
             tokens = [transform(tokens) for tokens in fitted.queries(queries.tokens)]
         items = None if rows is None else torch.from_numpy(rows)
-        approximate_QR = (yield from _maxsim(tokens, codes, items, slice_pairs)).numpy()
+        approximate_QR = _maxsim(tokens, codes, items).numpy()
         uncoded, unscored = self._uncoded(column, options)
         if rows is not None:
             uncoded = np.intersect1d(uncoded, rows, assume_unique=True) if len(uncoded) else uncoded
@@ -524,23 +501,20 @@ class Scorer:
         queries: Queries,
         options: SearchOptions,
         rows: np.ndarray | None,
-        slice_pairs: int | None,
-    ) -> Generator[None, None, _Scores]:
+    ) -> _Scores:
         """Scores a batch of queries. Items that lack the required vectors have the score -inf."""
         items = None if rows is None else torch.from_numpy(rows)
         maxsim_scores = None
         if options.score != "single_vector":
             packed = self.vectors(options.column)
-            maxsim_scores = yield from _maxsim(queries.tokens, packed, items, slice_pairs)
+            maxsim_scores = _maxsim(queries.tokens, packed, items)
             if options.score == "maxsim":
                 return _Scores(maxsim_scores.numpy(), maxsim_scores.numpy())
         # The single-vector score is the MaxSim score of one-token queries and one-token items.
         pooled_column = self._info(options.column).pooled_column
         assert queries.pooled is not None and pooled_column is not None
         packed = self.packed(pooled_column)
-        pooled_scores = yield from _maxsim(
-            list(queries.pooled[:, None]), packed, items, slice_pairs
-        )
+        pooled_scores = _maxsim(list(queries.pooled[:, None]), packed, items)
         if maxsim_scores is None:
             return _Scores(pooled_scores.numpy(), None, pooled_scores.numpy())
         mean = maxsim_scores / torch.tensor(queries.num_tokens).unsqueeze(1)
@@ -596,32 +570,20 @@ def fuse(ranking: Ranking, options: SearchOptions) -> Ranking:
     return replace(ranking, scores=scores.tolist()).take(best.tolist())
 
 
-def finish(slices: Generator[None, None, T]) -> T:
-    """Runs a generator to its end and returns its result."""
-    while True:
-        try:
-            next(slices)
-        except StopIteration as stop:
-            return stop.value
-
-
 def _maxsim(
-    queries: Sequence[torch.Tensor],
-    packed: PackedVectors,
-    rows: torch.Tensor | None,
-    slice_pairs: int | None,
-) -> Generator[None, None, torch.Tensor]:
-    """Computes scores (Q, R) of items. Yields control after about `slice_pairs` pairs."""
+    queries: Sequence[torch.Tensor], packed: PackedVectors, rows: torch.Tensor | None
+) -> torch.Tensor:
+    """Computes scores (Q, R) of items, with a pause after about `SLICE_PAIRS` pairs."""
     num_rows = len(packed) if rows is None else len(rows)
     pairs = sum(map(len, queries)) * packed.num_vectors / max(len(packed), 1)  # per item
-    size = num_rows if slice_pairs is None else max(1, int(slice_pairs / max(pairs, 1)))
+    size = max(1, int(SLICE_PAIRS / max(pairs, 1))) if pauses.are_used() else num_rows
     if num_rows <= size:
         return maxsim(queries, packed, rows=rows).cpu()
     rows = torch.arange(num_rows) if rows is None else rows
     parts: list[torch.Tensor] = []
     for part in rows.split(size):
         if parts:
-            yield
+            pauses.pause()
         parts.append(maxsim(queries, packed, rows=part).cpu())
     return torch.cat(parts, dim=1)
 

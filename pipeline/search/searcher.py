@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Literal, Unpack
 from pipeline.encoders import Encoder
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
-from pipeline.schema import Hit
 from pipeline.scores import Score
 from pipeline.search.candidates import EXACT
-from pipeline.search.describe import describe_in_slices
+from pipeline.search.describe import describe
 from pipeline.search.options import (
     SearchKeywords,
     SearchOptions,
@@ -22,7 +21,8 @@ from pipeline.search.options import (
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import AnyQueries, AnyQuery, Queries, QueryEncoders
 from pipeline.search.representations import representation_info
-from pipeline.search.score import Ranking, Scorer, finish
+from pipeline.search.results import Hit
+from pipeline.search.score import Ranking, Scorer
 from pipeline.search.selection import Items
 
 if TYPE_CHECKING:  # imports transformers, which a search without reranking does not need
@@ -169,7 +169,7 @@ class Searcher:
             explain: Whether hits contain `matches` and `passages`.
         """
         vectors = self.scorer.item_vectors if explain else None
-        return finish(describe_in_slices(rankings, queries, self.index, representation, vectors))
+        return describe(rankings, queries, self.index, representation, vectors)
 
     def queries(self, queries: AnyQueries, representation: str | None = None) -> Queries:
         """Encodes queries for a representation, so that they can be used in several searches."""

@@ -14,12 +14,12 @@ from typing import Any, get_args
 import numpy as np
 
 from pipeline.config import SpecError
-from pipeline.schema import Reranked
 from pipeline.search.candidates import EXACT
 from pipeline.search.facets import IndexFacets
 from pipeline.search.options import SearchOptions
 from pipeline.search.previews import ByteRange, MediaPart
 from pipeline.search.query import Queries, Unencoded
+from pipeline.search.results import Hit
 from pipeline.search.score import Ranking
 from pipeline.search.shards import merge_rankings
 from pipeline.serve import wire
@@ -27,7 +27,7 @@ from pipeline.serve.calls import Handle, Method, StageClient, Stages
 from pipeline.serve.errors import ApiError, from_spec_error
 from pipeline.serve.inputs import check_edje, read_query, read_unencoded
 from pipeline.serve.library import WRITER
-from pipeline.serve.responses import hit_response, truncation_warnings
+from pipeline.serve.responses import truncation_warnings
 from pipeline.serve.scheduler import Caller, gather_or_cancel
 from pipeline.serve.served import Served, ServedIndexes
 from pipeline.serve.settings import ServeSpec
@@ -110,7 +110,7 @@ class Engine:
         options: SearchOptions,
         timer: Timer,
         key: str,
-    ) -> tuple[list[list[wire.Hit]], bool, list[str]]:
+    ) -> tuple[list[list[Hit]], bool, list[str]]:
         """Searches with each query.
 
         Returns:
@@ -203,21 +203,15 @@ class Engine:
 
     async def _search_shard(
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
-    ) -> list[list[wire.Hit]]:
+    ) -> list[list[Hit]]:
         """Ranks and describes the hits of an index that has only one shard, in a single call."""
         timeout_s = self.settings.timeouts.search_s + self.settings.timeouts.describe_s
         (shard,) = self._stages.searchers[served.name]
-        described = await self.calls.call(
+        hits = await self.calls.call(
             "search", Caller(key, timeout_s), shard.search, served.edition, encoded, options
         )
         self.indexes.used(served.name, "search", SearchVectors.of(options))
-        return [
-            [
-                hit_response(hit, rank, map, options)
-                for rank, (hit, map) in enumerate(query_hits, start=1)
-            ]
-            for query_hits in described
-        ]
+        return hits
 
     async def _rank(
         self, served: Served, encoded: Sequence[Queries], options: SearchOptions, key: str
@@ -340,9 +334,9 @@ class Engine:
             unencoded,
             unique,
         )
-        best = sorted(readings, key=lambda item_id: (-readings[item_id][0], item_id))
-        num_truncated = max((number for _, number in readings.values()), default=0)
-        scores = {item_id: readings[item_id][0] for item_id in best}
+        logits = {item_id: reading.logit for item_id, reading in readings.items()}
+        num_truncated = max((r.num_truncated_tokens for r in readings.values()), default=0)
+        scores = dict(sorted(logits.items(), key=lambda pair: (-pair[1], pair[0])))
         return scores, truncation_warnings([query], [num_truncated])
 
     async def _describe(
@@ -352,7 +346,7 @@ class Engine:
         rankings: Sequence[Ranking],
         options: SearchOptions,
         key: str,
-    ) -> list[list[wire.Hit]]:
+    ) -> list[list[Hit]]:
         """Builds the hits of each query. Every shard describes the items that it contains."""
         shards = self._stages.searchers[served.name]
         options = options.without_selection()
@@ -374,13 +368,13 @@ class Engine:
             )
             for i in used_shards
         )
-        hits: list[dict[int, wire.Hit]] = [{} for _ in rankings]
+        hits: list[dict[int, Hit]] = [{} for _ in rankings]
         for i, described in zip(used_shards, by_shard, strict=True):
-            for query_hits, query_positions, pairs in zip(
+            for query_hits, query_positions, found in zip(
                 hits, positions[i], described, strict=True
             ):
-                for position, (hit, map) in zip(query_positions, pairs, strict=True):
-                    query_hits[position] = hit_response(hit, position + 1, map, options)
+                for position, hit in zip(query_positions, found, strict=True):
+                    query_hits[position] = hit.model_copy(update={"rank": position + 1})
         return [[by_position[i] for i in sorted(by_position)] for by_position in hits]
 
     async def item(self, served: Served, item_id: str, key: str) -> dict[str, Any] | None:
@@ -470,11 +464,10 @@ def _reorder(ranking: Ranking, scores: Mapping[str, float], k: int) -> Ranking:
     """
     scored = [i for i, item_id in enumerate(ranking.item_ids) if item_id in scores]
     order = sorted(scored, key=lambda i: (-scores[ranking.item_ids[i]], ranking.item_ids[i]))[:k]
-    best = ranking.take(order)
+    best = replace(ranking, first_stage=ranking.ranks()).take(order)
     return replace(
         best,
         scores=[scores[item_id] for item_id in best.item_ids],
-        reranked=tuple(Reranked(i + 1, ranking.scores[i]) for i in order),
     )
 
 

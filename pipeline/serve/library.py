@@ -6,7 +6,7 @@ import functools
 import io
 import json
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -217,9 +217,7 @@ class Library:
             return query
 
 
-def _run_calls(group: None, calls: list[Callable[[], Any]]) -> Generator[None, None, list[Any]]:
-    """Runs functions in one slice."""
-    yield from ()
+def _run_calls(group: None, calls: list[Callable[[], Any]]) -> list[Any]:
     return [call() for call in calls]
 
 

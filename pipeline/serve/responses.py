@@ -1,60 +1,16 @@
-"""Conversion of hits and indexes to the schemas of the HTTP API."""
+"""Descriptions of indexes and warnings in responses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from pipeline.index.info import RepresentationInfo, RerankInfo
-from pipeline.schema import ITEM, Hit
+from pipeline.schema import ITEM
 from pipeline.scores import VECTOR_SCORES
 from pipeline.search.candidates import BM25, EXACT, generators
 from pipeline.search.fusion import FUSED
-from pipeline.search.maps import SimilarityMap
-from pipeline.search.options import SearchOptions
 from pipeline.serve import wire
 from pipeline.serve.served import Served
-
-
-def hit_response(
-    hit: Hit, rank: int, map: SimilarityMap | None, options: SearchOptions
-) -> wire.Hit:
-    """Returns the HTTP representation of a hit.
-
-    Args:
-        hit: The hit.
-        rank: Rank of the hit among the hits of all shards, from 1.
-        map: Similarity map of the hit, if requested.
-        options: Options of the search.
-    """
-    first_stage = joint = None
-    if reranked := hit.reranked:
-        first_stage = wire.FirstStage(rank=reranked.first_rank, score=reranked.first_score)
-        if options.rerank == "edje":
-            joint = wire.JointScore(
-                logit=reranked.joint,
-                num_truncated_tokens=reranked.num_truncated_tokens,
-                problem=reranked.problem or None,
-            )
-    matches = [wire.Match.model_validate(asdict(match)) for match in hit.matches]
-    passages = [wire.Passage.model_validate(asdict(passage)) for passage in hit.passages]
-    return wire.Hit(
-        rank=rank,
-        score=hit.score,
-        item_id=hit.item_id,
-        parent_id=hit.parent_id,
-        title=hit.title,
-        text=hit.text,
-        span=hit.span,
-        modality=hit.modality,
-        source=hit.source,
-        parts=wire.ScoreParts.model_validate(asdict(hit.parts)),
-        first_stage=first_stage,
-        edje=joint,
-        matches=matches if options.explain else None,
-        passages=passages if options.explain else None,
-        map=wire.Map.model_validate_json(map.to_json()) if map else None,
-    )
 
 
 def truncation_warnings(queries: Sequence[wire.Query], num_truncated: Sequence[int]) -> list[str]:

@@ -12,6 +12,7 @@ from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from pipeline.search.results import Hit
 from pipeline.serve import wire
 from pipeline.serve.conditional import is_current, not_modified, preview_tag
 from pipeline.serve.engine import Timer
@@ -129,7 +130,7 @@ async def _search(
     body: wire.SearchOptions,
     key: Key,
     gateway: Gateway,
-) -> tuple[list[list[wire.Hit]], dict[str, Any]]:
+) -> tuple[list[list[Hit]], dict[str, Any]]:
     """Returns the hits of each query and the remaining fields of the response."""
     served = gateway.served(key, body.index)
     request_id = _log(request, index=served.name, k=body.k, queries=len(queries))

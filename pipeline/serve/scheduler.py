@@ -273,7 +273,8 @@ class FairScheduler:
             batch.results = loop.run_in_executor(self._threads, run)
         else:
             batch.turn.release()
-        await asyncio.wait({batch.results, batch.paused}, return_when=asyncio.FIRST_COMPLETED)
+        futures: set[asyncio.Future[Any]] = {batch.results, batch.paused}
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         if not batch.results.done():
             self._paused.append(batch)
         elif error := batch.results.exception():

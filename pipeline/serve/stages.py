@@ -18,8 +18,8 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Collection, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,11 +29,12 @@ from pipeline.config import SpecError, digest
 from pipeline.encoders import Encoder
 from pipeline.index.info import EncoderInfo
 from pipeline.index.reader import Edition, open_edition
-from pipeline.schema import Hit
-from pipeline.search.describe import describe_in_slices
+from pipeline.search.describe import describe
 from pipeline.search.maps import SimilarityMap, similarity_map
 from pipeline.search.options import SearchOptions
+from pipeline.search.pauses import pause
 from pipeline.search.query import Queries, Unencoded, check_fingerprint, encode, query_encoder
+from pipeline.search.results import Hit, JointScore
 from pipeline.search.score import SLICE_PAIRS, Ranking, fuse
 from pipeline.search.searcher import Searcher
 from pipeline.serve.filters import Filters
@@ -48,9 +49,6 @@ from pipeline.serve.vectors import SearchVectors
 from pipeline.serve.versions import Versions
 from pipeline.tracing import span
 
-if TYPE_CHECKING:  # requires transformers, which the gateway does not
-    from pipeline.search.rerank import JointScore
-
 log = logging.getLogger("ray.serve")
 
 #: Maximum number of characters per encoded batch: about one second of work on two cores.
@@ -59,9 +57,6 @@ BATCH_CHARS = 2_000
 BATCH_PAIRS = 100
 #: Maximum number of hits per described batch.
 BATCH_HITS = 200
-
-#: A hit and its similarity map, if any.
-DescribedHit = tuple[Hit, SimilarityMap | None]
 
 
 def limit_threads(scale: Scale) -> None:
@@ -130,12 +125,10 @@ class QueryEncoder:
             pending = [_PendingQuery(query, representation, info) for query in queries]
             return await self._scheduler.run(caller, group, pending)
 
-    def _encode(
-        self, group: tuple[str, str], pending: list[_PendingQuery]
-    ) -> Generator[None, None, list[Queries]]:
+    def _encode(self, group: tuple[str, str], pending: list[_PendingQuery]) -> list[Queries]:
         _, representation, info = pending[0]
         encoder = self._encoder(info)
-        yield  # loading the encoder may have taken long
+        pause()  # loading the encoder may have taken long
         check_fingerprint(encoder, representation, info)
         return Queries.from_encoded(encode(encoder, [p.query for p in pending])).split()
 
@@ -325,18 +318,18 @@ class Ranker:
 
     def _rank(
         self, group: tuple[Edition, SearchOptions, bool, bool], pending: list[_PendingSearch]
-    ) -> Generator[None, None, list[Ranking]]:
+    ) -> list[Ranking]:
         edition, options, *_ = group
         searcher = self._versions.get(edition)
         joined = Queries.join([p.query for p in pending])
         queries = searcher.encoders.transform(joined, options.column)
         rows = searcher.items.restrict(pending[0].rows, options)
-        return (yield from searcher.scorer.rank_in_slices(queries, options, rows))
+        return searcher.scorer.rank_part(queries, options, rows)
 
     @returns_errors
     async def search(
         self, edition: Edition, queries: Sequence[Queries], options: SearchOptions, caller: Caller
-    ) -> list[list[DescribedHit]]:
+    ) -> list[list[Hit]]:
         """Ranks and describes items in a single call, for an index that has only one shard."""
         details = {"representation": options.column, "version": edition.version}
         with logged("search", queries=len(queries), **details):
@@ -354,7 +347,7 @@ class Ranker:
         options: SearchOptions,
         rankings: Sequence[Ranking],
         caller: Caller,
-    ) -> list[list[DescribedHit]]:
+    ) -> list[list[Hit]]:
         """Returns the hits of rankings of this shard."""
         with logged("describe", queries=len(queries)):
             return await self._run_describe(edition, queries, options, rankings, caller)
@@ -366,7 +359,7 @@ class Ranker:
         options: SearchOptions,
         rankings: Sequence[Ranking],
         caller: Caller,
-    ) -> list[list[DescribedHit]]:
+    ) -> list[list[Hit]]:
         group = edition, options.column, options.explain
         pairs = list(zip(queries, rankings, strict=True))
         return await self._describe_scheduler.run(caller, group, pairs)
@@ -375,24 +368,23 @@ class Ranker:
         self,
         group: tuple[Edition, str, str | None],
         pairs: list[tuple[Queries, Ranking]],
-    ) -> Generator[None, None, list[list[DescribedHit]]]:
+    ) -> list[list[Hit]]:
         edition, name, explain = group
         searcher = self._versions.get(edition)
         joined = Queries.join([query for query, _ in pairs])
         queries = searcher.encoders.transform(joined, name)
         vectors = searcher.scorer.item_vectors if explain else None
         rankings = [ranking for _, ranking in pairs]
-        hits = yield from describe_in_slices(rankings, queries, searcher.index, name, vectors)
-        described: list[list[DescribedHit]] = []
-        for query, query_hits in zip(queries.split(), hits, strict=True):
-            described.append([])
-            for hit in query_hits:
-                map = None
-                if explain == "map":
-                    yield
-                    map = _similarity_map(searcher, query, hit.item_id, name)
-                described[-1].append((hit, map))
-        return described
+        hits = describe(rankings, queries, searcher.index, name, vectors)
+        if explain != "map":
+            return hits
+        return [
+            [
+                hit.model_copy(update={"map": _similarity_map(searcher, query, hit.item_id, name)})
+                for hit in query_hits
+            ]
+            for query, query_hits in zip(queries.split(), hits, strict=True)
+        ]
 
 
 class GangRanker(Ranker):
@@ -413,6 +405,7 @@ def _similarity_map(
     searcher: Searcher, query: Queries, item_id: str, representation: str
 ) -> SimilarityMap | None:
     """Computes the similarity map of an item. Returns None if the item does not support maps."""
+    pause()
     try:
         return similarity_map(searcher, query, item_id, representation)
     except SpecError:
@@ -516,8 +509,8 @@ class JointRanker:
 
     def _read_batch(
         self, group: tuple[Edition, type], pairs: list[tuple[str | bytes, list[str]]]
-    ) -> Generator[None, None, list[dict[str, JointScore]]]:
+    ) -> list[dict[str, JointScore]]:
         searcher = self._versions.get(group[0])
         queries = self._reranker.check(searcher.index, [query for query, _ in pairs])
-        yield  # opening the index may have taken long
+        pause()  # opening the index may have taken long
         return self._reranker.score(searcher, queries, [ids for _, ids in pairs])

@@ -24,6 +24,7 @@ from pydantic import (
 from pipeline.config import RenamedField, SpecError
 from pipeline.scores import Score
 from pipeline.search.fusion import Fusion
+from pipeline.search.results import Hit, Response
 
 #: Id of an item, a parent or a query.
 Id = Annotated[str, StringConstraints(min_length=1, max_length=2048)]
@@ -55,12 +56,6 @@ class Request(BaseModel):
                 if name in cls.renamed:
                     raise RenamedField(name, value, cls.renamed[name])
         return data
-
-
-class Response(BaseModel):
-    """Base class of all responses. Clients ignore unknown fields, which a newer server may add."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -284,164 +279,7 @@ class BatchSearchRequest(SearchOptions):
     """The queries. Their kinds can differ."""
 
 
-class Location(Response):
-    """Location of words or of an image region in an item."""
-
-    span: tuple[int, int]
-    """Character range (start, end) in the text of the item."""
-    box: tuple[float, float, float, float] | None
-    """Bounding box (x0, y0, x1, y1) in [0, 1], or null if the location is not visible."""
-    times: tuple[float, float] | None
-    """Start and end time in the parent, in seconds, or null if the item has no time axis."""
-    confidence: float | None = None
-    """Mean confidence of the OCR or speech recognition, or null if it is unknown."""
-
-
-class Match(Response):
-    """Vector of a hit that is most similar to a query token."""
-
-    query_token: str
-    """Text of the query token."""
-    similarity: float
-    """Similarity of the vector and the query token, a term of the MaxSim score."""
-    contribution: float
-    """Difference between `similarity` and the mean similarity of the query token to all vectors of
-    the hit. It is small for stop words."""
-    document_token: int
-    """Position of the vector among the vectors of the hit."""
-    spans: list[tuple[int, int]]
-    """Character ranges of the words that the vector represents, in the text of the hit."""
-    locations: list[Location]
-    """Locations of these words."""
-
-
-class Highlight(Response):
-    """Word of a passage that best matches a query token."""
-
-    query_token: str
-    """Text of the query token."""
-    span: tuple[int, int]
-    """Character range of the word in the text of the hit."""
-    contribution: float
-    """Contribution of the query token, with the best similarity inside the passage."""
-
-
-class Passage(Location):
-    """Contiguous part of a hit that matches the query."""
-
-    contribution: float
-    """Sum of the contributions of the query tokens inside the passage, each reduced by its
-    contribution inside the preceding passages."""
-    highlights: list[Highlight]
-    """Best-matching words, at most one per query token, or empty for an image region."""
-
-
-class Word(Response):
-    """Word or image patch of a hit and its similarities to the query tokens."""
-
-    text: str
-    """Text of the word, or empty for an image patch."""
-    span: tuple[int, int]
-    """Character range in the text of the hit."""
-    box: tuple[float, float, float, float] | None
-    """Bounding box (x0, y0, x1, y1) in [0, 1], or null if the word is not visible."""
-    times: tuple[float, float] | None
-    """Start and end time in the parent, in seconds, or null if the item has no time axis."""
-    similarities: list[float | None]
-    """Similarity to each query token, or null if no vector represents the word."""
-    credit: float
-    """Share of the MaxSim score that the vectors of the word add, summed over the query tokens.
-    Each of several words that share a vector has all of its credit."""
-    highlight: float
-    """Value of the word in a map of the whole query: its part of the contribution of its vector,
-    which all words of the vector share, or its contribution to a passage if that is higher."""
-    contribution: float
-    """Like `credit`, for the score beyond its mean. It is small for stop words."""
-    vector: int | None = None
-    """Position of the vector that represents the word, or null if no vector represents it."""
-
-
-class Map(Response):
-    """Similarity map of the words of a hit."""
-
-    query_tokens: list[str]
-    """Texts of the query tokens."""
-    words: list[Word]
-    """Words in the order of the text, or image patches."""
-
-
-class ScoreParts(Response):
-    """Components of the score of a hit, or null for components that were not computed."""
-
-    maxsim: float | None
-    """MaxSim score."""
-    maxsim_mean: float | None
-    """MaxSim score divided by the number of query tokens, as used in the hybrid score."""
-    single_vector: float | None
-    """Similarity of the single vectors."""
-    bm25: float | None = None
-    """BM25 score, which is 0 if no term of the query occurs in the text."""
-
-
-class FirstStage(Response):
-    """Rank and score of a reranked hit in the first stage."""
-
-    rank: int
-    """Rank, from 1."""
-    score: float
-    """Score."""
-
-
-class JointScore(Response):
-    """Result of EDJE's joint encoder for a hit."""
-
-    logit: float | None
-    """Logit of the match of query and hit, or null if the hit was not read or is beyond
-    `rerank_depth`."""
-    num_truncated_tokens: int
-    """Number of tokens truncated from the text: that of the query, or that of the hit if the query
-    is an image."""
-    problem: str | None
-    """Reason why a hit within `rerank_depth` could not be read. Such a hit keeps its rank."""
-
-
-class Hit(Response):
-    """Search result."""
-
-    rank: int
-    """Rank, from 1."""
-    score: float
-    """Score of the last stage. Scores of hits that EDJE reranked and of other hits are not
-    comparable."""
-    item_id: str
-    """Id of the item."""
-    parent_id: str
-    """Id of the parent, such as the document of a page."""
-    title: str | None
-    """Title of the item."""
-    text: str | None
-    """Text of the item."""
-    span: dict[str, Any] | None
-    """Location of the item in its parent, such as a page number or a time range."""
-    modality: str | None = None
-    """Modality of the item, such as `text` or `image`."""
-    source: str | None = None
-    """Name of the source that the item was read from."""
-    parts: ScoreParts | None = None
-    """Components of the score."""
-    first_stage: FirstStage | None = None
-    """Rank and score in the first stage, or null if the hits were not reranked."""
-    edje: JointScore | None = None
-    """Result of EDJE, or null if the hits were not reranked by EDJE."""
-    matches: list[Match] | None = None
-    """Best-matching vector of each query token, or null unless `explain` is set."""
-    passages: list[Passage] | None = None
-    """Best-matching passages, best first, or null unless `explain` is set."""
-    map: Map | None = None
-    """Similarity map, or null unless `explain` is `map` and the item supports one."""
-
-
-class _SearchResult(Response):
+class _SearchResponse(Response):
     request_id: str
     """Id of the request in the logs of the server."""
     index: str
@@ -461,14 +299,14 @@ class _SearchResult(Response):
     milliseconds."""
 
 
-class SearchResponse(_SearchResult):
+class SearchResponse(_SearchResponse):
     """Hits of a query."""
 
     hits: list[Hit]
     """Hits, best first."""
 
 
-class BatchSearchResponse(_SearchResult):
+class BatchSearchResponse(_SearchResponse):
     """Hits of several queries."""
 
     results: list[list[Hit]]
@@ -563,7 +401,7 @@ class RerankResponse(Response):
     missing: list[str]
     """Items that could not be scored: items that are not in the index, or without vectors, EDJE
     tokens or, for an image query by EDJE, a text."""
-    warnings: list[str] = []
+    warnings: tuple[str, ...] = ()
     """Warnings, for example that EDJE truncated a text."""
 
 
@@ -615,7 +453,7 @@ class Representation(Response):
     """Scores that the representation supports."""
     queries: list[Literal["text", "image", "composed", "vectors", "item"]]
     """Kinds of queries that the representation supports."""
-    candidates: list[str] = []
+    candidates: tuple[str, ...] = ()
     """Values of `candidates` that the representation supports: `exact` and the names of its
     candidate generators."""
     default_candidates: str | None = None

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pipeline.schema import Passage
 from pipeline.search.explain import NO_SPAN, find_passages, input_tokens, merge, snippet
+from pipeline.search.results import Passage
 
 TEXT = "The lift of a wing in a propeller slipstream was measured at low speed."
 

@@ -15,10 +15,10 @@ from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.schema import Passage
 from pipeline.search.map_images import add_header, draw_image, highlight
-from pipeline.search.maps import Word, similarity_map, visible_time
+from pipeline.search.maps import similarity_map, visible_time
 from pipeline.search.previews import Previews
+from pipeline.search.results import Passage, Word
 from tests.pdfs import Page, pdf
 
 #: Lines of a page of 200 x 100 points; each letter is 6 points wide, so all boxes are known.
@@ -216,10 +216,12 @@ def test_moved_documents(uri, tmp_path):
 
 def test_visible_time():
     def word(text, times):
-        return Word(text, (0, 0), (0, 0, 1, 1), times, np.zeros(1), 0.0, 0.0)
+        place = {"span": (0, 0), "box": (0, 0, 1, 1), "times": times}
+        values = {"similarities": (0.0,), "credit": 0.0, "highlight": 0.0, "contribution": 0.0}
+        return Word(text=text, **place, **values)
 
     assert visible_time(word("title", (1.0, 3.0))) == 2.0
     assert visible_time(word("", (1.0, 3.0))) == 1.0  # a patch
     assert visible_time(word("page", None)) is None
-    region = Passage((-1, -1), (0, 0, 1, 1), (1.0, 3.0), contribution=0.0)
+    region = Passage(span=(-1, -1), box=(0, 0, 1, 1), times=(1.0, 3.0), contribution=0.0)
     assert visible_time(region) == 1.0

@@ -92,14 +92,14 @@ def test_order_by_joint_encoder(uri, model, depth, add_first_stage):
     assert [h.item_id for h in reranked] == [h.item_id for h in expected]
     assert [h.rank for h in reranked] == list(range(1, NUM_PHOTOS + 1))
     for hit, before in zip(reranked, expected, strict=True):
-        record = hit.reranked
-        assert (record.first_rank, record.first_score) == (before.rank, before.score)
-        assert record.num_truncated_tokens == 0 and record.problem == ""
+        record = hit.edje
+        assert (hit.first_stage.rank, hit.first_stage.score) == (before.rank, before.score)
+        assert record.num_truncated_tokens == 0 and record.problem is None
         if before.rank <= depth:
-            assert record.joint == pytest.approx(joint[hit.item_id], abs=1e-5)
+            assert record.logit == pytest.approx(joint[hit.item_id], abs=1e-5)
             assert hit.score == pytest.approx(value[hit.item_id], abs=1e-5)
         else:
-            assert record.joint is None and hit.score == before.score
+            assert record.logit is None and hit.score == before.score
     fewer = searcher.search(TEXT, k=2, rerank=reranker, **SINGLE)
     assert [h.item_id for h in fewer] == [h.item_id for h in reranked[:2]]
     if depth == 100 and not add_first_stage:
@@ -141,8 +141,8 @@ def test_image_query_is_scored_with_texts(uri, model, photos):
     expected = [next(best) if name in value else name for name in candidates]
     assert [h.item_id for h in reranked] == expected + [h.item_id for h in first[5:]]
     for hit in reranked:
-        is_flagged = hit.item_id == "0.png" and hit.reranked.first_rank <= 5
-        assert hit.reranked.problem == (NO_TEXT if is_flagged else "")
+        is_flagged = hit.item_id == "0.png" and hit.first_stage.rank <= 5
+        assert hit.edje.problem == (NO_TEXT if is_flagged else None)
 
 
 def test_item_without_tokens_keeps_its_rank(tmp_path, uri, model):
@@ -161,13 +161,13 @@ def test_item_without_tokens_keeps_its_rank(tmp_path, uri, model):
     lance.write_dataset(table, dataset.uri, mode="overwrite")
     searcher = open_index(uri)
     reranked = searcher.search(TEXT, k=NUM_PHOTOS, rerank=reranker, **SINGLE)
-    assert reranked[1].item_id == second and reranked[1].reranked.problem == NO_TOKENS
-    assert reranked[1].score == first[1].score and reranked[1].reranked.joint is None
+    assert reranked[1].item_id == second and reranked[1].edje.problem == NO_TOKENS
+    assert reranked[1].score == first[1].score and reranked[1].edje.logit is None
     value = joint_scores(reranker, TEXT, uri)
     others = sorted((first[i].item_id for i in (0, 2, 3, 4)), key=lambda name: -value[name])
     assert [reranked[i].item_id for i in (0, 2, 3, 4)] == others
     # Items below the rerank depth are not scored or flagged.
-    assert reranked[5].item_id == sixth and reranked[5].reranked.problem == ""
+    assert reranked[5].item_id == sixth and reranked[5].edje.problem is None
 
 
 def test_deleted_items_and_no_candidates(tmp_path, uri, model, photos):
@@ -192,7 +192,7 @@ def test_long_text_is_truncated(tmp_path, uri, dual):
     hits = open_index(uri).search(TEXT, rerank=short, **SINGLE)
     num_tokens = len(short.joint.tokenizer(TEXT)["input_ids"])
     assert num_tokens > 6
-    assert {hit.reranked.num_truncated_tokens for hit in hits} == {num_tokens - 6}
+    assert {hit.edje.num_truncated_tokens for hit in hits} == {num_tokens - 6}
 
 
 def test_rejects_invalid_requests(tmp_path, uri, dual, model, photos):
@@ -222,7 +222,7 @@ def test_rejects_invalid_requests(tmp_path, uri, dual, model, photos):
     with pytest.raises(SpecError, match="^k must be an integer >= 1, got 0$"):
         searcher.search(TEXT, k=0, rerank=reranker)
     # Image queries do not use stored tokens.
-    assert open_index(plain).search(photos["1.png"], rerank=reranker, **SINGLE)[0].reranked
+    assert open_index(plain).search(photos["1.png"], rerank=reranker, **SINGLE)[0].edje
 
 
 def test_runs_have_the_order_of_the_second_stage(uri, model):
@@ -235,7 +235,7 @@ def test_runs_have_the_order_of_the_second_stage(uri, model):
     assert list(scores) == [hit.item_id for hit in reranked]
     assert list(scores.values()) == sorted(scores.values(), reverse=True)
     assert len(set(scores.values())) == NUM_PHOTOS
-    assert replace(ranking, reranked=None).scores_by_item() != scores
+    assert replace(ranking, first_stage=None).scores_by_item() != scores
 
 
 def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
@@ -246,12 +246,10 @@ def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
     search.main([*command, TEXT])
     lines = [line for line in capsys.readouterr().out.splitlines() if line[:3].strip()]
     for line, hit in zip(lines, reranked, strict=True):
-        assert hit.item_id in line and f"(was {hit.reranked.first_rank})" in line
+        assert hit.item_id in line and f"(was {hit.first_stage.rank})" in line
     search.main([*command, TEXT, "--json"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["reranked"]["first_rank"] for row in rows] == [
-        h.reranked.first_rank for h in reranked
-    ]
+    assert [row["first_stage"]["rank"] for row in rows] == [h.first_stage.rank for h in reranked]
 
     (tmp_path / "queries.tsv").write_text(f"q\t{TEXT}\n")
     (tmp_path / "3.png").write_bytes(photos["3.png"])
@@ -263,8 +261,8 @@ def test_the_search_job(uri, dual, model, photos, tmp_path, capsys):
     assert "(was 1" in capsys.readouterr().out
     search.main([*command, TEXT, "--precision", "int8", "--json"])
     in_int8 = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    joint = {row["item_id"]: row["reranked"]["joint"] for row in rows}
-    errors = [abs(row["reranked"]["joint"] - joint[row["item_id"]]) for row in in_int8[:4]]
+    joint = {row["item_id"]: row["edje"]["logit"] for row in rows}
+    errors = [abs(row["edje"]["logit"] - joint[row["item_id"]]) for row in in_int8[:4]]
     assert 0 < max(errors) < 0.2
     short = edje_of(tmp_path / "short", dual, max_text_tokens=6)
     search.main([uri, TEXT, "--score", "single_vector", "--rerank", f"edje={short}"])

@@ -1,5 +1,7 @@
 """Search on a real index against brute force, and its options."""
 
+import contextvars
+import functools
 import shutil
 
 import lance
@@ -13,6 +15,7 @@ from pipeline.config import SpecError
 from pipeline.encoders.minilm import MiniLM
 from pipeline.index.reader import ITEMS
 from pipeline.schema import column_metadata, with_metadata
+from pipeline.search import pauses
 from pipeline.search.maxsim import maxsim_oracle
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries
@@ -104,21 +107,13 @@ def test_slices_give_equal_results(searcher, monkeypatch, score):
     queries, rows = searcher.queries(texts, "full"), np.array([0, 2, 3, 5])
     options = SearchOptions("full", k=5, score=score)
     for selected in (None, rows):
-        whole = searcher.scorer.rank_in_slices(queries, options, selected)
-        with pytest.raises(StopIteration) as expected:
-            next(whole)  # one slice suffices for a small index
-        with monkeypatch.context() as patch:
-            patch.setattr("pipeline.search.score.SLICE_PAIRS", 200)
-            pauses, slices = 0, searcher.scorer.rank_in_slices(queries, options, selected)
-            while True:
-                try:
-                    next(slices)
-                except StopIteration as stop:
-                    rankings = stop.value
-                    break
-                pauses += 1
-        assert pauses >= 3
-        for ranking, other in zip(rankings, expected.value.value, strict=True):
+        expected = searcher.scorer.rank(queries, options, selected)
+        monkeypatch.setattr("pipeline.search.score.SLICE_PAIRS", 200)
+        context, counted = contextvars.copy_context(), []
+        context.run(pauses.action.set, functools.partial(counted.append, 1))
+        rankings = context.run(searcher.scorer.rank, queries, options, selected)
+        assert len(counted) >= 3
+        for ranking, other in zip(rankings, expected, strict=True):
             assert (ranking.item_ids, ranking.scores) == (other.item_ids, other.scores)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.schema import ScoreParts
+from pipeline.search.results import ScoreParts
 from pipeline.search.score import QUERY_BATCH
 from tests.search.conftest import random_queries, random_rows, reference_ranking
 
@@ -19,7 +19,11 @@ def hit_tuples(hits):
 
 
 def expected_tuples(ranking, k):
-    return [(row.item_id, row.parent_id, s.total, ScoreParts(*s[1:])) for row, s in ranking[:k]]
+    names = ("maxsim", "maxsim_mean", "single_vector")
+    return [
+        (row.item_id, row.parent_id, s.total, ScoreParts(**dict(zip(names, s[1:], strict=True))))
+        for row, s in ranking[:k]
+    ]
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from pipeline import Composed, open_index
 from pipeline.config import SpecError, parse
 from pipeline.index.reader import Index
 from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
+from pipeline.search.results import Hit
 from pipeline.search.searcher import Searcher
 from pipeline.serve import stages, wire
 from pipeline.serve.client import AsyncClient, Client, ServerError
@@ -89,18 +90,16 @@ def searcher(uri) -> Searcher:
     return open_index(uri)
 
 
-def assert_same(hits: list[wire.Hit], expected) -> None:
+def assert_same(hits: list[Hit], expected) -> None:
     assert [hit.item_id for hit in hits] == [hit.item_id for hit in expected]
     assert [hit.score for hit in hits] == pytest.approx([hit.score for hit in expected], abs=1e-4)
     for hit, other in zip(hits, expected, strict=True):
-        reranked = other.reranked
-        assert hit.first_stage.rank == reranked.first_rank
-        assert hit.first_stage.score == pytest.approx(reranked.first_score, abs=1e-5)
-        assert hit.edje.logit == (reranked.joint and pytest.approx(reranked.joint, abs=1e-4))
-        assert (hit.edje.num_truncated_tokens, hit.edje.problem or "") == (
-            reranked.num_truncated_tokens,
-            reranked.problem,
-        )
+        first, joint = other.first_stage, other.edje
+        assert hit.first_stage.rank == first.rank
+        assert hit.first_stage.score == pytest.approx(first.score, abs=1e-5)
+        assert hit.edje.logit == (joint.logit and pytest.approx(joint.logit, abs=1e-4))
+        assert hit.edje.num_truncated_tokens == joint.num_truncated_tokens
+        assert hit.edje.problem == joint.problem
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 90) -> None:
@@ -121,7 +120,7 @@ def test_equals_in_process_search(client, searcher, model, photos, query):
         reranker = Reranker(model, depth or 10, add)
         expected = searcher.search(query, k=k, rerank=reranker, explain=False, **OPTIONS)
         assert response.reranked and {"edje", "total"} < set(response.durations_ms)
-        maximum = max(hit.reranked.num_truncated_tokens for hit in expected)
+        maximum = max(hit.edje.num_truncated_tokens for hit in expected)
         warnings = [TRUNCATED.format("texts of hits", maximum)] if maximum else []
         assert response.warnings == warnings
         assert_same(response.hits, expected)
@@ -177,9 +176,9 @@ def test_rerank(client, searcher, model, photos):
     ):
         response = client.rerank(query, items, method="edje")
         hits = searcher.search(query, ids=items, rerank=Reranker(model), **OPTIONS)
-        read = [hit for hit in hits if not hit.reranked.problem]
+        read = [hit for hit in hits if not hit.edje.problem]
         assert [item.item_id for item in response.results] == [hit.item_id for hit in read]
-        scores = [hit.reranked.joint for hit in read]
+        scores = [hit.edje.logit for hit in read]
         assert [item.score for item in response.results] == pytest.approx(scores, abs=1e-4)
         assert response.missing == missing and response.representation is None
         assert client.rerank(query, items, method="edje", k=1).results == response.results[:1]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.search.maps import similarity_map
+from pipeline.search.results import Hit
 from pipeline.search.searcher import open_index
 from pipeline.search.stored_items import stored_query
 from pipeline.serve import wire
@@ -28,7 +29,7 @@ def summaries(hits) -> list[tuple]:
     return [(hit.rank, hit.item_id, hit.parent_id, hit.title, hit.text) for hit in hits]
 
 
-def assert_same(hits: list[wire.Hit], expected) -> None:
+def assert_same(hits: list[Hit], expected) -> None:
     assert summaries(hits) == summaries(expected)
     # The searcher scores in different blocks, so sums are rounded differently.
     np.testing.assert_allclose([h.score for h in hits], [h.score for h in expected], rtol=1e-5)
@@ -135,9 +136,7 @@ def test_explanations(client, searcher, index):
             spans = [word.span for word in passage.highlights]
             assert spans == [word.span for word in other.highlights]
     hit = client.search(query, index=index, explain="map", **options).hits[0]
-    expected_map = wire.Map.model_validate_json(
-        similarity_map(searcher, query, hit.item_id, "hpool_4").to_json()
-    )
+    expected_map = similarity_map(searcher, query, hit.item_id, "hpool_4")
     assert hit.map.query_tokens == expected_map.query_tokens
     for word, expected in zip(hit.map.words, expected_map.words, strict=True):
         assert (word.text, word.box, word.times) == (expected.text, None, None)

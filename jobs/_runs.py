@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jobs
@@ -71,7 +70,6 @@ class _Run:
 
         if reranker is not None:
             reranker.check(searcher.index, list(queries.values()))
-            options = replace(options, rerank_depth=reranker.rerank_depth)
         self._searcher, self._queries, self._options = searcher, queries, options
         self._reranker = reranker
         self._needs_encoder = all(isinstance(q, str | bytes | Composed) for q in queries.values())
@@ -104,7 +102,11 @@ class _Run:
         options = self._options
         encoded = self._searcher.queries(queries, options.column)
         scoring = time.perf_counter()
-        rankings = self._searcher.rank_with(encoded, options.first_stage())
+        depth = 0 if self._reranker is None else self._reranker.rerank_depth
+        rankings = self._searcher.rank_with(encoded, options.first_stage(depth))
+            encoded,
+            options.first_stage(0 if self._reranker is None else self._reranker.rerank_depth),
+        )
         reranking = time.perf_counter()
         if self._reranker is not None:
             texts_or_images = self._reranker.check(self._searcher.index, queries)

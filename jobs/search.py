@@ -57,12 +57,11 @@ from typing import TYPE_CHECKING, Any
 
 import jobs
 from jobs import _queries, _runs
-from pipeline.config import SpecError, check_exists
+from pipeline.config import Assigned, SpecError, check_exists
 from pipeline.index import check_index
 from pipeline.scores import SCORES
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
-    from pipeline.search.fusion import Fusion
     from pipeline.search.options import SearchOptions
     from pipeline.search.query import AnyQuery
     from pipeline.search.rerank import Reranker
@@ -70,6 +69,20 @@ if TYPE_CHECKING:  # imported lazily to keep --help fast
 
 BOLD_UNDERLINED, BRACKETS = ("\x1b[1;4m", "\x1b[0m"), ("[", "]")
 
+#: Fields of `SearchOptions` that are flags, with further arguments of `add_argument`.
+FLAGS: dict[str, dict[str, Any]] = {
+    "representation": {"metavar": "NAME"},
+    "k": {"type": Assigned, "metavar": "K"},
+    "score": {"choices": SCORES},
+    "weights": {"type": Assigned, "nargs": 2, "metavar": ("SINGLE_VECTOR", "MAXSIM")},
+    "fusion": {"nargs": "+", "metavar": ("FILE", "FIELD=VALUE")},
+    "group_by": {"choices": ["parent"]},
+    "filter": {"metavar": "SQL"},
+    "ids": {"metavar": "FILE"},
+    "parents": {"metavar": "FILE"},
+    "candidates": {"metavar": "GENERATOR"},
+    "num_candidates": {"type": Assigned, "metavar": "N"},
+}
 #: Values of `pipeline.schema.Precision`, copied because that module imports Arrow.
 PRECISIONS = ("float32", "bfloat16", "float16", "int8")
 
@@ -118,34 +131,18 @@ def _parse(arguments: Sequence[str] | None) -> Namespace:
 
 
 def _options(args: Namespace) -> SearchOptions:
+    from pipeline import config
     from pipeline.eval.topics import read_ids
     from pipeline.search.options import SearchOptions
 
-    return SearchOptions.from_keywords(
-        args.representation,
-        explain=True,
-        k=args.k,
-        score=args.score,
-        weights=tuple(args.weights),
-        fusion=_fusion(args.fusion),
-        group_by=args.group_by,
-        filter=args.filter,
-        ids=args.ids and read_ids(args.ids, "ids"),
-        parents=args.parents and read_ids(args.parents, "parents"),
-        candidates=args.candidates,
-        num_candidates=args.num_candidates,
-    )
-
-
-def _fusion(arguments: Sequence[str]) -> Fusion:
-    """Reads the settings of the fused score from a file and assignments."""
-    from pipeline import config
-    from pipeline.search.fusion import Fusion
-
-    is_file = bool(arguments) and "=" not in arguments[0]
-    fields = config.read(arguments[0], "fusion") if is_file else {}
-    with config.within("fusion"):
-        return config.parse(Fusion, config.override(fields, arguments[is_file:]))
+    fields = {name: vars(args)[name] for name in SearchOptions.model_fields if name in FLAGS}
+    given = {name: value for name, value in fields.items() if value is not None}
+    given |= {name: read_ids(given[name], name) for name in ("ids", "parents") if name in given}
+    if assignments := given.pop("fusion", None):
+        is_file = "=" not in assignments[0]
+        settings = config.read(assignments[0], "fusion") if is_file else {}
+        given["fusion"] = config.override(settings, assignments[is_file:])
+    return config.parse(SearchOptions, {**given, "explain": "matches"})
 
 
 def _check_outputs(args: Namespace) -> None:
@@ -251,6 +248,8 @@ def _search(
 
 
 def _parser() -> jobs.Parser:
+    from pipeline.search.options import SearchOptions
+
     parser = jobs.parser(__doc__)
     parser.add_argument("index", help="URI of the index")
     parser.add_argument("query", nargs="*", default=[], help="text query")
@@ -261,55 +260,11 @@ def _parser() -> jobs.Parser:
     )
     parser.add_argument("--queries", metavar="FILE", help="text queries (.jsonl or id<TAB>text)")
     parser.add_argument("--query-vectors", metavar="FILE", help="query vectors (.npy or .parquet)")
-    parser.add_argument(
-        "--representation", help="representation to search (default: full if it exists, else first)"
-    )
-    parser.add_argument(
-        "-k", "--k", type=jobs.positive, default=10, help="number of hits per query (default: 10)"
-    )
-    parser.add_argument(
-        "--score",
-        choices=SCORES,
-        default="maxsim",
-        help="MaxSim score, single-vector score, their sum, or fusion with BM25 (default: maxsim)",
-    )
-    parser.add_argument(
-        "--weights",
-        nargs=2,
-        type=float,
-        default=(1.0, 1.0),
-        metavar=("SINGLE_VECTOR", "MAXSIM"),
-        help="weights of the two scores in the hybrid score (default: 1 1)",
-    )
-    parser.add_argument(
-        "--fusion",
-        nargs="+",
-        default=(),
-        metavar=("FILE", "FIELD=VALUE"),
-        help="settings of the fused score: a file of jobs.evaluate --fit-fusion, or assignments "
-        "such as weights.bm25=0.5",
-    )
-    parser.add_argument(
-        "--group-by", choices=["parent"], help="return only the best item of each parent"
-    )
-    parser.add_argument("--filter", metavar="SQL", help="SQL condition that items must satisfy")
-    parser.add_argument("--ids", metavar="FILE", help="search only these items, one id per line")
-    parser.add_argument(
-        "--parents", metavar="FILE", help="search only items of these parents, one id per line"
-    )
-    parser.add_argument(
-        "--candidates",
-        default="exact",
-        metavar="GENERATOR",
-        help="score only the items that this generator, or several joined by + or :, find "
-        "(default: exact, which scores all)",
-    )
-    parser.add_argument(
-        "--num-candidates",
-        type=jobs.positive,
-        metavar="N",
-        help="number of items that each generator finds (default: 1,000, or 16 k if that is more)",
-    )
+    for name, settings in FLAGS.items():
+        field = SearchOptions.model_fields[name]
+        text = " ".join((field.description or "").replace("`", "").split()).partition(". ")[0]
+        flags = ["-k"] * (name == "k") + [f"--{name.replace('_', '-')}"]
+        parser.add_argument(*flags, dest=name, help=text.replace("%", "%%"), **settings)
     parser.add_argument("--version", type=int, help="version of the index (default: the newest)")
     parser.add_argument(
         "--rerank", metavar="edje=FOLDER", help="rerank with the EDJE model in this folder"

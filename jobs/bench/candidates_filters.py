@@ -34,7 +34,10 @@ def measure(
     from pipeline.search.options import SearchOptions
 
     encoded = searcher.queries(queries, column).split()
-    exact, generator = SearchOptions(column), SearchOptions(column, candidates=name)
+    exact, generator = (
+        SearchOptions(representation=column),
+        SearchOptions(representation=column, candidates=name),
+    )
     rng = np.random.default_rng(0)
     for share in shares:
         rows = np.flatnonzero(rng.random(len(searcher.items)) < share)

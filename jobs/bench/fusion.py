@@ -94,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _measure_bm25(num_items: int) -> dict[str, float]:
     """Returns the CPU times and sizes of BM25 over random texts."""
     from pipeline.candidates.bm25 import Bm25, Statistics, encode
-    from pipeline.search.candidates import MIN_CANDIDATES, best_rows
+    from pipeline.search.candidates import MIN_CANDIDATES
+    from pipeline.search.top import best_rows
 
     rng = np.random.default_rng(0)
     words = np.array([f"w{number:x}q" for number in range(NUM_WORDS)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -115,7 +115,7 @@ class JudgedPools:
         spec = spec.model_copy(update={"judged": level})
         has_single = info.pooled_column is not None and not spec.query_vectors
         options = SearchOptions(
-            info.name,
+            representation=info.name,
             k=spec.k + judged.num_removed,
             score="fused",
             fusion=Fusion(weights=FusionWeights(bm25=1, single_vector=float(has_single))),
@@ -131,7 +131,7 @@ class JudgedPools:
 
     def measure_fusion(self, fusion: Fusion) -> np.ndarray:
         """Returns the metric of each query, (Q,), for given settings of the fused score."""
-        options = replace(self.options, fusion=fusion)
+        options = self.options.model_copy(update={"fusion": fusion})
         run = {}
         for query_id, pool in self.pools.items():
             ranking = fuse(pool, options)

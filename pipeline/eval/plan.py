@@ -75,7 +75,9 @@ def planned_rows(
             raise SpecError("scores", single_scores[0], "maxsim", problem)
         if FUSED in spec.scores:
             try:
-                SearchOptions(info.name, score=FUSED, fusion=spec.fusion).resolve(searcher.index)
+                SearchOptions(score=FUSED, fusion=spec.fusion).resolve(
+                    searcher.index, representation=info.name
+                )
             except SpecError as error:
                 raise error.at("scores") from None
     scores = spec.scores or VECTOR_SCORES

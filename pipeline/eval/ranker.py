@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from pipeline.config import SpecError, digest, dump
+from pipeline.config import SpecError, digest, dump, parse
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.eval import JudgedQueries, bm25
 from pipeline.eval.cache import CachedResult, cache_key
@@ -226,9 +226,8 @@ class Ranker:
         lengths = self._searcher.packed(name).lengths.cpu().numpy()
 
         def count(numbers: Sequence[int], pool: Pool) -> list[int]:
-            options = SearchOptions.from_keywords(
-                name, filter=self._spec.filter, **self._restriction(pool)
-            )
+            selection = {"filter": self._spec.filter, **self._restriction(pool)}
+            options = parse(SearchOptions, {"representation": name, **selection})
             rows = self._searcher.items.select(options)
             num_vectors = int((lengths if rows is None else lengths[rows]).sum())
             tokens = self._searcher.queries(self._queries(name, numbers), name).tokens
@@ -276,8 +275,8 @@ class Ranker:
 
         def search(numbers: Sequence[int], pool: Pool) -> list[list[Hit]]:
             k = NUM_HITS + self._judged.num_removed
-            restricted = {"k": k, **keywords, **self._restriction(pool)}
-            options = SearchOptions.from_keywords(name, explain=True, **restricted)
+            fields = {"representation": name, "k": k, "explain": "matches", **keywords}
+            options = parse(SearchOptions, {**fields, **self._restriction(pool)})
             return self._searcher.search_with(self.queries_with_texts(name, numbers), options)
 
         found = self._by_pool(search, [numbers[query_id] for query_id in query_ids])

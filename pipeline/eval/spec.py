@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -15,7 +15,7 @@ from pipeline.registry import BenchmarkSpec
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from pipeline.scores import Score
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, FusionSpec
-from pipeline.search.options import EQUAL_WEIGHTS, WEIGHTS_RULE, Weights, are_weights
+from pipeline.search.options import EQUAL_WEIGHTS, Weights
 
 
 class RerankSpec(Spec):
@@ -175,13 +175,6 @@ class EvaluateSpec(Spec):
             rule = f"a list with another metric than {MDR}, by which rows are compared"
             raise SpecError("", names, rule)
         return names
-
-    @field_validator("weights", mode="before")
-    @classmethod
-    def _check_weights(cls, weights: Any) -> Any:
-        if not are_weights(weights):
-            raise SpecError("", weights, WEIGHTS_RULE)
-        return weights
 
     @model_validator(mode="after")
     def _check_weights_used(self) -> EvaluateSpec:

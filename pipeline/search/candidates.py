@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
 
 from pipeline.config import SpecError
-from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Index
+
+if TYPE_CHECKING:  # imports Lance
+    from pipeline.index.info import RepresentationInfo
+    from pipeline.index.reader import Index
 
 #: Value of the option `candidates` that scores all items.
 EXACT = "exact"
@@ -21,8 +23,6 @@ ITEMS_PER_CANDIDATE = 32
 #: Default minimum number of candidates, and their number per hit. On 117,659 definitions, `lemur`
 #: then finds 97 % of the 100 best items.
 MIN_CANDIDATES, CANDIDATES_PER_HIT = 1000, 16
-#: Number of scores from which a lower bound of the best scores is estimated.
-SELECTION_SAMPLE = 16384
 
 
 def generators(index: Index, info: RepresentationInfo) -> dict[str, str]:
@@ -79,52 +79,3 @@ def generator_columns(index: Index, info: RepresentationInfo, candidates: str) -
         problem = f"has {BM25} after {STEP}"
         raise SpecError("candidates", candidates, "a generator of vectors", problem)
     return {name: columns[name] for name in names}
-
-
-def best_rows(
-    scores: np.ndarray,
-    rows: np.ndarray | None,
-    num: int,
-    groups: np.ndarray | None = None,
-) -> np.ndarray:
-    """Returns the items with the `num` best scores in ascending order. Ties are all included.
-
-    Args:
-        scores: (S,) float. Items with -inf are excluded.
-        rows: (S,) ascending indices of the scored items, or None for all items.
-        num: Number of items.
-        groups: (B,) group of each item, or None. If given, the best item of each of the `num` best
-            groups is included as well, so that candidates of few groups do not replace the others.
-
-    >>> best_rows(np.array([3.0, 1.0, 2.0, 2.0]), None, 2).tolist()
-    [0, 2, 3]
-    >>> scores, groups = np.array([3.0, 2.5, 1.0, 0.5]), np.array([0, 0, 1, 1])
-    >>> best_rows(scores, None, 2, groups).tolist()
-    [0, 1, 2]
-    """
-    selected = (scores >= _limit(scores, num)) & (scores > -np.inf)
-    if groups is not None and len(scores):
-        groups = groups if rows is None else groups[rows]
-        best = np.full(groups.max() + 1, -np.inf, scores.dtype)
-        np.maximum.at(best, groups, scores)
-        selected |= (scores >= max(_limit(best, num), -1e38)) & (scores == best[groups])
-    chosen = np.flatnonzero(selected)
-    return chosen if rows is None else rows[chosen]
-
-
-def _limit(scores: np.ndarray, num: int) -> float:
-    """Returns the `num`-th best score, or -inf if there are fewer.
-
-    Selecting among a million scores takes longer than computing them, so scores below a bound that
-    is estimated on a sample are left out.
-    """
-    if num >= len(scores):
-        return -np.inf
-    sample = scores[:: max(len(scores) // SELECTION_SAMPLE, 1)]
-    # Twice the expected number of sampled scores, plus four standard deviations.
-    expected = num * len(sample) / len(scores)
-    rank = int(2 * expected + 4 * expected**0.5) + 4
-    if rank < len(sample) // 4:
-        above = scores[scores >= np.partition(sample, -rank)[-rank]]
-        scores = above if len(above) >= num else scores
-    return float(np.partition(scores, -num)[-num])

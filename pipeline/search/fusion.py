@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
 from pipeline.config import Spec, SpecError, read
-from pipeline.search.candidates import best_rows
+from pipeline.search.top import best_rows
 
 #: Value of the option `score` that fuses rankings.
 FUSED = "fused"

@@ -128,8 +128,8 @@ def similarity_map(
     if tokens_TD is None or len(tokens_TD) != len(output_T):
         passages = find_passages(tokens, sim_MN, output_T, *positions)
     else:
-        sim_MT = queries.tokens[0].numpy() @ tokens_TD.T
-        passages = find_passages(tokens, sim_MT, np.arange(len(tokens_TD)), *positions)
+        exact_MT = queries.tokens[0].numpy() @ tokens_TD.T
+        passages = find_passages(tokens, exact_MT, np.arange(len(tokens_TD)), *positions)
     words = _words(text or "", spans_T2, extents_T6, output_T, sim_MT, credit_T, contribution_T)
     return SimilarityMap(
         query_tokens=tuple(tokens),

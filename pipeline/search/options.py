@@ -1,15 +1,13 @@
-"""Search options that the Python interface, HTTP and the command line have in common."""
+"""Search options, which the Python interface, HTTP and the command line have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pipeline.config import SpecError
-from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Index
-from pipeline.scores import SCORES, Score, reject_former_name
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
+
+from pipeline.config import Spec, SpecError
+from pipeline.scores import Score
 from pipeline.search.candidates import (
     BM25,
     CANDIDATES_PER_HIT,
@@ -21,158 +19,163 @@ from pipeline.search.candidates import (
     generators,
 )
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, Fusion
-from pipeline.search.query import Queries
 from pipeline.search.representations import representation_info
 
-#: Weights of the single-vector and the MaxSim score in the hybrid score.
-Weights = tuple[float, float]
-EQUAL_WEIGHTS: Weights = (1.0, 1.0)
+if TYPE_CHECKING:  # imported lazily to keep --help fast
+    from pipeline.index.info import RepresentationInfo
+    from pipeline.index.reader import Index
+    from pipeline.search.query import Queries
+
 WEIGHTS_RULE = "two numbers (single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0"
+#: Default rerank depth of each method.
+DEFAULT_RERANK_DEPTHS = {"vectors": 100, "edje": 10}
 
 
-class _CommonKeywords(TypedDict, total=False):
-    """Keyword arguments that have the same name and type as the option."""
+def _check_weights(weights: tuple[float, float]) -> tuple[float, float]:
+    """Raises `SpecError` unless the weights are valid.
 
-    k: int
-    score: Score
-    weights: Weights
-    fusion: Fusion
-    group_by: Literal["parent"] | None
-    candidates: str
-    num_candidates: int | None
-
-
-class Selection(TypedDict, total=False):
-    """Keyword arguments of `Searcher.num_items`.
-
-    Collections are converted by `SearchOptions`.
+    >>> _check_weights((1, 0.5))
+    (1, 0.5)
     """
-
-    filter: str | None
-    ids: Collection[str] | None
-    parents: Collection[str] | None
-
-
-class SearchKeywords(_CommonKeywords, Selection, total=False):
-    """Keyword arguments of `Searcher.search` and `Searcher.rank`.
-
-    See `SearchOptions`.
-    """
+    if not any(weights) or not all(w == 0 or 1e-6 <= w <= 1e6 for w in weights):
+        raise SpecError("", list(weights), WEIGHTS_RULE)
+    return weights
 
 
-@dataclass(frozen=True)
-class SearchOptions:
-    """Options for selecting, scoring, reranking and explaining items.
+#: Weights of the single-vector and the MaxSim score in the hybrid score.
+Weights = Annotated[tuple[float, float], AfterValidator(_check_weights)]
+EQUAL_WEIGHTS = (1.0, 1.0)
 
-    Attributes:
-        representation: Name of the representation to search, or `NAME@K` for a prefix. If None,
-            `full` is used if it exists, otherwise the first representation.
-        k: Maximum number of hits.
-        score: "maxsim", "single_vector", "hybrid" or "fused". See `pipeline.search.score`.
-        weights: Weights of the single-vector and the MaxSim score in the hybrid score. Items that
-            lack either score have no hybrid score, even if its weight is 0.
-        fusion: Settings of the fused score. See `pipeline.search.fusion`.
-        group_by: "parent" returns the best item of each of the k best parents.
-        filter: Lance SQL expression over the item columns, such as "modality = 'text'".
-        ids: Ids of the items to search. Unknown ids are ignored. Items must satisfy `filter`, `ids`
-            and `parents`.
-        parents: Ids of the parents whose items are searched.
-        candidates: "exact" scores all items. Otherwise, the name of a candidate generator of the
-            representation, or several joined by "+", which find the items that are scored. The
-            generator after ":" selects among the items that the one before it finds. Items without
-            a code of a generator are always scored. If fewer than k items are found, all items are
-            scored.
-        num_candidates: Number of items that each generator finds per query and shard, at least `k`.
-            Defaults to 1,000, or 16 k if that is more. A generator before ":" finds 32 times as
-            many.
-        rerank: Second stage: "vectors" scores with another representation, "edje" with EDJE's joint
-            encoder.
-        rerank_representation: Representation used by "vectors", or None for the default.
-        rerank_depth: Number of first-stage items to rerank, or 0 without a second stage.
-        add_first_stage: Whether "edje" adds the score of the first stage.
-        rerank_is_optional: Whether to return the hits of the first stage if reranking fails.
-        explain: "matches" adds `matches` and `passages` to hits. "map" also adds a similarity map.
+
+def _id_tuple(ids: Any) -> tuple[str, ...] | None:
+    """Converts a collection of ids to a tuple. This takes 1 ms for 100,000 ids.
 
     Raises:
-        SpecError: An option is invalid.
+        SpecError: The ids are not a collection of valid UTF-8 strings.
     """
+    if ids is None:
+        return None
+    rule = "a list of ids in valid UTF-8"
+    if isinstance(ids, str | bytes):
+        raise SpecError("", ids, rule)
+    try:
+        values = tuple(ids)
+        "".join(values).encode()
+    except (TypeError, UnicodeEncodeError):
+        raise SpecError("", ids, rule) from None
+    return values
+
+
+Ids = Annotated[tuple[str, ...] | None, BeforeValidator(_id_tuple)]
+
+
+def _check_method(value: Any, info: ValidationInfo) -> Any:
+    """Checks that options of a reranking method are only used together with this method."""
+    method = "edje" if info.field_name == "add_first_stage" else "vectors"
+    if value and info.data.get("method", method) != method:
+        raise ValueError(f"omitted unless method is {method!r}")
+    return value
+
+
+RerankMethod = Literal["vectors", "edje"]
+RerankRepresentation = Annotated[str | None, AfterValidator(_check_method)]
+
+
+class Rerank(Spec):
+    """Second stage, which rescores the best hits of the first stage."""
+
+    method: RerankMethod = "vectors"
+    """Reranking method. `vectors` computes exact MaxSim scores with another representation. `edje`
+    applies EDJE's joint encoder to the query and each hit. Hits that it cannot read keep their
+    rank, and hits beyond `rerank_depth` follow the reranked ones in their original order."""
+    representation: RerankRepresentation = None
+    """Representation that `vectors` scores with, or a prefix `NAME@K`. Default: the default
+    representation."""
+    rerank_depth: int | None = Field(None, ge=1, le=10_000)
+    """Number of first-stage hits to rerank. Default: 100 for `vectors`, 10 for `edje`."""
+    add_first_stage: Annotated[bool, AfterValidator(_check_method)] = False
+    """Adds the first-stage score to the logit of `edje`."""
+    optional: bool = False
+    """If reranking fails, returns the hits of the first stage with `reranked: false` instead of an
+    error."""
+
+    @property
+    def depth(self) -> int:
+        """Number of first-stage hits to rerank, with the default resolved."""
+        return self.rerank_depth or DEFAULT_RERANK_DEPTHS[self.method]
+
+
+class SearchOptions(Spec):
+    """Options for selecting, scoring, reranking and explaining items."""
 
     representation: str | None = None
-    k: int = 10
+    """Name of the representation to search, or `NAME@K` for the first K vectors of each item of a
+    representation with nested vectors. Default: `full` if the index has it, else the first."""
+    k: int = Field(10, ge=1)
+    """Maximum number of hits per query."""
     score: Score = "maxsim"
+    """Score of the first stage: `maxsim` is the MaxSim score of the token vectors, `single_vector`
+    the similarity of the single vectors, and `hybrid` their weighted sum. `fused` combines the
+    rankings by MaxSim, BM25 and single vectors, see `fusion`."""
     weights: Weights = EQUAL_WEIGHTS
+    """Weights of the `single_vector` and the `maxsim` score in the `hybrid` score. Items that lack
+    either score have no hybrid score, even if its weight is 0."""
     fusion: Fusion = DEFAULT_FUSION
+    """Settings of the `fused` score. A server has defaults of its own for each index."""
     group_by: Literal["parent"] | None = None
+    """`parent` returns only the best item of each parent, such as the best page of a document."""
     filter: str | None = None
-    ids: tuple[str, ...] | None = None
-    parents: tuple[str, ...] | None = None
+    """Lance SQL expression over the columns of the items, such as `modality = 'text'`. Only the
+    items that satisfy it are searched."""
+    ids: Ids = None
+    """Ids of the items to search. Unknown ids are ignored. If null, all items are searched."""
+    parents: Ids = None
+    """Ids of the parents whose items are searched. If null, all items are searched."""
     candidates: str = EXACT
-    num_candidates: int | None = None
-    rerank: Literal["vectors", "edje"] | None = None
-    rerank_representation: str | None = None
-    rerank_depth: int = 0
-    add_first_stage: bool = False
-    rerank_is_optional: bool = False
+    """`exact` scores all items. The name of a candidate generator of the representation, or several
+    joined by `+` or `:`, score only the items that they find, which is faster and may miss hits.
+    Items without a code of a generator are always scored, and all items if fewer than `k` are
+    found. A server may have another default for the representation."""
+    num_candidates: int | None = Field(None, ge=1)
+    """Number of candidates per query, shard and generator, at least `k`. A generator before `:`
+    finds 32 times as many. Default: 1,000, or 16 `k` if that is more, unless the settings of a
+    server name another."""
+    rerank: Rerank | None = None
+    """Second stage. If null, hits are not reranked."""
     explain: Literal["matches", "map"] | None = None
+    """Explanations to return: `matches` adds the best-matching vector of each query token and the
+    best-matching passages of each hit, `map` additionally a similarity map of its words."""
 
-    def __post_init__(self) -> None:
-        check_count("k", self.k)
-        if self.group_by not in (None, "parent"):
-            raise SpecError("group_by", self.group_by, "parent or null")
-        reject_former_name(self.score)
-        if self.score not in SCORES:
-            raise SpecError.unknown_name("score", self.score, SCORES)
-        if not are_weights(self.weights):
-            raise SpecError("weights", self.weights, WEIGHTS_RULE)
-        if self.score != "hybrid" and tuple(self.weights) != EQUAL_WEIGHTS:
+    @model_validator(mode="after")
+    def _check_combinations(self) -> SearchOptions:
+        if self.score != "hybrid" and self.weights != EQUAL_WEIGHTS:
             rule = f"{EQUAL_WEIGHTS} for the score {self.score}"
             raise SpecError("weights", self.weights, rule)
         if self.score != FUSED and self.fusion != DEFAULT_FUSION:
             raise SpecError("score", self.score, f"{FUSED} if fusion is set")
-        if self.score == FUSED:
-            _ = self.fusion.component_weights  # must be set
-        if self.num_candidates is not None:
-            check_count("num_candidates", self.num_candidates)
-            if self.num_candidates < self.k:
-                raise SpecError("num_candidates", self.num_candidates, f"at least k = {self.k}")
+        if self.num_candidates is not None and self.num_candidates < self.k:
+            raise SpecError("num_candidates", self.num_candidates, f"at least k = {self.k}")
         if self.score == "single_vector" and self.candidates != EXACT:
             rule = f"{EXACT} for the score single_vector"
             raise SpecError("candidates", self.candidates, rule)
+        return self
 
-    @classmethod
-    def from_keywords(
-        cls,
-        representation: str | None = None,
-        *,
-        explain: bool = False,
-        filter: str | None = None,
-        ids: Collection[str] | None = None,
-        parents: Collection[str] | None = None,
-        **others: Unpack[_CommonKeywords],
-    ) -> SearchOptions:
-        """Creates options from the keyword arguments of the Python interface."""
-        return cls(
-            representation,
-            filter=filter,
-            ids=id_tuple("ids", ids),
-            parents=id_tuple("parents", parents),
-            explain="matches" if explain else None,
-            **others,
-        )
-
-    def resolve(self, index: Index) -> SearchOptions:
-        """Returns the options after filling in the default representation of an index.
+    def resolve(self, index: Index, **changes: Any) -> SearchOptions:
+        """Returns the options with changes and with the default representation of an index.
 
         Raises:
-            SpecError: The representation does not exist or is only for reranking, or the candidate
-                generator was not built for it.
+            SpecError: The representation does not exist or is only for reranking, the candidate
+                generator was not built for it, or a fused score has no weights.
         """
-        info = representation_info(index, self.representation)
-        if self.candidates != EXACT:
-            generator_columns(index, info, self.candidates)
-        if self.score == FUSED:
+        fields = {name: getattr(self, name) for name in SearchOptions.model_fields} | changes
+        options = SearchOptions.model_construct(**fields)
+        info = representation_info(index, options.representation)
+        if options.candidates != EXACT:
+            generator_columns(index, info, options.candidates)
+        if options.score == FUSED:
+            _ = options.fusion.component_weights  # must be set
             _check_bm25(index, info)
-        return replace(self, representation=info.name)
+        return options.model_copy(update={"representation": info.name})
 
     @property
     def column(self) -> str:
@@ -187,24 +190,20 @@ class SearchOptions:
             return self.num_candidates
         return max(MIN_CANDIDATES, CANDIDATES_PER_HIT * self.k)
 
-    def first_stage(self) -> SearchOptions:
-        """Returns the options of the first stage, which finds the items to rerank."""
-        k = max(self.k, self.rerank_depth)
-        return replace(
-            self,
-            k=k,
-            num_candidates=None if self.num_candidates is None else max(self.num_candidates, k),
-            rerank=None,
-            rerank_representation=None,
-            rerank_depth=0,
-            add_first_stage=False,
-            rerank_is_optional=False,
-            explain=None,
-        )
+    def first_stage(self, rerank_depth: int = 0) -> SearchOptions:
+        """Returns the options of the first stage, which finds the items to rerank.
+
+        Args:
+            rerank_depth: Number of items that another reranker than `rerank` reads.
+        """
+        k = max(self.k, rerank_depth, self.rerank.depth if self.rerank else 0)
+        number = None if self.num_candidates is None else max(self.num_candidates, k)
+        changes = {"k": k, "num_candidates": number, "rerank": None, "explain": None}
+        return self.model_copy(update=changes)
 
     def without_selection(self) -> SearchOptions:
         """Returns the options without `filter`, `ids` and `parents`, for use after selection."""
-        return replace(self, filter=None, ids=None, parents=None)
+        return self.model_copy(update={"filter": None, "ids": None, "parents": None})
 
     def check_vectors(self, queries: Queries, pooled_column: str | None) -> None:
         """Raises `SpecError` if the queries or the representation lack vectors for the score.
@@ -251,42 +250,3 @@ def check_count(field: str, value: int) -> None:
     """Raises `SpecError` unless a value is a positive integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SpecError(field, value, "an integer >= 1")
-
-
-def are_weights(weights: Any) -> bool:
-    """Checks whether a value is a valid pair of hybrid weights.
-
-    >>> are_weights((1, 0.5)), are_weights((0, 0)), are_weights((1, float("nan"))), are_weights(1)
-    (True, False, False, False)
-    """
-    return (
-        isinstance(weights, tuple | list)
-        and len(weights) == 2
-        and all(isinstance(w, int | float) and not isinstance(w, bool) for w in weights)
-        and all(w == 0 or 1e-6 <= w <= 1e6 for w in weights)
-        and any(weights)
-    )
-
-
-def id_tuple(field: str, ids: Collection[str] | None) -> tuple[str, ...] | None:
-    """Converts a collection of ids to a tuple.
-
-    Raises:
-        SpecError: The ids are not a collection of valid UTF-8 strings.
-    """
-    if ids is None:
-        return None
-    values = (ids,) if isinstance(ids, str) else tuple(ids)
-    if isinstance(ids, str) or not _are_texts(values):
-        invalid = ids if isinstance(ids, str) else next(i for i in values if not _are_texts((i,)))
-        raise SpecError(field, invalid, "a list of ids in valid UTF-8")
-    return values
-
-
-def _are_texts(values: tuple[Any, ...]) -> bool:
-    """Checks whether all values are valid UTF-8 strings. This takes 1 ms for 100,000 ids."""
-    try:
-        "".join(values).encode()
-    except (TypeError, UnicodeEncodeError):
-        return False
-    return True

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pipeline.config import SpecError
-from pipeline.index.info import RepresentationInfo
-from pipeline.index.reader import Index
+
+if TYPE_CHECKING:  # imports Lance
+    from pipeline.index.info import RepresentationInfo
+    from pipeline.index.reader import Index
 
 
 def representation_info(index: Index, name: str | None = None) -> RepresentationInfo:

@@ -37,7 +37,6 @@ from pipeline.search.candidates import (
     EXACT,
     ITEMS_PER_CANDIDATE,
     SINGLE,
-    best_rows,
     generator_columns,
     generator_steps,
 )
@@ -49,6 +48,7 @@ from pipeline.search.packed import PackedVectors
 from pipeline.search.query import Queries
 from pipeline.search.results import FirstStage, JointScore
 from pipeline.search.selection import Items
+from pipeline.search.top import best_rows, top_rows
 from pipeline.tracing import span
 
 if TYPE_CHECKING:
@@ -343,12 +343,12 @@ class Scorer:
         weights = options.fusion.component_weights
         groups = self._items.parent_codes if options.group_by else None
         others: dict[str, Any] = {"fusion": DEFAULT_FUSION, "candidates": EXACT}
-        maxsim_options = replace(options, score="maxsim", **others)
+        maxsim_options = options.model_copy(update={"score": "maxsim", **others})
         scores = self._scores(queries, maxsim_options, rows)
         assert scores.maxsim is not None
         single_QR = bm25_QR = None
         if weights.single_vector:
-            single_options = replace(options, score="single_vector", **others)
+            single_options = options.model_copy(update={"score": "single_vector", **others})
             singles = self._scores(queries, single_options, rows)
             single_QR = singles.single_vector
         if weights.bm25:
@@ -586,41 +586,3 @@ def _maxsim(
             pauses.pause()
         parts.append(maxsim(queries, packed, rows=part).cpu())
     return torch.cat(parts, dim=1)
-
-
-def top_rows(
-    scores: np.ndarray,
-    rows: np.ndarray | None,
-    order: np.ndarray,
-    k: int,
-    groups: np.ndarray | None = None,
-) -> np.ndarray:
-    """Finds the k best scores or, with groups, the best score of each of the k best groups.
-
-    Args:
-        scores: (S,) float. Items with -inf are excluded.
-        rows: (S,) indices of the scored items, or None for all items in order.
-        order: (B,) rank of each item among equal scores.
-        k: Maximum number of indices.
-        groups: (B,) group of each item, or None without grouping.
-
-    >>> order, groups = np.arange(4), np.array([0, 0, 1, 1])
-    >>> scores = np.array([3.0, 2.0, 1.0, 3.0])
-    >>> top_rows(scores, None, order, 2).tolist(), top_rows(scores, None, order, 3, groups).tolist()
-    ([0, 3], [0, 3])
-    """
-    if rows is not None:
-        order = order[rows]
-        groups = None if groups is None else groups[rows]
-    best = scores
-    if groups is not None and len(groups):
-        best = np.full(groups.max() + 1, -np.inf, scores.dtype)
-        np.maximum.at(best, groups, scores)
-    # Sort only scores that can be among the k best.
-    limit = np.partition(best, -k)[-k] if k < len(best) else -np.inf
-    candidates = np.flatnonzero((scores >= limit) & (scores > -np.inf))
-    candidates = candidates[np.lexsort((order[candidates], -scores[candidates]))]
-    if groups is not None:
-        _, first = np.unique(groups[candidates], return_index=True)
-        candidates = candidates[np.sort(first)]
-    return candidates[:k]

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
+from pipeline.config import parse
 from pipeline.encoders import Encoder
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.scores import Score
 from pipeline.search.candidates import EXACT
 from pipeline.search.describe import describe
-from pipeline.search.options import (
-    SearchKeywords,
-    SearchOptions,
-    Selection,
-    id_tuple,
-)
+from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import AnyQueries, AnyQuery, Queries, QueryEncoders
 from pipeline.search.representations import representation_info
@@ -84,7 +79,7 @@ class Searcher:
         *,
         explain: bool = True,
         rerank: Reranker | None = None,
-        **options: Unpack[SearchKeywords],
+        **options: Any,
     ) -> list[Hit] | list[list[Hit]]:
         """Finds the k best items for a query. Ties are sorted by item id.
 
@@ -99,8 +94,7 @@ class Searcher:
                 it exists, otherwise the first.
             explain: Whether hits contain `matches`, one per query token, and `passages`.
             rerank: Second stage that reorders the best items of the first.
-            options: `k` (default 10), `score`, `weights`, `fusion`, `group_by`, `filter`, `ids`,
-                `parents`, `candidates` and `num_candidates`. See `SearchOptions`.
+            options: Other fields of `SearchOptions`, such as `k` (default 10), `score` or `filter`.
 
         Returns:
             The hits of the query, best first, or a list of hits per query for several queries.
@@ -109,7 +103,8 @@ class Searcher:
         Raises:
             SpecError: An argument is invalid, or the query encoder differs from that of the index.
         """
-        parsed = SearchOptions.from_keywords(representation, explain=explain, **options)
+        options |= {"representation": representation, "explain": "matches" if explain else None}
+        parsed = parse(SearchOptions, options)
         if isinstance(query, AnyQuery):
             return self.search_with([query], parsed, rerank)[0]
         return self.search_with(query, parsed, rerank)
@@ -125,9 +120,9 @@ class Searcher:
         rows = self.items.select(options)  # reports an invalid filter before encoding
         if reranker is not None:
             texts_or_images = reranker.check(self.index, queries)
-            options = replace(options, rerank_depth=reranker.rerank_depth)
         encoded = self.encoders.encode(queries, options.column)
-        rankings = self.scorer.rank(encoded, options.first_stage(), rows)
+        depth = 0 if reranker is None else reranker.rerank_depth
+        rankings = self.scorer.rank(encoded, options.first_stage(depth), rows)
         if reranker is not None:
             rankings = reranker.rerank(self, texts_or_images, rankings, options.k)
         explain = options.explain is not None
@@ -137,10 +132,11 @@ class Searcher:
         self,
         queries: AnyQueries,
         representation: str | None = None,
-        **options: Unpack[SearchKeywords],
+        **options: Any,
     ) -> list[Ranking]:
         """Ranks the items for each query. Returns only their ids and scores."""
-        return self.rank_with(queries, SearchOptions.from_keywords(representation, **options))
+        options |= {"representation": representation}
+        return self.rank_with(queries, parse(SearchOptions, options))
 
     def rank_with(self, queries: AnyQueries, options: SearchOptions) -> list[Ranking]:
         """Returns the ranking of each query.
@@ -199,11 +195,12 @@ class Searcher:
         """Returns the vectors of a representation."""
         return self.scorer.vectors(self.representation(representation).name)
 
-    def num_items(self, **selection: Unpack[Selection]) -> int:
+    def num_items(self, **selection: Any) -> int:
         """Returns the number of items selected by `filter`, `ids` and `parents`."""
-        rows = self.items.select(SearchOptions.from_keywords(**selection))
+        rows = self.items.select(parse(SearchOptions, selection))
         return len(self.items) if rows is None else len(rows)
 
     def num_known(self, ids: Collection[str], field: Literal["ids", "parents"] = "ids") -> int:
         """Counts how many different item or parent ids of a list occur in the index."""
-        return self.items.num_known(id_tuple(field, ids) or (), field)
+        selected = parse(SearchOptions, {field: ids})
+        return self.items.num_known(getattr(selected, field) or (), field)

@@ -25,7 +25,7 @@ from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import quote
 
 import httpx2
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pipeline.retries import RETRIED_STATUSES, is_transient, retry_delay
 from pipeline.schema import Composed
@@ -60,7 +60,7 @@ class _Call(Generic[ResponseT]):
     method: str
     path: str
     schema: type[ResponseT]
-    body: wire.Request | None = None
+    body: BaseModel | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -235,7 +235,7 @@ class Client:
 
         Args:
             query: A text, the bytes of an image file, a `Composed` query, or token vectors (M, D).
-            options: Fields of `wire.SearchOptions`, for example `k`, `representation` or
+            options: `index` and fields of `SearchOptions`, for example `k`, `representation` or
                 `rerank={"rerank_depth": 100}`. `rerank={"method": "edje"}` requires an index that
                 is served with an EDJE model.
 

@@ -119,24 +119,26 @@ class Engine:
         Raises:
             ApiError: The request is invalid, or a stage failed.
         """
-        if options.rerank == "edje":
+        rerank = options.rerank
+        uses_edje = rerank is not None and rerank.method == "edje"
+        if uses_edje:
             check_edje(served, queries, "rerank.method")
         with timer.stage("encode"):
             encoded = await self.encode(served, queries, options.column, key)
-        if options.rerank is None and len(self._stages.searchers[served.name]) == 1:
+        if rerank is None and len(self._stages.searchers[served.name]) == 1:
             with timer.stage("search"):
                 return await self._search_shard(served, encoded, options, key), False, []
         with timer.stage("search"):
             rankings = await self._rank(served, encoded, options.first_stage(), key)
         is_reranked, warnings = False, []
-        if options.rerank is not None:
-            stage = RERANK_STAGES[options.rerank]
+        if rerank is not None:
+            stage = RERANK_STAGES[rerank.method]
             try:
                 with timer.stage(stage):
                     rankings = await self._rerank(served, queries, encoded, rankings, options, key)
                 is_reranked = True
             except ApiError as error:
-                if not options.rerank_is_optional or error.code not in ("unavailable", "timeout"):
+                if not rerank.optional or error.code not in ("unavailable", "timeout"):
                     raise
                 self._count("degraded", stage)
                 fields = {"event": "degraded", "stage": stage, "index": served.name}
@@ -145,7 +147,7 @@ class Engine:
                 rankings = [r.take(range(min(options.k, len(r.rows)))) for r in rankings]
         with timer.stage("describe"):
             hits = await self._describe(served, encoded, rankings, options, key)
-        if options.rerank == "edje":
+        if uses_edje:
             num_truncated = [
                 max((hit.edje.num_truncated_tokens for hit in query_hits if hit.edje), default=0)
                 for query_hits in hits
@@ -240,9 +242,10 @@ class Engine:
         key: str,
     ) -> list[Ranking]:
         """Reranks the results of each query and returns the k best items."""
-        if options.rerank == "edje":
+        assert options.rerank is not None
+        if options.rerank.method == "edje":
             return await self._rerank_by_edje(served, queries, rankings, options, key)
-        name = options.rerank_representation
+        name = options.rerank.representation
         assert name is not None
         first, second = (served.representation(n).encoder for n in (options.column, name))
         # Another encoder needs query vectors of its own.
@@ -300,7 +303,10 @@ class Engine:
     ) -> list[dict[str, float]]:
         """Computes exact MaxSim scores of the given items for each query."""
         unique = [tuple(dict.fromkeys(ids)) for ids in item_ids]
-        options = [SearchOptions(representation, k=max(len(ids), 1), ids=ids) for ids in unique]
+        options = [
+            SearchOptions(representation=representation, k=max(len(ids), 1), ids=ids)
+            for ids in unique
+        ]
         rankings = await self.calls.call(
             "rerank",
             Caller(key, self.settings.timeouts.rerank_s),

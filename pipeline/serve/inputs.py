@@ -6,6 +6,7 @@ import base64
 import binascii
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -15,9 +16,8 @@ from pipeline.decoding.image import without_comments
 from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Composed
-from pipeline.search.candidates import EXACT
-from pipeline.search.fusion import DEFAULT_FUSION, FUSED, Fusion
-from pipeline.search.options import SearchOptions
+from pipeline.search.fusion import FUSED
+from pipeline.search.options import Rerank, SearchOptions
 from pipeline.search.query import Queries, Unencoded, check_texts, query_error
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError, from_spec_error
@@ -26,9 +26,9 @@ from pipeline.serve.settings import Limits
 
 
 def search_options(
-    request: wire.SearchOptions, served: Served, num_queries: int, limits: Limits
+    request: wire.SearchFields, served: Served, num_queries: int, limits: Limits
 ) -> SearchOptions:
-    """Converts a request to search options and fills in default representations.
+    """Returns the options of a request with the defaults of the served index.
 
     Args:
         request: Options of the request.
@@ -40,52 +40,35 @@ def search_options(
         ApiError: An option is invalid or above a limit.
     """
     rerank = request.rerank
-    depth = rerank.num_candidates if rerank else 0
+    depth = rerank.depth if rerank else 0
     _check_depth(request.k, depth, num_queries, limits)
-    rerank_representation = None
     if rerank and rerank.method == "edje":
         check_num_pairs(depth, num_queries, limits, "rerank.rerank_depth")
     elif rerank:
-        rerank_representation = _rerank_representation(served, rerank)
+        name = _rerank_representation(served, rerank)
+        rerank = rerank.model_copy(update={"representation": name})
     info = served.representation(request.representation)
     candidates, num_candidates = _candidates(request, served, info)
+    changes: dict[str, Any] = {
+        "rerank": rerank,
+        "candidates": candidates,
+        "num_candidates": num_candidates,
+    }
+    if request.score == FUSED and "fusion" not in request.model_fields_set:
+        changes["fusion"] = served.spec.fusion
     try:
-        return SearchOptions(
-            representation=info.name,
-            k=request.k,
-            score=request.score,
-            weights=request.weights,
-            fusion=_fusion(request, served),
-            group_by=request.group_by,
-            filter=request.filter,
-            ids=None if request.ids is None else tuple(request.ids),
-            parents=None if request.parents is None else tuple(request.parents),
-            candidates=candidates,
-            num_candidates=num_candidates,
-            rerank=rerank.method if rerank else None,
-            rerank_representation=rerank_representation,
-            rerank_depth=depth,
-            add_first_stage=rerank is not None and rerank.add_first_stage,
-            rerank_is_optional=rerank is not None and rerank.optional,
-            explain=request.explain,
-        ).resolve(served.index)
+        return request.resolve(served.index, representation=info.name, **changes)
     except SpecError as error:
         raise from_spec_error(error) from None
 
 
-def _fusion(request: wire.SearchOptions, served: Served) -> Fusion:
-    """Returns the settings of the request, or else those of the index for a fused score."""
-    if request.fusion is not None:
-        return request.fusion
-    return served.spec.fusion if request.score == FUSED else DEFAULT_FUSION
-
-
 def _candidates(
-    request: wire.SearchOptions, served: Served, info: RepresentationInfo
+    request: wire.SearchFields, served: Served, info: RepresentationInfo
 ) -> tuple[str, int | None]:
     """Returns the candidate generator and the number of candidates of a request."""
     default = served.default_candidates(info, request.score)
-    name = request.candidates or (default.generator if default else EXACT)
+    is_given = "candidates" in request.model_fields_set
+    name = request.candidates if is_given or default is None else default.generator
     number = request.num_candidates
     if number is None and default and default.generator == name and default.num_candidates:
         number = max(default.num_candidates, request.k)
@@ -122,7 +105,7 @@ def check_num_queries(queries: Sequence[wire.Query], limits: Limits) -> None:
             raise ApiError("invalid_argument", message, "queries")
 
 
-def _rerank_representation(served: Served, rerank: wire.Rerank) -> str:
+def _rerank_representation(served: Served, rerank: Rerank) -> str:
     try:
         return served.representation(rerank.representation).name
     except ApiError as error:

@@ -127,7 +127,7 @@ async def search_batch(
 async def _search(
     request: Request,
     queries: Sequence[wire.Query],
-    body: wire.SearchOptions,
+    body: wire.SearchFields,
     key: Key,
     gateway: Gateway,
 ) -> tuple[list[list[Hit]], dict[str, Any]]:

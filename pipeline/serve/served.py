@@ -96,7 +96,7 @@ class Served:
         """Returns the options of a search of a representation without other options."""
         candidates = self.default_candidates(self.representation(representation), "maxsim")
         name = EXACT if candidates is None else candidates.generator
-        return SearchOptions(representation, candidates=name)
+        return SearchOptions(representation=representation, candidates=name)
 
 
 class ServedIndexes:

@@ -467,9 +467,11 @@ class JointRanker:
         """
         from pipeline.search.rerank import reorder
 
-        candidates = [ranking.item_ids[: options.rerank_depth] for ranking in rankings]
+        assert options.rerank is not None
+        depth = options.rerank.depth
+        candidates = [ranking.item_ids[:depth] for ranking in rankings]
         read = await self._read(edition, queries, candidates, caller)
-        settings = options.rerank_depth, options.add_first_stage, options.k
+        settings = depth, options.rerank.add_first_stage, options.k
         return [reorder(*row, *settings) for row in zip(queries, rankings, read, strict=True)]
 
     @returns_errors

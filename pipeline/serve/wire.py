@@ -10,20 +10,19 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
     Field,
     StringConstraints,
     Tag,
-    ValidationInfo,
     model_validator,
 )
 
 from pipeline.config import RenamedField, SpecError
 from pipeline.scores import Score
 from pipeline.search.fusion import Fusion
+from pipeline.search.options import RerankMethod, RerankRepresentation, SearchOptions
 from pipeline.search.results import Hit, Response
 
 #: Id of an item, a parent or a query.
@@ -175,104 +174,21 @@ def query_text(query: Query) -> str | None:
     return query.text if isinstance(query, Composed) else query if isinstance(query, str) else None
 
 
-#: Default rerank depth of each method.
-DEFAULT_RERANK_DEPTHS = {"vectors": 100, "edje": 10}
-RerankMethod = Literal["vectors", "edje"]
-
-
-def _check_method(value: Any, info: ValidationInfo) -> Any:
-    """Checks that options of a reranking method are only used together with this method."""
-    method = "edje" if info.field_name == "add_first_stage" else "vectors"
-    if value and info.data.get("method", method) != method:
-        raise ValueError(f"omitted unless method is {method!r}")
-    return value
-
-
-RerankRepresentation = Annotated[Name | None, AfterValidator(_check_method)]
-
-
-class Rerank(Request):
-    """Second stage, which rescores the best hits of the first stage."""
-
-    renamed: ClassVar[Mapping[str, str]] = {
-        "by": "method",
-        "depth": "rerank_depth",
-        "pool": "rerank_depth",
-    }
-
-    method: RerankMethod = "vectors"
-    """Reranking method. `vectors` computes exact MaxSim scores with another representation. `edje`
-    applies EDJE's joint encoder to the query and each hit. Hits that it cannot read keep their
-    rank, and hits beyond `rerank_depth` follow the reranked ones in their original order."""
-    representation: RerankRepresentation = None
-    """Representation that `vectors` scores with, or a prefix `NAME@K`. Default: the default
-    representation."""
-    rerank_depth: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """Number of first-stage hits to rerank. Default: 100 for `vectors`, 10 for `edje`."""
-    add_first_stage: Annotated[bool, AfterValidator(_check_method)] = False
-    """Adds the first-stage score to the logit of `edje`."""
-    optional: bool = False
-    """If reranking fails, returns the hits of the first stage with `reranked: false` instead of an
-    error."""
-
-    @property
-    def num_candidates(self) -> int:
-        """Number of first-stage hits to rerank, with the default resolved."""
-        return self.rerank_depth or DEFAULT_RERANK_DEPTHS[self.method]
-
-
-class SearchOptions(Request):
+class SearchFields(SearchOptions):
     """Options that single searches and batch searches have in common."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"where": "filter"}
 
     index: Name | None = None
     """Name of the index. Optional if the access key can access only one index."""
-    representation: Name | None = None
-    """Name of the representation to search, or `NAME@K` for the first K vectors of each item of a
-    representation with nested vectors. Default: `full` if the index has it, else the first."""
-    k: Annotated[int, Field(ge=1, le=10_000)] = 10
-    """Maximum number of hits per query."""
-    score: Score = "maxsim"
-    """Score of the first stage: `maxsim` is the MaxSim score of the token vectors, `single_vector`
-    the similarity of the single vectors, and `hybrid` their weighted sum. `fused` combines the
-    rankings by MaxSim, BM25 and single vectors, see `fusion`."""
-    weights: tuple[Finite, Finite] = (1.0, 1.0)
-    """Weights of the `single_vector` and the `maxsim` score in the `hybrid` score."""
-    fusion: Fusion | None = None
-    """Settings of the `fused` score. Default: those of the server for the index."""
-    group_by: Literal["parent"] | None = None
-    """`parent` returns only the best item of each parent, such as the best page of a document."""
-    filter: Annotated[str, StringConstraints(max_length=10_000)] | None = None
-    """Lance SQL expression over the columns of the items, such as `modality = 'text'`. Only the
-    items that satisfy it are searched."""
-    ids: Annotated[list[Id], Field(max_length=100_000)] | None = None
-    """Ids of the items to search. If null, all items are searched."""
-    parents: Annotated[list[Id], Field(max_length=100_000)] | None = None
-    """Ids of the parents whose items are searched. If null, all items are searched."""
-    candidates: Name | None = None
-    """`exact` scores all items. The name of a candidate generator of the representation, or several
-    joined by `+` or `:`, score only the items that they find, which is faster and may miss hits.
-    Default: the generator that the settings of the server name for the representation, else
-    `exact`."""
-    num_candidates: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Number of candidates per query, shard and generator, at least `k`. Default: that of the
-    settings of the server if they name the generator, else 1,000, or 16 `k` if that is more."""
-    rerank: Rerank | None = None
-    """Second stage. If null, hits are not reranked."""
-    explain: Literal["matches", "map"] | None = None
-    """Explanations to return: `matches` adds the best-matching vector of each query token and the
-    best-matching passages of each hit, `map` additionally a similarity map of its words."""
 
 
-class SearchRequest(SearchOptions):
+class SearchRequest(SearchFields):
     """Search with one query."""
 
     query: Query
     """The query: a text, an image, a text with an image, token vectors, or an item of the index."""
 
 
-class BatchSearchRequest(SearchOptions):
+class BatchSearchRequest(SearchFields):
     """Search for several queries that share the same options."""
 
     queries: Annotated[list[Query], Field(min_length=1, max_length=1024)]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.search.candidates import best_rows
 from pipeline.search.options import SearchOptions
+from pipeline.search.top import best_rows
 from tests.search.conftest import random_queries, random_rows, reference_ranking
 
 
@@ -148,6 +148,8 @@ def test_invalid_options(make_index):
 
 
 def test_first_stage_keeps_enough_candidates():
-    options = SearchOptions("full", k=5, rerank_depth=50, candidates="single", num_candidates=20)
+    options = SearchOptions(
+        representation="full", k=5, rerank_depth=50, candidates="single", num_candidates=20
+    )
     assert options.first_stage().num_candidates == 50
-    assert SearchOptions("full", k=100).candidates_per_query == 1600
+    assert SearchOptions(representation="full", k=100).candidates_per_query == 1600

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.index.reader import Index
+from pipeline.search.options import Rerank
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
 from pipeline.serve.inputs import search_options
@@ -20,7 +21,7 @@ def served(nested_uri) -> Served:
 
 
 def test_prefixes_of_representations(served):
-    rerank = wire.Rerank(representation="nested_8@5")
+    rerank = Rerank(representation="nested_8@5")
     request = wire.SearchRequest(query="a wing", representation="nested_8@3", rerank=rerank)
     options = search_options(request, served, 1, Limits())
     assert (options.column, options.rerank_representation) == ("nested_8@3", "nested_8@5")
@@ -39,7 +40,7 @@ def test_prefixes_of_representations(served):
 def test_invalid_prefixes(served, field, name, message):
     fields = {"representation": name}
     if field != "representation":
-        fields = {"rerank": wire.Rerank(representation=name)}
+        fields = {"rerank": Rerank(representation=name)}
     request = wire.SearchRequest(query="a wing", **fields)
     with pytest.raises(ApiError, match=message) as caught:
         search_options(request, served, 1, Limits())

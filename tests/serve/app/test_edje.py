@@ -20,10 +20,11 @@ from jobs.serve import _check_indexes
 from pipeline import Composed, open_index
 from pipeline.config import SpecError, parse
 from pipeline.index.reader import Index
+from pipeline.search.options import Rerank
 from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
 from pipeline.search.results import Hit
 from pipeline.search.searcher import Searcher
-from pipeline.serve import stages, wire
+from pipeline.serve import stages
 from pipeline.serve.client import AsyncClient, Client, ServerError
 from pipeline.serve.mteb import Endpoint
 from pipeline.serve.settings import Scale, ServedIndex, ServeSpec, Timeouts
@@ -278,7 +279,7 @@ def is_ready(url: str) -> bool:
 def test_similarity_maps_equal_those_of_first_stage(client, searcher):
     plain = {"representation": "hpool_4", "score": "maxsim", "k": NUM_PHOTOS}
     first = {hit.item_id: hit for hit in client.search(TEXT, explain="map", **plain).hits}
-    options = {**plain, "rerank": wire.Rerank(method="edje", rerank_depth=5)}
+    options = {**plain, "rerank": Rerank(method="edje", rerank_depth=5)}
     hits = client.search(TEXT, explain="map", **options).hits
     assert [hit.item_id for hit in hits] != list(first)
     for hit in hits:

@@ -14,6 +14,7 @@ import lance
 import pytest
 
 from pipeline.index.reader import ITEMS
+from pipeline.search.options import Rerank
 from pipeline.serve import wire
 from pipeline.serve.client import AsyncClient, Client, ServerError
 from tests.serve.conftest import children, cpu_seconds, write_keys
@@ -97,10 +98,10 @@ def test_client_recovers_from_killed_replica(url, deployment):
 
 def test_optional_reranking_falls_back_to_first_stage(url):
     with Client(url, tries=10) as client:
-        reranked = client.search(**{**RERANK, "rerank": wire.Rerank(rerank_depth=5)})
+        reranked = client.search(**{**RERANK, "rerank": Rerank(rerank_depth=5)})
         assert reranked.reranked and not reranked.warnings
         kill("Reranker-i")
-        degraded = client.search(**{**RERANK, "rerank": wire.Rerank(rerank_depth=5, optional=True)})
+        degraded = client.search(**{**RERANK, "rerank": Rerank(rerank_depth=5, optional=True)})
         assert not degraded.reranked and "not reranked" in degraded.warnings[0]
         first = client.search(SEARCH["query"], representation="hpool_2")
         assert [hit.item_id for hit in degraded.hits] == [hit.item_id for hit in first.hits]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.search.maps import similarity_map
+from pipeline.search.options import Rerank
 from pipeline.search.results import Hit
 from pipeline.search.searcher import open_index
 from pipeline.search.stored_items import stored_query
@@ -99,7 +100,7 @@ def test_batch_search(client, searcher, index):
         assert_same(hits, searcher.search(query, k=3))
 
 
-@pytest.mark.parametrize("rerank", [None, wire.Rerank(rerank_depth=4)])
+@pytest.mark.parametrize("rerank", [None, Rerank(rerank_depth=4)])
 def test_batch_of_maximum_size(client, searcher, rerank):
     queries = QUERIES * 50
     vectors = np.ones((1, 384), np.float32)
@@ -152,7 +153,7 @@ def test_reranking(client, searcher, index):
         first = searcher.rank([query], "random_4", k=4)[0]
         reranked = searcher.rank([query], "full", k=2, ids=first.item_ids)[0]
         response = client.search(
-            query, index=index, representation="random_4", k=2, rerank=wire.Rerank(rerank_depth=4)
+            query, index=index, representation="random_4", k=2, rerank=Rerank(rerank_depth=4)
         )
         assert response.reranked and [hit.item_id for hit in response.hits] == reranked.item_ids
         scores = [hit.score for hit in response.hits]
@@ -264,7 +265,7 @@ def test_item_as_query_with_rerank(client):
         wire.StoredItem(item="wing/1"),
         index="texts",
         representation="hpool_2",
-        rerank=wire.Rerank(representation="full", rerank_depth=6),
+        rerank=Rerank(representation="full", rerank_depth=6),
         k=2,
     ).hits
     assert hits[0].item_id == "wing/1" and hits[0].first_stage is not None

@@ -104,9 +104,6 @@ class _Run:
         scoring = time.perf_counter()
         depth = 0 if self._reranker is None else self._reranker.rerank_depth
         rankings = self._searcher.rank_with(encoded, options.first_stage(depth))
-            encoded,
-            options.first_stage(0 if self._reranker is None else self._reranker.rerank_depth),
-        )
         reranking = time.perf_counter()
         if self._reranker is not None:
             texts_or_images = self._reranker.check(self._searcher.index, queries)

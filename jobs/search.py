@@ -262,7 +262,9 @@ def _parser() -> jobs.Parser:
     parser.add_argument("--query-vectors", metavar="FILE", help="query vectors (.npy or .parquet)")
     for name, settings in FLAGS.items():
         field = SearchOptions.model_fields[name]
-        text = " ".join((field.description or "").replace("`", "").split()).partition(". ")[0]
+        text = " ".join((field.description or "").replace("`", "").split()).partition(". ")[0].rstrip(".")
+        default = field.get_default()
+        text += f" (default: {default})" if isinstance(default, str | int | tuple) else ""
         flags = ["-k"] * (name == "k") + [f"--{name.replace('_', '-')}"]
         parser.add_argument(*flags, dest=name, help=text.replace("%", "%%"), **settings)
     parser.add_argument("--version", type=int, help="version of the index (default: the newest)")

@@ -132,9 +132,9 @@ class SearchOptions(Spec):
     parents: Ids = None
     """Ids of the parents whose items are searched. If null, all items are searched."""
     candidates: str = EXACT
-    """`exact` scores all items. The name of a candidate generator of the representation, or several
-    joined by `+` or `:`, score only the items that they find, which is faster and may miss hits.
-    Items without a code of a generator are always scored, and all items if fewer than `k` are
+    """Candidate generator of the representation, or several joined by `+` or `:`, which find the
+    items that are scored; `exact` scores all items. A search with candidates is faster and may miss
+    hits. Items without a code of a generator are always scored, and all items if fewer than `k` are
     found. A server may have another default for the representation."""
     num_candidates: int | None = Field(None, ge=1)
     """Number of candidates per query, shard and generator, at least `k`. A generator before `:`

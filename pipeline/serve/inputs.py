@@ -49,15 +49,11 @@ def search_options(
         rerank = rerank.model_copy(update={"representation": name})
     info = served.representation(request.representation)
     candidates, num_candidates = _candidates(request, served, info)
-    changes: dict[str, Any] = {
-        "rerank": rerank,
-        "candidates": candidates,
-        "num_candidates": num_candidates,
-    }
+    changes: dict[str, Any] = {"candidates": candidates, "num_candidates": num_candidates}
     if request.score == FUSED and "fusion" not in request.model_fields_set:
         changes["fusion"] = served.spec.fusion
     try:
-        return request.resolve(served.index, representation=info.name, **changes)
+        return request.resolve(served.index, representation=info.name, rerank=rerank, **changes)
     except SpecError as error:
         raise from_spec_error(error) from None
 

@@ -276,7 +276,7 @@ def test_sigterm_while_ray_starts(spec, index_uri, verb):
     [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "error: interrupted")],
 )
 def test_signal_during_a_fit(cluster, spec, tmp_path, number, code, message):
-    fitted = '{"name": "adaptive", "num_vectors": 2, "criterion": "length"}'
+    fitted = '{"name": "adaptive", "num_vectors": 2}'
     arguments = [spec, f"representations.0.compressor={fitted}", "--progress", "json"]
     process = start_job("jobs.index", *arguments, address=cluster)
     assert any('"phase": "fit' in line for line in process.stdout)  # takes 20 s

@@ -1,9 +1,8 @@
-"""Adaptive budgets, which assign more vectors to items that contain more information."""
+"""Adaptive budgets, which assign more vectors to items that need more to be covered."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -12,15 +11,12 @@ from pydantic import Field, model_validator
 
 from pipeline import config
 from pipeline.compression import Budgeted, Compressor, NumVectors, pack_left
-from pipeline.compression.hpool import merge_costs
 from pipeline.compression.kcenter import covering_radii
 from pipeline.config import SpecError
 from pipeline.registry import COMPRESSORS, CompressorSpec
-from pipeline.taps import Tap, TapName
-from pipeline.tokens import TokenBatch, unit_vectors
+from pipeline.taps import Tap
+from pipeline.tokens import TokenBatch
 
-#: Criteria whose theta is the smallest gain or radius for which an item receives another vector.
-THRESHOLDS = ("gain", "radius")
 #: Number of bisection steps. It is sufficient to determine theta with float64 precision.
 NUM_BISECTIONS = 60
 
@@ -30,11 +26,15 @@ class Adaptive(Compressor["Adaptive.Spec"]):
 
     The budgets average `num_vectors` over the corpus. The SAP paper enforces "a uniform token
     budget across all documents" (section 7), and the AGC paper suggests a budget "in proportion to
-    a document's inherent information" as future work. This class implements such a budget.
+    a document's inherent information" as future work. This class implements such a budget: the
+    smallest number of centres of `kcenter` with a covering radius of at most theta, as a distance
+    `1 - cos`. The maximum similarity of a unit query token to these centres is then at most
+    `sqrt(2 theta)` below that to all tokens.
 
-    `fit` maximises the total budget of a sample, subject to the constraint that it does not exceed
-    the total of a uniform budget. In the uniform budget, items that have fewer than `num_vectors`
-    tokens use only as many vectors as they have tokens.
+    `fit` determines theta, a constant of the corpus. It maximises the total budget of a sample,
+    subject to the constraint that it does not exceed the total of a uniform budget. In the uniform
+    budget, items that have fewer than `num_vectors` tokens use only as many vectors as they have
+    tokens.
     """
 
     class Spec(config.ComponentSpec):
@@ -47,27 +47,10 @@ class Adaptive(Compressor["Adaptive.Spec"]):
         """Mean number of vectors per item."""
         method: CompressorSpec = Field(default="hpool", validate_default=True)
         """Compressor that is run with the budgets. Its own budget must be omitted."""
-        criterion: Literal["gain", "radius", "entropy", "length"] = "gain"
-        """Definition of the budget of an item. Theta is a constant of the corpus, determined by
-        `fit`.
-
-        - "gain": `1 + #{Ward merges that increase the squared error by more than theta}`. The next
-          vector of any item then reduces the error by about the same amount. This is equivalent to
-          Ward clustering of the whole corpus in which tokens of different items are never merged.
-        - "radius": The smallest number of centres of `kcenter` with a covering radius of at most
-          theta, as a distance `1 - cos`. The maximum similarity of a unit query token to these
-          centres is then at most `sqrt(2 theta)` below that to all tokens.
-        - "entropy": `theta exp(H)`, where H is the entropy of the saliency over the tokens. exp(H)
-          can be interpreted as the effective number of salient tokens.
-        - "length": `theta N` for an item with N tokens. This baseline is equivalent to a constant
-          ratio.
-        """
         min_budget: float = Field(0.25, ge=0, le=1)
         """Minimum budget of an item as a fraction of `num_vectors`."""
         max_budget: float = Field(4.0, ge=1, allow_inf_nan=False)
         """Maximum budget of an item as a multiple of `num_vectors`."""
-        saliency: TapName = "pooled_row/mean/last"
-        """Attention statistic that the criterion "entropy" uses, see `pipeline.taps`."""
 
         @model_validator(mode="before")
         @classmethod
@@ -106,14 +89,13 @@ class Adaptive(Compressor["Adaptive.Spec"]):
         method = COMPRESSORS.build(spec.method)
         assert isinstance(method, Budgeted)  # guaranteed by the spec
         self._method = method
-        self.assignment_form = self._method.assignment_form
-        self.normalised = self._method.normalised
+        self.assignment_form = method.assignment_form
+        self.normalised = method.normalised
 
-    @cached_property
+    @property
     def needs_taps(self) -> tuple[Tap, ...]:
-        """Attention statistics of the compressor and, for the criterion "entropy", the saliency."""
-        taps = (Tap.parse(self.spec.saliency),) if self.spec.criterion == "entropy" else ()
-        return tuple(dict.fromkeys((*self._method.needs_taps, *taps)))
+        """Attention statistics of the compressor that is run with the budgets."""
+        return self._method.needs_taps
 
     @classmethod
     def fit(cls, spec: Spec, sample: Iterable[TokenBatch]) -> dict[str, np.ndarray]:
@@ -124,14 +106,14 @@ class Adaptive(Compressor["Adaptive.Spec"]):
         measured: list[tuple[torch.Tensor, torch.Tensor]] = []
         for batch in sample:
             packed, _ = pack_left(batch)
-            measured.append((information(packed, spec), packed.lengths))
+            measured.append((radii(packed, spec), packed.lengths))
         max_total = sum(int(n.clamp(max=spec.num_vectors).sum()) for _, n in measured)
 
         def total(theta: float) -> int:
             return sum(int(budgets(spec, *item, theta).sum()) for item in measured)
 
-        # Bisection on a logarithmic scale. Smaller values of a threshold yield more vectors.
-        few, many = (1e3, 1e-12) if spec.criterion in THRESHOLDS else (1e-6, 1e6)
+        # Bisection on a logarithmic scale. Smaller radii yield more vectors.
+        few, many = 1e3, 1e-12
         for _ in range(NUM_BISECTIONS):
             middle = (few * many) ** 0.5
             few, many = (middle, many) if total(middle) <= max_total else (few, middle)
@@ -139,57 +121,35 @@ class Adaptive(Compressor["Adaptive.Spec"]):
 
     def _compress(self, batch: TokenBatch) -> TokenBatch:
         theta = float(self.fitted["theta"][0])
-        budgets_B = budgets(self.spec, information(batch, self.spec), batch.lengths, theta)
+        budgets_B = budgets(self.spec, radii(batch, self.spec), batch.lengths, theta)
         return self._method.reduce(batch, budgets_B)
 
 
-def information(batch: TokenBatch, spec: Adaptive.Spec) -> torch.Tensor:
-    """Measures the information in each item by the criterion of the spec.
-
-    Args:
-        batch: Items to measure. Padding must be at the end of each row.
-        spec: Options of the compressor.
-
-    Returns:
-        Costs of the Ward merges (B, N) for "gain"; covering radii of 1, 2, ... centres (B, K) for
-        "radius", up to the maximum budget; the effective number of tokens (B, 1) for the other
-        criteria.
-    """
-    lengths_B1 = batch.lengths.double().unsqueeze(1)
-    if spec.criterion == "length":
-        return lengths_B1
-    if spec.criterion == "gain":
-        return merge_costs(unit_vectors(batch), batch.lengths)
-    if spec.criterion == "radius":
-        return covering_radii(batch, round(spec.max_budget * spec.num_vectors))
-    weights_BN = batch.taps[spec.saliency].double().masked_fill(~batch.mask, 0.0)
-    shares_BN = weights_BN / weights_BN.sum(dim=1, keepdim=True).clamp_min(1e-300)
-    return torch.special.entr(shares_BN).sum(dim=1, keepdim=True).exp()
+def radii(batch: TokenBatch, spec: Adaptive.Spec) -> torch.Tensor:
+    """Returns the covering radii of 1, 2, ... centres up to the maximum budget, (B, K)."""
+    return covering_radii(batch, round(spec.max_budget * spec.num_vectors))
 
 
 def budgets(
-    spec: Adaptive.Spec, measure: torch.Tensor, lengths_B: torch.Tensor, theta: float
+    spec: Adaptive.Spec, radii_BK: torch.Tensor, lengths_B: torch.Tensor, theta: float
 ) -> torch.Tensor:
-    """Computes the budget of each item from its information.
+    """Computes the budget of each item from its covering radii.
 
     Args:
         spec: Options of the compressor.
-        measure: Information of the items, as returned by `information`.
+        radii_BK: Covering radii of the items, see `radii`.
         lengths_B: Number of tokens per item.
         theta: Constant determined by `Adaptive.fit`.
 
     Returns:
         Number of vectors per item, (B,) int64. It is at most the number of tokens.
 
-    >>> spec = Adaptive.Spec(num_vectors=4, criterion="length")
-    >>> measure, lengths = torch.tensor([[2.0], [40.0], [90.0]]), torch.tensor([2, 40, 90])
-    >>> budgets(spec, measure, lengths, theta=0.1).tolist()
-    [1, 4, 9]
+    >>> spec = Adaptive.Spec(num_vectors=4)
+    >>> radii_BK = torch.tensor([[0.3, 0.0, -1.0], [0.2, 0.15, 0.05]])
+    >>> budgets(spec, radii_BK, torch.tensor([2, 3]), theta=0.1).tolist()
+    [2, 3]
     """
-    if spec.criterion in THRESHOLDS:
-        budgets_B = 1 + (measure > theta).sum(dim=1)
-    else:
-        budgets_B = (measure.squeeze(1) * theta).round().clamp(max=2.0**31).long()
+    budgets_B = 1 + (radii_BK > theta).sum(dim=1)
     lowest = max(1, round(spec.min_budget * spec.num_vectors))
     highest = round(spec.max_budget * spec.num_vectors)
     return torch.minimum(budgets_B.clamp(lowest, highest), lengths_B)

@@ -132,44 +132,6 @@ def hierarchical_groups(
     return torch.from_numpy(assignment).to(tokens_BND.device)
 
 
-def merge_costs(tokens_BND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Computes the increase in squared error caused by each merge of a Ward linkage.
-
-    An item with n tokens has n - 1 merges. If its tokens are merged into k groups, their squared
-    error is the sum of all costs except the k - 1 largest.
-
-    Of items of more than `MAX_LINKED` tokens, the groups of their blocks are merged, see `HPool`.
-    The costs of these merges are multiplied by the mean size of a group. Others are 0.
-
-    Args:
-        tokens_BND: Vectors with padding at the end of each row.
-        lengths_B: Number of tokens per item.
-
-    Returns:
-        Costs (B, N) float64 in descending order. They are -1 at padding.
-    """
-
-    def item_costs(vectors: np.ndarray, length: int) -> np.ndarray:
-        costs = np.zeros(max(0, length - 1))
-        if length < 2:
-            return costs
-        tokens_ND = vectors[:length].astype(np.float64)
-        if length > MAX_LINKED:
-            groups = block_groups(tokens_ND, BLOCK_TOKENS, vector_distances, "ward")
-            tokens_ND = group_centres(tokens_ND, groups)
-        distances = vector_distances(tokens_ND)
-        heights = fastcluster.linkage(distances, "ward", preserve_input=False)[:, 2]
-        scale = length / len(tokens_ND)
-        costs[: len(heights)] = np.sort(heights**2 / 2)[::-1] * scale
-        return costs
-
-    costs_BN = np.full(tokens_BND.shape[:2], -1.0)
-    results = map_items(item_costs, tokens_BND, lengths_B.tolist())
-    for row, costs in zip(costs_BN, results, strict=True):
-        row[: len(costs)] = costs
-    return torch.from_numpy(costs_BN).to(tokens_BND.device)
-
-
 def map_items(
     function: Callable[..., np.ndarray], tokens_BND: torch.Tensor, *arguments: Sequence[int]
 ) -> list[np.ndarray]:

@@ -211,8 +211,8 @@ def method_name(
     >>> method_name({"name": "none"}, codec={"name": "residual", "bits": 2, "num_centroids": 256})
     'full residual bits=2'
     >>> hpool = {"name": "hpool", "num_vectors": 8, "num_protected": 1}
-    >>> method_name({"name": "adaptive", "num_vectors": 8, "method": hpool, "criterion": "entropy"})
-    'adaptive (hpool) criterion=entropy'
+    >>> method_name({"name": "adaptive", "num_vectors": 8, "method": hpool, "max_budget": 2.0})
+    'adaptive (hpool) max_budget=2.0'
     """
     suffixes = [codec_name(codec)] * (codec != DEFAULT_CODEC)
     if compressor["name"] == "none":

@@ -194,17 +194,3 @@ def test_equal_tokens_of_different_blocks_share_a_group(short_blocks):
         normalised=False,
     )
     assert HPool(HPool.Spec(num_vectors=60, num_protected=0)).compress(batch).lengths == 12
-
-
-def test_costs_of_long_items_equal_their_squared_error(short_blocks):
-    generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(1, 700, 16, generator=generator)
-    vectors = torch.nn.functional.normalize(vectors, dim=2)
-    costs = hpool.merge_costs(vectors, torch.tensor([700]))[0].numpy()
-    assert (np.diff(costs) <= 0).all() and len(costs) == 700 and costs[-1] == -1
-    spec = HPool.Spec(num_vectors=8, num_protected=0)
-    groups = HPool(spec).compress(TokenBatch(vectors, torch.ones(1, 700, dtype=torch.bool), True))
-    labels, x = groups.assignment[0].numpy(), vectors[0].double().numpy()
-    merged = sum(((x[labels == k] - x[labels == k].mean(axis=0)) ** 2).sum() for k in range(8))
-    total = ((x - x.mean(axis=0)) ** 2).sum()
-    assert costs[:7].sum() == pytest.approx(total - merged, rel=0.3)

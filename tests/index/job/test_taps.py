@@ -28,12 +28,7 @@ METHODS = [
     {"name": "eos", "ratio": 0.2},
     {"name": "adaptive_eos", "ratio": 0.2},
     {"name": "attention_clustering", "num_vectors": 4, "saliency": "column_sums/max/last"},
-    {
-        "name": "adaptive",
-        "num_vectors": 4,
-        "method": "attention_clustering",
-        "criterion": "entropy",
-    },
+    {"name": "adaptive", "num_vectors": 4, "method": "attention_clustering"},
     {"name": "hpc", "num_vectors": 4, "num_centroids": 8, "binary": True},
 ]
 REPRESENTATIONS = [{"compressor": method} for method in METHODS]
@@ -43,7 +38,7 @@ IDS = [
     "eos_20pct",
     "adaptive_eos_20pct",
     "attention_clustering_column_sums_max_last_4",
-    "adaptive_attention_clustering_entropy_4",
+    "adaptive_attention_clustering_4",
     "hpc_num_centroids8_binary_4",
 ]
 STORED_TAPS = [

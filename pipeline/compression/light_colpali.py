@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,8 +28,6 @@ class LightColPali(Budgeted["LightColPali.Spec"]):
 
     class Spec(Budget):
         """Options of `LightColPali`."""
-
-        renamed: ClassVar[Mapping[str, str]] = {"distances": "distance_dtype"}
 
         name: Literal["light_colpali"] = "light_colpali"
         distance_dtype: Literal["float16", "float64"] = "float16"

@@ -31,7 +31,6 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.index.status import representation_stats, rerank_token_stats
 from pipeline.schema import ITEM, Hit
-from pipeline.scores import RENAMED
 from pipeline.search.candidates import BM25 as BM25_GENERATOR
 from pipeline.search.candidates import EXACT, generator_columns
 from pipeline.search.fusion import FUSED
@@ -47,8 +46,6 @@ T = TypeVar("T")
 AnyQueries = EncodedQueries | list[np.ndarray]
 #: Number of queries that are scored one at a time to measure latency.
 NUM_TIMED_QUERIES = 50
-#: Former names of scores, which cache keys contain, so that earlier entries stay valid.
-_CACHED_SCORES: dict[str, str] = {new: former for former, new in RENAMED.items()}
 
 
 class Ranker:
@@ -97,7 +94,7 @@ class Ranker:
                 dependencies["max_vectors"] = info.max_vectors
         return cache_key(
             **dependencies,
-            score=_CACHED_SCORES.get(row.score, row.score),
+            score=row.score,
             judgments=self.judgments,
             measures=self._spec.measures,
             k=self._spec.k,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -26,8 +25,6 @@ from pipeline.search.options import (
 
 class RerankSpec(Spec):
     """Reranker that adds a row to the table."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"pool": "rerank_depth"}
 
     name: Literal["edje", "blip"] = "edje"
     """Kind of the reranker: EDJE, or the image-text matching head of BLIP, which reads the images
@@ -83,8 +80,6 @@ class CandidatesSpec(Spec):
 
 class EvaluateSpec(Spec):
     """Spec of `jobs.evaluate`."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"where": "filter", "kinds": "document_categories"}
 
     index: str
     """URI of the index."""

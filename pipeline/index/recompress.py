@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
 
 import lance
 import numpy as np
@@ -64,8 +63,6 @@ log = logging.getLogger("maxray.recompress")
 
 class RecompressSpec(Spec):
     """Spec of `jobs.recompress`."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"fit_where": "fit_filter"}
 
     index: Uri
     """Path or URI of the index."""
@@ -132,7 +129,7 @@ def run(
             note = "; add it with `maxray index` to a new index"
             field = f"representations.{r.id}.compressor"
             raise SpecError(field, r.compressor.name, rule, problem, note)
-    check_compressors(wanted, ENCODERS.resolve(encoder_info.spec, stored=True))
+    check_compressors(wanted, ENCODERS.resolve(encoder_info.spec))
     check_taps(index, encoder_info.for_field(item_field), wanted)
     if fitted := [r for r in wanted if needs_fit(r)]:
         check_sample(spec, encoder_info, item_field, fitted)

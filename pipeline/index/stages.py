@@ -13,7 +13,7 @@ import torch
 
 from pipeline.codecs import Codec
 from pipeline.compression import MAX_TOKENS, Compressor
-from pipeline.config import ComponentSpec, digest, dump_stored
+from pipeline.config import ComponentSpec, digest, dump
 from pipeline.encoders import Encoder
 from pipeline.index.columns import (
     RERANK_TOKENS,
@@ -329,7 +329,7 @@ class TokenCompressor(LoadedStage):
         for r in stage.representations:
             learned = stage.learned.get(r.id, LearnedState())
             fitted_id = [r.id] if learned.compressor is not None else []
-            key = digest([r.field, dump_stored(r.compressor), fitted_id])
+            key = digest([r.field, dump(r.compressor), fitted_id])
             if key not in methods:
                 compressor = COMPRESSORS.build(r.compressor, learned.compressor)
                 methods[key] = Method(r.field, compressor, [])

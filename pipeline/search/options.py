@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
-from pipeline.scores import SCORES, Score, reject_former_name
+from pipeline.scores import SCORES, Score
 from pipeline.search.candidates import (
     BM25,
     CANDIDATES_PER_HIT,
@@ -126,7 +126,6 @@ class SearchOptions:
         check_count("k", self.k)
         if self.group_by not in (None, "parent"):
             raise SpecError("group_by", self.group_by, "parent or null")
-        reject_former_name(self.score)
         if self.score not in SCORES:
             raise SpecError.unknown_name("score", self.score, SCORES)
         if not are_weights(self.weights):

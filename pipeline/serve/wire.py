@@ -7,7 +7,7 @@ server can lower them in its settings (`pipeline.serve.settings`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.config import RenamedField, SpecError
+from pipeline.config import SpecError
 from pipeline.scores import Score
 from pipeline.search.fusion import Fusion
 
@@ -38,23 +38,9 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Request(BaseModel):
-    """Base class of all requests. Requests with unknown fields are rejected.
-
-    Attributes:
-        renamed: Present names of renamed fields by former name, for error messages.
-    """
+    """Base class of all requests. Requests with unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-    renamed: ClassVar[Mapping[str, str]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reject_former_names(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            for name, value in data.items():
-                if name in cls.renamed:
-                    raise RenamedField(name, value, cls.renamed[name])
-        return data
 
 
 class Response(BaseModel):
@@ -201,12 +187,6 @@ RerankRepresentation = Annotated[Name | None, AfterValidator(_check_method)]
 class Rerank(Request):
     """Second stage, which rescores the best hits of the first stage."""
 
-    renamed: ClassVar[Mapping[str, str]] = {
-        "by": "method",
-        "depth": "rerank_depth",
-        "pool": "rerank_depth",
-    }
-
     method: RerankMethod = "vectors"
     """Reranking method. `vectors` computes exact MaxSim scores with another representation. `edje`
     applies EDJE's joint encoder to the query and each hit. Hits that it cannot read keep their
@@ -230,8 +210,6 @@ class Rerank(Request):
 
 class SearchOptions(Request):
     """Options that single searches and batch searches have in common."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"where": "filter"}
 
     index: Name | None = None
     """Name of the index. Optional if the access key can access only one index."""
@@ -529,8 +507,6 @@ class EncodeResponse(Response):
 
 class RerankRequest(Request):
     """Items to score for a query."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"by": "method"}
 
     index: Name | None = None
     """Name of the index. Optional if the access key can access only one index."""

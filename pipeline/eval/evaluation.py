@@ -312,7 +312,7 @@ def _grounding(
     key = cache_key(
         grounding=phrases,
         content=index.content_key(["item_id", *columns]),
-        made=fitting_key(info),
+        fitted=fitting_key(info),
     )
     entry = cache.read(key, CachedGrounding)
     if entry is None:
@@ -362,7 +362,7 @@ def _examples(
         rows=keys,
         shown=[result.name for result in shown],
         texts=searcher.index.content_key(["title", "text"]),
-        pictures=draw_hit and f"{draw_hit.__module__}.{draw_hit.__qualname__}",
+        draw_hit=draw_hit and f"{draw_hit.__module__}.{draw_hit.__qualname__}",
     )
     examples = cache.read(key, Examples)
     if examples is None:

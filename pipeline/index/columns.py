@@ -360,19 +360,6 @@ def representation_fields(
     return fields
 
 
-def stored_assignment_columns(
-    schema: pa.Schema, representations: Iterable[Representation]
-) -> dict[str, str]:
-    """Returns the names of the stored columns of token assignments by representation.
-
-    Args:
-        schema: Schema of an index with all representations.
-        representations: The representations.
-    """
-    infos = [RepresentationInfo.from_schema(schema, r.id) for r in representations]
-    return {info.column: info.assignment_column for info in infos if info.assignment_column}
-
-
 def represented_fields(representations: Iterable[Representation]) -> tuple[str, ...]:
     """Returns the item fields that the representations encode. The content comes first."""
     fields = {representation.field for representation in representations}

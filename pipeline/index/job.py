@@ -282,7 +282,6 @@ def stream(
         columns.encoder_info,
         learned,
         columns.encoder_columns,
-        context.writer.dataset.schema,
         session.job,
     )
     # If the job dies, committed fragments persist and the next run recomputes the others.

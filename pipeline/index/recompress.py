@@ -31,7 +31,6 @@ from pipeline.index.columns import (
     compressor_remarks,
     needs_appended_vectors,
     required_taps,
-    stored_assignment_columns,
     taps_by_representation,
 )
 from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
@@ -146,20 +145,13 @@ def run(
             f"{progress.fragments - progress.done_before} of {progress.fragments} fragments to fill"
             f" with {len(wanted)} representations"
         )
-        assignment_columns = stored_assignment_columns(dataset.schema, wanted)
         for names, fragments in incomplete.items():
             missing = [r for r in wanted if r.id in names]
             constructor_kwargs = {
                 "index": part_uri(spec.index),
                 "version": session.writer.dataset.version,
                 "source": spec.source,
-                "stage": Compress(
-                    encoder_info,
-                    missing,
-                    learned,
-                    encoder_columns=(),
-                    assignment_columns=assignment_columns,
-                ),
+                "stage": Compress(encoder_info, missing, learned, encoder_columns=()),
                 "num_threads": resources.compress.num_threads,
             }
             rows = [{"fragment": fragment} for fragment in fragments]

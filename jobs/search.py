@@ -262,7 +262,11 @@ def _parser() -> jobs.Parser:
     parser.add_argument("--query-vectors", metavar="FILE", help="query vectors (.npy or .parquet)")
     for name, settings in FLAGS.items():
         field = SearchOptions.model_fields[name]
-        text = " ".join((field.description or "").replace("`", "").split()).partition(". ")[0].rstrip(".")
+        text = (
+            " ".join((field.description or "").replace("`", "").split())
+            .partition(". ")[0]
+            .rstrip(".")
+        )
         default = field.get_default()
         text += f" (default: {default})" if isinstance(default, str | int | tuple) else ""
         flags = ["-k"] * (name == "k") + [f"--{name.replace('_', '-')}"]

@@ -35,7 +35,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     ValidationError,
-    ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
@@ -155,21 +154,6 @@ class UnknownField(SpecError):
         )
 
 
-class RenamedField(SpecError):
-    """Raised if a spec uses the former name of a field. `rule` is the current name."""
-
-    def _message(self) -> str:
-        name = self.field.rpartition(".")[2]
-        return f"field {name!r}{self._location()} was renamed to {self.rule!r}"
-
-
-class RenamedValue(SpecError):
-    """A field has a value that was renamed; `rule` is the present value."""
-
-    def _message(self) -> str:
-        return f"{self.field}: {self.value!r} was renamed to {self.rule!r}"
-
-
 class MissingField(SpecError):
     """Raised if a required field is missing. `rule` describes valid values, if they are known."""
 
@@ -206,80 +190,28 @@ class Spec(BaseModel):
 
     Specs are immutable and reject unknown fields.
 
-    A renamed field must not change hashes or make stored metadata unreadable. Hashed and stored
-    specs therefore have the first names of their fields and values (`dump_stored`), and parsing
-    stored specs replaces former names (`parse` with `stored=True`).
-
     Attributes:
-        renamed: Present names of renamed fields by former name.
-        renamed_values: Present names of renamed values by former value, by present field name.
         unnamed: Fields that default column names omit.
-
-    >>> class Budget(Spec):
-    ...     renamed: ClassVar = {"size": "num_vectors"}
-    ...     num_vectors: int = 32
-    >>> parse(Budget, {"size": 8})
-    Traceback (most recent call last):
-    ...
-    pipeline.config.RenamedField: field 'size' was renamed to 'num_vectors'
     """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
     )
-    renamed: ClassVar[Mapping[str, str]] = {}
-    renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     unnamed: ClassVar[Collection[str]] = ()
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        if is_stored(info):
-            data = cls.with_present_names(data)
-        for key, value in data.items():
-            if key in cls.renamed and key not in cls.model_fields:
-                raise RenamedField(str(key), value, cls.renamed[key])
+    def _check_names(cls, data: Any) -> Any:
+        for key, value in data.items() if isinstance(data, Mapping) else ():
             if key not in cls.model_fields:
                 names = ", ".join(cls.model_fields)
                 raise UnknownField(str(key), value, names, note=cls.unknown_field_note(str(key)))
-            if isinstance(value, str) and value in cls.renamed_values.get(key, {}):
-                raise RenamedValue(key, value, cls.renamed_values[key][value])
         return data
 
     @classmethod
     def unknown_field_note(cls, name: str) -> str:
         """Returns the end of the message about an unknown field."""
         return ""
-
-    @classmethod
-    def with_present_names(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Replaces former names of fields and values, except those in nested specs."""
-        data = {cls.renamed.get(name, name): value for name, value in fields.items()}
-        for name, values in cls.renamed_values.items():
-            if isinstance(data.get(name), str):
-                data[name] = values.get(data[name], data[name])
-        return data
-
-    def with_first_names(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Replaces names of renamed fields and values by their first ones, also in nested specs.
-
-        Args:
-            fields: Fields of this spec as JSON values. Some may be missing; names that are not
-                fields are unchanged.
-        """
-        first_names = {present: first for first, present in self.renamed.items()}
-        data = {}
-        for name, dumped in fields.items():
-            values = self.renamed_values.get(name, {})
-            first_values = {present: first for first, present in values.items()}
-            if isinstance(dumped, str):
-                dumped = first_values.get(dumped, dumped)
-            else:
-                dumped = _with_first_names(getattr(self, name, None), dumped)
-            data[first_names.get(name, name)] = dumped
-        return data
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -288,20 +220,6 @@ class Spec(BaseModel):
         if isinstance(value, bool) and isinstance(parsed, int | float) and parsed is not value:
             raise SpecError("", value, "a number")  # pydantic converts `true` to 1
         return parsed
-
-
-def _with_first_names(value: Any, dumped: Any) -> Any:
-    """Returns the JSON form of a field's value, with the first names of the specs in it."""
-    if isinstance(value, Spec):
-        return value.with_first_names(dumped)
-    if isinstance(value, list | tuple):
-        return [_with_first_names(*pair) for pair in zip(value, dumped, strict=True)]
-    return dumped
-
-
-def is_stored(info: ValidationInfo) -> bool:
-    """Returns True if a stored spec is validated, which may have former names."""
-    return bool(info.context and info.context.get("stored"))
 
 
 class ComponentSpec(Spec):
@@ -386,13 +304,12 @@ SpecT = TypeVar("SpecT", bound=Spec)
 ComponentSpecT = TypeVar("ComponentSpecT", bound=ComponentSpec)
 
 
-def parse(spec_class: type[SpecT], data: Mapping[str, Any], *, stored: bool = False) -> SpecT:
+def parse(spec_class: type[SpecT], data: Mapping[str, Any]) -> SpecT:
     """Validates `data` and raises the first validation error as a `SpecError`.
 
     Args:
         spec_class: Class of the spec.
         data: Fields of the spec.
-        stored: Whether to accept former names of fields and values, which stored specs may have.
 
     >>> class Budget(Spec):
     ...     num_vectors: int = 32
@@ -403,8 +320,7 @@ def parse(spec_class: type[SpecT], data: Mapping[str, Any], *, stored: bool = Fa
 fields: num_vectors
     """
     try:
-        data = _with_types(data, spec_class)
-        return spec_class.model_validate(data, context={"stored": stored})
+        return spec_class.model_validate(_with_types(data, spec_class))
     except ValidationError as error:
         raise describe(error) from None
 
@@ -681,30 +597,14 @@ def _flatten(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{field}", values
 
 
-def dump(spec: Spec) -> dict[str, Any]:
-    """Converts a spec to JSON types. All fields are included, also those with default values."""
-    return spec.model_dump(mode="json")
-
-
-def dump_stored(spec: Spec, exclude: Iterable[str] = ()) -> dict[str, Any]:
-    """Converts a resolved spec to JSON types for storage and hashes, including defaults.
-
-    Fields and values have their first names, so that renaming them does not change hashes.
-    `parse` with `stored=True` is the inverse.
+def dump(spec: Spec, exclude: Iterable[str] = ()) -> dict[str, Any]:
+    """Converts a spec to JSON types. Fields with default values are included.
 
     Args:
         spec: The spec.
-        exclude: Present names of fields to leave out.
-
-    >>> class Budget(Spec):
-    ...     renamed: ClassVar = {"size": "num_vectors"}
-    ...     num_vectors: int = 32
-    >>> dump_stored(Budget())
-    {'size': 32}
-    >>> parse(Budget, {"size": 8}, stored=True)
-    Budget(num_vectors=8)
+        exclude: Names of fields to leave out.
     """
-    return spec.with_first_names(spec.model_dump(mode="json", exclude=set(exclude)))
+    return spec.model_dump(mode="json", exclude=set(exclude))
 
 
 def dump_yaml(spec: Spec) -> str:
@@ -714,7 +614,7 @@ def dump_yaml(spec: Spec) -> str:
 
 def digest(value: Any) -> str:
     """Returns a stable hash (16 hexadecimal digits) of a spec or JSON value."""
-    value = dump_stored(value) if isinstance(value, Spec) else value
+    value = dump(value) if isinstance(value, Spec) else value
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def field_names(component: str) -> tuple[list[str], set[str]]:
-    """Returns the names of the fields of a component's spec, and the words in its `renamed`.
+def field_names(component: str) -> list[str]:
+    """Returns the names of the fields of a component's spec.
 
     Args:
         component: Import path of the component in the form `module:Class`.
@@ -21,19 +21,16 @@ def field_names(component: str) -> tuple[list[str], set[str]]:
         LookupError: The definition of the spec cannot be found.
         OSError: The component belongs to another package.
 
-    >>> field_names("pipeline.compression.random:Random")[0]
+    >>> field_names("pipeline.compression.random:Random")
     ['name', 'num_vectors', 'ratio', 'rounding', 'seed']
     """
     module, _, name = component.partition(":")
-    fields, words = dict[str, None](), set[str]()
-    for assignment in _assignments(module, f"{name}.Spec"):
-        field = ast.unparse(assignment.target)
-        if field == "renamed":
-            values = (getattr(node, "value", None) for node in ast.walk(assignment))
-            words |= {value for value in values if isinstance(value, str)}
-        elif "ClassVar" not in ast.unparse(assignment.annotation):
-            fields[field] = None
-    return list(fields), words
+    fields = (
+        ast.unparse(assignment.target)
+        for assignment in _assignments(module, f"{name}.Spec")
+        if "ClassVar" not in ast.unparse(assignment.annotation)
+    )
+    return list(dict.fromkeys(fields))  # a subclass may define a field again
 
 
 def _assignments(module: str, name: str) -> Iterator[ast.AnnAssign]:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
-from pydantic import BeforeValidator, SerializeAsAny, ValidationInfo
+from pydantic import BeforeValidator, SerializeAsAny
 
-from pipeline.config import MissingField, Spec, SpecError, UnknownField, is_stored, parse, within
+from pipeline.config import MissingField, Spec, SpecError, UnknownField, parse, within
 from pipeline.extras import as_missing_extra
 from pipeline.fields import field_names
 
@@ -44,8 +44,6 @@ class Registry(Generic[T]):
     Args:
         kind: Kind of the components, which is also the suffix of the entry point group.
         entries: Import path of each component in the form `module:Class`.
-        renamed: Present names of renamed components by former name. Their specs have the former
-            name in `renamed_values`.
         hidden: Names of components for tests and benchmarks, which are not listed.
     """
 
@@ -53,10 +51,9 @@ class Registry(Generic[T]):
         self,
         kind: str,
         entries: dict[str, str],
-        renamed: Mapping[str, str] = {},
         hidden: Sequence[str] = (),
     ):
-        self.kind, self._entries, self._renamed, self._hidden = kind, entries, renamed, hidden
+        self.kind, self._entries, self._hidden = kind, entries, hidden
 
     @functools.cached_property
     def _all(self) -> dict[str, str]:
@@ -75,7 +72,6 @@ class Registry(Generic[T]):
             SpecError: The name is unknown, or the package that provides the component cannot be
                 imported.
         """
-        name = self._renamed.get(name, name)
         if name not in self._all:
             raise SpecError.unknown_name("name", name, self.names())
         module, _, attribute = self._all[name].partition(":")
@@ -92,12 +88,11 @@ class Registry(Generic[T]):
         component: Any = self.load(name)
         return component.Spec
 
-    def resolve(self, value: Any, *, stored: bool = False) -> ComponentSpec:
+    def resolve(self, value: Any) -> ComponentSpec:
         """Validates the value of a spec field that selects a component.
 
         Args:
             value: The name of a component, a mapping that contains a `name`, or a spec.
-            stored: Whether to accept former names, which stored specs may have.
         """
         if isinstance(value, ComponentSpec):
             return value
@@ -106,7 +101,7 @@ class Registry(Generic[T]):
             raise MissingField("name", None, f"one of {', '.join(self.names())}")
         if not isinstance(value, Mapping) or not isinstance(value["name"], str):
             raise SpecError("name", value, f"one of {', '.join(self.names())}")
-        return parse(self.spec_class(value["name"]), value, stored=stored)
+        return parse(self.spec_class(value["name"]), value)
 
     def check_fields(self, component: Mapping[str, Any]) -> None:
         """Checks the names of the fields of a component of this package without importing it.
@@ -116,16 +111,12 @@ class Registry(Generic[T]):
         """
         name: Any = component.get("name")
         try:
-            fields, renamed = field_names(self._all[self._renamed.get(name, name)])
+            fields = field_names(self._all[name])
         except (LookupError, OSError, TypeError):  # `resolve` checks it
             return
         for key, value in component.items():
-            if key not in {*fields, *renamed} and "." not in str(key):  # sweeps have dotted keys
+            if key not in fields and "." not in str(key):  # sweeps have dotted keys
                 raise UnknownField(str(key), value, ", ".join(fields))
-
-    def validate(self, value: Any, info: ValidationInfo) -> ComponentSpec:
-        """Returns the spec of a component; a pydantic validator of fields."""
-        return self.resolve(value, stored=is_stored(info))
 
     def build(self, spec: ComponentSpec, *args: Any, **kwargs: Any) -> T:
         """Constructs the component that `spec.name` selects."""
@@ -193,7 +184,6 @@ SOURCES: Registry[Source[Any]] = Registry(
         "vectors": "pipeline.sources.vectors:Vectors",
         "video": "pipeline.sources.video:Video",
     },
-    renamed={"several": "combined"},
 )
 OCR: Registry[Recogniser[Any]] = Registry(
     "ocr",
@@ -304,30 +294,30 @@ def check_fields(value: Any, registry: Registry[Any] | None = None) -> None:
                 check_fields(item, FIELDS.get(key))
 
 
-def _validate_source(value: Any, info: ValidationInfo) -> ComponentSpec:
+def _resolve_source(value: Any) -> ComponentSpec:
     """Resolves the spec of a source. A list of sources is converted to the source `combined`."""
     if value == []:
         raise SpecError("", [], "a source or a non-empty list of sources")
     if not isinstance(value, list):
-        return SOURCES.resolve(value, stored=is_stored(info))
+        return SOURCES.resolve(value)
     try:
-        return SOURCES.resolve({"name": "combined", "sources": value}, stored=is_stored(info))
+        return SOURCES.resolve({"name": "combined", "sources": value})
     except SpecError as error:
         raise error.at(error.field.removeprefix("sources")) from None
 
 
-def _or_none(registry: Registry[Any]) -> Callable[[Any, ValidationInfo], ComponentSpec | None]:
-    return lambda value, info: None if value is None else registry.validate(value, info)
+def _or_none(registry: Registry[Any]) -> Callable[[Any], ComponentSpec | None]:
+    return lambda value: None if value is None else registry.resolve(value)
 
 
-EncoderSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(ENCODERS.validate)]
-CompressorSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(COMPRESSORS.validate)]
-SourceSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(_validate_source)]
+EncoderSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(ENCODERS.resolve)]
+CompressorSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(COMPRESSORS.resolve)]
+SourceSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(_resolve_source)]
 #: Recognition of text in images, or of speech, is disabled if the value is None.
 OcrSpec = Annotated[SerializeAsAny[ComponentSpec] | None, BeforeValidator(_or_none(OCR))]
 SpeechSpec = Annotated[SerializeAsAny[ComponentSpec] | None, BeforeValidator(_or_none(SPEECH))]
-CodecSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CODECS.validate)]
-GeneratorSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CANDIDATES.validate)]
-LearnerSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(LEARNERS.validate)]
-TrainingDataSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(TRAINING_DATA.validate)]
-BenchmarkSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(BENCHMARKS.validate)]
+CodecSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CODECS.resolve)]
+GeneratorSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CANDIDATES.resolve)]
+LearnerSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(LEARNERS.resolve)]
+TrainingDataSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(TRAINING_DATA.resolve)]
+BenchmarkSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(BENCHMARKS.resolve)]

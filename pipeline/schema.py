@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-#: Version of the index format that is written; older versions can be read. Version 2 stores extents
-#: as `index.positions.STORED_EXTENTS`; version 3 renames the metadata keys `of` and `support`.
+#: Version of the index format.
 FORMAT_VERSION = 3
 METADATA_KEY = b"maxray"
 
@@ -106,15 +105,6 @@ REJECT = pa.schema(
         pa.field("retryable", pa.bool_(), nullable=False),
     ]
 )
-
-
-def present_reason(reason: str) -> str:
-    """Returns the present name of a reject reason of any version.
-
-    >>> present_reason("damaged image"), present_reason("timed out")
-    ('corrupted image', 'timed out')
-    """
-    return re.sub("^damaged ", "corrupted ", reason)
 
 
 MAX_ID_LENGTH = 512

@@ -289,7 +289,8 @@ def write_index(uri: str, representations: list[dict], keep_positions: bool = Tr
     for representation in parsed:
         columns += representation_fields(representation, encoder_info, None)
     for_rerank = columns[-1].with_name("rerank_tokens").with_type(pa.list_(pa.uint16()))
-    columns.append(with_metadata(for_rerank, {**column_metadata(for_rerank), "role": "rerank"}))
+    adapter = {"role": "rerank", "adapter": {"fingerprint": "unknown"}}
+    columns.append(with_metadata(for_rerank, {**column_metadata(for_rerank), **adapter}))
     table = table.append_column("rerank_tokens", pa.nulls(len(table), for_rerank.type))
     if "hpool_2" in table.column_names:
         position = table.schema.get_field_index("hpool_2")

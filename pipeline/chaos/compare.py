@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from pipeline.config import SpecError
 from pipeline.index import LEASE
-from pipeline.index.artefacts import load_sample
+from pipeline.index.artefacts import load_artefact
 from pipeline.index.lease import Lease
 from pipeline.index.reader import Index, open_folder
 
@@ -87,7 +87,7 @@ def contents(uri: str) -> Contents:
     damages = []
     for name in sorted(artefacts):
         try:
-            load_sample(uri, name)
+            load_artefact(uri, name, {})
         except SpecError as error:
             damages.append(str(error))
     rejects = sorted(map(repr, index.rejects().to_pylist()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -39,8 +39,6 @@ class Adaptive(Compressor["Adaptive.Spec"]):
 
     class Spec(config.ComponentSpec):
         """Options of `Adaptive`."""
-
-        renamed: ClassVar[Mapping[str, str]] = {"lowest": "min_budget", "highest": "max_budget"}
 
         name: Literal["adaptive"] = "adaptive"
         num_vectors: NumVectors

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pipeline.compression import Budget, Budgeted, largest, select, top_positions
 from pipeline.compression.attention_clustering import weighted_clusters
 from pipeline.compression.random import random_draws
-from pipeline.config import SpecError
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
@@ -52,14 +50,6 @@ class AGC(Budgeted["AGC.Spec"]):
         9, in which the centroids themselves are the outputs."""
         seed: int = Field(0, ge=0, lt=2**32)
         """Random seed of random centroids."""
-
-        @model_validator(mode="before")
-        @classmethod
-        def _reject_saliency(cls, data: Any) -> Any:
-            if isinstance(data, Mapping) and "saliency" in data:
-                rule = "attention_clustering, the training-free method, to use the option saliency"
-                raise SpecError("name", "agc", rule)
-            return data
 
     needs_appended = True
 

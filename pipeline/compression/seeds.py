@@ -7,7 +7,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from pipeline.compression import Budget, Budgeted, first_minimum, group_sums
 
@@ -22,8 +21,7 @@ MIN_SEEDS = 4
 class SeededBudget(Budget):
     """Base class of the specs of compressors that select seeds."""
 
-    # Excluded from hashes and stored specs at its default, so that older indexes stay valid.
-    seeds: Placement = Field("paper", exclude_if=lambda seeds: seeds == "paper")
+    seeds: Placement = "paper"
     """Placement of the seeds.
 
     - "paper": Uniform in token order. On a grid whose width nearly divides the distance between

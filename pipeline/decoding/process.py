@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -114,11 +114,6 @@ class PipedProcess:
 
 class Limits(Spec):
     """Limits for reading a single result, such as a page, an image or the frames of a window."""
-
-    renamed: ClassVar[Mapping[str, str]] = {
-        "seconds": "max_seconds",
-        "memory_bytes": "max_memory_bytes",
-    }
 
     max_seconds: float = Field(30.0, gt=0, le=86_400)
     """Time limit in seconds."""

@@ -6,8 +6,8 @@ Checkpoints are those of the transformers class, such as `ModernVBERT/colmodernv
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from PIL import Image
@@ -72,8 +72,6 @@ class ColModernVBert(Retrieval["ColModernVBert.Spec"]):
 
     class Spec(RetrievalSpec):
         """Checkpoint, and the tokens that are kept."""
-
-        renamed: ClassVar[Mapping[str, str]] = {"keep": "output_tokens"}
 
         name: Literal["colmodernvbert"] = "colmodernvbert"
         output_tokens: Literal["all", "visual", "tiles"] = "all"

@@ -6,8 +6,7 @@ Checkpoints are those of the transformers class, such as `vidore/colpali-v1.3-hf
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from PIL import Image
@@ -67,8 +66,6 @@ class ColPali(Retrieval["ColPali.Spec"]):
         The default query prefix is "Question: ", as in transformers. The authors' public engine
         uses none.
         """
-
-        renamed: ClassVar[Mapping[str, str]] = {"keep": "output_tokens"}
 
         name: Literal["colpali"] = "colpali"
         output_tokens: Literal["all", "visual"] = "all"

@@ -7,8 +7,8 @@ positions for image patches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from PIL import Image
@@ -68,8 +68,6 @@ class ColQwen2(Retrieval["ColQwen2.Spec"]):
 
     class Spec(RetrievalSpec):
         """Checkpoint, the tokens that are kept, the image size and the attention mask."""
-
-        renamed: ClassVar[Mapping[str, str]] = {"keep": "output_tokens"}
 
         name: Literal["colqwen2"] = "colqwen2"
         output_tokens: Literal["all", "visual"] = "all"

@@ -77,7 +77,7 @@ class Http(Encoder["Http.Spec"]):
         self.spec, self._instruction = spec, DEFAULT_INSTRUCTION
         self.dim = spec.dim
         self.pooled_dim = spec.dim if spec.api == "embeddings" else None
-        self.fingerprint = config.digest(config.dump_stored(spec, exclude=NOT_IN_FINGERPRINT))
+        self.fingerprint = config.digest(config.dump(spec, exclude=NOT_IN_FINGERPRINT))
         self._endpoint = Endpoint(spec)
 
     @classmethod

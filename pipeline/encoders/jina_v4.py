@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -72,11 +72,6 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         checkpoint's folder `adapters`. If there is none, the weights are assumed to be trained for
         the task.
         """
-
-        renamed: ClassVar[Mapping[str, str]] = {"keep": "output_tokens"}
-        renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {
-            "documents": {"pictures": "images"}
-        }
 
         name: Literal["jina_v4"] = "jina_v4"
         task: Literal["retrieval", "text-matching", "code"] = "retrieval"

@@ -443,7 +443,7 @@ def checkpoint_fingerprint(
     files = hash_files(folder, [*WEIGHTS, *SETTINGS])
     if adapter:
         files |= hash_files(adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
-    settings = config.dump_stored(spec, exclude=ignored)
+    settings = config.dump(spec, exclude=ignored)
     return config.digest({"files": files, "settings": settings, **more})
 
 

@@ -666,5 +666,5 @@ def _fingerprint(spec: MiniLM.Spec, folder: Path) -> str:
         *("model", "revision", "adapter", "appended_tokens", "max_batch_tokens"),
         *("document_prefix", "custom_template"),
     )
-    settings = config.dump_stored(spec, exclude=ignored)
+    settings = config.dump(spec, exclude=ignored)
     return config.digest({"files": files, "settings": settings, **appended_hashes(spec)})

@@ -48,7 +48,7 @@ class Precomputed(Encoder["Precomputed.Spec"]):
         self.spec = spec
         self.dim = spec.dim
         self.normalised = spec.normalise
-        self.fingerprint = config.digest(config.dump_stored(spec) | {"max_batch_tokens": None})
+        self.fingerprint = config.digest(config.dump(spec) | {"max_batch_tokens": None})
 
     @classmethod
     def check(cls, spec: Spec) -> None:

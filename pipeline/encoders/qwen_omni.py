@@ -58,8 +58,6 @@ class QwenOmni(StatesEncoder["QwenOmni.Spec"]):
         Audio is resampled to the rate of the checkpoint's feature extractor, 16 kHz.
         """
 
-        renamed: ClassVar[Mapping[str, str]] = {"keep": "output_tokens"}
-
         name: Literal["qwen_omni"] = "qwen_omni"
         output_tokens: Literal["code", "paper", "media"] = "code"
         """"paper" drops only the pooled token (SMART, eq. 4). "code" drops special tokens,

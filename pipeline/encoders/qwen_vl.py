@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -19,11 +18,6 @@ class QwenVL(StatesEncoder["QwenVL.Spec"]):
 
     class Spec(StatesSpec):
         """Checkpoint, the content and prompts of items, and the tokens that are kept."""
-
-        renamed: ClassVar[Mapping[str, str]] = {"keep": "output_tokens"}
-        renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {
-            "documents": {"pictures": "images"}
-        }
 
         name: Literal["qwen_vl"] = "qwen_vl"
         output_tokens: Literal["code", "paper", "visual"] = "code"

@@ -137,7 +137,7 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         self._check_prefixes()
         self.dim = model.get_embedding_dimension()
         self.pooled_dim = None if spec.vectors == MULTI_VECTOR else self.dim
-        settings = config.dump_stored(spec, exclude=NOT_IN_FINGERPRINT)
+        settings = config.dump(spec, exclude=NOT_IN_FINGERPRINT)
         if spec.query_prefix is None:
             settings["query_prefix"] = self._prompts["query"]
         self.fingerprint = config.digest({"files": hash_files(folder, FILES), "settings": settings})

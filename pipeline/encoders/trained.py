@@ -119,7 +119,7 @@ class TrainedCompressor:
         if name != compressor.name:
             rule, problem = f"the folder of a trained {compressor.name}", f"has a trained {name}"
             raise SpecError("weights", compressor.weights, rule, problem)
-        trained = COMPRESSORS.resolve(self.compressor, stored=True)
+        trained = COMPRESSORS.resolve(self.compressor)
         for field, value in dump(compressor).items():
             if field != "weights" and value != (expected := getattr(trained, field)):
                 note = "; it cannot be changed after training"
@@ -312,7 +312,7 @@ def trained_encoder(folder: str, field: str) -> ComponentSpec:
         fields["adapter"] = folder
     elif Path(folder, "projection.safetensors").is_file():
         fields["projection"] = folder
-    return ENCODERS.resolve({**fields, "appended_tokens": folder}, stored=True)
+    return ENCODERS.resolve({**fields, "appended_tokens": folder})
 
 
 @contextlib.contextmanager

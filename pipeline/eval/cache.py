@@ -42,7 +42,7 @@ class CachedResult(CacheEntry):
     queries_per_second: float
     median_ms: float
     p95_ms: float
-    maxsim_ops: float = 0.0  # unknown in the entries of earlier versions
+    maxsim_ops: float
 
 
 class CachedDiagnosis(CacheEntry):
@@ -72,16 +72,10 @@ def cache_key(**dependencies: Any) -> str:
 
 
 class Cache:
-    """Cache that is stored in the folder `entries` of the output of an evaluation.
-
-    A folder of an earlier version, named `cells`, is renamed.
-    """
+    """Cache that is stored in the folder `entries` of the output of an evaluation."""
 
     def __init__(self, output: str):
         self._folder = posixpath.join(absolute(output), "entries")
-        files, former = locate(posixpath.join(absolute(output), "cells"))
-        if files.exists(former) and not files.exists(self._folder):
-            files.mv(former, self._folder, recursive=True)
 
     def read(self, key: str, entry_type: type[EntryT]) -> EntryT | None:
         """Returns the entry of a key, or None if it is missing or corrupted.

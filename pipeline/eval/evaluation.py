@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import platform
@@ -59,7 +58,7 @@ from pipeline.index.filters import filtering
 from pipeline.index.fitting import load_fit_sample
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
-from pipeline.registry import BENCHMARKS, COMPRESSORS
+from pipeline.registry import BENCHMARKS
 from pipeline.search.fusion import FUSED
 from pipeline.search.searcher import Searcher, open_index
 from pipeline.version import __version__
@@ -247,11 +246,9 @@ class _Samples:
     def fit_sample(self, representation: str) -> dict[str, Any]:
         """Describes the sample on which a representation was fitted. See `Result.fit_sample`."""
         info = self._index.representation(representation)
-        if not info.is_fitted:
-            return {}
         sample = load_fit_sample(self._index.uri, info)
         if sample is None:
-            return {"num_items": None, "num_evaluated": None, "origin": {}}
+            return {}
         num_evaluated = int(np.isin(sample.items_N, self._evaluated_N).sum())
         return {
             "num_items": len(sample.items_N),
@@ -315,7 +312,7 @@ def _grounding(
     key = cache_key(
         grounding=phrases,
         content=index.content_key(["item_id", *columns]),
-        made=fitting_key(info),
+        fitted=fitting_key(info),
     )
     entry = cache.read(key, CachedGrounding)
     if entry is None:
@@ -365,7 +362,7 @@ def _examples(
         rows=keys,
         shown=[result.name for result in shown],
         texts=searcher.index.content_key(["title", "text"]),
-        pictures=draw_hit and f"{draw_hit.__module__}.{draw_hit.__qualname__}",
+        draw_hit=draw_hit and f"{draw_hit.__module__}.{draw_hit.__qualname__}",
     )
     examples = cache.read(key, Examples)
     if examples is None:
@@ -440,8 +437,6 @@ def _result(searcher: Searcher, row: Row, entry: CachedResult) -> Result:
     if row.score == SINGLE_VECTOR and info.pooled_column is not None:
         return Result(info.pooled_column, SINGLE_VECTOR, 1, SINGLE_VECTOR, encoder, **measured)
     compressor = info.compressor
-    with contextlib.suppress(SpecError):  # fills in settings that are newer than the index
-        compressor = dump(COMPRESSORS.resolve(compressor, stored=True))
     method = method_name(compressor, info.codec, info.field)
     if info.max_vectors is not None:  # has the budget of the prefix
         compressor = {**compressor, "num_vectors": info.num_vectors, "ratio": info.ratio}

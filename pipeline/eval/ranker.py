@@ -30,7 +30,6 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.index.status import representation_stats, rerank_token_stats
 from pipeline.schema import ITEM
-from pipeline.scores import RENAMED
 from pipeline.search.candidates import BM25 as BM25_GENERATOR
 from pipeline.search.candidates import EXACT, generator_columns
 from pipeline.search.fusion import FUSED
@@ -46,8 +45,6 @@ T = TypeVar("T")
 AnyQueries = EncodedQueries | list[np.ndarray]
 #: Number of queries that are scored one at a time to measure latency.
 NUM_TIMED_QUERIES = 50
-#: Former names of scores, which cache keys contain, so that earlier entries stay valid.
-_CACHED_SCORES: dict[str, str] = {new: former for former, new in RENAMED.items()}
 
 
 class Ranker:
@@ -83,25 +80,24 @@ class Ranker:
             dependencies = {
                 "content": index.content_key(columns),
                 "encoder": info.encoder.fingerprint,
-                "codec": None if row.score == SINGLE_VECTOR else info.codec,
                 "vectors": self._vectors_hash,
             }
+            if row.score != SINGLE_VECTOR:
+                dependencies |= {"codec": info.codec, "max_vectors": info.max_vectors}
             if row.candidates is not None:
                 codes = index.content_key(self._codes_columns(row))
                 dependencies["candidates"] = [codes, *row.candidates]
             if row.score == FUSED:
                 codes = index.content_key(self._bm25_columns(row))
                 dependencies["fusion"] = [codes, dump(self._spec.fusion)]
-            if info.max_vectors is not None and row.score != SINGLE_VECTOR:
-                dependencies["max_vectors"] = info.max_vectors
         return cache_key(
             **dependencies,
-            score=_CACHED_SCORES.get(row.score, row.score),
+            score=row.score,
             judgments=self.judgments,
             measures=self._spec.measures,
             k=self._spec.k,
-            **({"where": self._spec.filter} if self._spec.filter else {}),
-            **({"weights": weights} if (weights := self.weights(row.score)) else {}),
+            filter=self._spec.filter,
+            weights=self.weights(row.score),
             **({"rerank": self._rerank_key(row.rerank)} if row.rerank else {}),
         )
 
@@ -147,8 +143,7 @@ class Ranker:
         read = [RERANK_TOKENS] if spec.name == EDJE else ["item_id", "revision", "text"]
         stored = index.content_key(read)
         fingerprints = reranker.metadata["fingerprints"]
-        key = [stored, fingerprints, spec.rerank_depth, spec.add_first_stage]
-        return [*key, spec.precision] if spec.precision else key
+        return [stored, fingerprints, spec.rerank_depth, spec.add_first_stage, spec.precision]
 
     def weights(self, score: str) -> list[float] | None:
         """Returns the weights of the hybrid score, or None if they are equal."""
@@ -165,10 +160,10 @@ class Ranker:
         return cache_key(
             diagnosis=names,
             content=index.content_key(columns),
-            made=[fitting_key(info) for info in infos],
+            fitted=[fitting_key(info) for info in infos],
             vectors=self._vectors_hash,
             judgments=self.judgments,
-            where=self._spec.filter,
+            filter=self._spec.filter,
         )
 
     def diagnosis(self, representation: str) -> Diagnosis:
@@ -390,9 +385,7 @@ def fitting_key(info: RepresentationInfo) -> list[Any]:
 
     They are those of the fitted codec, the hash of its artefact and the length of a prefix.
     """
-    artefact = [info.codec_artefact] if info.codec_artefact else []
-    prefix = [f"@{info.max_vectors}"] if info.max_vectors else []
-    return [*info.codec_fit.values(), *artefact, *prefix]
+    return [*info.codec_fit.values(), info.codec_artefact, info.max_vectors]
 
 
 def _columns(row: Row, info: RepresentationInfo) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import posixpath
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, NamedTuple
@@ -20,7 +19,6 @@ from pipeline.eval.significance import bootstrap_interval, holm, randomisation_p
 from pipeline.index.columns import codec_name
 from pipeline.paths import open_file
 from pipeline.registry import COMPRESSORS
-from pipeline.scores import RENAMED
 
 BM25: Final = "bm25"
 SINGLE_VECTOR: Final = "single_vector"
@@ -31,13 +29,6 @@ BLIP: Final = "blip"
 RERANKERS: Final = (EDJE, BLIP)
 CANDIDATES: Final = "candidates"
 RESULTS = "results.json"
-
-#: Present names of fields of the results file by former name.
-RENAMED_FIELDS = {
-    "kinds": "document_categories",
-    "categories": "query_categories",
-    "made": "created",
-}
 
 #: A difference whose corrected p value is below this is called significant.
 ALPHA = 0.05
@@ -111,8 +102,8 @@ class Result:
             `k` results).
         fusion: Settings of the fused score, or empty for other scores.
         fit_sample: Sample that the compressor or codec was fitted on: `num_items`, `num_evaluated`
-            (the number of them that are evaluated), and the `origin` of a separate sample; the
-            numbers are None if an older version did not record them. Empty if nothing was fitted.
+            (the number of them that are evaluated), and the `origin` of a separate sample. Empty if
+            nothing was fitted.
         seeds: Mean metrics and score retention by representation, for a row that is the mean over
             seeds, or empty for methods without a seed.
     """
@@ -218,10 +209,9 @@ def method_name(
     if compressor["name"] == "none":
         return " ".join([FULL, *suffixes])
     suffixes += [f"of {field}"] * (field != "content")
-    spec_class = COMPRESSORS.spec_class(compressor["name"])
-    defaults = spec_class.model_fields
+    defaults = COMPRESSORS.spec_class(compressor["name"]).model_fields
     changed = []
-    for key, value in spec_class.with_present_names(compressor).items():
+    for key, value in compressor.items():
         default = defaults[key].get_default(call_default_factory=True) if key in defaults else None
         default = list(default) if isinstance(default, tuple) else default  # as in JSON
         if isinstance(value, Mapping):  # a nested compressor
@@ -483,7 +473,7 @@ def read_results(output: str, field: str) -> Evaluation:
     rule = "the output folder of jobs.evaluate"
     try:
         with open_file(posixpath.join(absolute(output), RESULTS), "r") as file:
-            data = _rename(json.load(file), RENAMED_FIELDS)
+            data = json.load(file)
         results = [_result(row) for row in data.pop("results")]
         data.pop("comparisons", None)  # follow from the other fields
         return Evaluation(**data, results=results)
@@ -494,22 +484,9 @@ def read_results(output: str, field: str) -> Evaluation:
 
 
 def _result(row: dict[str, Any]) -> Result:
-    """Creates a row from JSON, which has former names if an earlier version wrote it."""
-    row = _rename(row, {"fitted": "fit_sample"})
-    diagnosis = row.pop("diagnosis", None)
-    result = Result(**row, diagnosis=diagnosis and Diagnosis(**diagnosis))
-    return replace(
-        result,
-        method=RENAMED.get(result.method, result.method),
-        score=RENAMED.get(result.score, result.score),
-        first_stage=re.sub(r"\.late$", ".maxsim", result.first_stage),
-        rerank=_rename(result.rerank, {"pool": "rerank_depth"}),
-        fit_sample=_rename(result.fit_sample, {"evaluated": "num_evaluated"}),
-    )
-
-
-def _rename(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {names.get(name, name): value for name, value in fields.items()}
+    """Creates a row from JSON."""
+    diagnosis = row.pop("diagnosis")
+    return Result(**row, diagnosis=diagnosis and Diagnosis(**diagnosis))
 
 
 def sort_results(results: Sequence[Result]) -> list[Result]:

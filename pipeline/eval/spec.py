@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -20,8 +19,6 @@ from pipeline.search.options import EQUAL_WEIGHTS, Weights
 
 class RerankSpec(Spec):
     """Reranker that adds a row to the table."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"pool": "rerank_depth"}
 
     name: Literal["edje", "blip"] = "edje"
     """Kind of the reranker: EDJE, or the image-text matching head of BLIP, which reads the images
@@ -77,8 +74,6 @@ class CandidatesSpec(Spec):
 
 class EvaluateSpec(Spec):
     """Spec of `jobs.evaluate`."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"where": "filter", "kinds": "document_categories"}
 
     index: str
     """URI of the index."""

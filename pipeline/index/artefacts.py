@@ -16,7 +16,6 @@ import numpy as np
 
 from pipeline.config import SpecError, absolute
 from pipeline.index import ARTEFACTS
-from pipeline.index.info import renamed_compressor
 from pipeline.paths import open_file
 
 #: Entry of the file with the settings that the artefact was fitted for, as JSON.
@@ -79,8 +78,6 @@ def load_artefact(index: str, name: str, metadata: dict[str, Any]) -> dict[str, 
     """
     stored = _read(index, name)
     stored_metadata = json.loads(str(stored.pop(METADATA)))
-    if "compressor" in stored_metadata:
-        stored_metadata["compressor"] = renamed_compressor(stored_metadata["compressor"])
     stored.pop(SAMPLE_ITEMS, None)
     for key, value in metadata.items():
         if stored_metadata.get(key) != value:
@@ -89,17 +86,13 @@ def load_artefact(index: str, name: str, metadata: dict[str, Any]) -> dict[str, 
     return stored
 
 
-def load_sample(index: str, name: str) -> Sample | None:
+def load_sample(index: str, name: str) -> Sample:
     """Loads the sample to which an artefact was fitted.
-
-    Returns None if the sample was not recorded.
 
     Raises:
         SpecError: The file is missing or corrupted.
     """
     stored = _read(index, name)
-    if SAMPLE_ITEMS not in stored:
-        return None
     return Sample(json.loads(str(stored[METADATA]))[SAMPLE_ORIGIN], stored[SAMPLE_ITEMS])
 
 

@@ -15,7 +15,6 @@ from pipeline.index.rerank_tokens import read_edje
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.trained import check_compressors
 from pipeline.registry import ENCODERS, SOURCES
-from pipeline.schema import present_reason
 from pipeline.sources.combined import Combined
 from pipeline.taps import Tap
 
@@ -65,9 +64,9 @@ def check_resources(spec: IndexSpec, resources: IndexResources) -> None:
 def check_reasons(spec: IndexSpec, reasons: Sequence[str]) -> None:
     """Raises `SpecError` if no reject of the index has one of the given reasons."""
     if reasons:
-        known = set(map(present_reason, Index(spec.index).rejects()["reason"].to_pylist()))
+        known = set(Index(spec.index).rejects()["reason"].to_pylist())
         for reason in reasons:
-            if present_reason(reason) not in known:
+            if reason not in known:
                 problem = "is not the reason of any reject in the index"
                 raise SpecError.unknown_name("--retry-rejects", reason, sorted(known), problem)
 

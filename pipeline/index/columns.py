@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from pipeline.config import (
     WEIGHTS_HASH,
@@ -18,7 +17,7 @@ from pipeline.config import (
     Spec,
     SpecError,
     TrainedSpec,
-    dump_stored,
+    dump,
     expand_sweep,
     parse,
     within,
@@ -36,7 +35,6 @@ if TYPE_CHECKING:  # without torch, processes that list or read items start fast
 #: Suffixes of the columns that accompany a representation or an encoder.
 COMPANION_SUFFIXES = (
     "_assignment",
-    "_support",  # assignments in format version 2
     "_pooled",
     "_spans",
     "_extents",
@@ -69,8 +67,6 @@ RESERVED_NAMES = (
 class Representation(Spec):
     """Column of token vectors, which is defined by a compressor and a codec."""
 
-    renamed: ClassVar[Mapping[str, str]] = {"of": "field", "keep_support": "keep_assignment"}
-
     compressor: CompressorSpec
     """Compressor of the token vectors."""
     codec: CodecSpec = Field(default="float16", validate_default=True)
@@ -85,11 +81,11 @@ class Representation(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_compressor(cls, data: Any, info: ValidationInfo) -> Any:
+    def _check_compressor(cls, data: Any) -> Any:
         """Reports an error of the compressor before options of it in the wrong place."""
         if isinstance(data, Mapping) and data.keys() - cls.model_fields and "compressor" in data:
             with within("compressor"):
-                COMPRESSORS.validate(data["compressor"], info)
+                COMPRESSORS.resolve(data["compressor"])
         return data
 
     @field_validator("id")
@@ -119,8 +115,6 @@ class Representation(Spec):
 def default_id(compressor: Spec, with_budget: bool = True) -> str:
     """Builds the default column name from the method, its non-default settings and the budget.
 
-    Settings have the first names of their fields, so that renaming a field changes no column name.
-
     Args:
         compressor: Spec of a compressor or of one of its components.
         with_budget: Whether to append `num_vectors` or `ratio`.
@@ -131,7 +125,6 @@ def default_id(compressor: Spec, with_budget: bool = True) -> str:
     'hpool_rows_12_5pct'
     """
     values = dict(compressor)
-    first_names = {present: first for first, present in compressor.renamed.items()}
     parts = ["full" if values["name"] == "none" else values["name"]]
     for name, field in type(compressor).model_fields.items():
         value = values[name]
@@ -147,7 +140,7 @@ def default_id(compressor: Spec, with_budget: bool = True) -> str:
         else:
             numbers = value if isinstance(value, list | tuple) else [value]
             shown = "_".join("" if n is True else str(n) for n in numbers)
-            parts.append(first_names.get(name, name) + shown)
+            parts.append(name + shown)
     if with_budget and (num_vectors := values.get("num_vectors")):
         parts.append(str(num_vectors))
     if with_budget and (ratio := values.get("ratio")):
@@ -192,7 +185,7 @@ def codec_id(codec: ComponentSpec) -> list[str]:
     if codec.name == Representation.model_fields["codec"].default:
         return []
     parts = [codec.name]
-    for key, value in codec_settings(dump_stored(codec)).items():
+    for key, value in codec_settings(dump(codec)).items():
         name = "" if key == "bits" else f"{key}_" if isinstance(value, str) else key
         parts.append(f"{name}{value}")
     return [re.sub("[^a-z0-9]+", "_", part.lower()).strip("_") for part in parts]
@@ -270,7 +263,7 @@ def stored_settings(compressor: ComponentSpec) -> dict[str, Any]:
     Raises:
         SpecError: The folder has no such weights.
     """
-    settings = dump_stored(compressor)
+    settings = dump(compressor)
     if isinstance(compressor, TrainedSpec):
         # Imports transformers, which few jobs need.
         from pipeline.encoders.trained import MODULE, TrainedCompressor
@@ -323,7 +316,7 @@ def representation_info(
         column=representation.id,
         encoder=encoder_info,
         compressor=stored_settings(representation.compressor),
-        codec=dump_stored(representation.codec),
+        codec=dump(representation.codec),
         artefact=None,
         codec_artefact=None,
         dim=compressor.output_dim(encoder_info.dim),
@@ -367,20 +360,6 @@ def representation_fields(
     return fields
 
 
-def stored_assignment_columns(
-    schema: pa.Schema, representations: Iterable[Representation]
-) -> dict[str, str]:
-    """Returns the names of the stored columns of token assignments by representation.
-
-    Args:
-        schema: Schema of an index with all representations. Until format version 2, the suffix of
-            these columns was `_support`.
-        representations: The representations.
-    """
-    infos = [RepresentationInfo.from_schema(schema, r.id) for r in representations]
-    return {info.column: info.assignment_column for info in infos if info.assignment_column}
-
-
 def represented_fields(representations: Iterable[Representation]) -> tuple[str, ...]:
     """Returns the item fields that the representations encode. The content comes first."""
     fields = {representation.field for representation in representations}
@@ -397,14 +376,10 @@ def changed_setting(
         encoder_info: Encoder of the token vectors.
         stored: Column of the same name in the index.
     """
-    compressor, codec = stored.compressor, stored.codec
-    with contextlib.suppress(SpecError, KeyError):  # newer settings get their defaults
-        compressor = dump_stored(COMPRESSORS.resolve(compressor, stored=True))
-        codec = dump_stored(CODECS.resolve(codec, stored=True))
     settings = (
         ("fingerprint", encoder_info.fingerprint, stored.encoder.fingerprint),
-        ("compressor", stored_settings(representation.compressor), compressor),
-        ("codec", dump_stored(representation.codec), codec),
+        ("compressor", stored_settings(representation.compressor), stored.compressor),
+        ("codec", dump(representation.codec), stored.codec),
         ("field", representation.field, stored.field),
     )
     return next((setting for setting in settings if setting[1] != setting[2]), None)

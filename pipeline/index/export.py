@@ -34,7 +34,7 @@ from pipeline.index.prefixes import first_vectors
 from pipeline.index.reader import Index, combine_filters, first_line
 from pipeline.paths import locate
 from pipeline.schema import ITEM, METADATA_KEY, column_metadata, vectors_type
-from pipeline.sources.vector_files import QRELS, QUERIES, QUERY_IDS, DocumentFiles, NpyFiles
+from pipeline.sources.vector_files import QRELS, QUERIES, QUERY_IDS, DocumentFiles
 
 Form = Literal["parquet", "npy"]
 Dtype = Literal["float16", "float32"]
@@ -55,8 +55,6 @@ NPY_FILES = (
 )
 #: Temporary file of the ids, one per line.
 IDS_TEXT_FILE = "doc_ids.tmp"
-#: Files of an .npy export of earlier versions, which can be overwritten.
-FORMER_NPY_FILES = (NpyFiles.VECTORS, NpyFiles.LENGTHS, NpyFiles.IDS)
 
 REPORT_SECONDS = 5.0
 NPY_HEADER_BYTES = 128
@@ -200,7 +198,7 @@ def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFil
         return filesystem, path
     if form == "npy" and is_folder:
         names = {posixpath.basename(entry.rstrip("/")) for entry in filesystem.ls(path, False)}
-        if names - {*NPY_FILES, *FORMER_NPY_FILES}:
+        if names - set(NPY_FILES):
             rule = "a new path or an export to overwrite"
             raise SpecError("output", output, rule, "is a folder with other files")
         overwrite = overwrite or not names

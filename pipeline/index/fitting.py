@@ -118,7 +118,7 @@ def load_fit_sample(index: str, info: RepresentationInfo) -> Sample | None:
     """Loads the sample to which a stored representation was fitted.
 
     Returns:
-        The sample, or None if the representation was not fitted or its sample was not recorded.
+        The sample, or None if the representation was not fitted.
     """
     name = (None if info.has_trained_weights else info.artefact) or info.codec_artefact
     return load_sample(index, name) if name else None

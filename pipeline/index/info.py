@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
-from pydantic import ValidationError, field_validator
+from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
-from pipeline.config import WEIGHTS_HASH, SpecError, describe, digest, dump_stored
+from pipeline.config import WEIGHTS_HASH, SpecError, describe, digest, dump
 from pipeline.index.positions import EXTENTS
 from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
 from pipeline.taps import Tap
@@ -29,7 +29,7 @@ class EncoderInfo:
     """Description of an encoder. It can be read without loading the encoder.
 
     Attributes:
-        spec: Settings of the encoder in the form of `dump_stored`.
+        spec: Settings of the encoder in the form of `dump`.
         fingerprint: Hash of the weights and of the settings that affect the vectors.
         dim: Dimensions of the token vectors.
         pooled_dim: Dimensions of the single vectors, or None without them.
@@ -59,7 +59,7 @@ class EncoderInfo:
         """Returns the info of a loaded encoder."""
         attention = encoder.attention(spec)
         return cls(
-            spec=dump_stored(spec),
+            spec=dump(spec),
             fingerprint=encoder.fingerprint,
             dim=encoder.dim,
             pooled_dim=encoder.pooled_dim,
@@ -123,8 +123,8 @@ class RepresentationInfo:
     Attributes:
         column: Name of the column.
         encoder: Encoder of the token vectors. Its `has_*` flags refer to columns in the index.
-        compressor: Settings of the compressor in the form of `dump_stored`.
-        codec: Settings of the codec in the form of `dump_stored`.
+        compressor: Settings of the compressor in the form of `dump`.
+        codec: Settings of the codec in the form of `dump`.
         artefact: Hash of the fitted state or the trained weights of the compressor, or None without
             one.
         codec_artefact: Hash of the fitted state of the codec, or None without one.
@@ -136,7 +136,6 @@ class RepresentationInfo:
         positions: Columns of token positions, by `TokenBatch` field.
         assignment_column: Column of the assignment of tokens to vectors, or None without one.
         assignment_form: Encoding of the assignment, or None if the index lacks the column.
-        format_version: Version of the index format in which the column was written.
         max_vectors: Length of the prefix, for a representation that consists of the first vectors
             of each item in the column. None if it consists of all of them.
     """
@@ -155,13 +154,7 @@ class RepresentationInfo:
     positions: dict[str, str]
     assignment_column: str | None = None
     assignment_form: AssignmentForm | None = None
-    format_version: int = FORMAT_VERSION
     max_vectors: int | None = None
-
-    @field_validator("compressor")
-    @classmethod
-    def _rename_compressor(cls, spec: dict[str, Any]) -> dict[str, Any]:
-        return renamed_compressor(spec)
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> RepresentationInfo:
@@ -173,22 +166,18 @@ class RepresentationInfo:
         stored = column_metadata(schema.field(name))
         try:
             positions, pooled = stored["positions"], stored["pooled"]
-            encoder_name = stored["encoder"]["name"]
-            # Keys with a default were added in later versions of the format. Until version 2, the
-            # keys `field` and `assignment` were `of` and `support`.
-            assignment = stored.get("assignment", stored.get("support"))
-            query_kinds = () if encoder_name == "precomputed" else ("text",)
+            assignment = stored.get("assignment")  # absent if no assignment is stored
             encoder = EncoderInfo(
                 spec=stored["encoder"],
                 fingerprint=stored["fingerprint"],
-                dim=stored.get("query_dim", stored["dim"]),
+                dim=stored["query_dim"],
                 pooled_dim=schema.field(pooled).type.list_size if pooled in schema.names else None,
                 normalised=stored["normalised"],
                 has_spans=positions.get("spans") in schema.names,
                 has_extents=positions.get("extents") in schema.names,
-                prefix=stored.get("columns", encoder_name),
-                num_layers=stored.get("num_layers"),
-                query_kinds=stored.get("queries", query_kinds),
+                prefix=stored["columns"],
+                num_layers=stored["num_layers"],
+                query_kinds=stored["queries"],
                 has_confidence=positions.get("confidence") in schema.names,
             )
             return cls(
@@ -197,11 +186,11 @@ class RepresentationInfo:
                 compressor=stored["compressor"],
                 codec=stored["codec"],
                 artefact=stored["artefact"],
-                codec_artefact=stored.get("codec_artefact"),
+                codec_artefact=stored["codec_artefact"],
                 dim=stored["dim"],
                 normalised=stored["normalised"],
-                field=stored.get("field", stored.get("of", "content")),
-                text_column=stored.get("text", "text"),
+                field=stored["field"],
+                text_column=stored["text"],
                 pooled_column=pooled,
                 positions=positions,
                 assignment_column=assignment,
@@ -210,7 +199,6 @@ class RepresentationInfo:
                     if assignment in schema.names
                     else None
                 ),
-                format_version=stored.get("format_version", 0),
             )
         except (KeyError, TypeError, AttributeError, ValidationError) as error:
             raise _malformed(name, error) from None
@@ -218,7 +206,7 @@ class RepresentationInfo:
     def to_metadata(self) -> dict[str, Any]:
         """Converts the metadata of the column to JSON types."""
         metadata = {
-            "format_version": self.format_version,
+            "format_version": FORMAT_VERSION,
             "role": "search",
             "encoder": self.encoder.spec,
             "fingerprint": self.encoder.fingerprint,
@@ -326,15 +314,15 @@ class RerankInfo:
 
     Attributes:
         name: Name of the column.
-        adapter: Fingerprint of the adapter. "unknown" if it was not stored.
+        adapter: Fingerprint of the adapter.
         encoder: Registered name of the encoder whose vectors the adapter reads.
         dim: Dimensions of the tokens.
     """
 
     name: str
     adapter: str
-    encoder: str | None
-    dim: int | None
+    encoder: str
+    dim: int
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> RerankInfo:
@@ -345,9 +333,9 @@ class RerankInfo:
         """
         stored = column_metadata(schema.field(name))
         try:
-            adapter = stored.get("adapter", {}).get("fingerprint", "unknown")
-            return cls(name, adapter, stored.get("encoder", {}).get("name"), stored.get("dim"))
-        except (AttributeError, ValidationError) as error:
+            adapter, encoder = stored["adapter"]["fingerprint"], stored["encoder"]["name"]
+            return cls(name, adapter, encoder, stored["dim"])
+        except (KeyError, TypeError, ValidationError) as error:
             raise _malformed(name, error) from None
 
 
@@ -357,7 +345,7 @@ class CandidatesInfo:
 
     Attributes:
         name: Name of the column.
-        generator: Settings of the generator in the form of `dump_stored`.
+        generator: Settings of the generator in the form of `dump`.
         representation: Column of the vectors that the codes approximate, or of the texts that they
             describe.
         fitted: Identity of these vectors, see `vectors_identity`, or the column of the texts.
@@ -474,23 +462,10 @@ def tap_names(schema: pa.Schema) -> list[str]:
     return list(dict.fromkeys(column_metadata(schema.field(name))["tap"] for name in names))
 
 
-def newest_format(schema: pa.Schema) -> int:
-    """Returns the highest format version of all representations, or 0 if there are none."""
+def format_versions(schema: pa.Schema) -> set[Any]:
+    """Returns the format versions of all representations."""
     names = columns_with_role(schema, "search")
-    versions = (column_metadata(schema.field(name)).get("format_version", 0) for name in names)
-    return max(versions, default=0)
-
-
-def renamed_compressor(spec: dict[str, Any]) -> dict[str, Any]:
-    """Returns stored settings of a compressor under its present name.
-
-    `attention_clustering` was called `agc`, which is now a trained method without `saliency`.
-    """
-    if isinstance(method := spec.get("method"), dict):  # of `adaptive`
-        spec = {**spec, "method": renamed_compressor(method)}
-    if spec.get("name") == "agc" and "saliency" in spec:
-        return {**spec, "name": "attention_clustering"}
-    return spec
+    return {column_metadata(schema.field(name)).get("format_version") for name in names}
 
 
 def _malformed(column: str, error: Exception) -> SpecError:

@@ -40,7 +40,7 @@ from pipeline.index.units import UnitRange
 from pipeline.index.writer import IndexWriter
 from pipeline.meter import Totals, read_board, start_board
 from pipeline.registry import ENCODERS, SOURCES
-from pipeline.schema import REJECT, present_reason
+from pipeline.schema import REJECT
 from pipeline.sources.combined import Combined
 from pipeline.stage import FINISHED
 
@@ -282,7 +282,6 @@ def stream(
         columns.encoder_info,
         learned,
         columns.encoder_columns,
-        context.writer.dataset.schema,
         session.job,
     )
     # If the job dies, committed fragments persist and the next run recomputes the others.
@@ -385,7 +384,7 @@ def finish(context: Context) -> None:
         by_reason: dict[str, list[str]] = {}
         for row in table:
             if row["source"] in collections:
-                by_reason.setdefault(present_reason(row["reason"]), []).append(row["item_id"])
+                by_reason.setdefault(row["reason"], []).append(row["item_id"])
         for reason, ids in sorted(by_reason.items(), key=lambda entry: (-len(entry[1]), entry[0])):
             report(f"rejected {len(ids):,}: {reason} ({_examples(sorted(ids))})")
         report(f"all rejects with their details: maxray status {spec.index} --rejects")
@@ -448,7 +447,7 @@ def _former_collections(context: Context, collections: Sequence[str]) -> list[st
         try:
             with filesystem.open(f"{folder}/spec.yaml", "r", encoding="utf-8") as stream:
                 fields = yaml.safe_load(stream)["source"]
-            listed = SOURCES.build(SOURCES.resolve(fields, stored=True)).collections
+            listed = SOURCES.build(SOURCES.resolve(fields)).collections
         except (OSError, SpecError, KeyError, TypeError):  # not a job that lists a source
             continue
         if set(listed) & set(collections):

@@ -28,7 +28,7 @@ from pipeline.index.reader import ITEMS, REJECTS, corruption_errors, id_filter, 
 from pipeline.index.units import UnitLimits, UnitRange, unit_ranges
 from pipeline.paths import open_file
 from pipeline.registry import SOURCES
-from pipeline.schema import REJECT, Item, Reject, present_reason
+from pipeline.schema import REJECT, Item, Reject
 from pipeline.sources import ItemSize, Source
 
 #: Statuses of a listed item.
@@ -400,7 +400,7 @@ def _known_rejects(
     return {
         row["item_id"]: row["revision"]
         for row in table.to_pylist()
-        if present_reason(row["reason"]) not in job.retry_rejects
+        if row["reason"] not in job.retry_rejects
     }
 
 

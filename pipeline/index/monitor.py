@@ -92,7 +92,7 @@ class Snapshot:
 
     @classmethod
     def from_json(cls, text: str) -> Snapshot:
-        """Parses a stored snapshot. Unknown fields of later versions are ignored."""
+        """Parses a stored snapshot. Unknown fields are ignored."""
         fields = json.loads(text)
         steps = tuple(StepState(**step) for step in fields.pop("steps"))
         known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}

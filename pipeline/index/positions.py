@@ -8,8 +8,8 @@ import pyarrow.compute as pc
 
 #: In-memory extents, see `TokenBatch`: x0 y0 x1 y1 in [0, 1], t0 t1 in seconds, or NaN if absent.
 EXTENTS = pa.list_(pa.list_(pa.float32(), 6))
-#: Stored extents since format 2: boxes in units of 1 / 65535, and times in seconds. Each list is
-#: null for items without it, such as the times of a page. Indexes of format 1 store `EXTENTS`.
+#: Stored extents: boxes in units of 1 / 65535, and times in seconds. Each list is null for items
+#: without it, such as the times of a page.
 STORED_EXTENTS = pa.struct(
     [
         pa.field("boxes", pa.list_(pa.list_(pa.uint16(), 4))),
@@ -29,7 +29,7 @@ def stored_type(type: pa.DataType) -> pa.DataType:
 def encode_positions(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Converts token positions of a table to the storage types of an index schema."""
     for i, column in enumerate(table.schema):
-        if column.type == EXTENTS and schema.field(column.name).type == STORED_EXTENTS:
+        if column.type == EXTENTS:
             table = table.set_column(i, column.name, _encode_extents(table[column.name]))
     return table.cast(schema)
 

@@ -50,7 +50,7 @@ def is_nested(info: RepresentationInfo) -> bool:
     Raises:
         SpecError: The compressor is not installed.
     """
-    return COMPRESSORS.build(COMPRESSORS.resolve(info.compressor, stored=True)).is_nested
+    return COMPRESSORS.build(COMPRESSORS.resolve(info.compressor)).is_nested
 
 
 def first_vectors(

@@ -29,7 +29,7 @@ from pipeline.index.info import (
     RepresentationInfo,
     RerankInfo,
     candidates_infos,
-    newest_format,
+    format_versions,
     pooled_infos,
     representation_infos,
     rerank_infos,
@@ -101,7 +101,7 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
     """Opens the dataset of the items in the given version, or in the latest version.
 
     Raises:
-        SpecError: The index does not exist, is corrupted or has a newer format, or it has no such
+        SpecError: The index does not exist, is corrupted or has another format, or it has no such
             version.
     """
     _check_scheme(uri)
@@ -119,10 +119,9 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
                 "index", uri, "an intact index", f"is corrupted ({first_line(error)})"
             ) from None
         raise missing_index(uri) from None
-    if newest_format(dataset.schema) > FORMAT_VERSION:
-        raise SpecError(
-            "index", uri, f"an index of format {FORMAT_VERSION} or older", "has a newer format"
-        )
+    for version in format_versions(dataset.schema) - {FORMAT_VERSION}:
+        rule = f"an index of format {FORMAT_VERSION}"
+        raise SpecError("index", uri, rule, f"has format {version}")
     return dataset
 
 
@@ -288,7 +287,7 @@ class Index:
             state = None
             if info.codec_artefact:
                 state = load_artefact(self.uri, info.codec_artefact, info.codec_fit)
-            self._codecs[info.column] = CODECS.build(CODECS.resolve(info.codec, stored=True), state)
+            self._codecs[info.column] = CODECS.build(CODECS.resolve(info.codec), state)
         return self._codecs[info.column]
 
     def generator(self, name: str) -> Generator:
@@ -311,7 +310,7 @@ class Index:
         if name not in self._generators:
             info = self.candidates_columns[name]
             state = load_artefact(self.uri, info.artefact, info.fit)
-            spec = CANDIDATES.resolve(info.generator, stored=True)
+            spec = CANDIDATES.resolve(info.generator)
             self._generators[name] = CANDIDATES.build(spec, state)
         return self._generators[name]
 

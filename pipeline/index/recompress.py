@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
 
 import lance
 import numpy as np
@@ -32,7 +31,6 @@ from pipeline.index.columns import (
     compressor_remarks,
     needs_appended_vectors,
     required_taps,
-    stored_assignment_columns,
     taps_by_representation,
 )
 from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
@@ -64,8 +62,6 @@ log = logging.getLogger("maxray.recompress")
 
 class RecompressSpec(Spec):
     """Spec of `jobs.recompress`."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"fit_where": "fit_filter"}
 
     index: Uri
     """Path or URI of the index."""
@@ -132,7 +128,7 @@ def run(
             note = "; add it with `maxray index` to a new index"
             field = f"representations.{r.id}.compressor"
             raise SpecError(field, r.compressor.name, rule, problem, note)
-    check_compressors(wanted, ENCODERS.resolve(encoder_info.spec, stored=True))
+    check_compressors(wanted, ENCODERS.resolve(encoder_info.spec))
     check_taps(index, encoder_info.for_field(item_field), wanted)
     if fitted := [r for r in wanted if needs_fit(r)]:
         check_sample(spec, encoder_info, item_field, fitted)
@@ -149,20 +145,13 @@ def run(
             f"{progress.fragments - progress.done_before} of {progress.fragments} fragments to fill"
             f" with {len(wanted)} representations"
         )
-        assignment_columns = stored_assignment_columns(dataset.schema, wanted)
         for names, fragments in incomplete.items():
             missing = [r for r in wanted if r.id in names]
             constructor_kwargs = {
                 "index": part_uri(spec.index),
                 "version": session.writer.dataset.version,
                 "source": spec.source,
-                "stage": Compress(
-                    encoder_info,
-                    missing,
-                    learned,
-                    encoder_columns=(),
-                    assignment_columns=assignment_columns,
-                ),
+                "stage": Compress(encoder_info, missing, learned, encoder_columns=()),
                 "num_threads": resources.compress.num_threads,
             }
             rows = [{"fragment": fragment} for fragment in fragments]

@@ -7,13 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from pipeline.config import Spec, Uri, digest, dump_stored
+from pipeline.config import Spec, Uri, digest, dump
 from pipeline.index.columns import Representation, Sweep, all_representations, represented_fields
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import part_uri
 from pipeline.index.units import UnitLimits
 from pipeline.registry import ENCODERS, SOURCES, EncoderSpec, SourceSpec
-from pipeline.schema import present_reason
 from pipeline.sources import Source
 from pipeline.stage import Profile, Resources
 from pipeline.taps import TapName
@@ -103,13 +102,10 @@ class IndexSpec(Spec):
             folder: URI of the folder of the job.
             retry_rejects: Reasons whose rejects are retried.
         """
-        spec_digest = digest(
-            {"source": dump_stored(self.source), "encoder": dump_stored(self.encoder)}
-        )
-        index = part_uri(self.index)
-        reasons = tuple(map(present_reason, retry_rejects))
+        spec_digest = digest({"source": dump(self.source), "encoder": dump(self.encoder)})
+        index, payload = part_uri(self.index), self.payload()
         return ListingJob(
-            index, folder, self.source, spec_digest, reasons, self.payload(), self.unit_limits
+            index, folder, self.source, spec_digest, retry_rejects, payload, self.unit_limits
         )
 
     @property

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.codecs import Codec
 from pipeline.compression import MAX_TOKENS, Compressor
-from pipeline.config import ComponentSpec, digest, dump_stored
+from pipeline.config import ComponentSpec, digest, dump
 from pipeline.encoders import Encoder
 from pipeline.index.columns import (
     RERANK_TOKENS,
@@ -262,15 +262,12 @@ class Compress(Stage):
         representations: Representations to compute.
         learned: Learned state of the fitted representations, by id.
         encoder_columns: Names of the shared columns of the encoder to store.
-        assignment_columns: Names of stored columns of token assignments by representation; others
-            have their default name.
     """
 
     encoder_info: EncoderInfo
     representations: Sequence[Representation]
     learned: Mapping[str, LearnedState]
     encoder_columns: Sequence[str]
-    assignment_columns: Mapping[str, str] = field(default_factory=dict)
 
     name: ClassVar[str] = "compress"
 
@@ -290,12 +287,8 @@ class Compress(Stage):
         return (
             *self.encoder_columns,
             *(r.id for r in self.representations),
-            *(self.assignment_column(r) for r in self.representations if has_assignment(r)),
+            *(r.assignment_id for r in self.representations if has_assignment(r)),
         )
-
-    def assignment_column(self, representation: Representation) -> str:
-        """Returns the name of the column with the token assignment of a representation."""
-        return self.assignment_columns.get(representation.id, representation.assignment_id)
 
     def load(self) -> TokenCompressor:
         """Builds the compressors and codecs."""
@@ -329,7 +322,7 @@ class TokenCompressor(LoadedStage):
         for r in stage.representations:
             learned = stage.learned.get(r.id, LearnedState())
             fitted_id = [r.id] if learned.compressor is not None else []
-            key = digest([r.field, dump_stored(r.compressor), fitted_id])
+            key = digest([r.field, dump(r.compressor), fitted_id])
             if key not in methods:
                 compressor = COMPRESSORS.build(r.compressor, learned.compressor)
                 methods[key] = Method(r.field, compressor, [])
@@ -360,7 +353,7 @@ class TokenCompressor(LoadedStage):
             for representation, codec in method.outputs:
                 columns[representation.id] = codec.encode(result)
                 if has_assignment(representation):
-                    name = self.stage.assignment_column(representation)
+                    name = representation.assignment_id
                     columns[name] = assignment_column(result, batch, compressor)
         return pa.table(columns)
 

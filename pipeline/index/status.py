@@ -16,7 +16,6 @@ from pipeline.index.columns import RERANK_TOKENS, codec_name
 from pipeline.index.info import tap_names
 from pipeline.index.positions import element_bytes, stored_bytes
 from pipeline.index.reader import Index, open_folder
-from pipeline.schema import present_reason
 
 
 def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def status(uri: str, num_jobs: int = 3) -> dict[str, Any]:
     infos, pooled = index.representations().values(), index.pooled_columns.values()
     encoders = {(info.encoder.name, info.encoder.fingerprint) for info in infos}
     encoders |= {(info.encoder, info.fingerprint) for info in pooled}
-    reasons = Counter(map(present_reason, index.rejects()["reason"].to_pylist()))
+    reasons = Counter(index.rejects()["reason"].to_pylist())
     return {
         "index": uri,
         "version": index.version,
@@ -57,7 +56,7 @@ def rejects(uri: str) -> list[dict[str, Any]]:
     """Returns `reason`, `item_id`, `collection`, `stage` and `detail` of all rejects, sorted."""
     rows = [
         {
-            "reason": present_reason(row["reason"]),
+            "reason": row["reason"],
             "item_id": row["item_id"],
             "collection": row["source"],
             "stage": row["stage"],

@@ -20,7 +20,6 @@ from pipeline.index.columns import (
     needs_appended_vectors,
     represented_fields,
     required_taps,
-    stored_assignment_columns,
 )
 from pipeline.index.fitting import LearnedState
 from pipeline.index.fragments import WriteFragments
@@ -162,7 +161,6 @@ def written_fragments(
     encoder_info: EncoderInfo,
     learned: Mapping[str, LearnedState],
     stored_columns: Sequence[str],
-    schema: pa.Schema,
     job: str | None = None,
 ) -> ray.data.Dataset:
     """Returns a lazy dataset with one row (`fragments.WRITTEN`) per fragment that was written.
@@ -175,7 +173,6 @@ def written_fragments(
         encoder_info: Description of the encoder.
         learned: Learned state of the fitted representations, by id.
         stored_columns: Names of the shared columns of the encoder to store.
-        schema: Schema of the index.
         job: Identifier of the job whose progress is counted, if any.
     """
     configure_ray_data(resources)
@@ -193,8 +190,7 @@ def written_fragments(
         prepare=prepare is None,
         placement=resources.placement,
     )
-    assignment_columns = stored_assignment_columns(schema, representations)
-    compress = Compress(encoder_info, representations, learned, stored_columns, assignment_columns)
+    compress = Compress(encoder_info, representations, learned, stored_columns)
     if resources.compress is None:
         groups.append(([Represent(encode, compress)], resources.encode))
     else:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import ray
 import torch
 
-from pipeline.config import ComponentSpec, SpecError, dump_stored, within
+from pipeline.config import ComponentSpec, SpecError, dump, within
 from pipeline.decoding import Unreadable
 from pipeline.index import listing, unit_reader
 from pipeline.index.artefacts import Sample
@@ -207,7 +207,7 @@ def fit_representation(
             raise SpecError(field, job.source.name, rule, problem)
 
     learned = fit(representation, stage.encoder_info, sample, fit_sample.seed)
-    origin = {"source": dump_stored(fit_sample.source)} if fit_sample.source else {}
+    origin = {"source": dump(fit_sample.source)} if fit_sample.source else {}
     return learned._replace(sample=Sample(origin, np.array(sorted(hashes), np.uint64)))
 
 

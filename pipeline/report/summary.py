@@ -75,8 +75,6 @@ def fitting(result: Result) -> str:
     fit_sample = result.fit_sample
     if not fit_sample:
         return ""
-    if fit_sample["num_items"] is None:
-        return "an unrecorded sample of the index"
     number, evaluated = fit_sample["num_items"], fit_sample["num_evaluated"]
     items = f"{number:,} item{'s' * (number != 1)}"
     overlap = "all" if evaluated == number else f"{evaluated:,}" if evaluated else "none"
@@ -85,8 +83,7 @@ def fitting(result: Result) -> str:
         return f"{items} of the index, {overlap} of them evaluated"
     source = origin.get("source", origin)
     location = source.get("path") or source.get("index") or "the index"
-    filter = source.get("filter", source.get("where"))  # `where`: stored by earlier versions
-    where = f" where {filter}" if filter else ""
+    where = f" where {source['filter']}" if source.get("filter") else ""
     return f"{items} of a separate sample ({location}{where}), {overlap} of them evaluated"
 
 

@@ -68,11 +68,9 @@ class Edje(torch.nn.Module):
         metadata: dict[str, Any] = {
             "format": FORMAT,
             "vision": {**self.vision, "dim": self.adapter.width},
-            "adapter": config.dump_stored(self.adapter.spec),
+            "adapter": config.dump(self.adapter.spec),
             # The saved weights are complete and include merged low-rank matrices.
-            "joint": config.dump_stored(self.joint.spec)
-            | dict.fromkeys(FROM, None)
-            | {"model": "."},
+            "joint": config.dump(self.joint.spec) | dict.fromkeys(FROM, None) | {"model": "."},
             "dim": self.joint.dim,
             "text_dim": self.joint.recover.out_features,
         }
@@ -147,7 +145,7 @@ def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
     """
     metadata = read_metadata(folder, field)
     with _readable(folder, field):
-        spec = config.parse(Adapter.Spec, metadata["adapter"], stored=True)
+        spec = config.parse(Adapter.Spec, metadata["adapter"])
         adapter = Adapter(spec, metadata["vision"]["dim"], metadata["dim"])
         adapter.load_state_dict(safetensors.torch.load_file(Path(folder) / ADAPTER))
     adapter.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -173,11 +171,8 @@ def load_joint(folder: str | Path, field: str = "edje", **changes: Any) -> Joint
     """
     metadata = read_metadata(folder, field)
     with _readable(folder, field):
-        spec = config.parse(
-            JointEncoder.Spec,
-            metadata["joint"] | {"model": str(folder)} | changes,
-            stored=True,
-        )
+        fields = metadata["joint"] | {"model": str(folder)} | changes
+        spec = config.parse(JointEncoder.Spec, fields)
         joint = JointEncoder(spec, metadata["text_dim"], may_lack=())
         heads = safetensors.torch.load_file(Path(folder) / HEADS)
         joint.load_state_dict(heads, strict=False)

@@ -81,7 +81,7 @@ class AppendedAttention:
         self.spec = spec
         self.encoder: Encoder[Any] = ENCODERS.build(self.spec)
         described, _ = TrainedCompressor.read(spec.appended_tokens, "model")
-        compressor = COMPRESSORS.build(COMPRESSORS.resolve(described.compressor, stored=True))
+        compressor = COMPRESSORS.build(COMPRESSORS.resolve(described.compressor))
         self.compressor = compressor if isinstance(compressor, AGC) else None
 
     def map(self, item: Item) -> AttentionMap:

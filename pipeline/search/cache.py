@@ -37,7 +37,7 @@ import pyarrow as pa
 import torch
 
 from pipeline.codecs import Codec
-from pipeline.config import SpecError, absolute, digest, dump_stored, within
+from pipeline.config import SpecError, absolute, digest, dump, within
 from pipeline.index.reader import Index, files_with
 from pipeline.paths import is_uri
 from pipeline.search.packed import FLOATS, PackedVectors, Segment, join_blocks, single_vectors
@@ -169,7 +169,7 @@ class Column:
         Part of the file names.
         """
         layout = {name: [str(dtype), width] for name, (dtype, width) in self.layout.items()}
-        return [dump_stored(self.codec.spec), self._artefact, self.dim, layout]
+        return [dump(self.codec.spec), self._artefact, self.dim, layout]
 
     @functools.cached_property
     def layout(self) -> dict[str, tuple[torch.dtype, int]]:

@@ -23,7 +23,7 @@ import torch
 from pydantic import Field, PositiveInt
 
 from pipeline.candidates import Generator, TextGenerator
-from pipeline.config import Spec, SpecError, Uri, dump_stored, within
+from pipeline.config import Spec, SpecError, Uri, dump, within
 from pipeline.index.artefacts import save_artefact
 from pipeline.index.capacity import check_capacity
 from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
@@ -187,14 +187,14 @@ def check(spec: CandidatesJobSpec, *, refit: bool = False) -> None:
         advice = "drop it with --drop" if is_resumed else "fit it again with --refit"
         rule = "a generator of the present vectors"
         raise SpecError("generator", spec.generator.name, rule, problem, f"; {advice}")
-    stored = CANDIDATES.resolve(newest.generator, stored=True)
+    stored = CANDIDATES.resolve(newest.generator)
     if stored != spec.generator:
         problem = "differs from the stored generator"
-        rule = f"{dump_stored(stored)}, or --refit"
+        rule = f"{dump(stored)}, or --refit"
         if is_resumed:
             problem = "differs from that of the interrupted refit"
-            rule = f"{dump_stored(stored)}, or --drop before"
-        raise SpecError("generator", dump_stored(spec.generator), rule, problem)
+            rule = f"{dump(stored)}, or --drop before"
+        raise SpecError("generator", dump(spec.generator), rule, problem)
 
 
 def _is_lexical(spec: CandidatesJobSpec) -> bool:
@@ -260,7 +260,7 @@ def _prepare(
         artefact = session.call(ray.get, call)
     info = CandidatesInfo(
         name=f"{source}_{generator}_{revision}_candidates",
-        generator=dump_stored(spec.generator),
+        generator=dump(spec.generator),
         representation=source,
         fitted={"text": source} if is_lexical else vectors_identity(representation),
         artefact="",

@@ -178,7 +178,7 @@ class Previews:
             with filesystem.open(file, "r", encoding="utf-8") as stream:
                 source = yaml.safe_load(stream).get("source")
             if isinstance(source, dict):  # recompression reads a column of the index instead
-                spec = SOURCES.resolve(source, stored=True)
+                spec = SOURCES.resolve(source)
                 yield from SOURCES.load(spec.name).leaf_specs(spec)
 
 
@@ -191,7 +191,7 @@ def _read_part(source: Source, item: dict[str, Any], range: ByteRange) -> MediaP
         if start < end:
             stream.seek(offset + start)
             data = stream.read(min(end - start, MAX_PART_BYTES))
-    return MediaPart(data, start, size, kind, content_hash(item["revision"]) or "")
+    return MediaPart(data, start, size, kind, content_hash(item["revision"]))
 
 
 #: Media types by the bytes at the beginning of a file and their position.

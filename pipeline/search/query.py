@@ -211,7 +211,7 @@ class QueryEncoders:
             artefact = info.artefact and load_artefact(
                 self._index.uri, info.artefact, info.compressor_fit
             )
-            spec = COMPRESSORS.resolve(info.compressor, stored=True)
+            spec = COMPRESSORS.resolve(info.compressor)
             self._compressors[key] = COMPRESSORS.build(spec, artefact)
         return self._compressors[key]
 
@@ -222,7 +222,7 @@ def query_encoder(info: EncoderInfo) -> Encoder:
     Raises:
         SpecError: The encoder is not available.
     """
-    spec = ENCODERS.resolve(info.spec, stored=True)
+    spec = ENCODERS.resolve(info.spec)
     encoder_class: type[Encoder] = ENCODERS.load(info.name)
     encoder_class.check_queries(spec)
     return ENCODERS.build(spec)

@@ -229,7 +229,7 @@ class Reranker:
         return self._vision
 
     def _build_encoder(self) -> Encoder:
-        encoder = ENCODERS.build(ENCODERS.resolve(self.metadata["vision"]["spec"], stored=True))
+        encoder = ENCODERS.build(ENCODERS.resolve(self.metadata["vision"]["spec"]))
         if encoder.fingerprint != self.metadata["vision"]["fingerprint"]:
             rule = "an EDJE model trained on the installed weights of its vision encoder"
             raise SpecError("rerank", self.folder, rule, "was trained on other weights")

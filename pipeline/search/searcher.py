@@ -43,8 +43,8 @@ def open_index(
         device: "cpu", or a CUDA device that holds the vectors and computes the scores.
 
     Raises:
-        SpecError: The index is missing, corrupted or newer than this version of the software, or
-            the shard or device does not exist.
+        SpecError: The index is missing, corrupted or of another format, or the shard or device does
+            not exist.
     """
     return Searcher(Index(uri, version), shard=shard, cache=cache, device=device)
 

@@ -44,8 +44,7 @@ class ShardedSearcher(Searcher):
         start_timeout_s: Maximum time until all actors are ready, in seconds.
 
     Raises:
-        SpecError: The index is missing, corrupted or newer than this version of the software, or
-            `num_shards` is invalid.
+        SpecError: The index is missing, corrupted or of another format, or `num_shards` is invalid.
         JobError: The actors do not start in time.
     """
 

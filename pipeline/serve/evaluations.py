@@ -43,7 +43,6 @@ from pipeline.schema import is_blank
 from pipeline.search.fusion import FUSED
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
-from pipeline.serve.keys import ANONYMOUS, FORMER_ANONYMOUS
 from pipeline.serve.replica import bind_to_loopback
 from pipeline.serve.settings import NAME, Evaluations, ServeSpec
 
@@ -143,7 +142,7 @@ class EvaluationStore:
         Raises:
             ApiError: It was created by a different request.
         """
-        if self._read_file(folder, "request.json").get("content", content) != content:
+        if self._read_file(folder, "request.json")["content"] != content:
             field = "Idempotency-Key"
             message = f"{field} must be unique per request, got the key of evaluation"
             raise ApiError("invalid_argument", f"{message} {folder.name}", field)
@@ -213,8 +212,6 @@ class EvaluationStore:
         if _is_job(folder):
             return self._job(folder)
         request = self._read_file(folder, "request.json")
-        if request["key"] == FORMER_ANONYMOUS:
-            request["key"] = ANONYMOUS.name
         state = self._read_file(folder, "state.json")
         redact = self._redactor(request["index"], folder)
         progress = _lines(folder / "log")[-NUM_PROGRESS_LINES:]

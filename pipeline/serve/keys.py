@@ -82,8 +82,6 @@ class Key(Spec):
 
 #: Key of all requests if the server has no access keys.
 ANONYMOUS = Key(name="anonymous", sha256="0" * 64, evaluate=True)
-#: Its name in evaluations stored by earlier versions.
-FORMER_ANONYMOUS = "anybody"
 
 
 class _File(Spec):

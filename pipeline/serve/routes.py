@@ -303,8 +303,6 @@ async def preview(
     ] = None,
 ) -> Response:
     """Returns the image (JPEG, PNG or WebP) or the audio (WAV) of an item."""
-    if "what" in request.query_params:
-        raise ApiError("invalid_argument", "field 'what' was renamed to 'media'", "what")
     served = gateway.served(key, index)
     _log(request, index=served.name, media=media)
     etag = preview_tag(served, item_id, media, seconds, width)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import (
     Field,
@@ -27,14 +26,6 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
 class Scale(Spec):
     """Replicas and resources of a deployment, named as in Ray Serve."""
-
-    renamed: ClassVar[Mapping[str, str]] = {
-        "replicas": "num_replicas",
-        "target_ongoing": "target_ongoing_requests",
-        "threads": "num_threads",
-        "max_ongoing": "max_ongoing_requests",
-        "max_queued": "max_queued_requests",
-    }
 
     num_replicas: PositiveInt = 1
     """Number of replicas. The minimum if `max_replicas` is set."""
@@ -103,8 +94,6 @@ class ServedExample(Spec):
 class ServedIndex(Spec):
     """Served index."""
 
-    renamed: ClassVar[Mapping[str, str]] = {"shards": "num_shards", "load": "preload"}
-
     uri: str
     """URI of the index. Every node of the cluster must be able to read it."""
     num_shards: PositiveInt = 1
@@ -156,19 +145,6 @@ class ServedIndex(Spec):
 class Limits(Spec):
     """Limits per request and per access key."""
 
-    renamed: ClassVar[Mapping[str, str]] = {
-        "body_bytes": "max_body_bytes",
-        "query_chars": "max_query_chars",
-        "batch_chars": "max_batch_chars",
-        "image_pixels": "max_image_pixels",
-        "k": "max_k",
-        "batch": "max_batch_queries",
-        "batch_hits": "max_batch_hits",
-        "pairs": "max_rerank_pairs",
-        "in_flight": "max_in_flight_requests",
-        "bodies": "max_pending_bodies",
-    }
-
     max_body_bytes: PositiveInt = 8 << 20
     """Maximum size of a request body, in bytes."""
     max_query_chars: PositiveInt = 4_000
@@ -203,18 +179,6 @@ class Limits(Spec):
 class Timeouts(Spec):
     """Time limits for shutdown and for the stages of a request, including queueing."""
 
-    renamed: ClassVar[Mapping[str, str]] = {
-        "encode": "encode_s",
-        "search": "search_s",
-        "filter": "filter_s",
-        "rerank": "rerank_s",
-        "describe": "describe_s",
-        "preview": "preview_s",
-        "body": "body_s",
-        "reload": "reload_interval_s of the server",
-        "drain": "drain_s",
-    }
-
     encode_s: PositiveFloat = 10
     """Time limit for encoding the queries, in seconds."""
     search_s: PositiveFloat = 20
@@ -247,11 +211,6 @@ class Timeouts(Spec):
 class Evaluations(Spec):
     """Evaluations requested over HTTP."""
 
-    renamed: ClassVar[Mapping[str, str]] = {
-        "max_of_key": "max_queued_per_key",
-        "keep": "max_finished",
-    }
-
     folder: str = ""
     """Persistent folder of the evaluations. If empty, evaluations are disabled."""
     benchmarks: dict[Annotated[str, Field(pattern=NAME)], BenchmarkSpec] = Field(
@@ -268,8 +227,6 @@ class Evaluations(Spec):
 
 class ServeSpec(Spec):
     """Settings of a server."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"seconds": "timeouts"}
 
     indexes: dict[Annotated[str, Field(pattern=NAME)], ServedIndex] = Field(min_length=1)
     """Indexes by name."""

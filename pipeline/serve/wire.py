@@ -7,11 +7,9 @@ server can lower them in its settings (`pipeline.serve.settings`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     StringConstraints,
@@ -19,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.config import RenamedField, SpecError
+from pipeline.config import Spec, SpecError
 from pipeline.scores import Score
 from pipeline.search.fusion import Fusion
 from pipeline.search.options import RerankMethod, RerankRepresentation, SearchOptions
@@ -37,24 +35,8 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Request(BaseModel):
-    """Base class of all requests. Requests with unknown fields are rejected.
-
-    Attributes:
-        renamed: Present names of renamed fields by former name, for error messages.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-    renamed: ClassVar[Mapping[str, str]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reject_former_names(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            for name, value in data.items():
-                if name in cls.renamed:
-                    raise RenamedField(name, value, cls.renamed[name])
-        return data
+class Request(Spec):
+    """Base class of the bodies of requests. Requests with unknown fields are rejected."""
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -273,8 +255,6 @@ class EncodeResponse(Response):
 
 class RerankRequest(Request):
     """Items to score for a query."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"by": "method"}
 
     index: Name | None = None
     """Name of the index. Optional if the access key can access only one index."""
@@ -514,14 +494,14 @@ class EvaluationRequest(Request):
     ignore_identical_ids: bool = True
     """Removes the document that has the id of a query from its ranking, unless it is judged
     relevant. False if the ids of `queries` and documents coincide by chance."""
-    representations: Annotated[list[Name], Field(max_length=256)] = []
+    representations: list[Name] = Field(default_factory=list, max_length=256)
     """Names of the representations to evaluate, which may be prefixes `NAME@K`. Empty means all
     stored representations."""
-    scores: list[Score] = []
+    scores: list[Score] = Field(default_factory=list)
     """Scores to evaluate. If empty, all that the representations support, without `fused`."""
     fusion: Fusion | None = None
     """Settings of the `fused` score. Default: those of the server for the index."""
-    measures: Annotated[list[Name], Field(max_length=64)] = []
+    measures: list[Name] = Field(default_factory=list, max_length=64)
     """Names of ir-measures, such as `nDCG@10`. If empty, the default measures are used."""
     k: Annotated[int, Field(ge=1, le=10_000)] = 100
     """Number of hits per query. It must be at least the largest cutoff of the measures."""

@@ -242,13 +242,13 @@ def make_revision(settings: Any, content: Any) -> str:
     return f"{digest([settings, content])}.{digest(content)}"
 
 
-def content_hash(revision: str) -> str | None:
-    """Returns the content hash in a revision, or None for revisions of old indexes without one.
+def content_hash(revision: str) -> str:
+    """Returns the content hash in a revision.
 
     >>> content_hash(make_revision({"dpi": 100}, "x")) == content_hash(make_revision({}, "x"))
     True
     """
-    return revision.partition(".")[2] or None
+    return revision.partition(".")[2]
 
 
 def items_table(items: Sequence[Item], payload: pa.Schema) -> pa.Table:

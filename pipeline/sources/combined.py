@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import pyarrow as pa
 from pydantic import Field, field_validator
@@ -25,10 +25,6 @@ class Combined(Source["Combined.Spec"]):
 
     class Spec(config.ComponentSpec):
         """Options of the combined source."""
-
-        renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {
-            "name": {"several": "combined"}
-        }
 
         name: Literal["combined"] = "combined"
         sources: list[SourceSpec] = Field(min_length=1)

@@ -177,10 +177,7 @@ class MediaSource(Source[MediaSpecT]):
         return {}
 
     def settings(self) -> dict[str, Any]:
-        """Returns the options that affect the decoded content; they are part of revisions.
-
-        Fields that were renamed enter the revisions under their first names.
-        """
+        """Returns the options that affect the decoded content; they are part of revisions."""
         excluded = {"name", "path", "collection", "ids", "revision", "max_file_bytes", "limits"}
         wants = [kind for kind in self.provides if kind in self.wants]
         return {**self.spec.model_dump(mode="json", exclude=excluded), "wants": wants}
@@ -300,8 +297,7 @@ class MediaSource(Source[MediaSpecT]):
 
     def _revision(self, file: MediaFile, path: str | None) -> str:
         """Returns a revision of content, settings, sidecars and manifest entry."""
-        options = self.spec.with_first_names(self.settings())
-        settings = [options, file.sidecars, file.annotation]
+        settings = [self.settings(), file.sidecars, file.annotation]
         return make_revision(settings, self._content(file, path))
 
     def read_content_hash(self, item: dict[str, Any]) -> str:

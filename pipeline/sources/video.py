@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -27,8 +26,6 @@ SAMPLING_OPTIONS = {
 
 class FramesSpec(Spec):
     """Options for selecting the frames of a window. See `Video` for the sampling methods."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"look_fps": "scene_detection_fps"}
 
     sampling: Literal["uniform", "fps", "scenes"] = "fps"
     """Method of selecting frames."""

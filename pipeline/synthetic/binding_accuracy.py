@@ -18,7 +18,7 @@ from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS
 from pipeline.report.plot import COLORS, REFERENCE, apply_style, to_png
 from pipeline.schema import ITEM, Item, payload_schema
-from pipeline.scores import ScoreName
+from pipeline.scores import Score
 from pipeline.synthetic.binding import PANELS, SIDE, Pair
 from pipeline.synthetic.binding_data import Form, payload
 from pipeline.tokens import TokenBatch, unit_vectors
@@ -26,7 +26,7 @@ from pipeline.train.losses import late_scores
 from pipeline.training_data.quality import pairwise
 
 #: Scores in the order of the table.
-SCORES: tuple[ScoreName, ...] = ("single_vector", "maxsim", "hybrid")
+SCORES: tuple[Score, ...] = ("single_vector", "maxsim", "hybrid")
 #: Kinds of `schema.PAYLOAD` that represent each form.
 PAYLOAD_KINDS = {"text": ("text",), "rendered": ("image", "scan")}
 #: Number of pairs whose tokens are in memory at a time.

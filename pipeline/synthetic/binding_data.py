@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,8 +30,6 @@ class Binding(TrainingData["Binding.Spec"]):
 
     class Spec(config.ComponentSpec):
         """Options of `Binding`."""
-
-        renamed: ClassVar[Mapping[str, str]] = {"held_out": "validation"}
 
         name: Literal["binding"] = "binding"
         form: Form = "text"

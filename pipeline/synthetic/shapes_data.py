@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -37,8 +37,6 @@ class Shapes(TrainingData["Shapes.Spec"]):
 
     class Spec(config.ComponentSpec):
         """Options of `Shapes`."""
-
-        renamed: ClassVar[Mapping[str, str]] = {"held_out": "validation"}
 
         name: Literal["shapes"] = "shapes"
         num_scenes: int = Field(6400, ge=2)

@@ -18,12 +18,11 @@ import torch
 from pipeline import config, distributed
 from pipeline.config import JobError, SpecError
 from pipeline.encoders.loading import hash_files
-from pipeline.train.migration import migrated_spec
 from pipeline.train.sharding import load_state, whole, whole_state
 from pipeline.train.spec import TrainSpec
 
-#: File with the step and the spec of a checkpoint, and its name in checkpoints of earlier versions.
-METADATA, FORMER_METADATA = "metadata.json", "about.json"
+#: File with the step and the spec of a checkpoint.
+METADATA = "metadata.json"
 #: Fields of a run's spec that may differ between its start and its resumption.
 MAY_CHANGE = (
     *("name", "output", "keep_last", "log_every", "checkpoint_every", "eval_every"),
@@ -90,8 +89,8 @@ class Checkpoints:
             SpecError: The checkpoint belongs to a run with another spec.
         """
         with _corruption_errors(checkpoint):
-            metadata = _read_metadata(checkpoint)
-            stored = self._lasting(migrated_spec(metadata["spec"]))
+            metadata = json.loads((checkpoint / METADATA).read_text("utf-8"))
+            stored = self._lasting(metadata["spec"])
         spec = self._lasting(config.dump(self.spec))
         for field, value, stored_value in differences(spec, stored):
             place = f"as in the checkpoint {checkpoint}, unless `output` is another folder"
@@ -168,12 +167,6 @@ class Checkpoints:
         """Returns the fields of a spec that must not change for a run to resume, as JSON values."""
         fields = {k: v for k, v in spec.items() if k not in MAY_CHANGE}
         return json.loads(json.dumps(fields))
-
-
-def _read_metadata(checkpoint: Path) -> dict[str, Any]:
-    """Returns the step and the spec of a checkpoint of this or an earlier version."""
-    path = checkpoint / METADATA
-    return json.loads((path if path.exists() else checkpoint / FORMER_METADATA).read_text("utf-8"))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import safetensors.torch
@@ -36,7 +36,7 @@ from pipeline.encoders.trained import (
     write_trained_compressor,
 )
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
-from pipeline.scores import RENAMED, ScoreName
+from pipeline.scores import Score
 from pipeline.taps import APPENDED_STATISTICS, Tap, average_layers, single_layer_taps
 from pipeline.tokens import TokenBatch, normalise, pad
 from pipeline.train import lora, sharding
@@ -116,13 +116,6 @@ class Contrastive(Learner["Contrastive.Spec"]):
         `appended_tokens` are trained further.
         """
 
-        renamed: ClassVar[Mapping[str, str]] = {
-            "states": "hidden_states_cache",
-            "states_dtype": "hidden_states_dtype",
-            "trains": "trainable",
-        }
-        renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {"score": RENAMED}
-
         name: Literal["contrastive"] = "contrastive"
         trainable: Literal["all", "projection", "lora", "tokens", "adapter"] = "all"
         """Trainable parameters: `all` of the model and its projection; only the `projection`, which
@@ -149,7 +142,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         num_appended_tokens: int | None = Field(None, ge=1, le=MAX_APPENDED)
         """Number of new learned tokens that are appended to each document, for AGC and MemTok. Null
         trains those of `encoder.appended_tokens`, if any."""
-        score: ScoreName = "maxsim"
+        score: Score = "maxsim"
         """Score of a query and a document: `maxsim` (SMART, eq. 4); `single_vector`, the inner
         product of the single vectors (eq. 2); `hybrid`, their sum (eq. 5)."""
         reduction: Reduction = "mean"
@@ -354,7 +347,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         if self.spec.hidden_states_cache is None:
             return
         origin = {
-            "encoder": config.dump_stored(self.spec.encoder) | {"max_batch_tokens": None},
+            "encoder": config.dump(self.spec.encoder) | {"max_batch_tokens": None},
             "weights": self.encoder.fingerprint,
             "taps": [tap.name for tap in self._taps],
         }

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -23,7 +23,6 @@ from pipeline.rerank.candidates import candidate_pairs, rerank_scores
 from pipeline.rerank.edje import Edje, read_metadata
 from pipeline.rerank.joint import JointEncoder, Texts
 from pipeline.schema import DEFAULT_RERANK_DEPTH
-from pipeline.scores import RENAMED
 from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
 from pipeline.train.frozen import cached_hidden_states, encoded, query_key
 from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
@@ -81,16 +80,6 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         The `encoder` is frozen. The adapter reads its hidden states. Its similarities determine the
         negatives, and the candidates that are reranked in evaluations.
         """
-
-        renamed: ClassVar[Mapping[str, str]] = {
-            "pool": "rerank_depth",
-            "states": "hidden_states_cache",
-            "states_dtype": "hidden_states_dtype",
-            "start": "init_from",
-            "masked": "mask_probability",
-            "pairs_at_once": "pair_mini_batch_size",
-        }
-        renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {"first_stage": RENAMED}
 
         name: Literal["edje"] = "edje"
         hidden_states_cache: Uri | None = None
@@ -169,7 +158,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             rule = "maxsim (the encoder has no single vector)"
             raise SpecError("learner.first_stage", "single_vector", rule)
         self.compressor = COMPRESSORS.build(spec.compressor)
-        vision = {"spec": config.dump_stored(spec.encoder), "fingerprint": self.encoder.fingerprint}
+        vision = {"spec": config.dump(spec.encoder), "fingerprint": self.encoder.fingerprint}
         if spec.init_from is not None:
             edje = Edje.load(spec.init_from, "init_from").requires_grad_(True)
             self._check_vision(edje, "init_from", spec.init_from)
@@ -233,7 +222,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         if self.spec.hidden_states_cache is None:
             return
         origin = {
-            "encoder": config.dump_stored(self.spec.encoder) | {"max_batch_tokens": None},
+            "encoder": config.dump(self.spec.encoder) | {"max_batch_tokens": None},
             "weights": self.encoder.fingerprint,
             "taps": [],
         }

@@ -23,7 +23,6 @@ from pipeline.train import masters, sharding
 from pipeline.train.checkpoints import Checkpoints, only_one, random_state, set_random_state
 from pipeline.train.learner import Embedded, Learner, concatenate
 from pipeline.train.metrics import Metrics
-from pipeline.train.migration import migrate_folder
 from pipeline.train.spec import VALIDATION, TrainSpec
 from pipeline.training_data.base import Batch, TrainingData
 from pipeline.training_data.quality import means
@@ -89,7 +88,6 @@ class Loop:
         self.checkpoints = Checkpoints(spec)
         if distributed.rank() == 0:
             self._lock = only_one(self.folder)
-            migrate_folder(self.folder)
         self.step = self.checkpoints.restore_weights(self.learner)
         self.metrics = Metrics(self.folder, self.step) if distributed.rank() == 0 else None
         self.learner.prepare(self.data)  # before the weights are sharded

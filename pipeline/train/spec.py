@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -19,8 +18,6 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 class Optimiser(config.Spec):
     """AdamW and its learning rate schedule."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"warmup": "warmup_ratio", "clip": "max_grad_norm"}
 
     learning_rate: float = Field(2e-4, gt=0, le=1e30)
     """Peak learning rate."""
@@ -78,15 +75,6 @@ class Optimiser(config.Spec):
 
 class TrainSpec(config.Spec):
     """A training run."""
-
-    renamed: ClassVar[Mapping[str, str]] = {
-        "part_size": "mini_batch_size",
-        "accumulate": "gradient_accumulation_steps",
-        "shard": "fsdp",
-        "recompute": "activation_checkpointing",
-        "evaluate_every": "eval_every",
-        "keep": "keep_last",
-    }
 
     name: str
     """Name of the run."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -19,8 +18,6 @@ from pipeline.sources.windows import AudioSpec, WindowSource
 
 class Decoding(FramesSpec, AudioSpec):
     """Options for decoding complete video and audio files. See `FramesSpec` and `AudioSpec`."""
-
-    renamed: ClassVar[Mapping[str, str]] = {**FramesSpec.renamed, "wants": "inputs"}
 
     inputs: tuple[Literal["frames", "audio"], ...] = Field(("frames", "audio"), min_length=1)
     """Inputs of the encoder to decode."""
@@ -52,9 +49,8 @@ def decode_media(spec: Decoding, video: str | None, audio: str | None) -> dict[s
 
 
 def decoding_settings(spec: Decoding) -> dict[str, Any]:
-    """Returns the options that affect the decoded content, under the first names of the fields."""
-    source = _video(spec, ".", spec.inputs)
-    return source.spec.with_first_names(source.settings())
+    """Returns the options that affect the decoded content."""
+    return _video(spec, ".", spec.inputs).settings()
 
 
 def _video(spec: Decoding, uri: str, inputs: tuple[str, ...]) -> Video:

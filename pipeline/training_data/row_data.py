@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -59,8 +59,6 @@ class ValidationFiles(config.Spec):
 
 class RowSpec(config.ComponentSpec):
     """Base of the specs of training data in rows."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"held_out": "validation"}
 
     path: Uri
     """Path of the files."""

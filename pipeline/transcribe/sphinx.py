@@ -6,8 +6,7 @@ The wheel includes the model.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -35,11 +34,6 @@ class Sphinx(Recogniser["Sphinx.Spec"]):
 
     class Spec(config.ComponentSpec):
         """Options of PocketSphinx."""
-
-        renamed: ClassVar[Mapping[str, str]] = {
-            "longest": "max_utterance_seconds",
-            "pause": "min_pause_seconds",
-        }
 
         name: Literal["pocketsphinx"] = "pocketsphinx"
         max_utterance_seconds: float = Field(20.0, ge=2, le=120)

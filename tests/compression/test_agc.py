@@ -9,8 +9,6 @@ import torch
 from pipeline.compression.agc import AGC
 from pipeline.compression.attention_clustering import AttentionClustering
 from pipeline.compression.random import random_draws
-from pipeline.config import SpecError
-from pipeline.registry import COMPRESSORS
 from pipeline.tokens import TokenBatch
 
 TAP = "appended_rows/mean/last"
@@ -209,12 +207,3 @@ def test_shares_its_core_with_attention_clustering(ragged):
     spec = AttentionClustering.Spec(num_vectors=K, saliency=TAP)
     other = AttentionClustering(spec).compress(batch)
     assert torch.equal(compressed(batch).vectors, other.vectors)
-
-
-def test_former_spec_names_attention_clustering():
-    with pytest.raises(SpecError) as error:
-        COMPRESSORS.resolve({"name": "agc", "num_vectors": 3, "saliency": "eos_row"})
-    assert str(error.value) == (
-        "name must be attention_clustering, the training-free method, to use the option saliency,"
-        " got 'agc'"
-    )

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.eval.cache import Cache, CachedGrounding
 from pipeline.eval.results import (
     merge_seeds,
     method_name,
@@ -14,7 +13,7 @@ from pipeline.eval.results import (
     row_comparisons,
     sort_results,
 )
-from tests.eval.evaluations import DIAGNOSIS, evaluation_of, reranked, result
+from tests.eval.evaluations import DIAGNOSIS, evaluation_of, result
 
 
 def comparisons(results, measure="nDCG@10"):
@@ -155,37 +154,6 @@ def test_results_round_trip(evaluation, tmp_path):
     )
     (tmp_path / "results.json").write_text(evaluation.to_json(), encoding="utf-8")
     assert read_results(str(tmp_path), "OUT") == evaluation
-
-
-def test_reads_results_with_former_names(evaluation, tmp_path):
-    rows = evaluation.results
-    fit_sample = {"num_items": 5, "num_evaluated": 2, "origin": {}}
-    rows = [*rows, reranked(10, "full.maxsim", False, 0.5), replace(rows[2], fit_sample=fit_sample)]
-    evaluation = evaluation_of(rows, document_categories={"pages": ["q0"]})
-    text = evaluation.to_json()
-    for former, present in {
-        "late": "maxsim",
-        "single": "single_vector",
-        "full.late": "full.maxsim",
-        "pool": "rerank_depth",
-        "fitted": "fit_sample",
-        "evaluated": "num_evaluated",
-        "kinds": "document_categories",
-        "categories": "query_categories",
-        "made": "created",
-    }.items():
-        assert f'"{present}"' in text
-        text = text.replace(f'"{present}"', f'"{former}"')
-    (tmp_path / "results.json").write_text(text, encoding="utf-8")
-    assert read_results(str(tmp_path), "OUT") == evaluation
-
-
-def test_renames_the_cache_folder_of_earlier_versions(tmp_path):
-    entry = CachedGrounding(numbers={"coverage": 0.5})
-    Cache(str(tmp_path)).write("key", entry)
-    (tmp_path / "entries").rename(tmp_path / "cells")
-    assert Cache(str(tmp_path)).read("key", CachedGrounding) == entry
-    assert [path.name for path in tmp_path.iterdir()] == ["entries"]
 
 
 @pytest.mark.parametrize(

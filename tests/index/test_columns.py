@@ -2,7 +2,6 @@
 
 import lance
 import pyarrow as pa
-import pytest
 
 from pipeline.index.columns import Representation, compressor_remarks, representation_fields
 from pipeline.index.info import EncoderInfo
@@ -10,8 +9,7 @@ from pipeline.index.positions import EXTENTS, STORED_EXTENTS, encode_positions
 from tests.compression.test_seeds import grid_extents
 
 
-@pytest.mark.parametrize("form", [EXTENTS, STORED_EXTENTS])
-def test_degenerate_seed_placement_is_reported_once(tmp_path, form):
+def test_degenerate_seed_placement_is_reported_once(tmp_path):
     """One warning covers all affected representations; it is based on the stored extents."""
     encoder_info = EncoderInfo(
         spec={"name": "colpali"},
@@ -34,7 +32,7 @@ def test_degenerate_seed_placement_is_reported_once(tmp_path, form):
         field for r in representations for field in representation_fields(r, encoder_info, None)
     ]
     rows = pa.array([None, grid_extents(14, 14).tolist()], EXTENTS)
-    schema = pa.schema([pa.field("colpali_extents", form)])
+    schema = pa.schema([pa.field("colpali_extents", STORED_EXTENTS)])
     table = encode_positions(pa.table({"colpali_extents": rows}), schema)
     for field in fields:
         table = table.append_column(field, pa.nulls(2, field.type))

@@ -162,12 +162,3 @@ def test_artefacts_are_named_by_their_content(tmp_path):
             "restore .*[.]npz from a backup",
         ):
             load_artefact(uri, name, metadata)
-
-
-def test_artefacts_of_the_former_agc_are_those_of_attention_clustering(tmp_path):
-    settings = {"num_vectors": 4, "saliency": "eos_row/mean/last"}
-    metadata = {"fingerprint": "f", "compressor": {"name": "agc", **settings}}
-    name = save_artefact(str(tmp_path), {"mean": np.arange(4.0)}, metadata)
-    present = {"name": "attention_clustering", **settings}
-    loaded = load_artefact(str(tmp_path), name, {**metadata, "compressor": present})
-    assert loaded["mean"].tolist() == [0, 1, 2, 3]

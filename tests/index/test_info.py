@@ -1,115 +1,121 @@
-"""Tests of the typed metadata of columns against the JSON stored by an older version."""
+"""Tests of the typed metadata of columns against the JSON that is stored."""
 
 from __future__ import annotations
 
 import json
 import pickle
 from dataclasses import FrozenInstanceError
-from pathlib import Path
 
-import lance
 import pyarrow as pa
 import pytest
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, parse
+from pipeline.index.columns import Representation, encoder_fields, representation_fields
 from pipeline.index.info import (
     EncoderInfo,
     PooledInfo,
     RepresentationInfo,
     RerankInfo,
-    newest_format,
+    format_versions,
     pooled_infos,
     representation_infos,
     rerank_infos,
     tap_names,
 )
-from pipeline.registry import COMPRESSORS
-from pipeline.schema import column_metadata, with_metadata
+from pipeline.schema import FORMAT_VERSION, column_metadata, with_metadata
 from pipeline.taps import Tap
 
-OLD = Path(__file__).parent / "fixtures/old_index"
-
-#: Metadata of a representation as stored by the first versions.
-FIRST = {
+#: Metadata of a representation.
+STORED = {
+    "format_version": FORMAT_VERSION,
     "role": "search",
     "encoder": {"name": "minilm"},
     "fingerprint": "f",
     "compressor": {"name": "hpool", "num_vectors": 4},
     "codec": {"name": "float16"},
     "artefact": None,
+    "codec_artefact": None,
     "dim": 8,
+    "query_dim": 8,
     "normalised": True,
+    "score": "sum",
+    "field": "content",
+    "text": "text",
+    "columns": "minilm",
     "pooled": None,
+    "num_layers": None,
+    "queries": ["text"],
     "positions": {},
 }
+ENCODER = EncoderInfo(
+    spec={"name": "transcript"},
+    fingerprint="f",
+    dim=384,
+    pooled_dim=384,
+    normalised=True,
+    has_spans=True,
+    has_extents=True,
+    prefix="minilm",
+    num_layers=6,
+    has_confidence=True,
+)
 
 
 @pytest.fixture(scope="module")
 def schema() -> pa.Schema:
-    """Schema of the old index of texts."""
-    return lance.dataset(str(OLD / "texts/items.lance")).schema
+    """Schema of an index with content and captions, a fitted compressor and a fitted codec."""
+    taps = [Tap("eos_row", layers="5")]
+    fields = encoder_fields(ENCODER, keep_positions=True, keep_taps=taps)
+    fields += encoder_fields(ENCODER.for_field("caption"), keep_positions=True)
+    for given, artefact, codec_artefact in (
+        ({"compressor": "none"}, None, None),
+        ({"compressor": "none", "field": "caption"}, None, None),
+        ({"compressor": {"name": "hpool", "num_vectors": 4}}, None, None),
+        ({"compressor": {"name": "hpc", "num_vectors": 4, "num_centroids": 8}}, "a", None),
+        ({"compressor": "none", "codec": {"name": "residual", "num_centroids": 8}}, None, "c"),
+    ):
+        wanted = parse(Representation, given)
+        fields += representation_fields(wanted, ENCODER, artefact, codec_artefact)
+    return pa.schema(fields)
 
 
 def column(**changes: object) -> pa.Schema:
     """Returns a schema with one representation `r` whose metadata is changed."""
-    return pa.schema([with_metadata(pa.field("r", pa.list_(pa.float16())), {**FIRST, **changes})])
+    return pa.schema([with_metadata(pa.field("r", pa.list_(pa.float16())), {**STORED, **changes})])
 
 
 def test_stored_json_round_trip(schema):
     infos = representation_infos(schema)
-    assert len(infos) == 8 and list(infos)[:2] == ["full", "caption_full"]
+    assert len(infos) == 5 and list(infos)[:2] == ["full", "caption_full"]
     for name, info in infos.items():
         assert info.name == name
-        stored = column_metadata(schema.field(name))
-        former_names = {"field": "of", "assignment": "support"}
-        metadata = {former_names.get(key, key): value for key, value in info.to_metadata().items()}
-        assert json.dumps(metadata) == json.dumps(stored)
-        present = with_metadata(schema.field(name), info.to_metadata())
-        columns = [present, *(column for column in schema if column.name != name)]
-        assert RepresentationInfo.from_schema(pa.schema(columns), name) == info
+        assert json.dumps(info.to_metadata()) == json.dumps(column_metadata(schema.field(name)))
+    (info,) = representation_infos(column()).values()
+    assert json.dumps(info.to_metadata()) == json.dumps(STORED)
 
 
 def test_representation_infos(schema):
     infos = representation_infos(schema)
     full, caption, hpc = infos["full"], infos["caption_full"], infos["hpc_num_centroids8_4"]
-    assert full.encoder == EncoderInfo(
-        spec=full.encoder.spec,
-        fingerprint="d68843c85abab758",
-        dim=384,
-        pooled_dim=384,
-        normalised=True,
-        has_spans=True,
-        has_extents=True,
-        prefix="minilm",
-        num_layers=6,
-        query_kinds=("text",),
-        has_confidence=True,
-    )
-    assert full.encoder.name == "transcript" and full.is_uncompressed and not full.is_fitted
+    assert full.encoder == ENCODER and full.is_uncompressed and not full.is_fitted
     assert (full.field, full.text_column, full.assignment_column) == ("content", "text", None)
     assert (caption.field, caption.text_column) == ("caption", "caption")
     assert caption.pooled_column == "minilm_caption_pooled"
     assert not caption.encoder.has_extents and caption.encoder.prefix == "minilm"
-    assert hpc.is_fitted and hpc.artefact == "b84971aa32746cb5"
-    assert (hpc.assignment_column, hpc.assignment_form) == (f"{hpc.name}_support", "assignment")
-    assert infos["full_residual_2_num_centroids8"].codec_artefact == "a3b71ce7b7d50494"
+    assert hpc.is_fitted and hpc.artefact == "a"
+    assert (hpc.assignment_column, hpc.assignment_form) == (f"{hpc.name}_assignment", "assignment")
+    assert infos["full_residual_4_num_centroids8"].codec_artefact == "c"
 
 
 def test_infos_of_other_columns(schema):
     pooled = pooled_infos(schema)
     assert list(pooled) == ["minilm_pooled", "minilm_caption_pooled"]
-    first = pooled["minilm_pooled"]
-    encoder = representation_infos(schema)["full"].encoder
-    assert first == PooledInfo("minilm_pooled", encoder.name, encoder.fingerprint)
+    assert pooled["minilm_pooled"] == PooledInfo("minilm_pooled", "transcript", "f")
     assert tap_names(schema) == ["eos_row/mean/5"]
     assert rerank_infos(schema) == {}
     adapter = {"role": "rerank", "encoder": {"name": "dual"}, "adapter": {"fingerprint": "a"}}
-    for metadata, expected in (
-        ({**adapter, "dim": 4}, RerankInfo("t", "a", "dual", 4)),
-        ({"role": "rerank"}, RerankInfo("t", "unknown", None, None)),
-    ):
-        stored = with_metadata(pa.field("t", pa.list_(pa.float16())), metadata)
-        assert rerank_infos(pa.schema([stored])) == {"t": expected}
+    stored = with_metadata(pa.field("t", pa.list_(pa.float16())), {**adapter, "dim": 4})
+    assert rerank_infos(pa.schema([stored])) == {"t": RerankInfo("t", "a", "dual", 4)}
 
 
 def test_encoder_columns():
@@ -128,37 +134,18 @@ def test_encoder_columns():
     assert info.for_field("content") is info
 
 
-def test_keys_missing_in_the_first_versions():
-    info = RepresentationInfo.from_schema(column(), "r")
-    assert (info.field, info.text_column, info.codec_artefact) == ("content", "text", None)
-    encoder = info.encoder
-    assert (encoder.prefix, encoder.dim, encoder.num_layers) == ("minilm", 8, None)
-    assert encoder.query_kinds == ("text",) and encoder.pooled_dim is None
-    vectors = RepresentationInfo.from_schema(column(encoder={"name": "precomputed"}), "r")
-    assert vectors.encoder.query_kinds == ()
-    assert newest_format(column()) == 0 and newest_format(column(format_version=7)) == 7
-
-
-def test_former_agc_is_attention_clustering():
-    former = {"name": "agc", "num_vectors": 4, "saliency": "eos_row/mean/last", "reading": "paper"}
-    present = {**former, "name": "attention_clustering"}
-    info = RepresentationInfo.from_schema(column(compressor=former), "r")
-    assert info.compressor == present
-    assert COMPRESSORS.resolve(info.compressor).name == "attention_clustering"
-    adaptive = {"name": "adaptive", "num_vectors": 4, "method": former}
-    info = RepresentationInfo.from_schema(column(compressor=adaptive), "r")
-    assert info.compressor == {**adaptive, "method": present}
-    trained = {"name": "agc", "num_vectors": 4}
-    assert RepresentationInfo.from_schema(column(compressor=trained), "r").compressor == trained
+def test_format_versions(schema):
+    assert format_versions(schema) == {FORMAT_VERSION}
+    assert format_versions(column(format_version=7)) == {7}
 
 
 def test_dropped_columns_remain_in_the_metadata():
     positions = {"spans": "minilm_spans", "confidence": "minilm_confidence"}
-    lost = column(positions=positions, pooled="minilm_pooled", assignment="r_support")
+    lost = column(positions=positions, pooled="minilm_pooled", assignment="r_assignment")
     info = RepresentationInfo.from_schema(lost, "r")
     assert info.positions == positions and not info.encoder.has_spans
     assert info.pooled_column == "minilm_pooled" and info.encoder.pooled_dim is None
-    assert info.assignment_column == "r_support" and info.assignment_form is None
+    assert info.assignment_column == "r_assignment" and info.assignment_form is None
 
 
 def test_unknown_keys_are_ignored():
@@ -168,11 +155,11 @@ def test_unknown_keys_are_ignored():
 @pytest.mark.parametrize(
     ("changes", "detail"),
     [
-        ({"encoder": {}}, "KeyError: 'name'"),
-        ({"encoder": "minilm"}, "TypeError: .*"),
+        ({"encoder": "minilm"}, "spec must be a mapping"),
         ({"positions": None}, "AttributeError: .*"),
         ({"dim": "wide"}, "dim must be an integer"),
         ({"compressor": "none"}, "compressor must be a mapping"),
+        ({"queries": None}, "query_kinds must be a .*"),
     ],
 )
 def test_rejects_malformed_metadata(changes, detail):
@@ -182,6 +169,14 @@ def test_rejects_malformed_metadata(changes, detail):
         rf" \({detail}\)$",
     ):
         representation_infos(column(**changes))
+
+
+@pytest.mark.parametrize("key", ["field", "columns", "queries", "codec_artefact"])
+def test_missing_keys_are_malformed(key):
+    incomplete = {name: value for name, value in STORED.items() if name != key}
+    schema = pa.schema([with_metadata(pa.field("r", pa.list_(pa.float16())), incomplete)])
+    with pytest.raises(SpecError, match=f"is malformed .KeyError: '{key}'"):
+        representation_infos(schema)
 
 
 def test_infos_are_immutable_and_pickle(schema):

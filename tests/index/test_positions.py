@@ -1,4 +1,4 @@
-"""Tests of the compact storage of token positions, in the current and the older format."""
+"""Tests of the compact storage of token positions."""
 
 import lance
 import numpy as np
@@ -52,24 +52,23 @@ def test_round_trip():
     assert stored["e"].type == STORED_EXTENTS and stored["e"].null_count == 1
     check(decode_positions(stored))
     check(decode_positions(pa.concat_tables([stored.slice(0, 1), stored.slice(1)])))
-    # 8 bytes per box and 8 bytes per time, against 24 bytes per token in format 1.
+    # 8 bytes per box and 8 bytes per time, against 24 bytes per token in memory.
     assert stored_bytes(stored["e"].combine_chunks()).tolist() == [16, 0, 8, 48]
     assert stored_bytes(table()["e"].combine_chunks()).tolist() == [48, 0, 24, 72]
 
 
-def test_both_formats_are_written_and_read(tmp_path):
-    for name, type in (("old", EXTENTS), ("new", STORED_EXTENTS)):
-        items = str(tmp_path / name / ITEMS)
-        empty = schema(type).empty_table()
-        lance.write_dataset(empty, items, data_storage_version=STORAGE_VERSION)
-        operation = lance.LanceOperation.Append(write_table(table(), items))
-        lance.LanceDataset.commit(items, operation, read_version=1)
-        index = Index(str(tmp_path / name))
-        assert index.schema.field("e").type == type
-        check(index.items(["0", "1", "2", "3"]))
-        (batch,) = index.batches(["item_id"], filter="e IS NOT NULL")
-        assert batch["item_id"].to_pylist() == ["0", "2", "3"]
-        assert index.content_key(["e"]) != index.content_key([])
+def test_positions_are_written_and_read(tmp_path):
+    items = str(tmp_path / ITEMS)
+    empty = schema(STORED_EXTENTS).empty_table()
+    lance.write_dataset(empty, items, data_storage_version=STORAGE_VERSION)
+    operation = lance.LanceOperation.Append(write_table(table(), items))
+    lance.LanceDataset.commit(items, operation, read_version=1)
+    index = Index(str(tmp_path))
+    assert index.schema.field("e").type == STORED_EXTENTS
+    check(index.items(["0", "1", "2", "3"]))
+    (batch,) = index.batches(["item_id"], filter="e IS NOT NULL")
+    assert batch["item_id"].to_pylist() == ["0", "2", "3"]
+    assert index.content_key(["e"]) != index.content_key([])
 
 
 def test_items_without_positions_are_null():

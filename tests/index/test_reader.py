@@ -1,4 +1,4 @@
-"""Tests of content keys, which identify the data of columns without reading it."""
+"""Tests of the format of an index and of content keys, which identify the data of columns."""
 
 import shutil
 
@@ -6,7 +6,9 @@ import lance
 import pyarrow as pa
 import pytest
 
+from pipeline.config import SpecError
 from pipeline.index.reader import ITEMS, Index
+from pipeline.schema import FORMAT_VERSION, column_metadata, with_metadata
 
 
 @pytest.fixture
@@ -17,6 +19,19 @@ def uri(index_uri, tmp_path) -> str:
 
 def open_dataset(uri):
     return lance.dataset(f"{uri}/{ITEMS}")
+
+
+@pytest.mark.parametrize("version", [2, FORMAT_VERSION + 1, None])
+def test_index_of_another_format(tmp_path, index_uri, version):
+    schema = Index(index_uri).schema
+    column = schema.field("hpool_4")
+    changed = with_metadata(column, {**column_metadata(column), "format_version": version})
+    schema = schema.set(schema.get_field_index("hpool_4"), changed)
+    lance.write_dataset(schema.empty_table(), str(tmp_path / ITEMS))
+    message = f"index must be an index of format {FORMAT_VERSION}, got {str(tmp_path)!r},"
+    with pytest.raises(SpecError) as caught:
+        Index(str(tmp_path))
+    assert str(caught.value) == f"{message} which has format {version}"
 
 
 def test_content_key_is_stable_if_columns_do_not_change(uri):

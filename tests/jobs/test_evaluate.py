@@ -279,18 +279,6 @@ def test_invalid_specs(spec_file, tmp_path, override, field):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("where=true", "field .where. was renamed to .filter."),
-        ("rerank=[{model: m, pool: 5}]", "field .pool. in rerank.0. was renamed to .rerank_depth."),
-    ],
-)
-def test_renamed_fields(spec_file, override, message):
-    with pytest.raises(SpecError, match=message):
-        evaluate.main([spec_file, override])
-
-
 def test_queries_without_a_relevant_document(spec_file, tmp_path, capsys):
     qrels = tmp_path / "benchmark/qrels/test.tsv"
     qrels.write_text("1\twing\t0\nb\tbread\t-3\n")

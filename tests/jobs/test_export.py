@@ -404,16 +404,6 @@ def test_dtype_with_a_smaller_range(index_uri, output, form, monkeypatch):
     assert list(output.parent.iterdir()) == []
 
 
-def test_export_of_an_earlier_version_is_overwritten(index_uri, tmp_path):
-    folder = tmp_path / "a"
-    folder.mkdir()
-    for name in ("vectors.npy", "lengths.npy", "ids.txt", "items.jsonl", "metadata.json"):
-        (folder / name).write_text("")
-    options = ["--representation", "full", "--format", "npy", "--overwrite"]
-    export.main([index_uri, str(folder), *options])
-    assert_equal(read_back(folder), stored_vectors(index_uri, "full"))
-
-
 def test_invalid_options(index_uri, nested_uri, tmp_path, benchmark):
     def expect_error(match, *options, uri=index_uri):
         with pytest.raises(SpecError, match=match):

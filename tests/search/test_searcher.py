@@ -266,7 +266,6 @@ def test_default_representation_is_full(searcher):
         ("lift", {"representation": "rerank_tokens"}, "representation", "full, hpool_4"),
         ("lift", {"k": 0}, "k", "an integer >= 1"),
         ("lift", {"score": "best"}, "score", "maxsim, single_vector, hybrid"),
-        ("lift", {"score": "late"}, "score", "'late' was renamed to 'maxsim'"),
         ("lift", {"group_by": "video"}, "group_by", "parent"),
         ("lift", {"filter": "lift of a wing"}, "filter", "does not parse near 'of' at character 6"),
         ("lift", {"filter": "colour = 'red'"}, "filter", "unknown column 'colour' at character 1"),

@@ -17,7 +17,6 @@ from pipeline.serve import wire
 from pipeline.serve.client import Client, ServerError
 from pipeline.serve.errors import ApiError
 from pipeline.serve.evaluations import EvaluationStore, Evaluator, set_state
-from pipeline.serve.keys import ANONYMOUS
 from pipeline.serve.settings import ServeSpec
 
 QUERIES = {"q1": "the lift of a wing", "q2": "heat", "q3": "bread", "q4": "nobody judged this"}
@@ -261,12 +260,6 @@ def test_concurrent_deletes(settings):
         assert {type(error) for error in errors} == {ApiError}
         assert {error.code for error in errors} <= {"not_found", "conflict"}
         assert name not in store.names()
-
-
-def test_stored_evaluation_of_the_former_anonymous_key_remains_accessible(settings):
-    store = EvaluationStore(settings)
-    name = store.create(REQUEST, "i", "anybody", None)
-    assert store.evaluation(name)[0]["key"] == ANONYMOUS.name
 
 
 @pytest.mark.parametrize("name", ["..", "0" * 16, "state.json", "../x", "a/b", ""])

@@ -66,7 +66,6 @@ def error_message(
         ({"representation": "nope"}, "representation", "hpool_2"),
         ({"representation": "rerank_tokens"}, "representation", "only for reranking"),
         ({"score": "best"}, "score", "'maxsim'"),
-        ({"score": "late"}, "score", "'late' was renamed to 'maxsim'"),
         ({"weights": [1, 2]}, "weights", "for the score maxsim"),
         ({"weights": [0, 0], "score": "hybrid"}, "weights", "not both 0"),
         ({"filter": "modality = "}, "filter", "does not parse at its end"),
@@ -79,12 +78,7 @@ def error_message(
         ({"rerank": {"representation": "nope"}}, "rerank.representation", "nope"),
         ({"rerank": {"method": "edje"}}, "rerank.method", "indexes.texts.edje"),
         ({"surprise": 1}, "surprise", "unknown field"),
-        ({"where": "1 = 1"}, "where", "field 'where' was renamed to 'filter'"),
-        (
-            {"rerank": {"depth": 5}},
-            "rerank.depth",
-            "field 'depth' in rerank was renamed to 'rerank_depth'",
-        ),
+        ({"rerank": {"depth": 5}}, "rerank.depth", "unknown field"),
     ],
 )
 def test_error_names_invalid_field(http, change, field, message):

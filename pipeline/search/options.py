@@ -31,19 +31,25 @@ WEIGHTS_RULE = "two numbers (single_vector, maxsim), each 0 or from 1e-6 to 1e6,
 DEFAULT_RERANK_DEPTHS = {"vectors": 100, "edje": 10}
 
 
-def _check_weights(weights: tuple[float, float]) -> tuple[float, float]:
-    """Raises `SpecError` unless the weights are valid.
+def _check_weights(weights: Any) -> Any:
+    """Raises `SpecError` unless a value is a valid pair of hybrid weights.
 
     >>> _check_weights((1, 0.5))
     (1, 0.5)
     """
-    if not any(weights) or not all(w == 0 or 1e-6 <= w <= 1e6 for w in weights):
-        raise SpecError("", list(weights), WEIGHTS_RULE)
-    return weights
+    if (
+        isinstance(weights, tuple | list)
+        and len(weights) == 2
+        and all(isinstance(w, int | float) and not isinstance(w, bool) for w in weights)
+        and all(w == 0 or 1e-6 <= w <= 1e6 for w in weights)
+        and any(weights)
+    ):
+        return weights
+    raise SpecError("", weights, WEIGHTS_RULE)
 
 
 #: Weights of the single-vector and the MaxSim score in the hybrid score.
-Weights = Annotated[tuple[float, float], AfterValidator(_check_weights)]
+Weights = Annotated[tuple[float, float], BeforeValidator(_check_weights)]
 EQUAL_WEIGHTS = (1.0, 1.0)
 
 
@@ -55,15 +61,20 @@ def _id_tuple(ids: Any) -> tuple[str, ...] | None:
     """
     if ids is None:
         return None
-    rule = "a list of ids in valid UTF-8"
-    if isinstance(ids, str | bytes):
-        raise SpecError("", ids, rule)
+    values = (ids,) if isinstance(ids, str) else tuple(ids)
+    if isinstance(ids, str) or not _are_texts(values):
+        invalid = ids if isinstance(ids, str) else next(i for i in values if not _are_texts((i,)))
+        raise SpecError("", invalid, "a list of ids in valid UTF-8")
+    return values
+
+
+def _are_texts(values: tuple[Any, ...]) -> bool:
+    """Checks whether all values are valid UTF-8 strings."""
     try:
-        values = tuple(ids)
         "".join(values).encode()
     except (TypeError, UnicodeEncodeError):
-        raise SpecError("", ids, rule) from None
-    return values
+        return False
+    return True
 
 
 Ids = Annotated[tuple[str, ...] | None, BeforeValidator(_id_tuple)]

@@ -15,7 +15,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 # Each test process starts its own Ray cluster and needs about 4 GB; 0 runs the tests in one process.
 TEST_PROCESSES ?= 2
-PYTEST  = $(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadfile
+PYTEST  = $(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 RUN     = RAY_USAGE_STATS_ENABLED=0 $(VENV)/bin/python
 
 .PHONY: demo test test-fast test-all models lint docs audit install clean

@@ -56,17 +56,27 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests that need a missing GPU, and marks those that `make test-fast` omits.
 
-    Files with slow tests come first, so that several processes end at about the same time.
+    A test process runs whole files, and one runs all files that use servers, which share
+    applications. Slow files come first, so that several processes end at about the same time.
     """
-    slow_files = set()
+    slow_groups = set()
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        uses_ray = "cluster" in getattr(item, "fixturenames", ())
-        if uses_ray or any(item.path.is_relative_to(path) for path in SLOW):
+        fixtures = getattr(item, "fixturenames", ())
+        group = "serve" if "serving" in fixtures else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+        if "cluster" in fixtures or any(item.path.is_relative_to(path) for path in SLOW):
             item.add_marker("slow")
-            slow_files.add(item.path)
-    items.sort(key=lambda item: item.path not in slow_files)
+            slow_groups.add(group)
+    items.sort(key=lambda item: _group(item) not in slow_groups)
+    items.sort(key=lambda item: _group(item) != "serve")
+
+
+def _group(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    assert marker is not None
+    return marker.args[0]
 
 
 @pytest.fixture(scope="session", autouse=True)

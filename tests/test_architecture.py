@@ -67,7 +67,7 @@ def test_diagram_is_current():
 #: Test files without a module: this one, contracts of all components of a package, and tests of
 #: files of `cluster` and of running clusters.
 UNMIRRORED = {
-    "tests": "architecture documentation security style",
+    "tests": "architecture documentation goldens security style",
     "cluster": "draining image operations ports submission",
     "codecs": "contract cuda",
     "compression": "contract cuda",

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -414,10 +418,10 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         if self.device.type == "cpu":
             budget = min(budget, CPU_PASS_TOKENS)
         # Grouped by length again, because the last window of an item is shorter than the others.
+        passes = list(batches_by_size(window_lengths, budget))
         by_window: dict[int, _Output] = {}
-        for rows in batches_by_size(window_lengths, budget):
-            batch_outputs = self._forward([windows[row] for row in rows], taps)
-            by_window.update(zip(rows.tolist(), batch_outputs, strict=True))
+        for rows, outputs in zip(passes, self._run(windows, passes, taps), strict=True):
+            by_window.update(zip(rows.tolist(), outputs, strict=True))
         outputs = [by_window[index] for index in range(len(windows))]
         flat_TD = normalise(torch.cat([output.states_TD for output in outputs]))
         lengths = np.array([sum(int(w.keep.sum()) for w in windows) for windows in items_windows])
@@ -458,6 +462,25 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             appended=appended_BMD,
             taps=tap_tensors,
         )
+
+    def _run(
+        self, windows: list[_Window], passes: list[np.ndarray], taps: Sequence[Tap]
+    ) -> Iterable[list[_Output]]:
+        """Runs the model on the windows of each pass and returns the outputs of each pass.
+
+        On a CPU, each thread runs whole passes, because threads that share one wait for each other
+        at every operation, for the slowest on a machine that is busy with other work.
+        """
+        changes_model = bool(taps) or self.appended is not None
+        num_threads = torch.get_num_threads()
+        if self.device.type != "cpu" or changes_model or min(num_threads, len(passes)) == 1:
+            return [self._forward([windows[row] for row in rows], taps) for rows in passes]
+
+        @torch.no_grad()
+        def forward(rows: np.ndarray) -> list[_Output]:
+            return self._forward([windows[row] for row in rows], taps)
+
+        return _pass_threads(os.getpid(), num_threads).map(forward, passes)
 
     def _forward(self, windows: list[_Window], taps: Sequence[Tap]) -> list[_Output]:
         """Runs the model once and returns the output of each window."""
@@ -522,6 +545,23 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             )
             for layer in {int(tap.layers) for tap in taps if tap.statistic in weights}
         }
+
+
+@functools.cache
+def _pass_threads(process: int, num_threads: int) -> ThreadPoolExecutor:
+    """Returns threads of a process in each of which an operation of torch runs without others."""
+    ready = threading.Barrier(num_threads + 1)
+
+    def initialise() -> None:
+        torch.set_num_threads(1)
+        ready.wait()
+
+    threads = ThreadPoolExecutor(num_threads, "encode", initialise)
+    for _ in range(num_threads):
+        threads.submit(int)
+    ready.wait()
+    torch.set_num_threads(num_threads)  # also sets the default of threads that are started later
+    return threads
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,7 @@ def test_two_gateways_allow_the_rate_once(shared_url):
     assert len(allowed) == 2 and min(allowed) > 0.2 * sum(allowed)
 
 
+@pytest.mark.heavy
 def test_rate_limit_while_the_rate_limiter_restarts(shared_url):
     import ray
 

@@ -113,6 +113,7 @@ def test_all_replicas_load_vectors_of_recent_requests(serving_once: Start, index
         wait_until(lambda: all((newer, POOLED) in v for v in loaded("recent", "Searcher-i-0")))
 
 
+@pytest.mark.heavy
 def test_invalid_options_are_not_loaded_again(serving_once: Start, index_uri, tmp_path):
     """A request that fails must not keep a new version from being served."""
     uri = str(tmp_path / "index")

@@ -216,7 +216,7 @@ REPRESENTATIONS = [
 
 
 #: Compressor with nested vectors, without its budget.
-NESTED = {"name": "kcenter", "output": "centre"}
+NESTED = {"name": "kcenter", "output": "progressive"}
 NESTED_REPRESENTATIONS = [
     {"compressor": {"name": "none"}},
     {"compressor": {"name": "hpool", "num_vectors": 4}},
@@ -259,7 +259,10 @@ def lexical_uri(cluster, index_uri, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def nested_uri(tmp_path_factory) -> str:
-    """Index of the same texts with representations whose vectors are nested, and others."""
+    """Index of the same texts with representations whose vectors are nested, and others.
+
+    `nested_3` has the first three vectors of `nested_8`.
+    """
     uri = str(tmp_path_factory.mktemp("nested"))
     write_index(uri, NESTED_REPRESENTATIONS)
     return uri
@@ -293,6 +296,10 @@ def write_index(uri: str, representations: list[dict], keep_positions: bool = Tr
         has_vectors = pa.array(np.arange(len(table)) < len(table) - 1)
         without_last = pc.if_else(has_vectors, table["hpool_2"], None)
         table = table.set_column(position, "hpool_2", without_last)
+    for name in {"nested_3", "nested_3_int8"} & set(table.column_names):
+        field = table.schema.field(name)
+        first = pc.list_slice(table[name.replace("3", "8", 1)], 0, 3).cast(field.type)
+        table = table.set_column(table.schema.get_field_index(name), field, first)
     schema = pa.schema([column for column in columns if column.name in table.schema.names])
     table = encode_positions(table.select(schema.names), schema)
     lance.write_dataset(table, f"{uri}/{ITEMS}", max_rows_per_file=5)

@@ -52,27 +52,26 @@ class KCenter(Budgeted["KCenter.Spec"]):
     most r smaller than the maximum similarity to the tokens (Cauchy-Schwarz inequality). If groups
     are not merged, the mean of a group, before normalisation, is at most 2r away from its tokens.
 
-    With the output "centre" or "progressive", the first k vectors of an item are a representation
-    with the budget k.
+    With the output "progressive", the first k vectors of an item are a representation with the
+    budget k.
     """
 
     class Spec(Budget):
         """Options of `KCenter`."""
 
         name: Literal["kcenter"] = "kcenter"
-        output: Literal["mean", "centre", "progressive"] = "mean"
+        output: Literal["mean", "progressive"] = "mean"
         """Vector of a group.
 
         - "mean": The normalised mean of its unit vectors.
-        - "centre": The centre itself.
         - "progressive": The normalised sum of two unit vectors: the mean of the group, and the mean
           of the group that the same centre has among the first 1, 4, 16, 64, ... centres, whichever
           number is the first to include the centre. The former is specific, and the latter covers
           all tokens if only a prefix of the vectors is used.
         """
         oversampling: float = Field(DEFAULT_OVERSAMPLING, ge=1, le=64, allow_inf_nan=False)
-        """Number of centres selected per vector. The surplus is merged. The outputs "centre" and
-        "progressive" and `max_radius` merge no groups; other values than the default are rejected.
+        """Number of centres selected per vector. The surplus is merged. `max_radius` and the output
+        "progressive" merge no groups; other values than the default are rejected.
         """
         start: Literal["mean", "first", "outlier"] = "mean"
         """First centre: the token most similar to the mean, the first token of the item, or the
@@ -115,7 +114,7 @@ class KCenter(Budgeted["KCenter.Spec"]):
     @property
     def is_nested(self) -> bool:
         """True if the first k vectors of an item form a representation with budget k."""
-        return self.spec.output != "mean"
+        return self.spec.output == "progressive"
 
     @cached_property
     def needs_taps(self) -> tuple[Tap, ...]:
@@ -182,21 +181,17 @@ class KCenter(Budgeted["KCenter.Spec"]):
         weights_BN = self._weights(batch)
         num_centres_B = self._num_centres(budgets_B, batch.lengths)
         num_centres = max(1, int(num_centres_B.max()))
-        centres_BM, radii_BM, distance_BMN = self._centres(batch, weights_BN, num_centres)
+        radii_BM, distance_BMN = self._centres(batch, weights_BN, num_centres)
         if self._max_distance is not None:
             budgets_B = torch.minimum(budgets_B, enough_centres(radii_BM, self._max_distance))
             num_centres_B = budgets_B
-        ranks_M = torch.arange(centres_BM.shape[1], device=budgets_B.device)
+        ranks_M = torch.arange(distance_BMN.shape[1], device=budgets_B.device)
         slot_mask_BM = ranks_M < num_centres_B.unsqueeze(1)
         groups_BN = nearest(distance_BMN, slot_mask_BM, batch.mask)
         if self.is_nested:
-            if self.spec.output == "centre":
-                index_BMD = centres_BM.unsqueeze(2).expand(-1, -1, tokens_BND.shape[2])
-                vectors_BMD = tokens_BND.gather(1, index_BMD)
-            else:
-                vectors_BMD = progressive_vectors(
-                    batch, distance_BMN, slot_mask_BM, groups_BN, weights_BN
-                )
+            vectors_BMD = progressive_vectors(
+                batch, distance_BMN, slot_mask_BM, groups_BN, weights_BN
+            )
             missing = num_groups - vectors_BMD.shape[1]
             vectors_BMD = torch.nn.functional.pad(vectors_BMD, (0, 0, 0, missing))
             return vectors_BMD, vectors_BMD, groups_BN, budgets_B
@@ -219,7 +214,7 @@ class KCenter(Budgeted["KCenter.Spec"]):
     @torch.no_grad()
     def _centres(
         self, batch: TokenBatch, weights_BN: torch.Tensor | None, num_centres: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Selects centres by farthest-point sampling, see `farthest_order`.
 
         Args:
@@ -228,8 +223,7 @@ class KCenter(Budgeted["KCenter.Spec"]):
             num_centres: Number of centres M, at least 1.
 
         Returns:
-            Positions of the centres (B, M), covering radii (B, M), and distances of the tokens from
-            the centres (B, M, N).
+            Covering radii (B, M), and distances of the tokens from the centres (B, M, N).
         """
         tokens_BND, max_distance = batch.vectors, self._max_distance
         distances: list[torch.Tensor] = []  # (B, N) from each centre
@@ -242,11 +236,9 @@ class KCenter(Budgeted["KCenter.Spec"]):
                 distance_BNN, first_B, batch.lengths, num_centres, weights_BN, TIE_TOLERANCE
             )
             index_BMN = centres_BM.unsqueeze(2).expand(-1, -1, distance_BNN.shape[2])
-            return centres_BM, radii_BM, distance_BNN.gather(1, index_BMN)
-        centres_BM, radii_BM = farthest_order(
-            distance, batch.mask, num_centres, weights_BN, max_distance
-        )
-        return centres_BM, radii_BM, torch.stack(distances, dim=1)
+            return radii_BM, distance_BNN.gather(1, index_BMN)
+        radii_BM = farthest_order(distance, batch.mask, num_centres, weights_BN, max_distance)[1]
+        return radii_BM, torch.stack(distances, dim=1)
 
     @property
     def _max_distance(self) -> float | None:

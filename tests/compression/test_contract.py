@@ -16,7 +16,7 @@ LENGTHS = [9, 1, 0, 23, 5, 4, 40, 6]
 METHODS = [
     *COMPRESSORS.names(),
     *(f"{name} {seeds}" for name in ("samer", "spatial") for seeds in ("lattice", "farthest")),
-    *(f"kcenter {output}" for output in ("centre", "progressive")),
+    "kcenter progressive",
 ]
 #: Methods whose items have the same number of vectors, also if they have fewer tokens.
 CONSTANT = ("memtok", "seqresize")

@@ -79,8 +79,6 @@ def reference(x, budget, output="mean", oversampling=1.5, start="mean", weights=
         return np.array([mean(x, group, weights) for group in groups]), groups
     centres = select_centres(x, budget, start, weights)
     groups = assign(x, centres)
-    if output == "centre":
-        return x[centres], groups
     vectors = []
     for k in range(budget):
         level = 1
@@ -94,7 +92,7 @@ def reference(x, budget, output="mean", oversampling=1.5, start="mean", weights=
 
 @pytest.mark.parametrize(
     "output, oversampling",
-    [("mean", 1.0), ("mean", 1.5), ("mean", 4.0), ("centre", 1.5), ("progressive", 1.5)],
+    [("mean", 1.0), ("mean", 1.5), ("mean", 4.0), ("progressive", 1.5)],
 )
 @pytest.mark.parametrize("start", ["mean", "first", "outlier"])
 @pytest.mark.parametrize("weighted", [False, True])
@@ -112,22 +110,17 @@ def test_equals_reference(ragged, unit_items, output, start, weighted, oversampl
         assert found == [sorted(group) for group in groups]
 
 
-@pytest.mark.parametrize("output", ["centre", "progressive"])
-def test_prefix_of_nested_output_covers_the_item(ragged, output):
-    """The centres of a smaller budget are a prefix, also for items within their budget."""
+def test_prefix_of_nested_output_covers_the_item(ragged, unit_items):
+    """Vectors are most similar to their own centre, also for items within their budget."""
     batch = ragged([40, 23, 8, 3], unit=True)
-    large = KCenter(KCenter.Spec(num_vectors=16, output=output))
+    large = KCenter(KCenter.Spec(num_vectors=16, output="progressive"))
     assert large.is_nested and not KCenter(KCenter.Spec(num_vectors=16)).is_nested
-    vectors = large.compress(batch).vectors
-    for k in (1, 4, 6):
-        small = compress(batch, num_vectors=k, output="centre")
-        if output == "centre":
-            assert torch.equal(vectors[:, :k][small.mask], small.vectors[small.mask])
-        else:  # most similar to its own centre among those of the prefix
-            similarity = vectors[:, :k] @ small.vectors.mT
-            nearest = similarity.masked_fill(~small.mask.unsqueeze(1), -2).argmax(dim=2)
-            expected = torch.arange(k).expand_as(nearest)
-            assert torch.equal(nearest[small.mask], expected[small.mask])
+    vectors = large.compress(batch).vectors.double().numpy()
+    for i, x in enumerate(unit_items(batch)):
+        for k in (1, 4, 6):
+            centres = select_centres(x, min(k, len(x)))
+            nearest = (vectors[i, : len(centres)] @ x[centres].T).argmax(axis=1)
+            assert nearest.tolist() == list(range(len(centres)))
 
 
 def test_radius_bounds_the_loss_of_maxsim(ragged, unit_items):
@@ -135,9 +128,9 @@ def test_radius_bounds_the_loss_of_maxsim(ragged, unit_items):
     queries = torch.nn.functional.normalize(torch.randn(200, 8, dtype=torch.float64), dim=1)
     queries = queries.numpy()
     for radius in (0.3, 0.6, 0.9):
-        result = compress(batch, max_radius=radius, output="centre")
+        lengths = compress(batch, max_radius=radius).lengths.tolist()
         for i, x in enumerate(unit_items(batch)):
-            centres = result.vectors[i, result.mask[i]].double().numpy()
+            centres = x[select_centres(x, lengths[i])]
             distances = np.linalg.norm(x[:, None] - centres[None], axis=2).min(axis=1)
             assert distances.max() <= radius + 1e-3
             loss = (queries @ x.T).max(axis=1) - (queries @ centres.T).max(axis=1)
@@ -155,7 +148,7 @@ def test_max_radius_with_a_budget(ragged):
     assert compress(batch, max_radius=2).lengths.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("output", ["mean", "centre", "progressive"])
+@pytest.mark.parametrize("output", ["mean", "progressive"])
 def test_gradients_equal_finite_differences(ragged, output):
     batch = ragged([9, 4], num_padding=0, garbage=0.0, taps=[TAP])
     direction = torch.randn(batch.vectors.shape, generator=torch.Generator().manual_seed(1))
@@ -176,7 +169,7 @@ def test_gradients_equal_finite_differences(ragged, output):
 def test_equal_tokens_yield_fewer_vectors_than_budget():
     vectors = torch.eye(3)[[0, 1, 0, 2, 1, 0]].unsqueeze(0)
     batch = TokenBatch(vectors, torch.ones(1, 6, dtype=torch.bool), normalised=True)
-    for output in ("mean", "centre", "progressive"):
+    for output in ("mean", "progressive"):
         result = compress(batch, num_vectors=5, output=output)
         assert result.lengths.tolist() == [3]
         assert result.assignment.tolist() == [[0, 1, 0, 2, 1, 0]]
@@ -199,10 +192,11 @@ def test_budget_is_required():
         parse(KCenter.Spec, {"name": "kcenter", "max_radius": 3})
     with pytest.raises(SpecError, match="oversampling must be greater than or equal to 1, got 0.5"):
         parse(KCenter.Spec, {"name": "kcenter", "num_vectors": 3, "oversampling": 0.5})
-    with pytest.raises(SpecError, match="oversampling must be omitted with output: centre, got 2"):
+    rule = "oversampling must be omitted with output: progressive, got 2"
+    with pytest.raises(SpecError, match=rule):
         parse(
             KCenter.Spec,
-            {"name": "kcenter", "num_vectors": 3, "oversampling": 2, "output": "centre"},
+            {"name": "kcenter", "num_vectors": 3, "oversampling": 2, "output": "progressive"},
         )
     with pytest.raises(SpecError, match="oversampling must be omitted with max_radius, got 2"):
         parse(KCenter.Spec, {"name": "kcenter", "max_radius": 1, "oversampling": 2})

@@ -77,7 +77,7 @@ def test_first_minimum_equals_torch(shape, dim):
 
 @kernel_test
 @pytest.mark.parametrize("saliency", [None, "pooled_row/mean/last"])
-@pytest.mark.parametrize("output", ["mean", "centre"])
+@pytest.mark.parametrize("output", ["mean", "progressive"])
 def test_kcenter_equals_torch(output, saliency, monkeypatch):
     """Covers `farthest_order` and `merge_groups` with padding and equal tokens."""
     from pipeline.compression import triton_kernels

@@ -145,7 +145,7 @@ def uri(cluster, tmp_path_factory) -> str:
                 {"compressor": {"name": "random", "num_vectors": 4}},
                 {"compressor": {"name": "samer", "num_vectors": 4}, "keep_assignment": False},
                 {
-                    "compressor": {"name": "kcenter", "num_vectors": 8, "output": "centre"},
+                    "compressor": {"name": "kcenter", "num_vectors": 8, "output": "progressive"},
                     "id": "nested_8",
                 },
             ],

@@ -8,7 +8,7 @@
     maxray search INDEX "a query" --ids ids.txt --json
     maxray search INDEX "a query" --candidates lemur --num-candidates 1000
     maxray search INDEX "a query" --candidates lemur+bm25 --score fused
-    maxray search INDEX "a query" --score fused --fusion method=sum weights.bm25=0.25
+    maxray search INDEX "a query" --score fused --fusion weights.bm25=0.25
     maxray search INDEX --queries queries.jsonl --k 100 --run out/full.trec
     maxray search INDEX --queries queries.jsonl --run out/full.trec --actors 4
     maxray search INDEX "a query" --rerank edje=out/edje/model --rerank-depth 20

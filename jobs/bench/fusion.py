@@ -19,7 +19,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -143,26 +143,21 @@ def _collection(value: str) -> tuple[str, str, str]:
 
 
 def fusions() -> dict[str, Fusion]:
-    """Returns the fixed settings by name: method, weights of MaxSim and the others, agreement."""
+    """Returns the fixed settings by name: weights of MaxSim and the others, agreement."""
     from pipeline.search.fusion import Fusion, FusionWeights
 
-    def settings(
-        method: Literal["rrf", "sum"], bm25: float, single: float = 0, agreement: int = 0
-    ) -> Fusion:
+    def settings(bm25: float, single: float = 0, agreement: int = 0) -> Fusion:
         weights = FusionWeights(bm25=bm25, single_vector=single)
-        return Fusion(method=method, weights=weights, agreement=agreement)
+        return Fusion(weights=weights, agreement=agreement)
 
     bm25_alone = FusionWeights(maxsim=0, bm25=1)
     return {
         "BM25 alone": Fusion(weights=bm25_alone, agreement=0),
-        "rrf 1:1": settings("rrf", 1),
-        "rrf 1:0.25": settings("rrf", 0.25),
-        "rrf 1:1, agreement 3": settings("rrf", 1, agreement=3),
-        "sum 1:1": settings("sum", 1),
-        "sum 1:0.2": settings("sum", 0.2),
-        "sum 1:0.2, agreement 3 (default)": settings("sum", 0.2, agreement=3),
-        "sum 1:0.5, agreement 3": settings("sum", 0.5, agreement=3),
-        "sum 1:0.2, single vector 0.3, agreement 3": settings("sum", 0.2, 0.3, 3),
+        "sum 1:1": settings(1),
+        "sum 1:0.2": settings(0.2),
+        "sum 1:0.2, agreement 3 (default)": settings(0.2, agreement=3),
+        "sum 1:0.5, agreement 3": settings(0.5, agreement=3),
+        "sum 1:0.2, single vector 0.3, agreement 3": settings(0.2, 0.3, 3),
     }
 
 

@@ -20,13 +20,13 @@ from pipeline.search.options import SearchOptions
 from pipeline.search.score import Ranking, fuse
 from pipeline.search.searcher import open_index
 
-#: Weights of BM25 and of single vectors that are compared, relative to MaxSim, by method.
-BM25_WEIGHTS = {"sum": (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0), "rrf": (0.1, 0.25, 0.5, 1.0)}
+#: Weights of BM25 and of single vectors that are compared, relative to MaxSim.
+BM25_WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 SINGLE_WEIGHTS = (0.0, 0.25, 0.5)
 #: Agreements with MaxSim that are compared.
 AGREEMENTS = (0, 3)
 #: Settings of MaxSim alone.
-MAXSIM_ONLY = Fusion(method="sum", weights=FusionWeights(bm25=0))
+MAXSIM_ONLY = Fusion(weights=FusionWeights(bm25=0))
 #: Number of parts into which the queries are divided for cross-validation.
 NUM_FOLDS = 5
 #: A fusion is chosen if its mean gain over MaxSim exceeds this number of standard errors. Several
@@ -145,14 +145,10 @@ class JudgedPools:
 def settings(has_single: bool) -> list[Fusion]:
     """Returns the settings that are compared. The first is MaxSim alone."""
     found = [MAXSIM_ONLY]
-    for method, weights in BM25_WEIGHTS.items():
-        for bm25 in weights:
-            for single in SINGLE_WEIGHTS[: None if has_single else 1]:
-                chosen = FusionWeights(bm25=bm25, single_vector=single)
-                found += [
-                    Fusion(method=method, weights=chosen, agreement=agreement)
-                    for agreement in AGREEMENTS
-                ]
+    for bm25 in BM25_WEIGHTS:
+        for single in SINGLE_WEIGHTS[: None if has_single else 1]:
+            weights = FusionWeights(bm25=bm25, single_vector=single)
+            found += [Fusion(weights=weights, agreement=agreement) for agreement in AGREEMENTS]
     return found
 
 

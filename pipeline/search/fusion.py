@@ -1,14 +1,12 @@
 """Fusion of the rankings by MaxSim, BM25 and single vectors into one ranking.
 
 Each component with a positive weight ranks the items and contributes its best ones (`depth`). The
-fused score of an item combines what it receives from each of these lists, which is 0 for an item
-that is not in the list:
+fused score of an item is the sum over the lists that contain it:
 
-    rrf  sum of weight / (rank_constant + rank)                  (Cormack et al. 2009)
-    sum  sum of weight * (score - lowest) / (highest - lowest)   with the bounds of the list
+    weight * (score - lowest) / (highest - lowest)   with the bounds of the list
 
-The lowest BM25 score is 0. Items with equal scores have the same rank. The lists contain the best
-items of all shards, so that the result does not depend on the number of shards.
+The lowest BM25 score is 0. The lists contain the best items of all shards, so that the result does
+not depend on the number of shards.
 
 BM25 and single vectors can be far worse than MaxSim, for example if a query paraphrases the texts.
 They therefore only contribute to a query if their best item is one of the few best by MaxSim
@@ -18,7 +16,7 @@ They therefore only contribute to a query if their best item is one of the few b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
@@ -52,18 +50,9 @@ class FusionWeights(Spec):
 class Fusion(Spec):
     """Settings of the fused score."""
 
-    method: Literal["rrf", "sum"] = "sum"
-    """Fusion method.
-
-    - "rrf": Reciprocal rank fusion.
-    - "sum": Weighted sum of the scores, normalised to [0, 1].
-    """
     weights: FusionWeights | None = None
     """Weights of the components. They depend on the collection, so that a fused search without them
     is refused; `jobs.evaluate SPEC --fit-fusion FILE` fits them to judged queries."""
-    rank_constant: float = Field(60.0, ge=0, le=1e6, allow_inf_nan=False)
-    """Constant that is added to ranks. The larger it is, the less the best ranks count. Used by
-    "rrf"."""
     agreement: int = Field(3, ge=0, le=10_000)
     """Number of best items by MaxSim to which the best item of another component must belong for
     this component to contribute to the query. If 0, it always contributes."""
@@ -126,7 +115,7 @@ class Fusion(Spec):
         fused = np.full(len(components["maxsim"]), -np.inf)
         for name, items in self.lists(components, k, groups).items():
             if self._agrees(components["maxsim"], components[name], items):
-                contributions = self._contributions(name, components[name][items])
+                contributions = _contributions(name, components[name][items])
                 fused[items] = np.maximum(fused[items], 0)
                 fused[items] += getattr(self.component_weights, name) * contributions
         return fused
@@ -138,17 +127,15 @@ class Fusion(Spec):
         best = items[scores[items] == scores[items].max()]
         return int((maxsim > maxsim[best].max()).sum()) < self.agreement
 
-    def _contributions(self, name: str, scores: np.ndarray) -> np.ndarray:
-        """Returns the contribution of each item of a list before weighting."""
-        scores = scores.astype(np.float64)
-        if self.method == "rrf":
-            ranks = 1 + len(scores) - np.searchsorted(np.sort(scores), scores, side="right")
-            return 1 / (self.rank_constant + ranks)
-        if not len(scores):
-            return scores
-        lowest = 0.0 if name == "bm25" else scores.min()
-        width = scores.max() - lowest
-        return (scores - lowest) / width if width else np.ones_like(scores)
+
+def _contributions(name: str, scores: np.ndarray) -> np.ndarray:
+    """Returns the scores of the list of a component, normalised to [0, 1]."""
+    scores = scores.astype(np.float64)
+    if not len(scores):
+        return scores
+    lowest = 0.0 if name == "bm25" else scores.min()
+    width = scores.max() - lowest
+    return (scores - lowest) / width if width else np.ones_like(scores)
 
 
 DEFAULT_FUSION = Fusion()

@@ -351,7 +351,7 @@ class Scorer:
     ) -> Generator[None, None, list[Ranking]]:
         """Returns the best items of a batch of queries by each component of the fused score.
 
-        They are not fused yet, since ranks depend on the items of all shards. Their scores are
+        They are not fused yet, since bounds depend on the items of all shards. Their scores are
         MaxSim scores. Items without vectors are omitted.
         """
         weights = options.fusion.component_weights

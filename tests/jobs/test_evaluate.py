@@ -381,7 +381,7 @@ def lexical_options(spec_file, lexical_uri) -> list[str]:
 
 def test_fused_rows_are_compared_with_maxsim(lexical_options, lexical_uri, tmp_path):
     options = ["representations=[hpool_2, full]", "scores=[maxsim, fused]", "diagnostics=false"]
-    options.append("fusion={method: sum, weights: {bm25: 0.5}}")
+    options.append("fusion={weights: {bm25: 0.5}}")
     options.append("candidates=[{generator: single+bm25, num_candidates: [3]}]")
     evaluate.main([*lexical_options, *options])
     stored = read_results(str(tmp_path / "out"), "output")
@@ -390,7 +390,7 @@ def test_fused_rows_are_compared_with_maxsim(lexical_options, lexical_uri, tmp_p
         row = stored.row(f"{name}.fused")
         assert (row.score, row.fusion["weights"]["bm25"]) == ("fused", 0.5)
         assert row.first_stage == f"{name}.maxsim" == stored.comparison(row).reference
-        fusion = Fusion(method="sum", weights=FusionWeights(bm25=0.5))
+        fusion = Fusion(weights=FusionWeights(bm25=0.5))
         keywords = {"k": 3, "score": "fused", "fusion": fusion}
         (ranking,) = searcher.rank(["the lift of a wing"], name, **keywords)
         run_of_row = read_run(str(tmp_path / f"out/runs/{name}.fused.trec"))
@@ -402,7 +402,7 @@ def test_fused_rows_are_compared_with_maxsim(lexical_options, lexical_uri, tmp_p
 
     # Settings are part of the cache keys.
     entries = len(list((tmp_path / "out/entries").iterdir()))
-    evaluate.main([*lexical_options, *options[:-2], "fusion={method: rrf, weights: {}}"])
+    evaluate.main([*lexical_options, *options[:-2], "fusion={weights: {}}"])
     assert len(list((tmp_path / "out/entries").iterdir())) == entries + 3
 
 
@@ -431,7 +431,7 @@ def test_fit_fusion_writes_settings_that_searches_read(lexical_options, tmp_path
             ["scores=[fused]", "fusion={weights: {}}"],
             "scores must be maxsim, got 'fused', which needs bm25, which was not",
         ),
-        (["fusion={method: rrf}"], "scores must be a list with fused if fusion is set, got []"),
+        (["fusion={agreement: 0}"], "scores must be a list with fused if fusion is set, got []"),
         (["--fit-fusion", "out.yaml"], "score must be maxsim, got 'fused', which needs bm25"),
         (
             ["--fit-fusion", "out.yaml", "representations=[full, hpool_2]"],

@@ -21,8 +21,8 @@ from pipeline.eval.metrics import read_run
 from pipeline.index.writer import IndexWriter
 from pipeline.search.fusion import Fusion, FusionWeights
 
-HALF = Fusion(method="sum", weights=FusionWeights(bm25=0.5))
-HALF_RRF = Fusion(method="rrf", weights=FusionWeights(bm25=0.5))
+HALF = Fusion(weights=FusionWeights(bm25=0.5))
+ALWAYS_HALF = Fusion(weights=FusionWeights(bm25=0.5), agreement=0)
 TEXTS = {"1": "the lift of a wing", "b": "how to bake bread"}
 
 
@@ -95,12 +95,12 @@ def test_run_with_candidates(index_uri, query_file, tmp_path):
 
 def test_fused_search(lexical_uri, query_file, tmp_path, capsys):
     """The settings come from assignments, or from a file and assignments."""
-    (tmp_path / "fusion.yaml").write_text("method: sum\nweights: {bm25: 0.5}\n")
+    (tmp_path / "fusion.yaml").write_text("weights: {bm25: 0.5}\n")
     for arguments, fusion in (
         (["--fusion", "weights={}"], Fusion(weights=FusionWeights())),
-        (["--fusion", "method=sum", "weights.bm25=0.5"], HALF),
+        (["--fusion", "agreement=3", "weights.bm25=0.5"], HALF),
         (["--fusion", str(tmp_path / "fusion.yaml")], HALF),
-        (["--fusion", str(tmp_path / "fusion.yaml"), "method=rrf"], HALF_RRF),
+        (["--fusion", str(tmp_path / "fusion.yaml"), "agreement=0"], ALWAYS_HALF),
     ):
         out = str(tmp_path / "run.trec")
         options = ["--score", "fused", "--k", "3", "--candidates", "single+bm25", *arguments]
@@ -378,7 +378,7 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
         (["--score", "fused", "--fusion", "weights={}"],
          "score must be maxsim, got 'fused', which needs bm25, which was not "
          "built for the texts of full; build it with `maxray candidates INDEX bm25`"),
-        (["--fusion", "method=rrf"], "score must be fused if fusion is set, got 'maxsim'"),
+        (["--fusion", "agreement=0"], "score must be fused if fusion is set, got 'maxsim'"),
         (["--score", "fused", "--fusion", "weights.bm=1"], "unknown field 'bm' in fusion.weights; "
          "did you mean 'bm25'? valid fields: maxsim, bm25, single_vector"),
         (["--score", "fused", "--fusion", "gone.yaml"], "fusion must be the path of an existing "

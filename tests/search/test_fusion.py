@@ -12,7 +12,6 @@ from pipeline.search.score import Ranking, fuse
 from pipeline.search.shards import merge_rankings
 
 NAMES = ("maxsim", "bm25", "single_vector")
-METHODS = pytest.mark.parametrize("method", ["rrf", "sum"])
 AGREEMENTS = pytest.mark.parametrize("agreement", [0, 1, 3])
 SETTINGS = {"weights": FusionWeights(maxsim=1, bm25=0.5, single_vector=0.25), "depth": 6}
 
@@ -58,23 +57,16 @@ def reference(
         lowest = 0.0 if name == "bm25" else min(values[i] for i in listed)
         highest = max(values[i] for i in listed)
         for i in listed:
-            rank = 1 + sum(values[j] > values[i] for j in listed)
-            if fusion.method == "rrf":
-                contribution = 1 / (fusion.rank_constant + rank)
-            elif highest > lowest:
-                contribution = (values[i] - lowest) / (highest - lowest)
-            else:
-                contribution = 1.0
-            fused[i] = fused.get(i, 0.0) + weight * contribution
+            share = (values[i] - lowest) / (highest - lowest) if highest > lowest else 1.0
+            fused[i] = fused.get(i, 0.0) + weight * share
     return fused
 
 
-@METHODS
 @AGREEMENTS
 @pytest.mark.parametrize("is_grouped", [False, True])
-def test_equals_definition(method, agreement, is_grouped):
+def test_equals_definition(agreement, is_grouped):
     rng = np.random.default_rng(0)
-    fusion = Fusion(method=method, agreement=agreement, **SETTINGS)
+    fusion = Fusion(agreement=agreement, **SETTINGS)
     for _ in range(50):
         scores = random_scores(rng, 30)
         groups = rng.integers(0, 8, 30) if is_grouped else None
@@ -94,13 +86,12 @@ def test_equals_definition(method, agreement, is_grouped):
         assert found[listed] == pytest.approx([expected[i] for i in listed])
 
 
-@METHODS
 @AGREEMENTS
 @pytest.mark.parametrize("group_by", [None, "parent"])
-def test_shards_fuse_like_the_whole(method, agreement, group_by):
-    """The ranks and bounds of a list are those of all shards."""
+def test_shards_fuse_like_the_whole(agreement, group_by):
+    """The bounds of a list are those of all shards."""
     rng = np.random.default_rng(1)
-    fusion = Fusion(method=method, agreement=agreement, **SETTINGS)
+    fusion = Fusion(agreement=agreement, **SETTINGS)
     for _ in range(30):
         scores = random_scores(rng, 40)
         parents = [f"p{number}" for number in rng.integers(0, 12, 40)]
@@ -133,8 +124,8 @@ def test_shards_fuse_like_the_whole(method, agreement, group_by):
 
 def test_settings_of_other_scores_are_rejected():
     with pytest.raises(SpecError, match=r"^score must be fused if fusion is set, got 'maxsim'"):
-        SearchOptions(fusion=Fusion(method="rrf"))
-    for fusion in (DEFAULT_FUSION, Fusion(method="rrf", agreement=0)):
+        SearchOptions(fusion=Fusion(agreement=0))
+    for fusion in (DEFAULT_FUSION, Fusion(agreement=0)):
         with pytest.raises(SpecError) as error:
             SearchOptions(score="fused", fusion=fusion)
         assert str(error.value) == (
@@ -146,11 +137,10 @@ def test_settings_of_other_scores_are_rejected():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"method": "rff"}, r"^method must be one of rrf, sum, got 'rff'"),
+        ({"method": "rrf"}, r"^unknown field 'method'"),
         ({"weights": {"bm25": -1}}, r"^weights\.bm25 must be .*0"),
         ({"weights": {"maxsim": 0, "bm25": 0}}, r"^weights\.maxsim must be above 0 if"),
         ({"weights": {"bm": 1}}, r"^unknown field 'bm' in weights"),
-        ({"rank_constant": -1}, r"^rank_constant must be"),
         ({"depth": 0}, r"^depth must be"),
         ({"depth": 2}, r"^agreement must be at most depth = 2, got 3"),
         ({"weights": {"maxsim": 0}}, r"^agreement must be 0 if the weight of maxsim is 0, got 3"),

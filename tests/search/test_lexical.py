@@ -168,12 +168,10 @@ def fused(
         listed = listed[: fusion.depth]
         lowest = 0 if name == "bm25" else scores[listed].min()
         for i in listed:
-            rank = 1 + sum(scores[j] > scores[i] + 1e-6 for j in listed)
             share = (scores[i] - lowest) / (scores[listed[0]] - lowest)
-            part = 1 / (60 + rank) if fusion.method == "rrf" else share
             weight = getattr(fusion.weights, name)
             item_id = searched[i].item_id
-            totals[item_id] = totals.get(item_id, 0.0) + weight * part
+            totals[item_id] = totals.get(item_id, 0.0) + weight * share
     return totals
 
 
@@ -186,8 +184,7 @@ def assert_fused(ranking: Ranking, expected: dict[str, float]) -> None:
 
 
 #: All items match, so that no ties occur at the end of a list.
-SUM = Fusion(method="sum", weights=FusionWeights(bm25=0.4), agreement=0, depth=1000)
-RRF = Fusion(method="rrf", weights=FusionWeights(), agreement=0, depth=1000)
+FUSION = Fusion(weights=FusionWeights(bm25=0.4), agreement=0, depth=1000)
 
 
 def test_candidates_are_the_best_texts(built):
@@ -236,12 +233,11 @@ def test_unknown_parts_of_unions(built):
             searcher.rank(queries(), candidates=name)
 
 
-@pytest.mark.parametrize("fusion", [SUM, RRF], ids=lambda fusion: fusion.method)
-def test_fused_scores_equal_their_definition(built, fusion):
+def test_fused_scores_equal_their_definition(built):
     searched = items(NUM_ITEMS, 0, "i")
-    rankings = open_index(str(built)).rank(queries(), k=10, score="fused", fusion=fusion)
+    rankings = open_index(str(built)).rank(queries(), k=10, score="fused", fusion=FUSION)
     for number, ranking in enumerate(rankings):
-        assert_fused(ranking, fused(searched, searched, number, fusion))
+        assert_fused(ranking, fused(searched, searched, number, FUSION))
         by_id = {item.item_id: i for i, item in enumerate(searched)}
         rows = [by_id[item_id] for item_id in ranking.item_ids]
         texts = bm25(searched, searched, queries().texts[number])
@@ -282,7 +278,7 @@ def test_shards_fuse_like_the_whole(built, group_by, filter):
 
 def test_fused_search_with_candidates(built):
     searched = items(NUM_ITEMS, 0, "i")
-    options = {"k": 5, "score": "fused", "fusion": SUM}
+    options = {"k": 5, "score": "fused", "fusion": FUSION}
     exact = open_index(str(built)).rank(queries(), **options)
     options |= {"candidates": "bm25", "num_candidates": 80}
     found = open_index(str(built)).rank(queries(), **options)
@@ -303,8 +299,8 @@ def test_fused_search_among_candidates_of_vectors(uri):
         report=lambda line: None,
     )
     searcher = open_index(str(uri))
-    options = {"k": 5, "score": "fused", "fusion": SUM, "num_candidates": 110}
-    exact = searcher.rank(queries(), k=5, score="fused", fusion=SUM)
+    options = {"k": 5, "score": "fused", "fusion": FUSION, "num_candidates": 110}
+    exact = searcher.rank(queries(), k=5, score="fused", fusion=FUSION)
     shares = []
     for candidates in ("lemur", "lemur+bm25"):
         found = searcher.rank(queries(), candidates=candidates, **options)
@@ -330,7 +326,7 @@ def test_fewer_matches_than_hits_fall_back_to_all_items(built):
     options = {"k": 5, "num_candidates": 20}
     found = searcher.rank(asked, candidates="bm25", **options)
     assert [r.item_ids for r in found] == [r.item_ids for r in searcher.rank(asked, **options)]
-    (ranking,) = searcher.rank(queries(1, ["nothing"]), k=5, score="fused", fusion=SUM)
+    (ranking,) = searcher.rank(queries(1, ["nothing"]), k=5, score="fused", fusion=FUSION)
     assert ranking.item_ids == searcher.rank(queries(1), k=5)[0].item_ids
 
 
@@ -351,10 +347,10 @@ def test_added_items_are_scored_before_and_after_they_have_codes(uri, tmp_path):
     add(uri, tmp_path / "new", new)
     assert all(codes(uri)[item.item_id] is None for item in new)
     asked = queries(words=words)
-    options = {"k": 12, "score": "fused", "fusion": SUM}
+    options = {"k": 12, "score": "fused", "fusion": FUSION}
     first = open_index(str(uri)).rank(asked, **options)
     for number, ranking in enumerate(first):
-        assert_fused(ranking, fused([*fitted, *new], fitted, number, SUM, words))
+        assert_fused(ranking, fused([*fitted, *new], fitted, number, FUSION, words))
     assert any(item_id[0] == "n" for ranking in first for item_id in ranking.item_ids)
 
     assert build(uri).rows == sum(item.text is not None for item in new)
@@ -373,17 +369,17 @@ def test_added_items_are_scored_before_and_after_they_have_codes(uri, tmp_path):
     assert list(index.candidates_columns) == ["text_bm25_2_candidates"]
     for number, ranking in enumerate(open_index(str(uri)).rank(asked, **options)):
         everything = [*fitted, *new]
-        assert_fused(ranking, fused(everything, everything, number, SUM, words))
+        assert_fused(ranking, fused(everything, everything, number, FUSION, words))
 
 
 def test_removed_items_disappear(uri):
     fitted = items(NUM_ITEMS, 0, "i")
-    options = {"k": 5, "score": "fused", "fusion": SUM}
+    options = {"k": 5, "score": "fused", "fusion": FUSION}
     (first, *_) = open_index(str(uri)).rank(queries(), **options)
     lance.dataset(f"{uri}/{ITEMS}").delete(f"item_id = '{first.item_ids[0]}'")
     remaining = [item for item in fitted if item.item_id != first.item_ids[0]]
     for number, ranking in enumerate(open_index(str(uri)).rank(queries(), **options)):
-        assert_fused(ranking, fused(remaining, fitted, number, SUM))
+        assert_fused(ranking, fused(remaining, fitted, number, FUSION))
 
 
 @pytest.mark.heavy
@@ -401,7 +397,7 @@ def test_interrupted_build_resumes_with_the_same_codes(original, built, tmp_path
         patch.setattr(Session, "check", stop_after_one_commit)
         build(uri)
     assert 0 < sum(code is not None for code in codes(uri).values()) < NUM_ITEMS - 20
-    options = {"k": 8, "score": "fused", "fusion": SUM}
+    options = {"k": 8, "score": "fused", "fusion": FUSION}
     expected = open_index(str(built)).rank(queries(), **options)
     partial = open_index(str(uri)).rank(queries(), **options)
     assert [r.scores for r in partial] == [r.scores for r in expected]
@@ -418,14 +414,14 @@ def test_drop(uri):
     with pytest.raises(SpecError, match=r"^candidates must be one of exact, got 'bm25', which was"):
         searcher.rank(queries(), candidates="bm25")
     with pytest.raises(SpecError, match=r"^score must be maxsim, got 'fused', which needs bm25, "):
-        searcher.rank(queries(), score="fused", fusion=SUM)
+        searcher.rank(queries(), score="fused", fusion=FUSION)
 
 
 def test_queries_without_texts(built):
     searcher = open_index(str(built))
     vectors = [np.ones((2, DIM), np.float32)]
     with pytest.raises(SpecError, match=r"^score must be maxsim.*needs the text of the query"):
-        searcher.rank(vectors, score="fused", fusion=SUM)
+        searcher.rank(vectors, score="fused", fusion=FUSION)
     with pytest.raises(SpecError, match=r"^candidates must be exact.*needs the text of the query"):
         searcher.rank(vectors, candidates="bm25")
     with pytest.raises(SpecError, match=r"^score must be maxsim.*needs single vectors"):

@@ -13,14 +13,14 @@ from pipeline.serve.client import Client, ServerError
 pytestmark = pytest.mark.heavy
 
 QUERIES = ["the lift of a wing", "heat", "bread with a golden crust"]
-FITTED = Fusion(method="rrf", weights=FusionWeights(bm25=0.25), agreement=0)
+FITTED = Fusion(weights=FusionWeights(bm25=0.25), agreement=0)
 
 
 @pytest.fixture(scope="module")
 def url(serving_here, lexical_uri, tmp_path_factory) -> str:
     """URL of a server of an index with fitted settings, and of the same index without."""
     path = tmp_path_factory.mktemp("fusion") / "fusion.yaml"
-    path.write_text("method: rrf\nweights: {bm25: 0.25}\nagreement: 0\n")
+    path.write_text("weights: {bm25: 0.25}\nagreement: 0\n")
     settings = {
         "indexes": {
             "sharded": {"uri": lexical_uri, "num_shards": 2, "fusion": str(path)},
@@ -96,9 +96,9 @@ def test_indexes_list_scores_and_candidates(client):
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"fusion": Fusion(method="rrf")}, "score"),
+        ({"fusion": Fusion(agreement=0)}, "score"),
         ({"score": "fused"}, "fusion.weights"),
-        ({"score": "fused", "fusion": Fusion(method="rrf")}, "fusion.weights"),
+        ({"score": "fused", "fusion": Fusion(agreement=0)}, "fusion.weights"),
         ({"candidates": "single+lemur"}, "candidates"),
     ],
 )

@@ -166,7 +166,6 @@ COMPRESSORS: Registry[Compressor[Any]] = Registry(
         "hpc": "pipeline.compression.hpc:HPC",
         "hpool": "pipeline.compression.hpool:HPool",
         "kcenter": "pipeline.compression.kcenter:KCenter",
-        "light_colpali": "pipeline.compression.light_colpali:LightColPali",
         "memtok": "pipeline.compression.memtok:MemTok",
         "none": "pipeline.compression.none:Uncompressed",
         "random": "pipeline.compression.random:Random",

@@ -130,15 +130,8 @@ def test_column_ids_have_the_former_names():
     adaptive = {"name": "adaptive", "num_vectors": 8, "min_budget": 0.5, "max_budget": 2}
     representation = parse(Representation, {"compressor": adaptive})
     assert representation.id == "adaptive_hpool_lowest0_5_highest2_0_8"
-    light = {"name": "light_colpali", "num_vectors": 8, "distance_dtype": "float64"}
-    representation = parse(Representation, {"compressor": light})
-    assert representation.id == "light_colpali_float64_8"
-    assert digest(representation.compressor) == "897a09619cc02551"
     stored = dump_stored(COMPRESSORS.resolve(adaptive))
     assert method_name(stored) == "adaptive (hpool) min_budget=0.5 max_budget=2.0"
-    assert method_name(dump_stored(COMPRESSORS.resolve(light | {"distance_dtype": "float16"}))) == (
-        "light_colpali"
-    )
 
 
 def test_stored_specs_with_former_names():
@@ -186,12 +179,6 @@ def test_stored_specs_with_former_names():
             {"num_vectors": 8, "highest": 2},
             "highest",
             "max_budget",
-        ),
-        (
-            COMPRESSORS.spec_class("light_colpali"),
-            {"num_vectors": 8, "distances": "float64"},
-            "distances",
-            "distance_dtype",
         ),
         (Video.Spec, {"path": "/v", "look_fps": 4}, "look_fps", "scene_detection_fps"),
         (Decoding, {"look_fps": 4}, "look_fps", "scene_detection_fps"),

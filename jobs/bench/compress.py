@@ -23,7 +23,7 @@ from pipeline.registry import COMPRESSORS
 
 CRANFIELD = Path(jobs.__file__).parent / "data/cranfield"
 #: Methods based on Ward linkage or k-means, which `index` omits.
-SLOW = ("adaptive", "cluster", "hpool", "light_colpali")
+SLOW = ("adaptive", "cluster", "hpool")
 #: Methods that need a trained encoder or trained weights, which `index` omits as well.
 LEARNED = ("agc", "memtok", "seqresize")
 #: Variants of methods with a different running time.
@@ -32,7 +32,6 @@ READINGS = (
     "hpool,linkage=condensed",
     "kcenter,oversampling=1",
     "kcenter,output=progressive",
-    "light_colpali,distance_dtype=float64",
 )
 
 

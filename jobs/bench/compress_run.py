@@ -246,7 +246,6 @@ BARE = {
     "hpool": ward(pdist),
     "hpool,linkage=rows": ward(row_distances),
     "hpool,linkage=condensed": ward(lambda item: pdist(item, "cosine")),
-    "light_colpali": ward(row_distances),
 }
 
 

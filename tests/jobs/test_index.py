@@ -66,7 +66,7 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
             "representations.0.compressor=squeeze",
             "representations[0].compressor.name must be one of"
             " adaptive, adaptive_eos, agc, attention_clustering, cluster, eos, hpc, hpool, kcenter,"
-            " light_colpali, memtok, none, random, samer, sap, seqresize, spatial, got 'squeeze'",
+            " memtok, none, random, samer, sap, seqresize, spatial, got 'squeeze'",
         ),
         (
             "representations=[]",

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.heavy
 DATA = ROOT / "jobs/data"
 METHODS: list[dict[str, Any]] = [
     {"name": name, "num_vectors": 8}
-    for name in ("samer", "hpool", "sap", "random", "spatial", "cluster", "light_colpali")
+    for name in ("samer", "hpool", "sap", "random", "spatial", "cluster")
 ]
 METHODS += [
     {"name": "eos", "num_vectors": 8},

@@ -297,7 +297,7 @@ class RerankResponse(Response):
     missing: list[str]
     """Items that could not be scored: items that are not in the index, or without vectors, EDJE
     tokens or, for an image query by EDJE, a text."""
-    warnings: tuple[str, ...] = ()
+    warnings: list[str] = Field(default_factory=list)
     """Warnings, for example that EDJE truncated a text."""
 
 
@@ -349,7 +349,7 @@ class Representation(Response):
     """Scores that the representation supports."""
     queries: list[Literal["text", "image", "composed", "vectors", "item"]]
     """Kinds of queries that the representation supports."""
-    candidates: tuple[str, ...] = ()
+    candidates: list[str] = Field(default_factory=list)
     """Values of `candidates` that the representation supports: `exact` and the names of its
     candidate generators."""
     default_candidates: str | None = None

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.search.options import SearchOptions
+from pipeline.search.options import Rerank, SearchOptions
 from pipeline.search.top import best_rows
 from tests.search.conftest import random_queries, random_rows, reference_ranking
 
@@ -138,7 +138,9 @@ def test_invalid_options(make_index):
         searcher.rank(["a wing"], candidates="lemur")
     with pytest.raises(SpecError, match=r"^num_candidates must be at least k = 10, got 5"):
         searcher.rank(["a wing"], num_candidates=5)
-    with pytest.raises(SpecError, match=r"^num_candidates must be an integer >= 1, got 0"):
+    with pytest.raises(
+        SpecError, match=r"^num_candidates must be greater than or equal to 1, got 0"
+    ):
         searcher.rank(["a wing"], num_candidates=0)
     with pytest.raises(SpecError, match=r"^candidates must be exact for the score single_vector"):
         searcher.rank(["a wing"], candidates="single", score="single_vector")
@@ -148,8 +150,8 @@ def test_invalid_options(make_index):
 
 
 def test_first_stage_keeps_enough_candidates():
-    options = SearchOptions(
-        representation="full", k=5, rerank_depth=50, candidates="single", num_candidates=20
-    )
-    assert options.first_stage().num_candidates == 50
+    options = SearchOptions(k=5, candidates="single", num_candidates=20)
+    assert options.first_stage(50).num_candidates == 50
+    reranked = options.model_copy(update={"rerank": Rerank(rerank_depth=60)})
+    assert reranked.first_stage().num_candidates == 60
     assert SearchOptions(representation="full", k=100).candidates_per_query == 1600

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError, parse
+from pipeline.index.reader import Index
 from pipeline.search.fusion import DEFAULT_FUSION, Fusion, FusionWeights, pool_rows
 from pipeline.search.options import SearchOptions
 from pipeline.search.score import Ranking, fuse
@@ -122,12 +123,12 @@ def test_shards_fuse_like_the_whole(agreement, group_by):
         assert whole.scores == pytest.approx([expected[row] for row in whole.rows.tolist()])
 
 
-def test_settings_of_other_scores_are_rejected():
+def test_settings_of_other_scores_are_rejected(index_uri):
     with pytest.raises(SpecError, match=r"^score must be fused if fusion is set, got 'maxsim'"):
-        SearchOptions(fusion=Fusion(agreement=0))
+        parse(SearchOptions, {"fusion": {"agreement": 0}})
     for fusion in (DEFAULT_FUSION, Fusion(agreement=0)):
         with pytest.raises(SpecError) as error:
-            SearchOptions(score="fused", fusion=fusion)
+            SearchOptions(score="fused", fusion=fusion).resolve(Index(index_uri))
         assert str(error.value) == (
             "fusion.weights must be set for the score fused, got None; fit them with `maxray"
             " evaluate SPEC --fit-fusion fusion.yaml`"

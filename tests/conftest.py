@@ -25,7 +25,7 @@ from pipeline.index.info import EncoderInfo
 from pipeline.index.positions import encode_positions
 from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.registry import ENCODERS
-from pipeline.schema import ITEM, Item, column_metadata, with_metadata
+from pipeline.schema import ITEM, Item, with_metadata
 from pipeline.serve.environment import PROXY_ENV
 from pipeline.stage import REUSE_PROCESSES
 
@@ -285,9 +285,9 @@ def write_index(uri: str, representations: list[dict], keep_positions: bool = Tr
     columns = [*ITEM, *encoder_columns]
     for representation in parsed:
         columns += representation_fields(representation, encoder_info, None)
-    for_rerank = columns[-1].with_name("rerank_tokens").with_type(pa.list_(pa.uint16()))
-    adapter = {"role": "rerank", "adapter": {"fingerprint": "unknown"}}
-    columns.append(with_metadata(for_rerank, {**column_metadata(for_rerank), **adapter}))
+    for_rerank = pa.field("rerank_tokens", pa.list_(pa.uint16()))
+    adapter = {"encoder": {"name": "dual"}, "adapter": {"fingerprint": "unknown"}, "dim": 1}
+    columns.append(with_metadata(for_rerank, {"role": "rerank", **adapter}))
     table = table.append_column("rerank_tokens", pa.nulls(len(table), for_rerank.type))
     if "hpool_2" in table.column_names:
         position = table.schema.get_field_index("hpool_2")

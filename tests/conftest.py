@@ -298,10 +298,9 @@ def write_index(uri: str, representations: list[dict], keep_positions: bool = Tr
     columns = [*ITEM, *encoder_columns]
     for representation in parsed:
         columns += representation_fields(representation, encoder_info, None)
-    for_rerank = columns[-1].with_name("rerank_tokens").with_type(pa.list_(pa.uint16()))
-    metadata = {"role": "rerank", "adapter": {"fingerprint": "unknown"}, "dim": 8}
-    metadata |= {"encoder": {"name": "minilm"}}
-    columns.append(with_metadata(for_rerank, metadata))
+    for_rerank = pa.field("rerank_tokens", pa.list_(pa.uint16()))
+    adapter = {"encoder": {"name": "dual"}, "adapter": {"fingerprint": "unknown"}, "dim": 1}
+    columns.append(with_metadata(for_rerank, {"role": "rerank", **adapter}))
     table = table.append_column("rerank_tokens", pa.nulls(len(table), for_rerank.type))
     if "hpool_2" in table.column_names:
         position = table.schema.get_field_index("hpool_2")

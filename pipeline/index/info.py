@@ -29,7 +29,7 @@ class EncoderInfo:
     """Description of an encoder. It can be read without loading the encoder.
 
     Attributes:
-        spec: Settings of the encoder in the form of `dump`.
+        spec: Resolved settings of the encoder as JSON values.
         fingerprint: Hash of the weights and of the settings that affect the vectors.
         dim: Dimensions of the token vectors.
         pooled_dim: Dimensions of the single vectors, or None without them.
@@ -123,8 +123,8 @@ class RepresentationInfo:
     Attributes:
         column: Name of the column.
         encoder: Encoder of the token vectors. Its `has_*` flags refer to columns in the index.
-        compressor: Settings of the compressor in the form of `dump`.
-        codec: Settings of the codec in the form of `dump`.
+        compressor: Resolved settings of the compressor as JSON values.
+        codec: Resolved settings of the codec as JSON values.
         artefact: Hash of the fitted state or the trained weights of the compressor, or None without
             one.
         codec_artefact: Hash of the fitted state of the codec, or None without one.
@@ -345,7 +345,7 @@ class CandidatesInfo:
 
     Attributes:
         name: Name of the column.
-        generator: Settings of the generator in the form of `dump`.
+        generator: Resolved settings of the generator as JSON values.
         representation: Column of the vectors that the codes approximate, or of the texts that they
             describe.
         fitted: Identity of these vectors, see `vectors_identity`, or the column of the texts.

@@ -29,16 +29,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace, display: Display) -> None:
-    from pipeline.index import backfill
+    from pipeline.index import add, backfill
     from pipeline.index.spec import IndexResources, IndexSpec
 
     spec = config.load(IndexSpec, args.spec, args.overrides)
     resources = IndexResources()
     if args.resources:
         resources = config.load(IndexResources, args.resources, role="resources")
+    columns = backfill.Backfill(spec, resources)
     display.phase("start Ray")
     with jobs.cluster(resources.object_store_bytes):
-        backfill.run(spec, resources, job_id=jobs.job_id(), report=display.say, show=display.show)
+        add.run(columns, job=jobs.job_id(), report=display.say, show=display.show)
 
 
 if __name__ == "__main__":

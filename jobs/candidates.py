@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import jobs
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.index import check_index
+from pipeline.index import add, check_index
 from pipeline.index.display import open_display
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
@@ -66,24 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.drop:
         candidates_job.drop(spec, job=jobs.job_id(), report=jobs.say)
         return
-    candidates_job.check(spec, refit=args.refit)
     queries: list[AnyQuery] = []
     if spec.queries is not None:
         is_vectors = spec.queries.endswith((".npy", ".parquet"))
         read = read_query_vectors if is_vectors else read_queries
         queries = list(read(spec.queries).values())
+    columns = candidates_job.Candidates(spec, resources, queries, refit=args.refit)
     with open_display(args.progress) as display:
         display.phase("start Ray")
         with jobs.cluster():
-            candidates_job.run(
-                spec,
-                resources,
-                job=jobs.job_id(),
-                queries=queries,
-                refit=args.refit,
-                report=display.say,
-                show=display.show,
-            )
+            add.run(columns, job=jobs.job_id(), report=display.say, show=display.show)
 
 
 def _print_generators(uri: str) -> None:

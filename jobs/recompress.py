@@ -30,15 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace, display: Display) -> None:
-    from pipeline.index import recompress
+    from pipeline.index import add, recompress
 
     spec = config.load(recompress.RecompressSpec, args.spec, args.overrides)
     resources = recompress.RecompressResources()
     if args.resources:
         resources = config.load(recompress.RecompressResources, args.resources, role="resources")
+    columns = recompress.Recompression(spec, resources)
     display.phase("start Ray")
     with jobs.cluster():
-        recompress.run(spec, resources, job=jobs.job_id(), report=display.say, show=display.show)
+        add.run(columns, job=jobs.job_id(), report=display.say, show=display.show)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from jobs import index as index_job
 from jobs import status as status_job
 from pipeline import config, open_index
 from pipeline.config import SpecError
-from pipeline.index import backfill, job
+from pipeline.index import add, backfill, job
 from pipeline.index.progress import Progress
 from pipeline.index.reader import Index
 from pipeline.index.rerank_tokens import tokens_column
@@ -86,8 +86,10 @@ def index(job_spec: IndexSpec, **resources: Any) -> Progress:
     return job.run(job_spec, profile, job="1", report=lambda line: None)
 
 
-def fill(job_spec: IndexSpec, job_id: str = "2") -> backfill.Progress:
-    return backfill.run(job_spec, IndexResources(), job_id=job_id, report=lambda line: None)
+def fill(job_spec: IndexSpec, job_id: str = "2") -> add.Progress:
+    return add.run(
+        backfill.Backfill(job_spec, IndexResources()), job=job_id, report=lambda line: None
+    )
 
 
 def tokens(uri: Path) -> dict[str, np.ndarray | None]:
@@ -220,7 +222,7 @@ def test_resumes_with_incomplete_fragments(uri, photos, dual, model, cached, mon
     after = files(uri, "rerank_tokens")
     assert all(new == old for old, new in zip(first, after, strict=True) if old)
     assert (fill(job_spec, "4").rows, files(uri, "rerank_tokens")) == (0, after)
-    monkeypatch.setattr(backfill, "fill_fragments", None)  # complete fragments start no actor
+    monkeypatch.setattr(add, "fill_fragments", None)  # complete fragments start no actor
     assert fill(job_spec, "5").done_before == progress.fragments
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from pipeline import config, open_index
-from pipeline.index import backfill, job, recompress
+from pipeline.index import add, backfill, job, recompress
 from pipeline.index.columns import Representation, encoder_fields, representation_fields
 from pipeline.index.info import representation_infos
 from pipeline.index.reader import Index
@@ -140,7 +140,7 @@ def test_recompression_reproduces_the_stored_columns(cluster, tmp_path):
     wanted.append({"compressor": "none", "codec": {"name": "residual", "num_centroids": 4}})
     spec = config.parse(recompress.RecompressSpec, {"index": uri, "representations": wanted})
     resources = recompress.RecompressResources()
-    progress = recompress.run(spec, resources, job="2", report=silent)
+    progress = add.run(recompress.Recompression(spec, resources), job="2", report=silent)
     assert (progress.fragments, progress.done) == (2, 2)
     columns = [column for name in names for column in (name, f"new_{name}")]
     table = Index(uri).dataset.to_table(columns=columns)
@@ -150,14 +150,16 @@ def test_recompression_reproduces_the_stored_columns(cluster, tmp_path):
             assert (old is None) == (new is None)
             if old is not None:
                 np.testing.assert_allclose(old, new, atol=2e-3)
-    assert recompress.run(spec, resources, job="3", report=silent).done_before == 2
+    assert (
+        add.run(recompress.Recompression(spec, resources), job="3", report=silent).done_before == 2
+    )
 
 
 @pytest.mark.heavy
 def test_backfill_adds_rerank_tokens(cluster, tmp_path):
     uri, spec = copy_index("images", tmp_path)
     spec = spec.model_copy(update={"rerank": f"{ROOT}/jobs/data/models/shapes_edje"})
-    progress = backfill.run(spec, job.IndexResources(), job_id="2", report=silent)
+    progress = add.run(backfill.Backfill(spec, job.IndexResources()), job="2", report=silent)
     assert (progress.done, progress.rows, progress.empty) == (1, 3, 0)
     hits = open_index(uri).search(np.ones((1, 64)), "hpool_4", k=3, explain=False)
     assert {hit.item_id for hit in hits} == {"sign.png", "ball.png", "wall.png"}

@@ -102,13 +102,13 @@ class Resources(Spec):
         return options
 
 
-INDEX_JOBS = "jobs.index and jobs.backfill"
+INDEX_JOBS = "jobs.index and jobs.add tokens"
 #: Jobs whose resources profiles have a field that not all profiles have.
 PROFILE_JOBS = {
     **dict.fromkeys(("read", "prepare", "write", "device_map", "object_store_bytes"), INDEX_JOBS),
-    "encode": "jobs.index, jobs.backfill and jobs.candidates",
-    "compress": "jobs.index, jobs.backfill and jobs.recompress",
-    "fit": "jobs.candidates",
+    "encode": "jobs.index, jobs.add tokens and jobs.add candidates",
+    "compress": "jobs.index, jobs.add tokens and jobs.add representations",
+    "fit": "jobs.add candidates",
     **dict.fromkeys(("num_workers", "max_failures"), "jobs.train"),
 }
 

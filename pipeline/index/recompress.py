@@ -62,7 +62,7 @@ from pipeline.tokens import TokenBatch, lists_of
 
 
 class RecompressSpec(Spec):
-    """Spec of `jobs.recompress`."""
+    """Spec of `maxray add representations`."""
 
     renamed: ClassVar[Mapping[str, str]] = {"fit_where": "fit_filter"}
 

@@ -48,7 +48,7 @@ REMARK_ITEMS = 4096
 
 
 class CandidatesJobSpec(Spec):
-    """Settings of `jobs.candidates`."""
+    """Settings of `maxray add candidates`."""
 
     index: Uri
     """Path or URI of the index."""

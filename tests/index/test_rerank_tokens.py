@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from jobs import backfill as backfill_job
+from jobs import add as add_job
 from jobs import index as index_job
 from jobs import status as status_job
 from pipeline import config, open_index
@@ -266,7 +266,7 @@ def test_rejects_invalid_specs_before_adding_a_column(tmp_path, uri, photos, dua
     with pytest.raises(
         SpecError,
         match=r"rerank must be null for this index, got .*, which requires the column rerank_tokens"
-        r".*; add it with `maxray backfill`",
+        r".*; add it with `maxray add tokens`",
     ):
         index(spec(uri, photos, dual, rerank=model))
     with pytest.raises(
@@ -337,10 +337,10 @@ def test_jobs_from_the_command_line(uri, photos, dual, model, tmp_path, capsys):
     arguments = [str(tmp_path / "spec.yaml"), f"rerank={model}"]
     with pytest.raises(
         SpecError,
-        match=r"rerank must be null for this index, .*; add it with `maxray backfill`",
+        match=r"rerank must be null for this index, .*; add it with `maxray add tokens`",
     ):
         index_job.main(arguments)
-    backfill_job.main(arguments)
+    add_job.main(["tokens", *arguments])
     assert "2/2 fragments  7 rows" in capsys.readouterr().out
     status_job.main([str(uri)])
     output = capsys.readouterr().out

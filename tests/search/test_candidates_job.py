@@ -282,7 +282,7 @@ def test_build_resumes_after_sigkill_with_the_same_bits(cluster, tmp_path):
     build(whole, LEMUR)
     name = "full_lemur_1_candidates"
     arguments = [str(uri), "lemur", "generator.num_features=64", "commit_fragments=1"]
-    process = start_job("jobs.candidates", *arguments, address=cluster)
+    process = start_job("jobs.add", "candidates", *arguments, address=cluster)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         stored = lance.dataset(f"{uri}/{ITEMS}")

@@ -30,7 +30,7 @@ from pipeline.index.stream import unit_dataset, write_units
 from pipeline.index.units import UnitRange
 from pipeline.index.writer import open_or_create
 from pipeline.schema import ITEM, Item
-from pipeline.stage import LoadedStage, Processed, Profile, Resources, Stage, Unit, chain
+from pipeline.stage import Processed, Profile, Resources, Stage, Unit, chain
 
 #: CPUs that each process reserves, so that 16 actors fit on one CPU. Empty units need none.
 RESERVED_CPUS = 0.01
@@ -180,21 +180,9 @@ class _Sleep(Stage):
     seconds: float
 
     name: ClassVar[str] = "encode"
-    needs: ClassVar[tuple[str, ...]] = ()
-    adds: ClassVar[tuple[str, ...]] = ()
-
-    def load(self) -> _Sleeper:
-        return _Sleeper(self.seconds)
-
-
-class _Sleeper(LoadedStage):
-    name = _Sleep.name
-
-    def __init__(self, seconds: float):
-        self._seconds = seconds
 
     def process(self, items: pa.Table) -> Processed:
-        time.sleep(self._seconds)
+        time.sleep(self.seconds)
         return Processed(items.slice(0, 0), [])
 
 

@@ -7,8 +7,7 @@ index job would have written. The rows without tokens whose source item is uncha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import lance
 import pyarrow as pa
@@ -25,56 +24,13 @@ from pipeline.index.reader import Index, get_fragment
 from pipeline.index.rerank_tokens import check_same_adapter, rerank_field
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.index.stages import ColumnCollector, Encode, TokenEncoder
+from pipeline.index.stages import Compress, Represent
 from pipeline.index.stream import encode_stage
-from pipeline.schema import ITEM
-from pipeline.stage import LoadedStage, Processed, Stage, run_stage
+from pipeline.stage import Stage, run_stage
 
 #: Number of fragments per commit.
 COMMIT_FRAGMENTS = 8
 WITHOUT_TOKENS = f"`{RERANK_TOKENS}` IS NULL"
-
-
-@dataclass(frozen=True)
-class CacheTokens(Stage):
-    """Stage that computes the tokens of an EDJE adapter. It adds no other column."""
-
-    encode: Encode
-
-    name: ClassVar[str] = "rerank"
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Columns that the items must have."""
-        return self.encode.needs
-
-    @property
-    def adds(self) -> tuple[str, ...]:
-        """Columns that the stage adds."""
-        return self.encode.adds_for_rerank
-
-    def load(self) -> TokenCacher:
-        """Loads the encoder and the adapter."""
-        return TokenCacher(self.encode.load())
-
-
-class TokenCacher(LoadedStage):
-    """A loaded `CacheTokens`."""
-
-    name = CacheTokens.name
-
-    def __init__(self, encoder: TokenEncoder):
-        self._encoder = encoder
-
-    def process(self, items: pa.Table) -> Processed:
-        """Returns the items with the adapter's tokens."""
-        items, _ = self._encoder.prepare(items)
-        collector = ColumnCollector()
-        for encoded in self._encoder.batches(items):
-            table = pa.table({RERANK_TOKENS: self._encoder.rerank_tokens(encoded.batch)})
-            collector.add(encoded.item_field, encoded.rows, table, encoded.problems)
-        item_fields, empty_reason = self._encoder.stage.item_fields, self._encoder.empty_reason
-        return Processed(*collector.join(items.select(ITEM.names), item_fields, empty_reason))
 
 
 class CacheFragment(FragmentActor):
@@ -97,7 +53,7 @@ class CacheFragment(FragmentActor):
         version: int,
         listed: ListingJob,
         shards: dict[int, list[int]],
-        stage: CacheTokens,
+        stage: Stage,
         num_threads: int,
     ):
         super().__init__(index, version, num_threads)
@@ -180,7 +136,8 @@ class Backfill(AddedColumns):
         content = [r for r in all_representations(self.spec) if r.field == "content"]
         placement = resources.placement
         encode = encode_stage(self.spec, encoder_info, content, rerank=True, placement=placement)
-        arguments = {"listed": listed, "shards": shards, "stage": CacheTokens(encode)}
+        stage = Represent(encode, Compress(encoder_info, [], {}, ()))  # adds the tokens only
+        arguments = {"listed": listed, "shards": shards, "stage": stage}
         return [Work(incomplete, arguments)] if incomplete else []
 
     def finish(self, session: Session, progress: Progress, report: Callable[[str], None]) -> None:

@@ -108,7 +108,7 @@ class FillFragment(FragmentActor):
 
     def __init__(self, index: str, version: int, source: str, stage: Compress, num_threads: int):
         super().__init__(index, version, num_threads)
-        self.source, self.stage, self.compressor = source, stage, stage.load()
+        self.source, self.stage = source, stage.load()
         self.columns = stage.adds
         (self.item_field,) = stage.item_fields
 
@@ -123,8 +123,9 @@ class FillFragment(FragmentActor):
         """Compresses the token vectors."""
         collector = ColumnCollector()
         for rows, tokens in token_batches(table, self.stage.encoder_info):
-            tokens = tokens.to(self.compressor.device)
-            collector.add(self.item_field, rows, self.compressor.columns(tokens, self.item_field))
+            tokens = tokens.to(self.stage.device)
+            columns = self.stage.columns(tokens, self.item_field)
+            collector.add(self.item_field, rows, pa.table(columns))
         return collector.join(table.select(["_rowid"]), (self.item_field,))[0], 0
 
 

@@ -277,6 +277,11 @@ def spec_parser(doc: str, *, profiles: bool = True, has_index: bool = False) -> 
     return parser
 
 
+def load_profile(profile_class: type[config.SpecT], path: str | None) -> config.SpecT:
+    """Loads the resources profile of a job, or returns the default."""
+    return config.load(profile_class, path, role="resources") if path else profile_class()
+
+
 def add_progress(parser: argparse.ArgumentParser) -> None:
     """Adds the option `--progress`, whose value is passed to `open_display`."""
     parser.add_argument(

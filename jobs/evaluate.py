@@ -25,11 +25,11 @@ Optional analyses:
                                      generator, by the number of candidates
     rerank=[{model: FOLDER}]         rows with candidates of a first stage reranked by EDJE
 
-scores=[maxsim,fused] adds rows with the fused score of MaxSim and BM25 (`jobs.candidates INDEX
-bm25`), compared with MaxSim; `fusion` has its settings. --fit-fusion chooses the settings for one
-representation and writes them to a file, which `fusion`, jobs.search and servers read. It prints
-the quality on held-out queries. The result is MaxSim alone unless fusion is better on the judged
-queries by two standard errors.
+scores=[maxsim,fused] adds rows with the fused score of MaxSim and BM25 (`maxray add candidates
+INDEX bm25`), compared with MaxSim; `fusion` has its settings. --fit-fusion chooses the settings for
+one representation and writes them to a file, which `fusion`, jobs.search and servers read. It
+prints the quality on held-out queries. The result is MaxSim alone unless fusion is better on the
+judged queries by two standard errors.
 
 The output folder receives report.html (all results on one page), metrics.csv, per_query.csv,
 table.md, runs/*.trec, the resolved spec.yaml, plots, and results.json, which jobs.compare reads.

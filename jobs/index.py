@@ -62,9 +62,7 @@ def _run(args: argparse.Namespace, display: Display) -> None:
     from pipeline.planning.dry_run import dry_run
 
     spec = config.load(IndexSpec, args.spec, args.overrides)
-    resources = IndexResources()
-    if args.resources:
-        resources = config.load(IndexResources, args.resources, role="resources")
+    resources = jobs.load_profile(IndexResources, args.resources)
     check(spec)
     display.phase("start Ray")
     with jobs.cluster(resources.object_store_bytes):

@@ -58,9 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.report.text import aligned
 
     spec = config.parse(IndexSpec, fields)
-    resources, assumptions = IndexResources(), Assumptions()
-    if args.resources:
-        resources = config.load(IndexResources, args.resources, role="resources")
+    resources, assumptions = jobs.load_profile(IndexResources, args.resources), Assumptions()
     if args.assumptions:
         assumptions = config.load(Assumptions, args.assumptions, role="assumptions")
     if args.out is not None:

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         print("", yaml.safe_dump(representation, sort_keys=False), sep="\n", end="")
         print(f"\nTo add it, {'' if out else f'save this spec as {SPEC} and '}run:")
-        print(f"maxray recompress {path}")
+        print(f"maxray add representations {path}")
     else:
         print(f"\nThe index already stores it as {recommendation.stored_as}.")
 

@@ -25,18 +25,18 @@ matches and passages, see docs/concepts/explanations.md.
 --run writes a run in TREC format instead and prints the throughput of encoding and scoring.
 --actors splits the index into N shards and searches each in a Ray actor.
 
---candidates scores only the items that a candidate generator of jobs.candidates finds, or several
+--candidates scores only the items that a candidate generator of `maxray add` finds, or several
 generators joined by + or :. The search is faster and may miss hits.
 
---score fused combines the rankings by MaxSim and BM25, which requires `jobs.candidates INDEX bm25`.
---fusion sets its weights, which it requires; `jobs.evaluate --fit-fusion` fits them to judged
-queries.
+--score fused combines the rankings by MaxSim and BM25, which requires `maxray add candidates INDEX
+bm25`. --fusion sets its weights, which it requires; `jobs.evaluate --fit-fusion` fits them to
+judged queries.
 
 NAME@K searches the first K vectors of each item of a representation with nested vectors.
 
 --rerank reorders the best hits (10, or --rerank-depth) with EDJE's joint encoder. It scores a text
-query with the stored tokens of each hit, which jobs.backfill adds to an index, and an image query
-with the text of each hit. Hits without tokens or text keep their ranks and are flagged.
+query with the stored tokens of each hit, which `maxray add tokens` adds to an index, and an image
+query with the text of each hit. Hits without tokens or text keep their ranks and are flagged.
 
 --save-maps writes the page, image, video frame or audio waveform of each hit as a PNG with the
 matching words highlighted, for the whole query and for each query token, and the values as JSON.

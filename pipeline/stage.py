@@ -102,13 +102,13 @@ class Resources(Spec):
         return options
 
 
-INDEX_JOBS = "jobs.index and jobs.backfill"
+INDEX_JOBS = "jobs.index and jobs.add tokens"
 #: Jobs whose resources profiles have a field that not all profiles have.
 PROFILE_JOBS = {
     **dict.fromkeys(("read", "prepare", "write", "device_map", "object_store_bytes"), INDEX_JOBS),
-    "encode": "jobs.index, jobs.backfill and jobs.candidates",
-    "compress": "jobs.index, jobs.backfill and jobs.recompress",
-    "fit": "jobs.candidates",
+    "encode": "jobs.index, jobs.add tokens and jobs.add candidates",
+    "compress": "jobs.index, jobs.add tokens and jobs.add representations",
+    "fit": "jobs.add candidates",
     **dict.fromkeys(("num_workers", "max_failures"), "jobs.train"),
 }
 
@@ -230,13 +230,28 @@ class Processed(NamedTuple):
     seconds: dict[str, float] | None = None
 
 
-class LoadedStage(ABC):
-    """Stage whose models have been loaded by an actor.
+class Stage(ABC):
+    """Step of the pipeline.
 
-    Processing must be idempotent and must not have side effects, because units may be retried.
+    The settings of a stage are picklable. Actors load its models with `load`. Processing must be
+    idempotent and must not have side effects, because units may be retried.
     """
 
     name: ClassVar[str]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the columns that the stage reads."""
+        return ()
+
+    @property
+    def adds(self) -> tuple[str, ...]:
+        """Names of the columns that the stage adds."""
+        return ()
+
+    def load(self) -> Stage:
+        """Loads the models of the stage, once per actor, and returns the stage."""
+        return self
 
     @abstractmethod
     def process(self, items: pa.Table) -> Processed:
@@ -245,26 +260,6 @@ class LoadedStage(ABC):
         Args:
             items: Table with at least one row. It contains the columns that the stage `needs`.
         """
-
-
-class Stage(ABC):
-    """Step of the pipeline. Stages are immutable and picklable, and load their models in `load`."""
-
-    name: ClassVar[str]
-
-    @property
-    @abstractmethod
-    def needs(self) -> tuple[str, ...]:
-        """Names of the columns that the stage reads."""
-
-    @property
-    @abstractmethod
-    def adds(self) -> tuple[str, ...]:
-        """Names of the columns that the stage adds."""
-
-    @abstractmethod
-    def load(self) -> LoadedStage:
-        """Loads the models of the stage. Each actor calls this method once."""
 
 
 def consecutive_starts(started: float, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -277,7 +272,7 @@ def consecutive_starts(started: float, seconds: Mapping[str, float]) -> dict[str
     return dict(zip(seconds, starts, strict=False))
 
 
-def run_stage(stage: LoadedStage, unit: Unit) -> Unit:
+def run_stage(stage: Stage, unit: Unit) -> Unit:
     """Runs a stage on a unit and rejects the items that cause exceptions.
 
     If processing the unit raises an exception, its items are processed one by one to find out which
@@ -307,7 +302,7 @@ def run_stage(stage: LoadedStage, unit: Unit) -> Unit:
 
 
 def _process_individually(
-    stage: LoadedStage, items: pa.Table, first_error: Exception
+    stage: Stage, items: pa.Table, first_error: Exception
 ) -> tuple[pa.Table, list[Reject]]:
     done, rejects, num_failed = [], [], 0
     for i in range(items.num_rows):
@@ -327,7 +322,7 @@ def _process_individually(
     return pa.concat_tables(done, promote_options="default"), rejects
 
 
-def _failure(stage: LoadedStage, item: pa.Table, error: Exception) -> Reject:
+def _failure(stage: Stage, item: pa.Table, error: Exception) -> Reject:
     if isinstance(error, Unreadable):
         reason, detail = error.reason, error.detail
     else:

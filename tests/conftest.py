@@ -259,11 +259,11 @@ def index_uri(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def lexical_uri(cluster, index_uri, tmp_path_factory) -> str:
     """Copy of `index_uri` with the candidate generator `bm25`."""
-    from jobs import candidates
+    from jobs import add
 
     uri = tmp_path_factory.mktemp("lexical") / "index"
     shutil.copytree(index_uri, uri)
-    candidates.main([str(uri), "bm25"])
+    add.main(["candidates", str(uri), "bm25"])
     return str(uri)
 
 

@@ -111,11 +111,15 @@ PROFILES = [IndexResources, RecompressResources, CandidatesResources, Workers]
 @pytest.mark.parametrize(
     ("profile", "field", "verbs"),
     [
-        (RecompressResources, "read", "jobs.index and jobs.backfill"),
-        (CandidatesResources, "compress", "jobs.index, jobs.backfill and jobs.recompress"),
-        (IndexResources, "fit", "jobs.candidates"),
+        (RecompressResources, "read", "jobs.index and jobs.add tokens"),
+        (
+            CandidatesResources,
+            "compress",
+            "jobs.index, jobs.add tokens and jobs.add representations",
+        ),
+        (IndexResources, "fit", "jobs.add candidates"),
         (IndexResources, "num_workers", "jobs.train"),
-        (Workers, "encode", "jobs.index, jobs.backfill and jobs.candidates"),
+        (Workers, "encode", "jobs.index, jobs.add tokens and jobs.add candidates"),
     ],
 )
 def test_field_of_the_profile_of_another_job(profile, field, verbs):

@@ -84,21 +84,23 @@ def load(spec_class: type[Spec], path: str, overrides: list[str], files: Mapping
 
 def check_job(words: list[str], files: Mapping[str, str]) -> None:
     """Checks the arguments of `maxray VERB`."""
-    size = 2 if words[:2] == ["serve", "key"] or (words[0] == "bench" and len(words) > 1) else 1
+    has_two = words[0] in ("add", "bench") and len(words) > 1
+    size = 2 if words[:2] == ["serve", "key"] or has_two else 1
     command, arguments = tuple(words[:size]), words[size:]
     if command[0] == "bench" and size > 1:
         assert command[1] in BENCHES, command
     parsed = vars(parser(command).parse_intermixed_args(arguments))
-    if parsed.get("resources") and command[0] in PROFILES:
-        load(PROFILES[command[0]], parsed["resources"], [], files)
+    name = " ".join(command)
+    if parsed.get("resources") and name in PROFILES:
+        load(PROFILES[name], parsed["resources"], [], files)
     if command == ("serve",):
         overrides = [word for word in parsed["indexes"] if "=" in word]
         data = {"indexes": {"photos": {"uri": "out/photos/index"}}, "keys": parsed["keys"] or ""}
         config.parse(SPECS["serve"], config.override(data, overrides))
     spec = parsed.get("table") if command[0] == "binding" else parsed.get("spec")
-    if spec and command[0] in SPECS:
+    if spec and name in SPECS:
         overrides = [value for value in parsed.get("overrides", ()) if not is_placeholder(value)]
-        load(SPECS[command[0]], spec, overrides, files)
+        load(SPECS[name], spec, overrides, files)
 
 
 def check_request(words: list[str]) -> None:

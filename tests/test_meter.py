@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from pipeline import meter as module
-from pipeline.index.stages import Preparer
+from pipeline.index.stages import Prepare
 from pipeline.meter import (
     MAX_JOBS,
     Board,
@@ -22,7 +22,7 @@ from pipeline.meter import (
     start_board,
 )
 from pipeline.schema import ITEM, Item
-from pipeline.stage import FINISHED, Stage, StageActor, Unit
+from pipeline.stage import FINISHED, StageActor, Unit
 
 
 def test_board_sums_processes_and_replaces_their_totals(monkeypatch):
@@ -44,17 +44,14 @@ def test_board_forgets_the_oldest_job():
     assert board.read("0") == {} and board.read("1")
 
 
-class Recognise(Stage):
+class Recognise(Prepare):
     """Prepares items one at a time, and fails for the item "bad"."""
-
-    name = "prepare"
-    needs = adds = ()
 
     def __init__(self, counts: list[int]):
         self._counts = counts
 
-    def load(self) -> Preparer:
-        return Preparer(self._prepare)
+    def load(self) -> Recognise:
+        return self
 
     def _prepare(self, items: pa.Table) -> pa.Table:
         for row in counted_rows(items):

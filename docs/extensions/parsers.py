@@ -8,6 +8,7 @@ from unittest import mock
 
 import jobs
 from jobs.__main__ import verbs
+from jobs.add import COLUMNS
 from jobs.bench.__main__ import BENCHES
 from pipeline.config import Spec
 from pipeline.eval.spec import EvaluateSpec
@@ -22,9 +23,9 @@ from pipeline.train.study import StudySpec
 #: The spec that a command reads.
 SPECS: dict[str, type[Spec]] = {
     "index": IndexSpec,
-    "backfill": IndexSpec,
+    "add tokens": IndexSpec,
     "plan": IndexSpec,
-    "recompress": RecompressSpec,
+    "add representations": RecompressSpec,
     "evaluate": EvaluateSpec,
     "train": StudySpec,
     "serve": ServeSpec,
@@ -33,10 +34,10 @@ SPECS: dict[str, type[Spec]] = {
 #: The resources profile that a command reads.
 PROFILES: dict[str, type[Spec]] = {
     "index": IndexResources,
-    "backfill": IndexResources,
+    "add tokens": IndexResources,
     "plan": IndexResources,
-    "recompress": RecompressResources,
-    "candidates": CandidatesResources,
+    "add representations": RecompressResources,
+    "add candidates": CandidatesResources,
     "train": Workers,
 }
 
@@ -46,10 +47,12 @@ class _Captured(Exception):
 
 
 def commands() -> list[tuple[str, ...]]:
-    """Returns all commands: the verbs, and those below `bench` and `serve`."""
+    """Returns all commands: the verbs, and those below `add`, `bench` and `serve`."""
     found: list[tuple[str, ...]] = []
     for verb in verbs():
         found.append((verb,))
+        if verb == "add":
+            found += [("add", name) for name in COLUMNS]
         if verb == "bench":
             found += [("bench", name) for name in BENCHES]
         if verb == "serve":

@@ -247,16 +247,15 @@ def _write_figure(path: Path, rows: Sequence[Sequence[Any]]) -> None:
 def build(uri: str, generator: dict[str, Any], log: list[np.ndarray]) -> tuple[float, float]:
     """Builds a generator. Returns the seconds it takes and the bytes per item of its codes."""
     from pipeline.config import parse
+    from pipeline.index import add
     from pipeline.index.reader import Index
     from pipeline.search import candidates_job
 
     spec = parse(candidates_job.CandidatesJobSpec, {"index": uri, "generator": generator})
     start = time.perf_counter()
-    candidates_job.run(
-        spec,
-        candidates_job.CandidatesResources(),
+    add.run(
+        candidates_job.Candidates(spec, candidates_job.CandidatesResources(), queries=log),
         job=jobs.job_id(),
-        queries=log,
         report=jobs.say,
     )
     seconds = time.perf_counter() - start

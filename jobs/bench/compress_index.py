@@ -16,7 +16,7 @@ from pipeline.config import parse
 from pipeline.index.columns import Representation, encoder_fields, required_taps
 from pipeline.index.fitting import fit, needs_fit
 from pipeline.index.info import EncoderInfo
-from pipeline.index.stages import Compress, Encode, Representer
+from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.index.token_columns import with_taps
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES
 from pipeline.sources import items_table
@@ -53,7 +53,7 @@ def encode_and_compress(
                 representation, encoder_info, functools.partial(iter, batches), 0
             )
     columns = [field.name for field in encoder_fields(encoder_info, keep_positions=True)]
-    stage = Representer(encode, Compress(encoder_info, representations, learned, columns).load())
+    stage = Represent(encode, Compress(encoder_info, representations, learned, columns).load())
 
     def run_plain() -> dict[str, float]:
         start = time.perf_counter()

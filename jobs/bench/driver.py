@@ -11,7 +11,7 @@ unit. All actors have started before the first unit is read.
 
 from __future__ import annotations
 
-import json
+import pickle
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from pipeline.index.stream import unit_dataset, write_units
 from pipeline.index.units import UnitRange
 from pipeline.index.writer import open_or_create
 from pipeline.schema import ITEM, Item
-from pipeline.stage import LoadedStage, Processed, Profile, Resources, Stage, Unit, chain
+from pipeline.stage import Processed, Profile, Resources, Stage, Unit, chain
 
 #: CPUs that each process reserves, so that 16 actors fit on one CPU. Empty units need none.
 RESERVED_CPUS = 0.01
@@ -154,7 +154,7 @@ def _run(setting: Setting, num_units: int, index: str) -> dict[str, float]:
     num_done = 0
     for row in iter_rows(written):
         if row is not None:
-            num_done += len(json.loads(row["summary"])["units"])
+            num_done += len(pickle.loads(row["written"]).units)
             arrivals.append((time.perf_counter(), cpu_seconds(), num_done))
     first, last = (round(share * (len(arrivals) - 1)) for share in MEASURED)
     (start, cpu_start, done_start), (end, cpu_end, done_end) = arrivals[first], arrivals[last]
@@ -180,21 +180,9 @@ class _Sleep(Stage):
     seconds: float
 
     name: ClassVar[str] = "encode"
-    needs: ClassVar[tuple[str, ...]] = ()
-    adds: ClassVar[tuple[str, ...]] = ()
-
-    def load(self) -> _Sleeper:
-        return _Sleeper(self.seconds)
-
-
-class _Sleeper(LoadedStage):
-    name = _Sleep.name
-
-    def __init__(self, seconds: float):
-        self._seconds = seconds
 
     def process(self, items: pa.Table) -> Processed:
-        time.sleep(self._seconds)
+        time.sleep(self.seconds)
         return Processed(items.slice(0, 0), [])
 
 

@@ -32,7 +32,7 @@ from pipeline.config import parse
 from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.index.columns import Representation, encoder_fields, required_taps
 from pipeline.index.info import EncoderInfo
-from pipeline.index.stages import Compress, Encode, Representer, TokenEncoder
+from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.planning.estimate import Pool, StageTime, estimate
 from pipeline.registry import ENCODERS, SOURCES
 from pipeline.schema import Item
@@ -307,8 +307,8 @@ def _unit_times(encoder: SequenceEncoder[Any], source: Source, args: Any) -> lis
     ]
     columns = [column.name for column in encoder_fields(info, keep_positions=True)]
     taps = required_taps(representations, info.num_layers)
-    stage = Representer(
-        TokenEncoder(Encode(spec, info, taps=taps), encoder, encoder.preprocessor(spec), None),
+    stage = Represent(
+        Encode(spec, info, taps=taps).with_encoder(encoder),
         Compress(info, representations, {}, columns).load(),
     )
     times = []

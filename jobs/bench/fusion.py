@@ -4,7 +4,7 @@
     maxray bench fusion NAME=INDEX,BENCHMARK --representations full hpool_32 --csv out.csv
     maxray bench fusion --bm25-items 100000
 
-Each index needs `bm25` (jobs.candidates), and each benchmark is a folder in the format of BEIR. For
+Each index needs `bm25` (maxray add), and each benchmark is a folder in the format of BEIR. For
 each representation, the benchmark compares settings of the fused score with MaxSim by nDCG@10 and a
 paired randomisation test: fixed settings, and settings that are fitted to the other queries in
 five-fold cross-validation.

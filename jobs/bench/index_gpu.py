@@ -399,7 +399,8 @@ def recompress(bench: Bench, runs: Runs) -> None:
     profile = runs.folder / "recompress-resources.yaml"
     gpus = 1 if runs.args.device == "cuda" else 0
     profile.write_text(yaml.safe_dump({"compress": {"num_cpus": 2, "num_gpus": gpus}}))
-    command = [sys.executable, "-m", "jobs.recompress", str(spec), "--resources", str(profile)]
+    command = [sys.executable, "-m", "jobs.add", "representations", str(spec)]
+    command += ["--resources", str(profile)]
     started = time.perf_counter()
     with gpu_samples() as samples:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -41,7 +41,7 @@ class Workload:
     folder: Path
 
     def write(self) -> None:
-        """Writes the corpus, the specs and the model for `jobs.backfill`."""
+        """Writes the corpus, the specs and the model for `maxray add tokens`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         texts = [{"_id": i, "text": text} for i, text in corpus().items()]
         lines = [json.dumps(text) for text in [*texts, texts[0]]]
@@ -73,9 +73,13 @@ class Workload:
         """Returns the arguments of `python -m` for a job on an index."""
         spec, resources = (str(self.folder / f"{job}{kind}.yaml") for kind in ("", "_resources"))
         arguments = {
-            "index": [spec, f"index={index}", "--resources", resources],
-            "recompress": [spec, f"index={index}", "--resources", resources],
+            "index": ["jobs.index", spec, f"index={index}", "--resources", resources],
+            "recompress": [
+                *("jobs.add", "representations", spec, f"index={index}"),
+                *("--resources", resources),
+            ],
             "backfill": [
+                *("jobs.add", "tokens"),
                 str(self.folder / "index.yaml"),
                 f"index={index}",
                 f"rerank={self.folder / 'edje'}",
@@ -83,6 +87,7 @@ class Workload:
                 str(self.folder / "index_resources.yaml"),
             ],
             "candidates": [
+                *("jobs.add", "candidates"),
                 str(index),
                 "pq",
                 "representation=full",
@@ -91,9 +96,16 @@ class Workload:
                 "--resources",
                 resources,
             ],
-            "maintain": [str(index), "--fragment-items", "10", "--retain-hours", "0"],
+            "maintain": [
+                "jobs.maintain",
+                str(index),
+                "--fragment-items",
+                "10",
+                "--retain-hours",
+                "0",
+            ],
         }
-        return [f"jobs.{job}", *arguments[job], "--progress", "json"]
+        return [*arguments[job], "--progress", "json"]
 
     def base(self, job: str) -> Path | None:
         """Returns the undisturbed index on which a job starts, or None for a new index."""

@@ -61,7 +61,7 @@ class CandidatesSpec(Spec):
     """Candidate generator. Each number of candidates adds a row to the table."""
 
     generator: str
-    """Name of the generator, which `jobs.candidates` built, `single` for the single vectors, or
+    """Name of the generator that `maxray add candidates` built, `single` for the single vectors, or
     several joined by `+` or `:`."""
     representation: str | None = None
     """Representation that is searched, or null for `full` if it is evaluated, else the first

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import lance
 import pyarrow as pa
@@ -20,17 +20,10 @@ from pipeline.index.units import UnitLimits
 from pipeline.meter import meter
 from pipeline.schema import REJECT
 from pipeline.sources import ItemSize
-from pipeline.stage import Unit, from_ipc, to_ipc
+from pipeline.stage import Unit
 
-#: Result of a write: the metadata that the driver needs for the commit, without the data.
-WRITTEN = pa.schema(
-    [
-        pa.field("fragments", pa.string()),  # JSON; an empty list if all items were rejected
-        # JSON: units (fields of `WrittenUnit`), item ids, replaced rows, seconds, bytes
-        pa.field("summary", pa.string()),
-        pa.field("rejects", pa.large_binary()),
-    ]
-)
+#: Result of a write: a pickled `Pending`, which the driver needs for the commit.
+WRITTEN = pa.schema([pa.field("written", pa.large_binary())])
 
 
 class WriteFragments:
@@ -49,45 +42,30 @@ class WriteFragments:
         """Writes packed units to one or more fragments and returns a row of `WRITTEN`."""
         started, start = time.time(), time.perf_counter()
         units = [Unit.unpack(block, i) for i in range(block.num_rows)]
-        tables = [unit.items for unit in units if unit.items.num_rows]
-        fragments: list[FragmentMetadata] = []
-        item_ids: list[str] = []
-        num_bytes = 0
-        for group in self._groups(tables):
+        written = Pending()
+        for group in self._groups([unit.items for unit in units if unit.items.num_rows]):
             # Units lack the columns of a field that none of their items has.
             table = pa.concat_tables(group, promote_options="default")
-            item_ids += table["item_id"].to_pylist()
-            num_bytes += table.nbytes
-            fragments += write_table(table, self.uri)
-        replaces: dict[str, list[str]] = {}
-        written_ids = set(item_ids)  # an item whose new revision was rejected keeps its old row
+            written.item_ids += table["item_id"].to_pylist()
+            written.num_bytes += table.nbytes
+            written.fragments += write_table(table, self.uri)
+        written_ids = set(written.item_ids)  # a rejected new revision does not replace the old row
         for unit in units:
             for fragment, ids in unit.extra["replaces"].items():
-                replaces.setdefault(fragment, []).extend(i for i in ids if i in written_ids)
-        seconds: dict[str, float] = {}
-        for unit in units:
-            for stage, spent in unit.seconds.items():
-                seconds[stage] = seconds.get(stage, 0.0) + spent
-        seconds["write"] = time.perf_counter() - start
+                if replaced := [item_id for item_id in ids if item_id in written_ids]:
+                    written.replaced.setdefault(int(fragment), []).extend(replaced)
+            written.rejects.append(unit.rejects)
+            written.gone += unit.extra["gone"]
+            written.add_seconds(unit.seconds)
+        seconds = time.perf_counter() - start
+        written.add_seconds({"write": seconds})
         if self._job is not None:
             num_entries = sum(unit.num_entries for unit in units)
-            meter(self._job).add("write", num_entries, len(units), seconds["write"])
+            meter(self._job).add("write", num_entries, len(units), seconds)
         for unit in units:
-            unit.starts["write"], unit.seconds["write"] = started, seconds["write"]
-        summary = {
-            "units": [WrittenUnit.from_unit(unit)._asdict() for unit in units],
-            "item_ids": item_ids,
-            "replaces": {fragment: ids for fragment, ids in replaces.items() if ids},
-            "gone": sum(unit.extra["gone"] for unit in units),
-            "seconds": seconds,
-            "bytes": num_bytes,
-        }
-        row = {
-            "fragments": json.dumps([fragment.to_json() for fragment in fragments]),
-            "summary": json.dumps(summary),
-            "rejects": to_ipc(pa.concat_tables([unit.rejects for unit in units])).to_pybytes(),
-        }
-        return pa.Table.from_pylist([row], schema=WRITTEN)
+            unit.starts["write"], unit.seconds["write"] = started, seconds
+            written.units.append(WrittenUnit.from_unit(unit))
+        return pa.Table.from_pylist([{"written": pickle.dumps(written)}], schema=WRITTEN)
 
     def _groups(self, tables: list[pa.Table]) -> Iterator[list[pa.Table]]:
         """Yields the tables of each fragment."""
@@ -138,8 +116,7 @@ class Pending:
     """Fragments that have been written but not committed.
 
     Attributes:
-        rows: Rows of `WRITTEN` that were added.
-        units: The units in these rows.
+        units: Units that have been processed.
         fragments: Metadata of the fragments.
         replaced: Ids of the items whose older revision is replaced, by fragment.
         rejects: Tables of rejects.
@@ -149,7 +126,6 @@ class Pending:
         num_bytes: Size of the rows in memory.
     """
 
-    rows: int = 0
     units: list[WrittenUnit] = field(default_factory=list)
     fragments: list[FragmentMetadata] = field(default_factory=list)
     replaced: dict[int, list[str]] = field(default_factory=dict)
@@ -180,18 +156,19 @@ class Pending:
         spec = pc.fill_null(rejects["spec"], spec_digest)
         return rejects.set_column(REJECT.get_field_index("spec"), REJECT.field("spec"), spec)
 
-    def add(self, written: dict[str, Any]) -> None:
-        """Adds a row of `WRITTEN`."""
-        summary = json.loads(written["summary"])
-        self.rows += 1
-        self.units += [WrittenUnit(**unit) for unit in summary["units"]]
-        fragments = json.loads(written["fragments"])
-        self.fragments += [FragmentMetadata.from_json(json.dumps(f)) for f in fragments]
-        for fragment, ids in summary["replaces"].items():
-            self.replaced.setdefault(int(fragment), []).extend(ids)
-        self.rejects.append(from_ipc(written["rejects"]))
-        self.item_ids += summary["item_ids"]
-        self.gone += summary["gone"]
-        self.num_bytes += summary["bytes"]
-        for name, spent in summary["seconds"].items():
+    def add(self, other: Pending) -> None:
+        """Adds fragments that were written since."""
+        self.units += other.units
+        self.fragments += other.fragments
+        for fragment, ids in other.replaced.items():
+            self.replaced.setdefault(fragment, []).extend(ids)
+        self.rejects += other.rejects
+        self.item_ids += other.item_ids
+        self.gone += other.gone
+        self.num_bytes += other.num_bytes
+        self.add_seconds(other.seconds)
+
+    def add_seconds(self, seconds: Mapping[str, float]) -> None:
+        """Adds times by stage."""
+        for name, spent in seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + spent

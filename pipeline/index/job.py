@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -308,9 +309,9 @@ def stream(
             for row in iter_rows(written):
                 if row is not None:
                     progress.first_written = progress.first_written or time.time()
-                    pending.add(row)
+                    pending.add(pickle.loads(row["written"]))
                 now = time.perf_counter()
-                if pending.rows and (now - committed > interval or _is_full(spec, pending)):
+                if pending.units and (now - committed > interval or _is_full(spec, pending)):
                     _commit(context, listing, pending)
                     merger.step()
                     pending, committed = Pending(), time.perf_counter()
@@ -318,7 +319,7 @@ def stream(
                     interval = max(spec.commit_seconds, (committed - now) / MAX_COMMIT_SHARE)
                 session.check()
         finally:
-            if pending.rows and session.may_commit:
+            if pending.units and session.may_commit:
                 _commit(context, listing, pending)
         merger.finish()
     context.report(progress.line(time.perf_counter() - start))

@@ -75,14 +75,14 @@ def plan_columns(spec: IndexSpec, encoder_info: EncoderInfo, writer: IndexWriter
             added[0].id,
             f"one of {', '.join(columns_with_role(schema, 'search'))}",
             "is not in this index",
-            f"; add it with `maxray recompress {spec.index}`, then resume indexing",
+            f"; add it with `maxray add representations {spec.index}`, then resume indexing",
         )
     if spec.rerank and RERANK_TOKENS in schema.names:
         check_same_adapter(spec.rerank, RerankInfo.from_schema(schema, RERANK_TOKENS))
         rerank = []
     elif rerank and not is_empty:
         problem = f"requires the column {RERANK_TOKENS}, which this index lacks"
-        note = "; add it with `maxray backfill` and this spec, then resume indexing"
+        note = "; add it with `maxray add tokens` and this spec, then resume indexing"
         raise SpecError("rerank", spec.rerank, "null for this index", problem, note)
     learned = {}
     for r in wanted:

@@ -1,15 +1,12 @@
-"""Recompression job: adds representations computed from stored uncompressed token vectors.
+"""Recompression: representations that are computed from stored uncompressed token vectors.
 
-Each column is added empty (metadata only) and then filled fragment by fragment, which makes the job
-resumable. The encoder is not loaded. The result equals that of the index job up to the rounding of
-the stored vectors by their codec, by default float16.
+The encoder is not loaded. The result equals that of the index job up to the rounding of the stored
+vectors by their codec, by default float16.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import lance
@@ -21,8 +18,14 @@ from pydantic import Field, PositiveInt
 
 from pipeline.codecs import Codec
 from pipeline.config import Spec, SpecError, Uri
+from pipeline.index.add import (
+    AddedColumns,
+    FragmentActor,
+    Progress,
+    Work,
+    incomplete_fragments,
+)
 from pipeline.index.artefacts import Sample
-from pipeline.index.capacity import check_capacity
 from pipeline.index.columns import (
     Representation,
     Sweep,
@@ -33,7 +36,6 @@ from pipeline.index.columns import (
     required_taps,
     taps_by_representation,
 )
-from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
 from pipeline.index.filters import matching_ids
 from pipeline.index.fitting import (
     LearnedState,
@@ -45,9 +47,8 @@ from pipeline.index.fitting import (
 )
 from pipeline.index.info import EncoderInfo, RepresentationInfo, tap_names
 from pipeline.index.listing import CONTENT, content_hashes
-from pipeline.index.monitor import Show, ignore
 from pipeline.index.positions import decode_positions
-from pipeline.index.reader import Index, get_fragment, part_uri
+from pipeline.index.reader import Index
 from pipeline.index.session import Session
 from pipeline.index.stages import ColumnCollector, Compress
 from pipeline.index.token_columns import TAP, token_batches, with_taps
@@ -57,11 +58,9 @@ from pipeline.stage import Profile, Resources
 from pipeline.taps import APPENDED_STATISTICS, Tap
 from pipeline.tokens import TokenBatch, lists_of
 
-log = logging.getLogger("maxray.recompress")
-
 
 class RecompressSpec(Spec):
-    """Spec of `jobs.recompress`."""
+    """Spec of `maxray add representations`."""
 
     index: Uri
     """Path or URI of the index."""
@@ -90,80 +89,114 @@ class RecompressResources(Profile):
     """Actors that read, compress and write fragments."""
 
 
-def run(
-    spec: RecompressSpec,
-    resources: RecompressResources,
-    *,
-    job: str,
-    report: Callable[[str], None] = log.info,
-    show: Show = ignore,
-    lease_seconds: float | None = None,
-) -> Progress:
-    """Runs the job until all columns have been filled. Ray must be connected to a cluster.
+class FillFragment(FragmentActor):
+    """Actor that compresses the token vectors of fragments.
+
+    Args:
+        index: URI of the index.
+        version: Version of the index with the columns.
+        source: Uncompressed representation to read.
+        stage: Compressors and codecs of the columns.
+        num_threads: Number of threads of torch.
+    """
+
+    step = "compress"
+
+    def __init__(self, index: str, version: int, source: str, stage: Compress, num_threads: int):
+        super().__init__(index, version, num_threads)
+        self.source, self.stage = source, stage.load()
+        self.columns = stage.adds
+        (self.item_field,) = stage.item_fields
+
+    def read(self, fragment: lance.LanceFragment) -> pa.Table:
+        """Reads the token vectors of the rows that have the source representation."""
+        encoder_info = self.stage.encoder_info
+        taps = required_taps(self.stage.representations, encoder_info.num_layers)
+        table = read_tokens(fragment, self.source, encoder_info.for_field(self.item_field), taps)
+        return with_vectors(table, self.index.codec(self.source), encoder_info.dim)
+
+    def compute(self, number: int, table: pa.Table) -> tuple[pa.Table, int]:
+        """Compresses the token vectors."""
+        collector = ColumnCollector()
+        for rows, tokens in token_batches(table, self.stage.encoder_info):
+            tokens = tokens.to(self.stage.device)
+            columns = self.stage.columns(tokens, self.item_field)
+            collector.add(self.item_field, rows, pa.table(columns))
+        return collector.join(table.select(["_rowid"]), (self.item_field,))[0], 0
+
+
+class Recompression(AddedColumns):
+    """Representations that are computed from stored token vectors.
 
     Args:
         spec: Spec of the job.
         resources: Resources profile of the job.
-        job: Identifier of the job.
-        report: Called with each sentence about the job.
-        show: Called with snapshots of the progress.
-        lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
         SpecError: The index, its source column or a representation is invalid.
-        LeaseHeld: Another job is writing to the index.
-        Stopped: SIGTERM was received. Finished work is committed and the lease is released.
     """
-    check_capacity(resources)
-    wanted = all_representations(spec)
-    index = Index(spec.index)
-    encoder_info, item_field = stored_encoder(index, spec.source)
-    for r in wanted:
-        if r.field != item_field:
-            rule = f"{item_field}, the field of {spec.source}"
-            raise SpecError(f"representations.{r.id}.field", r.field, rule)
-        if needs_appended_vectors([r]):
-            rule = "a compressor of stored token vectors"
-            problem = "needs the vectors of the appended tokens, which no column stores"
-            note = "; add it with `maxray index` to a new index"
-            field = f"representations.{r.id}.compressor"
-            raise SpecError(field, r.compressor.name, rule, problem, note)
-    check_compressors(wanted, ENCODERS.resolve(encoder_info.spec))
-    check_taps(index, encoder_info.for_field(item_field), wanted)
-    if fitted := [r for r in wanted if needs_fit(r)]:
-        check_sample(spec, encoder_info, item_field, fitted)
-    progress = Progress()
-    with Session(
-        spec.index, spec, "recompress", job, progress.summary, lease_seconds, show
-    ) as session:
-        learned = _prepare_columns(session, spec, encoder_info, wanted, resources.compress)
+
+    kind, actor = "recompress", FillFragment
+    spec: RecompressSpec
+
+    def __init__(self, spec: RecompressSpec, resources: RecompressResources):
+        super().__init__(spec.index, spec, resources, resources.compress, spec.commit_fragments)
+        self.source = spec.source
+        self.wanted = all_representations(spec)
+        self.title = f"{len(self.wanted)} representations"
+        index = Index(spec.index)
+        self.encoder_info, item_field = stored_encoder(index, spec.source)
+        for r in self.wanted:
+            if r.field != item_field:
+                rule = f"{item_field}, the field of {spec.source}"
+                raise SpecError(f"representations.{r.id}.field", r.field, rule)
+            if needs_appended_vectors([r]):
+                rule = "a compressor of stored token vectors"
+                problem = "needs the vectors of the appended tokens, which no column stores"
+                note = "; add it with `maxray index` to a new index"
+                field = f"representations.{r.id}.compressor"
+                raise SpecError(field, r.compressor.name, rule, problem, note)
+        check_compressors(self.wanted, ENCODERS.resolve(self.encoder_info.spec))
+        check_taps(index, self.encoder_info.for_field(item_field), self.wanted)
+        if fitted := [r for r in self.wanted if needs_fit(r)]:
+            check_sample(spec, self.encoder_info, item_field, fitted)
+
+    def prepare(self, session: Session, report: Callable[[str], None]) -> list[Work]:
+        """Fits the representations that the index lacks and adds their columns."""
+        learned = self._add_columns(session)
         dataset = session.writer.dataset
-        incomplete = incomplete_fragments(dataset, [r.id for r in wanted])
-        progress.fragments = len(dataset.get_fragments())
-        progress.done_before = progress.fragments - sum(map(len, incomplete.values()))
-        report(
-            f"{progress.fragments - progress.done_before} of {progress.fragments} fragments to fill"
-            f" with {len(wanted)} representations"
-        )
-        for names, fragments in incomplete.items():
-            missing = [r for r in wanted if r.id in names]
-            constructor_kwargs = {
-                "index": part_uri(spec.index),
-                "version": session.writer.dataset.version,
-                "source": spec.source,
-                "stage": Compress(encoder_info, missing, learned, encoder_columns=()),
-                "num_threads": resources.compress.num_threads,
-            }
-            rows = [{"fragment": fragment} for fragment in fragments]
-            filled = fill_fragments(
-                FillFragment, constructor_kwargs, rows, resources.compress, resources
-            )
-            commit_filled(
-                session, filled, resources.compress, spec.commit_fragments, progress, report
-            )
-        for sentence in compressor_remarks(dataset, wanted):
+        works = []
+        for names, fragments in incomplete_fragments(dataset, [r.id for r in self.wanted]).items():
+            missing = [r for r in self.wanted if r.id in names]
+            stage = Compress(self.encoder_info, missing, learned, ())
+            works.append(Work(fragments, {"source": self.source, "stage": stage}))
+        return works
+
+    def _add_columns(self, session: Session) -> dict[str, LearnedState]:
+        """Adds the missing columns. Returns the learned state of all representations by id."""
+        schema = session.writer.dataset.schema
+        learned, added = {}, []
+        task = _fit.options(**self.pool.task_options)
+        for r in self.wanted:
+            if r.id in schema.names:
+                stored = RepresentationInfo.from_schema(schema, r.id)
+                check_same_settings(r, self.encoder_info, stored)
+                learned[r.id] = load_learned_state(self.index, stored)
+                continue
+            if needs_fit(r):
+                with session.monitor.phase(f"fit {r.id}"):
+                    call = task.remote(self.spec, self.encoder_info, r, self.pool.num_threads)
+                    learned[r.id] = session.call(ray.get, call)
+            else:
+                learned[r.id] = trained_state(r, self.encoder_info)
+            added += fitted_fields(self.index, r, self.encoder_info, learned[r.id])
+        session.writer.add_columns(added)
+        return learned
+
+    def finish(self, session: Session, progress: Progress, report: Callable[[str], None]) -> None:
+        """Reports settings that do not suit the items."""
+        for sentence in compressor_remarks(session.writer.dataset, self.wanted):
             report(sentence)
-    return progress
 
 
 def stored_encoder(index: Index, source: str) -> tuple[EncoderInfo, str]:
@@ -231,100 +264,6 @@ def _errors_at(field: str, value: str) -> Iterator[None]:
         yield
     except SpecError as error:
         raise SpecError(field, value, error.rule, error.problem, error.note) from None
-
-
-def incomplete_fragments(
-    dataset: lance.LanceDataset, columns: Sequence[str]
-) -> dict[tuple[str, ...], list[int]]:
-    """Finds the fragments that lack data of some columns. Groups them by these columns."""
-    ids = {
-        f.name(): {c.id() for c in f.children()} | {f.id()} for f in dataset.lance_schema.fields()
-    }
-    incomplete: dict[tuple[str, ...], list[int]] = {}
-    for fragment in dataset.get_fragments():
-        present = {field for file in fragment.data_files() for field in file.fields}
-        if missing := tuple(name for name in columns if not ids[name] & present):
-            incomplete.setdefault(missing, []).append(fragment.fragment_id)
-    return incomplete
-
-
-def _prepare_columns(
-    session: Session,
-    spec: RecompressSpec,
-    encoder_info: EncoderInfo,
-    wanted: Sequence[Representation],
-    resources: Resources,
-) -> dict[str, LearnedState]:
-    """Adds the missing columns. Returns the fitted state of all representations by id."""
-    schema = session.writer.dataset.schema
-    learned, added = {}, []
-    task = _fit.options(**resources.task_options)
-    for r in wanted:
-        if r.id in schema.names:
-            stored = RepresentationInfo.from_schema(schema, r.id)
-            check_same_settings(r, encoder_info, stored)
-            learned[r.id] = load_learned_state(spec.index, stored)
-            continue
-        if needs_fit(r):
-            with session.monitor.phase(f"fit {r.id}"):
-                call = task.remote(spec, encoder_info, r, resources.num_threads)
-                learned[r.id] = session.call(ray.get, call)
-        else:
-            learned[r.id] = trained_state(r, encoder_info)
-        added += fitted_fields(spec.index, r, encoder_info, learned[r.id])
-    session.writer.add_columns(added)
-    return learned
-
-
-class FillFragment:
-    """Actor that compresses the token vectors of a fragment and writes the new columns."""
-
-    def __init__(self, index: str, version: int, source: str, stage: Compress, num_threads: int):
-        torch.set_num_threads(num_threads)
-        self.index = Index(index, version)
-        self.source, self.stage, self.compressor = source, stage, stage.load()
-        (self.item_field,) = stage.item_fields
-
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
-        """Fills the fragments of a batch and returns the JSON of a `FilledFragment` for each."""
-        return {"filled": [self.fill(int(number)).to_json() for number in batch["fragment"]]}
-
-    def fill(self, number: int) -> FilledFragment:
-        """Fills one fragment.
-
-        Rows without the source representation remain null.
-        """
-        start = time.perf_counter()
-        fragment = get_fragment(self.index.dataset, number)
-        with self.index.corruption_errors():
-            encoder_info = self.stage.encoder_info
-            taps = required_taps(self.stage.representations, encoder_info.num_layers)
-            table = read_tokens(
-                fragment, self.source, encoder_info.for_field(self.item_field), taps
-            )
-        table = with_vectors(table, self.index.codec(self.source), encoder_info.dim)
-        read = time.perf_counter()
-        collector = ColumnCollector()
-        for rows, tokens in token_batches(table, self.stage.encoder_info):
-            tokens = tokens.to(self.compressor.device)
-            collector.add(self.item_field, rows, self.compressor.columns(tokens, self.item_field))
-        if table.num_rows:
-            filled, _ = collector.join(table.select(["_rowid"]), (self.item_field,))
-        else:  # an explicit null in one row marks the fragment as complete
-            filled = fragment.to_table(columns=[], with_row_id=True, limit=1)
-            for name in self.stage.adds:
-                filled = filled.append_column(name, pa.nulls(1))
-        schema = self.index.dataset.schema
-        fields = [pa.field("_rowid", pa.uint64()), *(schema.field(n) for n in self.stage.adds)]
-        filled = filled.select([column.name for column in fields]).cast(pa.schema(fields))
-        compressed = time.perf_counter()
-        metadata, modified = fragment.update_columns(filled)
-        seconds = {
-            "read": read - start,
-            "compress": compressed - read,
-            "write": time.perf_counter() - compressed,
-        }
-        return FilledFragment(metadata.to_json(), modified, table.num_rows, 0, seconds, number)
 
 
 def read_tokens(

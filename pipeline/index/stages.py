@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -38,17 +38,15 @@ from pipeline.index.token_columns import (
 from pipeline.meter import counting
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
 from pipeline.schema import ITEM, Reject, detail_with_file, metadata_file
-from pipeline.stage import LoadedStage, Processed, Stage
+from pipeline.stage import Processed, Stage
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, ragged_to_arrow
 
-if TYPE_CHECKING:
-    from pipeline.rerank.adapter import Adapter
-
 #: Prefix of the reject reason of items without tokens.
 NOTHING = "nothing to index"
-#: Problems of items by row.
+#: Problems of items by row, and computed columns by name.
 Problems = dict[int, str]
+Columns = dict[str, pa.Array]
 
 
 class EncodedRows(NamedTuple):
@@ -72,28 +70,18 @@ def needs_preparing(spec: ComponentSpec, item_fields: Sequence[str]) -> bool:
     return "content" in item_fields and ENCODERS.load(spec.name).has_preprocessor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prepare(Stage):
     """Stage that computes the inputs of the encoder. It does not load the weights."""
 
     spec: ComponentSpec
 
     name: ClassVar[str] = "prepare"
-    needs: ClassVar[tuple[str, ...]] = ()
-    adds: ClassVar[tuple[str, ...]] = ()
 
-    def load(self) -> Preparer:
+    def load(self) -> Prepare:
         """Builds the encoder's preparer."""
-        return Preparer(ENCODERS.load(self.spec.name).preprocessor(self.spec))
-
-
-class Preparer(LoadedStage):
-    """A loaded `Prepare`."""
-
-    name = Prepare.name
-
-    def __init__(self, prepare: Callable[[pa.Table], pa.Table]):
-        self._prepare = prepare
+        self._prepare = ENCODERS.load(self.spec.name).preprocessor(self.spec)
+        return self
 
     def process(self, items: pa.Table) -> Processed:
         """Prepares items."""
@@ -101,7 +89,7 @@ class Preparer(LoadedStage):
             return Processed(self._prepare(items), [])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Encode(Stage):
     """Stage that encodes the fields of items and adds the results as token columns.
 
@@ -152,116 +140,110 @@ class Encode(Stage):
         """Columns with the tokens of the adapter, which are stored without compression."""
         return (RERANK_TOKENS,) if self.rerank else ()
 
-    def load(self) -> TokenEncoder:
+    def load(self) -> Encode:
         """Loads the encoder and, if `rerank` is set, the adapter of the EDJE model."""
-        encoder = ENCODERS.build(self.spec, **self.placement)
+        return self.with_encoder(ENCODERS.build(self.spec, **self.placement))
+
+    def with_encoder(self, encoder: Encoder) -> Encode:
+        """Loads the stage with an encoder that is loaded already."""
+        self._encoder = encoder
         prepares = self.prepare and needs_preparing(self.spec, self.item_fields)
-        preparer = encoder.preprocessor(self.spec) if prepares else None
-        adapter = None
+        self._prepare = encoder.preprocessor(self.spec) if prepares else None
         if self.rerank is not None:
             from pipeline.rerank.edje import load_adapter
 
-            adapter = load_adapter(self.rerank, "rerank")
-        return TokenEncoder(self, encoder, preparer, adapter)
+            self._adapter = load_adapter(self.rerank, "rerank")
+        reason = encoder.empty_reason if "content" in self.item_fields else "no caption"
+        self._empty_reason = f"{NOTHING}: {reason}"
+        return self
 
-
-class TokenEncoder(LoadedStage):
-    """A loaded `Encode`.
-
-    Attributes:
-        stage: Settings of the stage.
-        empty_reason: Reject reason of items without tokens.
-    """
-
-    name = Encode.name
-
-    def __init__(
-        self,
-        stage: Encode,
-        encoder: Encoder,
-        prepare: Callable[[pa.Table], pa.Table] | None,
-        adapter: Adapter | None,
-    ):
-        self.stage, self._encoder = stage, encoder
-        self._prepare, self._adapter = prepare, adapter
-        reason = encoder.empty_reason if "content" in stage.item_fields else "no caption"
-        self.empty_reason = f"{NOTHING}: {reason}"
-
-    def prepare(self, items: pa.Table) -> tuple[pa.Table, dict[str, float]]:
-        """Adds the inputs of the encoder to the items.
-
-        Also returns the time by stage, if it is known.
-        """
-        start = time.perf_counter()
-        if self._prepare is not None:
-            with counting("prepare"):
-                items = self._prepare(items)
-        seconds = time.perf_counter() - start
-        return items, {"prepare": seconds} if seconds > 1e-3 else {}
+    def prepared(self, items: pa.Table) -> pa.Table:
+        """Adds the inputs of the encoder to the items, unless an earlier stage has done so."""
+        if self._prepare is None:
+            return items
+        with counting("prepare"):
+            return self._prepare(items)
 
     def batches(self, items: pa.Table) -> Iterator[EncodedRows]:
         """Yields the tokens of prepared items and the problems of items without valid tokens."""
-        taps = [self.stage.taps] if self.stage.taps else []
-        for item_field in self.stage.item_fields:
+        taps = [self.taps] if self.taps else []
+        for item_field in self.item_fields:
             rows, texts = _items_of(items, item_field)
             if not len(rows):
                 continue
             for batch_rows, batch in self._encoder.encode(texts, *taps):
-                usable, problems = usable_rows(batch, self.empty_reason)
+                usable, problems = usable_rows(batch, self._empty_reason)
                 item_rows = rows[batch_rows]
                 row_problems = {int(item_rows[i]): problem for i, problem in problems.items()}
                 if row_problems:
                     batch = batch.take(usable.nonzero().squeeze(1))
                 yield EncodedRows(item_field, item_rows[usable.numpy()], batch, row_problems)
 
-    def rerank_tokens(self, batch: TokenBatch) -> pa.Array:
-        """Returns the adapter tokens of a batch."""
-        if self._adapter is None:
-            raise ValueError("rerank must be set to compute adapter tokens, got None")
-        return tokens_column(self._adapter, batch)
-
-    def with_rerank_tokens(self, table: pa.Table, encoded: EncodedRows) -> pa.Table:
-        """Adds the tokens of the adapter to the columns of a batch if `rerank` is set."""
-        if self.stage.rerank is None or encoded.item_field != "content":
-            return table
-        return table.append_column(RERANK_TOKENS, self.rerank_tokens(encoded.batch))
-
     def process(self, items: pa.Table) -> Processed:
         """Encodes items into token columns."""
-        items, preparing = self.prepare(items)
-        collector = ColumnCollector()
-        start = time.perf_counter()
-        for encoded in self.batches(items):
-            item_field, rows, batch, problems = encoded
-            columns = {"vectors": ragged_to_arrow(batch.vectors, batch.mask, pa.float32())}
-            for kind, type in self.stage.encoder_info.for_field(item_field).position_types.items():
-                columns[kind] = positions_column(batch, kind, type)
-            if self.stage.encoder_info.pooled_dim:
-                columns["pooled"] = fixed_lists(batch.pooled, pa.float32())
-            if self.stage.appended and batch.appended is not None:
-                columns["appended"] = fixed_lists(batch.appended.flatten(1), pa.float32())
-            for tap in self.stage.taps:
-                columns[TAP + tap.name] = tap_values(batch, tap)
-            named = {token_column(item_field, name): column for name, column in columns.items()}
-            collector.add(
-                item_field, rows, self.with_rerank_tokens(pa.table(named), encoded), problems
-            )
-        seconds = {**preparing, "encode": time.perf_counter() - start}
-        accepted, rejects = collector.join(
-            items.select(ITEM.names), self.stage.item_fields, self.empty_reason
-        )
-        return Processed(accepted, rejects, seconds)
+        return self.collect(items, self._token_columns, self.name)
+
+    def collect(
+        self, items: pa.Table, columns: Callable[[TokenBatch, str], Columns], step: str
+    ) -> Processed:
+        """Encodes items and adds columns that are computed from their tokens.
+
+        Args:
+            items: Items, which need not be prepared.
+            columns: Returns the columns of the tokens of an item field.
+            step: Name of the step that computes the columns, for its time.
+        """
+        started = time.perf_counter()
+        items = self.prepared(items)
+        prepared = time.perf_counter()
+        collector, computing = ColumnCollector(), 0.0
+        for item_field, rows, batch, problems in self.batches(items):
+            start = time.perf_counter()
+            added = columns(batch, item_field)
+            if self.rerank is not None and item_field == "content":
+                added[RERANK_TOKENS] = tokens_column(self._adapter, batch)
+            collector.add(item_field, rows, pa.table(added), problems)
+            computing += time.perf_counter() - start
+        seconds = {"prepare": prepared - started} if prepared - started > 1e-3 else {}
+        seconds["encode"] = time.perf_counter() - prepared - computing
+        seconds[step] = seconds.get(step, 0.0) + computing
+        items = items.select(ITEM.names)
+        return Processed(*collector.join(items, self.item_fields, self._empty_reason), seconds)
+
+    def _token_columns(self, batch: TokenBatch, item_field: str) -> Columns:
+        """Returns the columns that store the tokens of an item field without compression."""
+        columns = {"vectors": ragged_to_arrow(batch.vectors, batch.mask, pa.float32())}
+        for kind, type in self.encoder_info.for_field(item_field).position_types.items():
+            columns[kind] = positions_column(batch, kind, type)
+        if self.encoder_info.pooled_dim:
+            columns["pooled"] = fixed_lists(batch.pooled, pa.float32())
+        if self.appended and batch.appended is not None:
+            columns["appended"] = fixed_lists(batch.appended.flatten(1), pa.float32())
+        for tap in self.taps:
+            columns[TAP + tap.name] = tap_values(batch, tap)
+        return {token_column(item_field, name): column for name, column in columns.items()}
 
 
-@dataclass(frozen=True)
+class Method(NamedTuple):
+    """Compressor, and the representations that store its result with different codecs."""
+
+    item_field: str
+    compressor: Compressor
+    outputs: list[tuple[Representation, Codec]]
+
+
+@dataclass
 class Compress(Stage):
     """Stage that compresses token vectors and adds the columns of all representations.
+
+    Representations that differ only in the codec are compressed once.
 
     Attributes:
         encoder_info: Description of the encoder.
         representations: Representations to compute.
         learned: Learned state of the fitted representations, by id.
         encoder_columns: Names of the shared columns of the encoder to store.
+        device: Device for vectors from the object store or an index, when loaded.
     """
 
     encoder_info: EncoderInfo
@@ -290,53 +272,26 @@ class Compress(Stage):
             *(r.assignment_id for r in self.representations if has_assignment(r)),
         )
 
-    def load(self) -> TokenCompressor:
+    def load(self) -> Compress:
         """Builds the compressors and codecs."""
-        return TokenCompressor(self)
-
-
-class Method(NamedTuple):
-    """Compressor, and the representations that store its result with different codecs."""
-
-    item_field: str
-    compressor: Compressor
-    outputs: list[tuple[Representation, Codec]]
-
-
-class TokenCompressor(LoadedStage):
-    """A loaded `Compress`.
-
-    Representations that differ only in the codec are compressed once.
-
-    Attributes:
-        device: Device for vectors from the object store or an index. Ray shows a GPU only to
-            processes that reserve one.
-    """
-
-    name = Compress.name
-
-    def __init__(self, stage: Compress):
-        self.stage = stage
+        # Ray shows a GPU only to processes that reserve one.
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        methods: dict[str, Method] = {}
-        for r in stage.representations:
-            learned = stage.learned.get(r.id, LearnedState())
+        self._methods: dict[str, Method] = {}
+        for r in self.representations:
+            learned = self.learned.get(r.id, LearnedState())
             fitted_id = [r.id] if learned.compressor is not None else []
             key = digest([r.field, dump(r.compressor), fitted_id])
-            if key not in methods:
+            if key not in self._methods:
                 compressor = COMPRESSORS.build(r.compressor, learned.compressor)
-                methods[key] = Method(r.field, compressor, [])
-            methods[key].outputs.append((r, CODECS.build(r.codec, learned.codec)))
-        self._methods = tuple(methods.values())
+                self._methods[key] = Method(r.field, compressor, [])
+            self._methods[key].outputs.append((r, CODECS.build(r.codec, learned.codec)))
+        return self
 
     @torch.no_grad()
-    def columns(self, batch: TokenBatch, item_field: str = "content") -> pa.Table:
+    def columns(self, batch: TokenBatch, item_field: str = "content") -> Columns:
         """Computes the stored columns from the token vectors of an item field."""
-        columns: dict[str, pa.Array] = {}
-        encoder_info, stored = (
-            self.stage.encoder_info.for_field(item_field),
-            self.stage.encoder_columns,
-        )
+        columns: Columns = {}
+        encoder_info, stored = self.encoder_info.for_field(item_field), self.encoder_columns
         if (pooled := encoder_info.pooled_column) is not None and pooled in stored:
             columns[pooled] = fixed_lists(batch.pooled, pa.float16())
         for kind, type in encoder_info.position_types.items():
@@ -345,7 +300,7 @@ class TokenCompressor(LoadedStage):
         for name in batch.taps:
             if (column := encoder_info.tap_column(Tap.parse(name))) in stored:
                 columns[column] = tap_values(batch, Tap.parse(name))
-        for method in self._methods:
+        for method in self._methods.values():
             if method.item_field != item_field:
                 continue
             compressor = method.compressor
@@ -355,20 +310,20 @@ class TokenCompressor(LoadedStage):
                 if has_assignment(representation):
                     name = representation.assignment_id
                     columns[name] = assignment_column(result, batch, compressor)
-        return pa.table(columns)
+        return columns
 
     def process(self, items: pa.Table) -> Processed:
         """Compresses the token columns of items."""
         collector = ColumnCollector()
-        for item_field in self.stage.item_fields:
-            for rows, batch in token_batches(items, self.stage.encoder_info, item_field):
+        for item_field in self.item_fields:
+            for rows, batch in token_batches(items, self.encoder_info, item_field):
                 columns = self.columns(batch.to(self.device), item_field)
-                collector.add(item_field, rows, columns)
+                collector.add(item_field, rows, pa.table(columns))
         others = items.drop_columns(list(token_columns(items)))
-        return Processed(*collector.join(others, self.stage.item_fields))
+        return Processed(*collector.join(others, self.item_fields))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Represent(Stage):
     """Combination of `Encode` and `Compress` in one actor, which keeps vectors on the device."""
 
@@ -387,36 +342,15 @@ class Represent(Stage):
         """Columns that the stage adds."""
         return (*self.compress.adds, *self.encode.adds_for_rerank)
 
-    def load(self) -> Representer:
+    def load(self) -> Represent:
         """Loads both stages."""
-        return Representer(self.encode.load(), self.compress.load())
-
-
-class Representer(LoadedStage):
-    """A loaded `Represent`."""
-
-    name = Represent.name
-
-    def __init__(self, encoder: TokenEncoder, compressor: TokenCompressor):
-        self._encoder, self._compressor = encoder, compressor
+        self.encode.load()
+        self.compress.load()
+        return self
 
     def process(self, items: pa.Table) -> Processed:
         """Encodes and compresses items."""
-        items, preparing = self._encoder.prepare(items)
-        collector = ColumnCollector()
-        compressing = 0.0
-        started = time.perf_counter()
-        for encoded in self._encoder.batches(items):
-            start = time.perf_counter()
-            table = self._compressor.columns(encoded.batch, encoded.item_field)
-            table = self._encoder.with_rerank_tokens(table, encoded)
-            collector.add(encoded.item_field, encoded.rows, table, encoded.problems)
-            compressing += time.perf_counter() - start
-        encoding = time.perf_counter() - started - compressing
-        seconds = {**preparing, "encode": encoding, "compress": compressing}
-        item_fields, empty_reason = self._encoder.stage.item_fields, self._encoder.empty_reason
-        accepted, rejects = collector.join(items.select(ITEM.names), item_fields, empty_reason)
-        return Processed(accepted, rejects, seconds)
+        return self.encode.collect(items, self.compress.columns, "compress")
 
 
 def encoder_token_columns(encoder_info: EncoderInfo) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from pipeline.index.listing import ListingJob
 from pipeline.index.reader import Index, quote
 from pipeline.index.session import checked_call
 from pipeline.index.spec import FitSample, IndexSpec
-from pipeline.index.stages import Encode, TokenEncoder
+from pipeline.index.stages import Encode
 from pipeline.index.token_columns import with_taps
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES
 from pipeline.tokens import TokenBatch
@@ -211,13 +211,13 @@ def fit_representation(
     return learned._replace(sample=Sample(origin, np.array(sorted(hashes), np.uint64)))
 
 
-def _readable(encoder: TokenEncoder, items: pa.Table) -> Iterator[pa.Table]:
+def _readable(encoder: Encode, items: pa.Table) -> Iterator[pa.Table]:
     """Yields prepared items. Unreadable items are skipped."""
     try:
-        yield encoder.prepare(items)[0]
+        yield encoder.prepared(items)
         return
     except Unreadable:
         pass
     for row in range(items.num_rows):
         with contextlib.suppress(Unreadable):
-            yield encoder.prepare(items.slice(row, 1))[0]
+            yield encoder.prepared(items.slice(row, 1))

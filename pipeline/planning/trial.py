@@ -23,7 +23,7 @@ from pipeline.index.fragments import write_table
 from pipeline.index.info import EncoderInfo
 from pipeline.index.rerank_tokens import rerank_field
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.index.stages import Compress, Represent, Representer, TokenCompressor
+from pipeline.index.stages import Columns, Compress, Represent
 from pipeline.index.stream import encode_stage, encoder_columns
 from pipeline.planning.estimate import StageTime
 from pipeline.registry import CODECS
@@ -168,12 +168,12 @@ class _Clock:
         }
 
 
-class _CountingCompressor(TokenCompressor):
+class _CountingCompressor(Compress):
     """Compressor that also counts the tokens of its input."""
 
     num_tokens = 0
 
-    def columns(self, batch: TokenBatch, item_field: str = "content") -> pa.Table:
+    def columns(self, batch: TokenBatch, item_field: str = "content") -> Columns:
         """Counts the tokens of a batch and compresses it."""
         self.num_tokens += int(batch.mask.sum())
         return super().columns(batch, item_field)
@@ -218,10 +218,10 @@ class _Stages:
         shared = encoder_columns(spec, encoder_info)
         encode = encode_stage(spec, encoder_info, fitted, rerank=True, placement=placement)
         learned = {r.id: trained_state(r, encoder_info) for r in fitted}
-        compress = Compress(encoder_info, fitted, learned, [column.name for column in shared])
-        self._columns = Represent(encode, compress).adds
-        self._compressor = _CountingCompressor(compress)
-        self._stage = Representer(encode.load(), self._compressor)
+        names = [column.name for column in shared]
+        self._compressor = _CountingCompressor(encoder_info, fitted, learned, names)
+        self._stage = Represent(encode, self._compressor).load()
+        self._columns = self._stage.adds
         fields = [*ITEM, *shared]
         for representation in fitted:
             fields += representation_fields(representation, encoder_info, None, None)

@@ -20,7 +20,7 @@ from pipeline.recommend.validation import Regret
 from pipeline.report.plot import REFERENCE, STYLES, apply_style, legend_below, to_png
 from pipeline.report.text import as_csv, decimal, percentage
 
-#: Name of the file with the spec of `jobs.recompress`.
+#: Name of the file with the spec of `maxray add representations`.
 SPEC = "recompress.yaml"
 CAVEAT = (
     "The interval does not include the difference between pseudo-queries and real queries; use "
@@ -101,7 +101,7 @@ def reason(recommendation: Recommendation) -> str:
 
 
 def recompress_spec(recommendation: Recommendation) -> dict[str, Any] | None:
-    """Returns the spec of `jobs.recompress` that adds the recommended representation.
+    """Returns the spec of `maxray add representations` that adds the recommended representation.
 
     Returns:
         None if the index already stores it.

@@ -11,10 +11,11 @@ import numpy as np
 from pipeline.config import SpecError
 from pipeline.eval.level import judged_level
 from pipeline.eval.topics import judged_query_vectors
+from pipeline.index.add import incomplete_fragments
 from pipeline.index.columns import Representation, changed_setting, required_taps
 from pipeline.index.info import EncoderInfo
 from pipeline.index.reader import Index
-from pipeline.index.recompress import incomplete_fragments, stored_encoder
+from pipeline.index.recompress import stored_encoder
 from pipeline.recommend.candidates import UNCOMPRESSED, list_candidates
 from pipeline.recommend.choose import Choice, Row, Target, choose
 from pipeline.recommend.comparison import Comparison

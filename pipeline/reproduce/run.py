@@ -12,7 +12,7 @@ from pipeline.atomic import write_atomic
 from pipeline.eval import evaluation
 from pipeline.eval.results import RESULTS
 from pipeline.eval.spec import EvaluateSpec
-from pipeline.index import job, recompress
+from pipeline.index import add, job, recompress
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.report import files
 from pipeline.reproduce.plan import PlannedStep
@@ -72,7 +72,11 @@ def run(
             job.run(spec, resources or IndexResources(), job=job_id(), report=say)
         elif isinstance(spec, recompress.RecompressSpec):
             say(f"{title} {spec.index}")
-            recompress.run(spec, recompress.RecompressResources(), job=job_id(), report=say)
+            add.run(
+                recompress.Recompression(spec, recompress.RecompressResources()),
+                job=job_id(),
+                report=say,
+            )
         else:
             say(f"{title} {spec.output}")
             evaluated = evaluation.run(spec, say)

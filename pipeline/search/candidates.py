@@ -62,11 +62,11 @@ def generator_columns(index: Index, info: RepresentationInfo, candidates: str) -
     for name in names:
         if name not in columns:
             problem = f"was not built for {info.column}"
-            note = f"; build it with `maxray candidates INDEX GENERATOR` for {info.column}"
+            note = f"; build it with `maxray add candidates INDEX GENERATOR` for {info.column}"
             infos = index.candidates_columns.values()
             if any((c.generator_name, c.representation) == (name, info.column) for c in infos):
                 problem = f"was fitted to other vectors than those of {info.column}"
-                note = "; fit it again with `maxray candidates INDEX GENERATOR --refit`"
+                note = "; fit it again with `maxray add candidates INDEX GENERATOR --refit`"
             if len(names) > 1:
                 problem = f"contains {name!r}, which {problem}"
                 rule = f"generators of {', '.join(columns)}, joined by {UNION} or {STEP}"

@@ -1,11 +1,8 @@
-"""Job that builds, completes, refits or drops a candidate generator of an index.
+"""Codes of a candidate generator: a column that an index gets, completes, refits or drops.
 
-The codes describe the vectors of a representation, or the texts of a column.
-
-The codes of the items are a column of the index, which is filled fragment by fragment. The job is
-therefore resumable, rows that were added since are coded without fitting again, and removed rows
-disappear. A refit fills a column with the next revision, which replaces the former column in a
-single commit.
+The codes describe the vectors of a representation, or the texts of a column. Rows that were added
+since are coded without fitting again, and removed rows disappear. A refit fills a column with the
+next revision, which replaces the former column in a single commit.
 """
 
 from __future__ import annotations
@@ -24,13 +21,16 @@ from pydantic import Field, PositiveInt
 
 from pipeline.candidates import Generator, TextGenerator
 from pipeline.config import Spec, SpecError, Uri, dump, within
+from pipeline.index.add import (
+    AddedColumns,
+    FragmentActor,
+    Progress,
+    Work,
+    incomplete_fragments,
+)
 from pipeline.index.artefacts import save_artefact
-from pipeline.index.capacity import check_capacity
-from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
 from pipeline.index.info import CandidatesInfo, vectors_identity
-from pipeline.index.monitor import Show, ignore
-from pipeline.index.reader import Index, get_fragment, part_uri
-from pipeline.index.recompress import incomplete_fragments
+from pipeline.index.reader import Index
 from pipeline.index.session import Session
 from pipeline.registry import CANDIDATES, GeneratorSpec
 from pipeline.schema import with_metadata
@@ -48,7 +48,7 @@ REMARK_ITEMS = 4096
 
 
 class CandidatesJobSpec(Spec):
-    """Settings of `jobs.candidates`."""
+    """Settings of `maxray add candidates`."""
 
     index: Uri
     """Path or URI of the index."""
@@ -81,69 +81,151 @@ class CandidatesResources(Profile):
     """Actors that compute codes and write fragments."""
 
 
-def run(
-    spec: CandidatesJobSpec,
-    resources: CandidatesResources,
-    *,
-    job: str,
-    queries: Sequence[AnyQuery] = (),
-    refit: bool = False,
-    report: Callable[[str], None] = log.info,
-    show: Show = ignore,
-    lease_seconds: float | None = None,
-) -> Progress:
-    """Fits a generator unless it exists, and computes the missing codes.
+class FillCodes(FragmentActor):
+    """Actor that computes the codes of the items of fragments.
 
-    Ray must be connected to a cluster.
+    Args:
+        index: URI of the index.
+        version: Version of the index with the column.
+        column: Column of the codes.
+        num_threads: Number of threads of torch.
+    """
+
+    step = "encode"
+
+    def __init__(self, index: str, version: int, column: str, num_threads: int):
+        super().__init__(index, version, num_threads)
+        self.columns = (column,)
+        self.info = self.index.candidates_columns[column]
+        if self.info.is_lexical:
+            self.text_generator = self.index.text_generator(column)
+            return
+        self.generator = self.index.generator(column)
+        self.representation = self.index.representation(self.info.representation)
+        self.codec = self.index.codec(self.info.representation)
+
+    def read(self, fragment: lance.LanceFragment) -> pa.Table:
+        """Reads the vectors or the texts of the rows that have them."""
+        name = self.info.representation
+        return fragment.to_table(columns=[name], filter=f"`{name}` IS NOT NULL", with_row_id=True)
+
+    def compute(self, number: int, table: pa.Table) -> tuple[pa.Table, int]:
+        """Computes the codes in batches, whose rows do not depend on what was interrupted."""
+        tables = []
+        for first in range(0, table.num_rows, BATCH_ROWS):
+            rows = table.slice(first, BATCH_ROWS)
+            codes = self._codes(rows[self.info.representation])
+            tables.append(pa.table([rows["_rowid"], codes], names=["_rowid", self.info.name]))
+        return pa.concat_tables(tables), 0
+
+    def _codes(self, column: pa.ChunkedArray) -> pa.Array:
+        """Returns the codes of the items with the given vectors or texts."""
+        if self.info.is_lexical:
+            return self.text_generator.encode(column.to_pylist())
+        vectors_TD, lengths_B = self.codec.decode(column, self.representation.dim)
+        with torch.no_grad():
+            codes_VF, counts_B = self.generator.encode(
+                torch.from_numpy(vectors_TD).float(), torch.from_numpy(lengths_B)
+            )
+            return self.generator.codec.encode_rows(codes_VF, counts_B.numpy())
+
+
+class Candidates(AddedColumns):
+    """Codes of a candidate generator, which is fitted unless it exists.
 
     Args:
         spec: Spec of the job.
         resources: Resources profile of the job.
-        job: Identifier of the job.
         queries: Past queries to which the generator is fitted, all of the same kind.
         refit: Whether to fit the generator again.
-        report: Called with each sentence about the job.
-        show: Called with snapshots of the progress.
-        lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
         SpecError: The index or the representation is invalid, or the stored generator has other
             settings.
-        LeaseHeld: Another job is writing to the index.
-        Stopped: SIGTERM was received. Finished work is committed and the lease is released.
     """
-    check(spec, refit=refit)
-    check_capacity(resources)
-    progress = Progress(seconds={"read": 0.0, "encode": 0.0, "write": 0.0})
-    with Session(
-        spec.index, spec, "candidates", job, progress.summary, lease_seconds, show
-    ) as session:
-        column, former = _prepare(session, spec, resources, queries, refit, report)
-        dataset = session.writer.dataset
-        progress.fragments = len(dataset.get_fragments())
-        missing = missing_fragments(dataset, Index(spec.index).candidates_columns[column])
-        progress.done_before = progress.fragments - len(missing)
-        report(f"{len(missing)} of {progress.fragments} fragments have items without codes")
-        if missing:
-            constructor_kwargs = {
-                "index": part_uri(spec.index),
-                "version": dataset.version,
-                "column": column,
-                "num_threads": resources.encode.num_threads,
-            }
-            rows = [{"fragment": number} for number in missing]
-            filled = fill_fragments(
-                FillCodes, constructor_kwargs, rows, resources.encode, resources
-            )
-            commit_filled(
-                session, filled, resources.encode, spec.commit_fragments, progress, report
-            )
-        for sentence in _remarks(Index(spec.index), column):
+
+    kind, actor = "candidates", FillCodes
+    spec: CandidatesJobSpec
+    resources: CandidatesResources
+
+    def __init__(
+        self,
+        spec: CandidatesJobSpec,
+        resources: CandidatesResources,
+        queries: Sequence[AnyQuery] = (),
+        *,
+        refit: bool = False,
+    ):
+        super().__init__(spec.index, spec, resources, resources.encode, spec.commit_fragments)
+        self.queries, self.refit = queries, refit
+        self.title = f"codes of {spec.generator.name}"
+        _check(spec, refit=refit)
+
+    def prepare(self, session: Session, report: Callable[[str], None]) -> list[Work]:
+        """Fits the generator and adds its column if necessary."""
+        index = Index(self.index)
+        source, generator = _source(index, self.spec), self.spec.generator.name
+        columns = _columns(index, source, generator)
+        # An interrupted refit left its column beside the former one. It is resumed.
+        is_resumed = len(columns) > 1
+        if columns and (is_resumed or not self.refit):
+            *self.former, self.column = columns
+        else:
+            self.former = list(columns)
+            revision = max((info.revision for info in columns.values()), default=0) + 1
+            self.column = f"{source}_{generator}_{revision}_candidates"
+            start = time.perf_counter()
+            self._fit(session, index, source, revision, report)
+            report(f"fitted {generator} ({time.perf_counter() - start:.1f} s)")
+        info = Index(self.index).candidates_columns[self.column]
+        missing = missing_fragments(session.writer.dataset, info)
+        return [Work(missing, {"column": self.column})] if missing else []
+
+    def _fit(
+        self,
+        session: Session,
+        index: Index,
+        source: str,
+        revision: int,
+        report: Callable[[str], None],
+    ) -> None:
+        """Fits the generator and adds the column of its codes."""
+        spec, pool = self.spec, self.resources.fit
+        is_lexical = _is_lexical(spec)
+        num_items = len(index) if is_lexical else min(spec.fit_items, len(index))
+        report(f"fitting {spec.generator.name} to {num_items:,} items")
+        representation = representation_info(index, spec.representation)
+        if is_lexical:
+            call = _fit_texts.options(**pool.task_options).remote(spec, source)
+        else:
+            task = _fit.options(**pool.task_options)
+            queries = list(self.queries)
+            call = task.remote(spec, representation.name, queries, pool.num_threads)
+        with session.monitor.phase(f"fit {spec.generator.name}"):
+            artefact = session.call(ray.get, call)
+        info = CandidatesInfo(
+            name=self.column,
+            generator=dump(spec.generator),
+            representation=source,
+            fitted={"text": source} if is_lexical else vectors_identity(representation),
+            artefact="",
+            revision=revision,
+        )
+        fitted = CANDIDATES.build(spec.generator, artefact)
+        info = replace(info, artefact=save_artefact(spec.index, artefact, info.fit))
+        if isinstance(fitted, TextGenerator):
+            type = fitted.column_type
+        else:
+            type = fitted.codec.column_type(fitted.dim)
+        session.writer.add_columns([with_metadata(pa.field(info.name, type), info.to_metadata())])
+
+    def finish(self, session: Session, progress: Progress, report: Callable[[str], None]) -> None:
+        """Reports remarks about the codes, and drops the column that they replace."""
+        for sentence in _remarks(Index(self.index), self.column):
             report(sentence)
-        if former:
-            session.writer.drop_columns(former)
-            report(f"dropped {', '.join(former)}")
-    return progress
+        if self.former:
+            session.writer.drop_columns(self.former)
+            report(f"dropped {', '.join(self.former)}")
 
 
 def drop(spec: CandidatesJobSpec, *, job: str, report: Callable[[str], None] = log.info) -> None:
@@ -164,7 +246,7 @@ def drop(spec: CandidatesJobSpec, *, job: str, report: Callable[[str], None] = l
     report(f"dropped {', '.join(columns)}")
 
 
-def check(spec: CandidatesJobSpec, *, refit: bool = False) -> None:
+def _check(spec: CandidatesJobSpec, *, refit: bool) -> None:
     """Checks the representation and the settings of the generator.
 
     Raises:
@@ -227,56 +309,6 @@ def _columns(index: Index, representation: str, generator: str) -> dict[str, Can
     return {info.name: info for info in sorted(found, key=lambda info: info.revision)}
 
 
-def _prepare(
-    session: Session,
-    spec: CandidatesJobSpec,
-    resources: CandidatesResources,
-    queries: Sequence[AnyQuery],
-    refit: bool,
-    report: Callable[[str], None],
-) -> tuple[str, list[str]]:
-    """Returns the column to fill, which is added if necessary, and the columns it replaces."""
-    index = Index(spec.index)
-    representation = representation_info(index, spec.representation)
-    source = _source(index, spec)
-    columns = _columns(index, source, spec.generator.name)
-    # An interrupted refit left its column beside the former one. It is resumed.
-    is_resumed = len(columns) > 1
-    if columns and (is_resumed or not refit):
-        *former, column = columns
-        return column, former
-    revision = max((info.revision for info in columns.values()), default=0) + 1
-    generator = spec.generator.name
-    is_lexical = _is_lexical(spec)
-    num_items = len(index) if is_lexical else min(spec.fit_items, len(index))
-    report(f"fitting {generator} to {num_items:,} items")
-    start = time.perf_counter()
-    if is_lexical:
-        call = _fit_texts.options(**resources.fit.task_options).remote(spec, source)
-    else:
-        task = _fit.options(**resources.fit.task_options)
-        call = task.remote(spec, representation.name, list(queries), resources.fit.num_threads)
-    with session.monitor.phase(f"fit {generator}"):
-        artefact = session.call(ray.get, call)
-    info = CandidatesInfo(
-        name=f"{source}_{generator}_{revision}_candidates",
-        generator=dump(spec.generator),
-        representation=source,
-        fitted={"text": source} if is_lexical else vectors_identity(representation),
-        artefact="",
-        revision=revision,
-    )
-    fitted = CANDIDATES.build(spec.generator, artefact)
-    info = replace(info, artefact=save_artefact(spec.index, artefact, info.fit))
-    if isinstance(fitted, TextGenerator):
-        type = fitted.column_type
-    else:
-        type = fitted.codec.column_type(fitted.dim)
-    session.writer.add_columns([with_metadata(pa.field(info.name, type), info.to_metadata())])
-    report(f"fitted {generator} ({time.perf_counter() - start:.1f} s)")
-    return info.name, list(columns)
-
-
 def _remarks(index: Index, column: str) -> list[str]:
     """Returns remarks about the first codes of the index."""
     if index.candidates_columns[column].is_lexical:
@@ -296,7 +328,7 @@ def _fit(
     spec: CandidatesJobSpec, representation: str, queries: list[AnyQuery], num_threads: int
 ) -> dict[str, np.ndarray]:
     """Fits the generator to a sample of the index."""
-    torch.set_num_threads(num_threads)  # sums of products are rounded by their number
+    torch.set_num_threads(num_threads)
     sample = draw_sample(
         Index(spec.index),
         representation,
@@ -335,65 +367,3 @@ def _fit_texts(spec: CandidatesJobSpec, column: str) -> dict[str, np.ndarray]:
         rule = f"used with an index whose items have a {column}"
         raise SpecError("generator", spec.generator.name, rule)
     return artefact
-
-
-class FillCodes:
-    """Actor that computes the codes of the items of a fragment and writes their column."""
-
-    def __init__(self, index: str, version: int, column: str, num_threads: int):
-        torch.set_num_threads(num_threads)
-        self.index = Index(index, version)
-        self.info = self.index.candidates_columns[column]
-        if self.info.is_lexical:
-            self.text_generator = self.index.text_generator(column)
-            return
-        self.generator = self.index.generator(column)
-        self.representation = self.index.representation(self.info.representation)
-        self.codec = self.index.codec(self.info.representation)
-
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[str]]:
-        """Fills the fragments of a batch and returns the JSON of a `FilledFragment` for each."""
-        return {"filled": [self.fill(int(number)).to_json() for number in batch["fragment"]]}
-
-    def fill(self, number: int) -> FilledFragment:
-        """Fills one fragment. Rows without the representation or a text remain null.
-
-        The codes depend on the order of the rows only, so that a resumed job writes the same bits.
-        """
-        seconds = {"read": 0.0, "encode": 0.0, "write": 0.0}
-        fragment = get_fragment(self.index.dataset, number)
-        name = self.info.representation
-        tables = []
-        before = time.perf_counter()
-        with self.index.corruption_errors():
-            table = fragment.to_table(
-                columns=[name], filter=f"`{name}` IS NOT NULL", with_row_id=True
-            )
-        seconds["read"] += time.perf_counter() - before
-        before = time.perf_counter()
-        for first in range(0, table.num_rows, BATCH_ROWS):
-            rows = table.slice(first, BATCH_ROWS)
-            codes = self._codes(rows[name])
-            tables.append(pa.table([rows["_rowid"], codes], names=["_rowid", self.info.name]))
-        if not tables:  # an explicit null in one row marks the fragment as complete
-            marked = fragment.to_table(columns=[], with_row_id=True, limit=1)
-            tables.append(marked.append_column(self.info.name, pa.nulls(1)))
-        field = self.index.schema.field(self.info.name)
-        filled = pa.concat_tables(tables)
-        filled = filled.cast(pa.schema([pa.field("_rowid", pa.uint64()), field]))
-        seconds["encode"] += time.perf_counter() - before
-        before = time.perf_counter()
-        metadata, modified = fragment.update_columns(filled)
-        seconds["write"] += time.perf_counter() - before
-        return FilledFragment(metadata.to_json(), modified, table.num_rows, 0, seconds, number)
-
-    def _codes(self, column: pa.ChunkedArray) -> pa.Array:
-        """Returns the codes of the items with the given vectors or texts."""
-        if self.info.is_lexical:
-            return self.text_generator.encode(column.to_pylist())
-        vectors_TD, lengths_B = self.codec.decode(column, self.representation.dim)
-        with torch.no_grad():
-            codes_VF, counts_B = self.generator.encode(
-                torch.from_numpy(vectors_TD).float(), torch.from_numpy(lengths_B)
-            )
-            return self.generator.codec.encode_rows(codes_VF, counts_B.numpy())

@@ -253,7 +253,7 @@ def _check_bm25(index: Index, info: RepresentationInfo) -> None:
     """Raises `SpecError` if the index has no BM25 scores for the texts of a representation."""
     if BM25 not in generators(index, info):
         problem = f"needs {BM25}, which was not built for the texts of {info.name}"
-        note = f"; build it with `maxray candidates INDEX {BM25}`"
+        note = f"; build it with `maxray add candidates INDEX {BM25}`"
         raise SpecError("score", FUSED, "maxsim", problem, note)
 
 

@@ -256,7 +256,7 @@ def check_stored(
     """
     columns = index.rerank_columns
     if RERANK_TOKENS not in columns:
-        note = f"; add them with `maxray backfill SPEC.yaml rerank={folder}`"
+        note = f"; add them with `maxray add tokens SPEC.yaml rerank={folder}`"
         raise SpecError(field, folder, "null for an index without rerank_tokens", note=note)
     check_adapter(metadata, folder, columns[RERANK_TOKENS].adapter, field)
 

@@ -76,7 +76,7 @@ class ServedCandidates(Spec):
     """Default candidate generator of a representation."""
 
     generator: str
-    """Name of the generator, which `jobs.candidates` built, or `single` for the single vectors."""
+    """Name of the generator, that `maxray add` built, or `single` for the single vectors."""
     num_candidates: PositiveInt | None = None
     """Number of candidates per query and shard, or `k` of the request if that is more. Null: 500,
     or 10 `k` if that is more."""

@@ -61,8 +61,7 @@ def test_wrong_fields_are_found():
 
 def test_all_kinds_of_jobs_have_a_manifest():
     verbs = {words[2] for job in JOBS.values() for words in job_commands(job["entrypoint"])}
-    names = ("index", "recompress", "train", "evaluate", "candidates", "maintain")
-    assert verbs == {f"jobs.{name}" for name in names}
+    assert verbs == {f"jobs.{name}" for name in ("index", "add", "train", "evaluate", "maintain")}
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -70,11 +69,14 @@ def test_entrypoints_are_valid_commands(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     for python, option, module, *arguments in job_commands(JOBS[name]["entrypoint"]):
         assert (python, option) == ("python", "-m")
-        verb = module.removeprefix("jobs.")
-        parsed = vars(parser((verb,)).parse_intermixed_args(arguments))
+        command = (module.removeprefix("jobs."),)
+        if command == ("add",):
+            command = ("add", arguments.pop(0))
+        verb = " ".join(command)
+        parsed = vars(parser(command).parse_intermixed_args(arguments))
         if verb in SPECS and "spec" in parsed:
             config.load(SPECS[verb], parsed["spec"], parsed["overrides"])
-        if verb == "candidates":
+        if verb == "add candidates":
             fields = {"index": parsed["index"], "generator": {"name": parsed["generator"]}}
             config.parse(CandidatesJobSpec, config.override(fields, parsed["overrides"]))
         if parsed.get("resources"):

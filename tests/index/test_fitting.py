@@ -91,7 +91,7 @@ def test_compressor_is_fitted_once_before_the_first_commit(tmp_path, collection,
     }
     (tmp_path / "late.yaml").write_text(yaml.safe_dump(recompress_spec))
     index = ["index", str(tmp_path / "spec.yaml")]
-    recompress = ["recompress", str(tmp_path / "late.yaml")]
+    recompress = ["add", "representations", str(tmp_path / "late.yaml")]
     done = run_jobs(
         [*index, "--dry-run"],  # fits nothing
         [*index, "--limit", "6"],

@@ -325,7 +325,7 @@ def test_rejects_other_settings_and_new_representations(tmp_path, collection):
     with pytest.raises(
         SpecError,
         match="representations must be one of .*, got 'hpool_4', which is not in this index; add it"
-        " with `maxray recompress",
+        " with `maxray add representations",
     ):
         run(spec(tmp_path, collection(a="one"), representations=[{"compressor": hpool}]))
 

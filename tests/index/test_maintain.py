@@ -19,6 +19,7 @@ from jobs import status as status_job
 from pipeline import config, open_index
 from pipeline.config import SpecError, Stopped
 from pipeline.eval.cache import Cache, CachedGrounding
+from pipeline.index import add as add_job
 from pipeline.index import delete, job, maintain
 from pipeline.index.reader import ITEMS, Index
 from pipeline.index.session import Session
@@ -60,7 +61,7 @@ def original(cluster, tmp_path_factory) -> Path:
     given = {"index": str(folder / "index"), "generator": {"name": "lemur", "num_features": 16}}
     spec = config.parse(candidates_job.CandidatesJobSpec, given)
     resources = candidates_job.CandidatesResources()
-    candidates_job.run(spec, resources, job="codes", report=print)
+    add_job.run(candidates_job.Candidates(spec, resources), job="codes", report=print)
     return folder / "index"
 
 

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lance.fragment import FragmentMetadata
 
 from pipeline import config, open_index
 from pipeline.config import SpecError
-from pipeline.index import job, recompress
+from pipeline.index import add, job, recompress
+from pipeline.index.add import Progress
 from pipeline.index.columns import all_representations, representation_fields
-from pipeline.index.fill import Progress
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress
@@ -63,7 +62,7 @@ def spec(uri: Path, *representations: dict, **fields: Any) -> recompress.Recompr
 def run(job_spec: recompress.RecompressSpec) -> Progress:
     """Runs the job without printing."""
     resources = recompress.RecompressResources()
-    return recompress.run(job_spec, resources, job="2", report=lambda line: None)
+    return add.run(recompress.Recompression(job_spec, resources), job="2", report=lambda line: None)
 
 
 def rows(uri: Path) -> dict[str, dict[str, Any]]:
@@ -134,7 +133,7 @@ def test_resumes_with_incomplete_fragments(uri):
     encoder_info, _ = recompress.stored_encoder(Index(str(uri)), "full")
     (representation,) = all_representations(job_spec)
     writer.add_columns(representation_fields(representation, encoder_info, None))
-    assert recompress.incomplete_fragments(writer.dataset, ["hpool_4"]) == {("hpool_4",): [0, 1, 2]}
+    assert add.incomplete_fragments(writer.dataset, ["hpool_4"]) == {("hpool_4",): [0, 1, 2]}
     fill = recompress.FillFragment(
         str(uri),
         writer.dataset.version,
@@ -143,8 +142,7 @@ def test_resumes_with_incomplete_fragments(uri):
         num_threads=1,
     )
     filled = fill.fill(1)
-    fragment = FragmentMetadata.from_json(json.dumps(filled.fragment))
-    writer.commit_columns([(fragment, filled.fields)])
+    writer.commit_columns([(filled.fragment, filled.fields)])
     writer.release()
     before = rows(uri)
     assert sum(row["hpool_4"] is not None for row in before.values()) == 2

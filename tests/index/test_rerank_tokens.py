@@ -11,12 +11,12 @@ import pyarrow as pa
 import pytest
 import torch
 
-from jobs import backfill as backfill_job
+from jobs import add as add_job
 from jobs import index as index_job
 from jobs import status as status_job
 from pipeline import config, open_index
 from pipeline.config import SpecError
-from pipeline.index import backfill, job
+from pipeline.index import add, backfill, job
 from pipeline.index.progress import Progress
 from pipeline.index.reader import Index
 from pipeline.index.rerank_tokens import tokens_column
@@ -86,8 +86,10 @@ def index(job_spec: IndexSpec, **resources: Any) -> Progress:
     return job.run(job_spec, profile, job="1", report=lambda line: None)
 
 
-def fill(job_spec: IndexSpec, job_id: str = "2") -> backfill.Progress:
-    return backfill.run(job_spec, IndexResources(), job_id=job_id, report=lambda line: None)
+def fill(job_spec: IndexSpec, job_id: str = "2") -> add.Progress:
+    return add.run(
+        backfill.Backfill(job_spec, IndexResources()), job=job_id, report=lambda line: None
+    )
 
 
 def tokens(uri: Path) -> dict[str, np.ndarray | None]:
@@ -220,7 +222,7 @@ def test_resumes_with_incomplete_fragments(uri, photos, dual, model, cached, mon
     after = files(uri, "rerank_tokens")
     assert all(new == old for old, new in zip(first, after, strict=True) if old)
     assert (fill(job_spec, "4").rows, files(uri, "rerank_tokens")) == (0, after)
-    monkeypatch.setattr(backfill, "fill_fragments", None)  # complete fragments start no actor
+    monkeypatch.setattr(add, "fill_fragments", None)  # complete fragments start no actor
     assert fill(job_spec, "5").done_before == progress.fragments
 
 
@@ -264,7 +266,7 @@ def test_rejects_invalid_specs_before_adding_a_column(tmp_path, uri, photos, dua
     with pytest.raises(
         SpecError,
         match=r"rerank must be null for this index, got .*, which requires the column rerank_tokens"
-        r".*; add it with `maxray backfill`",
+        r".*; add it with `maxray add tokens`",
     ):
         index(spec(uri, photos, dual, rerank=model))
     with pytest.raises(
@@ -335,10 +337,10 @@ def test_jobs_from_the_command_line(uri, photos, dual, model, tmp_path, capsys):
     arguments = [str(tmp_path / "spec.yaml"), f"rerank={model}"]
     with pytest.raises(
         SpecError,
-        match=r"rerank must be null for this index, .*; add it with `maxray backfill`",
+        match=r"rerank must be null for this index, .*; add it with `maxray add tokens`",
     ):
         index_job.main(arguments)
-    backfill_job.main(arguments)
+    add_job.main(["tokens", *arguments])
     assert "2/2 fragments  7 rows" in capsys.readouterr().out
     status_job.main([str(uri)])
     output = capsys.readouterr().out

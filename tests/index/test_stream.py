@@ -19,7 +19,7 @@ from pipeline.index.session import configure_ray_data, iter_rows
 from pipeline.index.stream import unit_dataset
 from pipeline.index.units import UnitRange
 from pipeline.schema import ITEM, Item
-from pipeline.stage import LoadedStage, Processed, Profile, Resources, Stage, Unit, chain
+from pipeline.stage import Processed, Profile, Resources, Stage, Unit, chain
 
 NUM_UNITS = 12
 
@@ -32,22 +32,13 @@ class Recording(Stage):
     seconds: float = 0.0
 
     name: ClassVar[str] = "encode"
-    needs: ClassVar[tuple[str, ...]] = ()
-    adds: ClassVar[tuple[str, ...]] = ()
 
-    def load(self) -> LoadedRecording:
-        return LoadedRecording(Path(self.folder), self.seconds)
-
-
-class LoadedRecording(LoadedStage):
-    name = Recording.name
-
-    def __init__(self, folder: Path, seconds: float):
-        self._folder, self._seconds = folder, seconds
-        (folder / f"actor-{os.getpid()}").touch()
+    def load(self) -> Recording:
+        Path(self.folder, f"actor-{os.getpid()}").touch()
+        return self
 
     def process(self, items: pa.Table) -> Processed:
-        time.sleep(self._seconds)
+        time.sleep(self.seconds)
         return Processed(items, [])
 
 

@@ -17,7 +17,7 @@ from pipeline.compression.seqresize import SequenceMLP
 from pipeline.config import SpecError
 from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.trained import SUBFOLDER, weight_hashes, write_trained_compressor
-from pipeline.index import job, recompress
+from pipeline.index import add, job, recompress
 from pipeline.index.columns import Representation
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -105,7 +105,11 @@ def run(spec: IndexSpec, **resources: Any) -> None:
 def recompressed(uri: str, *wanted: dict[str, Any]) -> None:
     given = {"index": uri, "source": "full_float32", "representations": list(wanted)}
     spec = config.parse(recompress.RecompressSpec, given)
-    recompress.run(spec, recompress.RecompressResources(), job="2", report=lambda line: None)
+    add.run(
+        recompress.Recompression(spec, recompress.RecompressResources()),
+        job="2",
+        report=lambda line: None,
+    )
 
 
 def rows(uri: str) -> dict[str, dict[str, Any]]:

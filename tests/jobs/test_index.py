@@ -1,4 +1,4 @@
-"""Command-line tests of the jobs index, recompress and status."""
+"""Command-line tests of the jobs index, add and status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs import index, recompress, status
+from jobs import add, index, status
 from pipeline.config import SpecError
 from pipeline.index.reader import Index
 from pipeline.index.writer import IndexWriter
@@ -230,15 +230,15 @@ def test_missing_model_folder(tmp_path, spec):
         ("encoder: minilm", "field 'index' is required"),
     ],
 )
-@pytest.mark.parametrize("job", [index, recompress])
-def test_unreadable_spec_file(tmp_path, content, message, job):
+@pytest.mark.parametrize("columns", [[], ["representations"]])
+def test_unreadable_spec_file(tmp_path, content, message, columns):
     path = tmp_path / "spec.yaml"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    if job is recompress and content == "encoder: minilm":
+    if columns and content == "encoder: minilm":
         message = "unknown field 'encoder'; valid fields: index, source,"
     with pytest.raises(SpecError) as error:
-        job.main([str(path)])
+        (add if columns else index).main([*columns, str(path)])
     assert str(error.value).startswith(message.replace("{path}", str(path)))
     assert "\n" not in str(error.value)
 
@@ -269,13 +269,18 @@ def test_invalid_options(spec, arguments, message, capsys, tmp_path):
         ),
         ("index", "index=/proc/index", "index must be a writable path, got '/proc/index', which "),
         ("index", "fit={", "fit must be a YAML value, got '{', which cannot"),
-        ("recompress", "source=full", "index must be "),  # checked before the fields of the spec
+        (
+            "add representations",
+            "source=full",
+            "index must be ",
+        ),  # checked before the fields of the spec
     ],
 )
 def test_user_errors_are_one_line_with_exit_code_2(
     cluster, tmp_path, spec, verb, override, message
 ):
-    code, output, error = finish(f"jobs.{verb}", spec(), override, address=cluster)
+    module, *columns = f"jobs.{verb}".split()
+    code, output, error = finish(module, *columns, spec(), override, address=cluster)
     assert code == 2
     assert error.startswith(f"error: {message}") and error.count("\n") == 1
     assert output == ""

@@ -46,7 +46,7 @@ def test_without_queries(index_uri, tmp_path, capsys):
     assert (out / "recommendation.png").read_bytes().startswith(b"\x89PNG")
     spec = config.load(RecompressSpec, str(out / "recompress.yaml"))
     assert [r.id for r in all_representations(spec)] == [result["recommended"]]
-    assert f"maxray recompress {out}/recompress.yaml" in printed
+    assert f"maxray add representations {out}/recompress.yaml" in printed
 
     recommend.main((*arguments, "--retain", "0.5"))  # deterministic, except for the times
     again = json.loads((out / "recommendation.json").read_text())
@@ -78,7 +78,7 @@ def test_stored_representation_is_not_added_again(index_uri, tmp_path, capsys):
     recommend.main((index_uri, *arguments, "--out", str(tmp_path / "out")))
     printed = capsys.readouterr().out
     assert "The index already stores it as hpool_4." in printed
-    assert "jobs.recompress" not in printed and not (tmp_path / "out/recompress.yaml").exists()
+    assert "maxray add" not in printed and not (tmp_path / "out/recompress.yaml").exists()
     result = json.loads((tmp_path / "out/recommendation.json").read_text())
     assert (result["stored_as"], result["recompress"]) == ("hpool_4", None)
 

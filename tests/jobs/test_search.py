@@ -368,16 +368,16 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
          "got (1.0, 2.0)"),
         (["--weights", "1", "x"], "argument --weights: invalid float value: 'x'; see --help"),
         (["--candidates", "lemur"], "candidates must be one of exact, single, got 'lemur', which "
-         "was not built for full; build it with `maxray candidates INDEX GENERATOR` for "
+         "was not built for full; build it with `maxray add candidates INDEX GENERATOR` for "
          "full"),
         (["--candidates", "single+lemur"], "candidates must be generators of single, joined by + "
          "or :, got 'single+lemur', which contains 'lemur', which was not built for full; build it "
-         "with `maxray candidates INDEX GENERATOR` for full"),
+         "with `maxray add candidates INDEX GENERATOR` for full"),
         (["--score", "fused"], "fusion.weights must be set for the score fused, got None; fit them "
          "with `maxray evaluate SPEC --fit-fusion fusion.yaml`"),
         (["--score", "fused", "--fusion", "weights={}"],
          "score must be maxsim, got 'fused', which needs bm25, which was not "
-         "built for the texts of full; build it with `maxray candidates INDEX bm25`"),
+         "built for the texts of full; build it with `maxray add candidates INDEX bm25`"),
         (["--fusion", "agreement=0"], "score must be fused if fusion is set, got 'maxsim'"),
         (["--score", "fused", "--fusion", "weights.bm=1"], "unknown field 'bm' in fusion.weights; "
          "did you mean 'bm25'? valid fields: maxsim, bm25, single_vector"),

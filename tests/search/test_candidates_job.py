@@ -17,9 +17,10 @@ import pytest
 from jobs import export
 from pipeline import config, open_index
 from pipeline.config import SpecError, Stopped
+from pipeline.index import add as add_job
 from pipeline.index import job as index_job
 from pipeline.index import recompress
-from pipeline.index.fill import Progress
+from pipeline.index.add import Progress
 from pipeline.index.reader import ITEMS, Index
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -97,7 +98,11 @@ def spec(uri: Path, generator: dict[str, Any], **fields: Any) -> CandidatesJobSp
 def build(uri: Path, generator: dict[str, Any], refit: bool = False, **fields: Any) -> Progress:
     """Runs the job without printing."""
     job_spec, resources = spec(uri, generator, **fields), CandidatesResources()
-    return candidates_job.run(job_spec, resources, job="2", refit=refit, report=lambda line: None)
+    return add_job.run(
+        candidates_job.Candidates(job_spec, resources, refit=refit),
+        job="2",
+        report=lambda line: None,
+    )
 
 
 def codes(uri: Path, column: str) -> dict[str, Any]:
@@ -207,7 +212,9 @@ def test_added_rows_are_scored_before_and_after_they_have_codes(uri, generator, 
 def test_reports_distinct_centroids(uri, num_centroids, is_warned):
     lines = []
     job_spec = spec(uri, {"name": "centroids", "num_centroids": num_centroids})
-    candidates_job.run(job_spec, CandidatesResources(), job="2", report=lines.append)
+    add_job.run(
+        candidates_job.Candidates(job_spec, CandidatesResources()), job="2", report=lines.append
+    )
     stored = codes(uri, "full_centroids_1_candidates").values()
     counts = [(len({tuple(code) for code in item}), len(item)) for item in stored]
     num_distinct, num_vectors = np.mean(counts, axis=0)
@@ -275,7 +282,7 @@ def test_build_resumes_after_sigkill_with_the_same_bits(cluster, tmp_path):
     build(whole, LEMUR)
     name = "full_lemur_1_candidates"
     arguments = [str(uri), "lemur", "generator.num_features=64", "commit_fragments=1"]
-    process = start_job("jobs.candidates", *arguments, address=cluster)
+    process = start_job("jobs.add", "candidates", *arguments, address=cluster)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         stored = lance.dataset(f"{uri}/{ITEMS}")
@@ -354,9 +361,10 @@ def test_other_jobs_keep_the_codes(uri, tmp_path):
     before = [r.scores_by_item() for r in open_index(str(uri)).rank(queries(), "full", **options)]
     compressor = {"name": "hpool", "num_vectors": 2}
     given = {"index": str(uri), "representations": [{"compressor": compressor}]}
-    recompress.run(
-        config.parse(recompress.RecompressSpec, given),
-        recompress.RecompressResources(),
+    add_job.run(
+        recompress.Recompression(
+            config.parse(recompress.RecompressSpec, given), recompress.RecompressResources()
+        ),
         job="3",
         report=lambda line: None,
     )
@@ -377,9 +385,10 @@ def test_refuses_a_generator_of_replaced_vectors(uri, tmp_path):
     def add(num_vectors: int) -> None:
         compressor = {"name": "hpool", "num_vectors": num_vectors}
         given = {"index": str(uri), "representations": [{"compressor": compressor, "id": "few"}]}
-        recompress.run(
-            config.parse(recompress.RecompressSpec, given),
-            recompress.RecompressResources(),
+        add_job.run(
+            recompress.Recompression(
+                config.parse(recompress.RecompressSpec, given), recompress.RecompressResources()
+            ),
             job="3",
             report=lambda line: None,
         )

@@ -17,8 +17,9 @@ import torch
 
 from pipeline import config, open_index
 from pipeline.config import SpecError, Stopped
+from pipeline.index import add as add_job
 from pipeline.index import job as index_job
-from pipeline.index.fill import Progress
+from pipeline.index.add import Progress
 from pipeline.index.reader import ITEMS, Index
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -113,8 +114,10 @@ def spec(uri: Path, **fields: Any) -> CandidatesJobSpec:
 
 def build(uri: Path, refit: bool = False, **fields: Any) -> Progress:
     """Runs the job without printing."""
-    return candidates_job.run(
-        spec(uri, **fields), CandidatesResources(), job="2", refit=refit, report=lambda line: None
+    return add_job.run(
+        candidates_job.Candidates(spec(uri, **fields), CandidatesResources(), refit=refit),
+        job="2",
+        report=lambda line: None,
     )
 
 
@@ -201,9 +204,10 @@ def test_candidates_are_the_best_texts(built):
 
 
 def test_union_contains_the_candidates_of_both(uri):
-    candidates_job.run(
-        spec(uri, generator={"name": "lemur", "num_features": 64}),
-        CandidatesResources(),
+    add_job.run(
+        candidates_job.Candidates(
+            spec(uri, generator={"name": "lemur", "num_features": 64}), CandidatesResources()
+        ),
         job="3",
         report=lambda line: None,
     )
@@ -292,9 +296,10 @@ def test_fused_search_with_candidates(built):
 @pytest.mark.heavy
 def test_fused_search_among_candidates_of_vectors(uri):
     """The generator of vectors and the components are independent."""
-    candidates_job.run(
-        spec(uri, generator={"name": "lemur", "num_features": 64}),
-        CandidatesResources(),
+    add_job.run(
+        candidates_job.Candidates(
+            spec(uri, generator={"name": "lemur", "num_features": 64}), CandidatesResources()
+        ),
         job="3",
         report=lambda line: None,
     )

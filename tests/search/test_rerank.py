@@ -202,7 +202,7 @@ def test_rejects_invalid_requests(tmp_path, uri, dual, model, photos):
     with pytest.raises(
         SpecError,
         match=r"^rerank must be null for an index without rerank_tokens, got '.*';"
-        r" .*`maxray backfill SPEC.yaml rerank=.*`$",
+        r" .*`maxray add tokens SPEC.yaml rerank=.*`$",
     ):
         open_index(plain).search(TEXT, rerank=reranker, **SINGLE)
     other = Reranker(edje_of(tmp_path / "other", dual, seed=1))

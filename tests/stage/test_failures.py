@@ -9,7 +9,7 @@ import pytest
 from pipeline.decoding import Unreadable
 from pipeline.index.stages import ColumnCollector
 from pipeline.schema import ITEM, Item
-from pipeline.stage import LoadedStage, Processed, Unit, run_stage
+from pipeline.stage import Processed, Stage, Unit, run_stage
 
 ERRORS = {
     "thin": Unreadable("not supported"),
@@ -18,7 +18,7 @@ ERRORS = {
 }
 
 
-class Failing(LoadedStage):
+class Failing(Stage):
     """Adds columns for the fields of items, rejects empty ones and fails for others."""
 
     name = "encode"

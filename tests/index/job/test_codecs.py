@@ -12,11 +12,11 @@ import torch
 
 from pipeline import config, open_index
 from pipeline.config import SpecError
-from pipeline.index import job, recompress
+from pipeline.index import add, job, recompress
+from pipeline.index.add import Progress
 from pipeline.index.artefacts import Sample, load_artefact
 from pipeline.index.columns import Representation, all_representations
 from pipeline.index.export import export
-from pipeline.index.fill import Progress
 from pipeline.index.fitting import load_fit_sample
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
@@ -54,7 +54,7 @@ def run_recompress(uri: Path, *representations: dict, **fields: Any) -> Progress
     given = {"index": str(uri), "representations": list(representations), **fields}
     spec = config.parse(recompress.RecompressSpec, given)
     resources = recompress.RecompressResources()
-    return recompress.run(spec, resources, job="2", report=lambda line: None)
+    return add.run(recompress.Recompression(spec, resources), job="2", report=lambda line: None)
 
 
 def artefacts(uri: Path) -> set[str]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline import config
-from pipeline.index import job, recompress
+from pipeline.index import add, job, recompress
 from pipeline.index.positions import decode_positions
 from pipeline.index.progress import Progress
 from pipeline.index.reader import Index
@@ -100,7 +100,7 @@ def test_separate_actors_and_recompression_use_the_same_boxes(cluster, tmp_path,
     given = {"index": str(tmp_path / "later"), "representations": [SAMER]}
     spec = config.parse(recompress.RecompressSpec, given)
     resources = recompress.RecompressResources()
-    recompress.run(spec, resources, job="2", report=lambda line: None)
+    add.run(recompress.Recompression(spec, resources), job="2", report=lambda line: None)
     one, two, later = (rows(tmp_path / name) for name in ("one", "two", "later"))
     for item_id, row in one.items():
         for name in ("full", "samer_3", "minilm_extents"):

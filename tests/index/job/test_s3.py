@@ -64,7 +64,7 @@ def test_index_status_search_and_recompress(s3, tmp_path):
     done = run_jobs(
         ["index", "s3://bucket/specs/index.yaml"],
         ["index", "s3://bucket/specs/index.yaml"],
-        ["recompress", str(tmp_path / "more.yaml")],
+        ["add", "representations", str(tmp_path / "more.yaml")],
         ["status", uri],
         ["search", uri, "how do shells buckle", "--representation", "hpool_4", "--k", "1"],
         **s3,

@@ -54,8 +54,8 @@ def commands(uri: str, folder) -> list[list[str]]:
     return [
         ["index", str(folder / "index.yaml")],
         ["index", str(folder / "index.yaml")],
-        ["recompress", str(folder / "more.yaml")],
-        ["candidates", uri, *generator],
+        ["add", "representations", str(folder / "more.yaml")],
+        ["add", "candidates", uri, *generator],
         ["maintain", uri, "--retain-hours", "0"],
         ["status", uri],
     ]

@@ -13,8 +13,8 @@ import torch
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.eval.diagnose import uncompressed_representation
-from pipeline.index import job, recompress
-from pipeline.index.fill import Progress
+from pipeline.index import add, job, recompress
+from pipeline.index.add import Progress
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.schema import column_metadata
@@ -79,7 +79,11 @@ def index(uri: Path, collection: Path, *representations, resources=None, **field
 def recompressed(uri: Path, *representations) -> Progress:
     given = {"index": str(uri), "representations": list(representations)}
     spec = config.parse(recompress.RecompressSpec, given)
-    return recompress.run(spec, recompress.RecompressResources(), job="2", report=lambda line: None)
+    return add.run(
+        recompress.Recompression(spec, recompress.RecompressResources()),
+        job="2",
+        report=lambda line: None,
+    )
 
 
 def rows(uri: Path) -> dict[str, dict]:

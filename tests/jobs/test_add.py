@@ -1,10 +1,10 @@
-"""The candidates job as a user runs it, and its errors."""
+"""Candidate generators as a user adds them, and errors of the command line."""
 
 import shutil
 
 import pytest
 
-from jobs import candidates, status
+from jobs import add, status
 from pipeline import open_index
 from pipeline.config import SpecError
 from pipeline.index.reader import Index
@@ -21,16 +21,10 @@ OPTIONS = ["representation=hpool_2", "generator.num_features=16", "generator.fea
 
 
 def test_builds_lists_and_drops_a_generator(uri, cluster, capsys, tmp_path):
-    candidates.main([uri])
-    assert capsys.readouterr().out == "the index has no candidate generators\n"
     (tmp_path / "log.tsv").write_text("1\tthe lift of a wing\n2\thow to bake bread at home\n")
-    candidates.main([uri, "lemur", *OPTIONS, f"queries={tmp_path}/log.tsv"])
+    add.main(["candidates", uri, "lemur", *OPTIONS, f"queries={tmp_path}/log.tsv"])
     printed = capsys.readouterr().out
     assert "fitting lemur to 8 items" in printed
-    candidates.main([uri])
-    header, row = capsys.readouterr().out.splitlines()
-    assert header.split()[:3] == ["representation", "generator", "revision"]
-    assert row.split() == ["hpool_2", "lemur", "1", "7", "7"]
     status.main([uri])
     line = "candidates: lemur for hpool_2, revision 1, 7 of 7 items have codes"
     assert line in capsys.readouterr().out.splitlines()
@@ -39,19 +33,19 @@ def test_builds_lists_and_drops_a_generator(uri, cluster, capsys, tmp_path):
     (exact,) = open_index(uri).rank(["the lift of a wing"], "hpool_2", k=9)
     assert set(found.scores_by_item().items()) <= set(exact.scores_by_item().items())
 
-    candidates.main([uri, "lemur", "representation=hpool_2", "--drop"])
+    add.main(["candidates", uri, "lemur", "representation=hpool_2", "--drop"])
     assert not Index(uri).candidates_columns
 
 
 def test_builds_lists_and_drops_bm25(uri, cluster, capsys):
-    candidates.main([uri, "bm25", "generator.k1=0.9"])
+    add.main(["candidates", uri, "bm25", "generator.k1=0.9"])
     assert "fitting bm25 to 8 items" in capsys.readouterr().out
-    candidates.main([uri])
-    _, row = capsys.readouterr().out.splitlines()
-    assert row.split() == ["text", "bm25", "1", "8", "8"]
+    status.main([uri])
+    line = "candidates: bm25 for text, revision 1, 8 of 8 items have codes"
+    assert line in capsys.readouterr().out.splitlines()
     with pytest.raises(SpecError, match=r"generator must be .*differs from the stored generator"):
-        candidates.main([uri, "bm25"])
-    candidates.main([uri, "bm25", "--drop"])
+        add.main(["candidates", uri, "bm25"])
+    add.main(["candidates", uri, "bm25", "--drop"])
     assert not Index(uri).candidates_columns
 
 
@@ -69,13 +63,33 @@ def test_builds_lists_and_drops_bm25(uri, cluster, capsys):
 )
 def test_invalid_arguments(uri, arguments, message):
     with pytest.raises(SpecError, match=message):
-        candidates.main([uri, *arguments])
+        add.main(["candidates", uri, *arguments])
     assert not Index(uri).candidates_columns
 
 
-def test_conflicting_options(uri, capsys):
-    for options in (["lemur", "--refit", "--drop"], ["--drop"]):
-        with pytest.raises(SystemExit) as caught:
-            candidates.main([uri, *options])
-        assert caught.value.code == 2
-    assert "--refit and --drop require GENERATOR" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lemur", "--refit", "--drop"], "--drop: not allowed with argument --refit"),
+        (["--drop"], "the following arguments are required: generator"),
+    ],
+)
+def test_invalid_options(uri, capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        add.main(["candidates", uri, *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: columns"),
+        (["candidate", "INDEX"], "invalid choice: 'candidate'"),
+    ],
+)
+def test_invalid_columns(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        add.main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

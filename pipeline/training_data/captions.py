@@ -69,23 +69,16 @@ class Captions(RowData["Captions.Spec"]):
         """Validation data: a fraction of the documents with their queries, or {path: ..., splits:
         ...}; null for none."""
 
-    def listing(self) -> Listing:
-        """Returns all captions of `path`."""
-        return self._list(self.spec.path, self.spec.splits)
-
-    def validation_listing(self) -> Listing:
-        """Returns the captions of `validation.path`."""
-        assert isinstance(self.spec.validation, CaptionsValidationFiles)
-        return self._list(self.spec.validation.path, self.spec.validation.splits)
-
-    def _list(self, uri: str, splits: list[str] | None) -> Listing:
-        spec, listing = self.spec, Listing()
+    def rows(self, files: RowSpec | ValidationFiles) -> Listing:
+        """Reads all captions of `path`."""
+        assert isinstance(files, Captions.Spec | CaptionsValidationFiles)
+        spec, uri, listing = self.spec, files.path, Listing()
         folder = spec.images or posixpath.dirname(uri)
         boxes = {}
         if spec.instances is not None:
             boxes = read_coco_boxes(read_json(spec.instances, "instances"), spec.instances)
         entities = None if spec.entities is None else Entities(spec.entities)
-        for image in self._images(uri, splits, entities):
+        for image in self._images(uri, files.splits, entities):
             file = posixpath.join(folder, image.file)
             image_boxes = boxes.get(image.id, NO_BOXES)
             number = listing.add(Document(image.id, None, file, image.location, image_boxes))

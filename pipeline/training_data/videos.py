@@ -51,9 +51,12 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
                 raise SpecError("ids", self.ids, rule)
             return self
 
-    def listing(self) -> Listing:
-        """Returns the sentences of `path` about the videos of `ids` or `splits`."""
-        uri = self.spec.path
+    def rows(self, files: RowSpec | ValidationFiles) -> Listing:
+        """Reads the sentences of `path` about the videos of `ids` or `splits`."""
+        uri = files.path
+        if isinstance(files, ValidationFiles):
+            rows = read_csv(uri, ("video_id", "sentence"), "path")
+            return self._listed(uri, ((loc, r["video_id"], r["sentence"]) for loc, r in rows))
         splits, sentences = read_msrvtt(uri)
         if self.spec.ids is None:
             names = sorted(set(splits.values()))
@@ -71,13 +74,6 @@ class Msrvtt(RowData["Msrvtt.Spec"]):
                     raise SpecError("ids", row["video_id"], rule, note=f" ({location})")
                 wanted.add(row["video_id"])
         return self._listed(uri, (sentence for sentence in sentences if sentence[1] in wanted))
-
-    def validation_listing(self) -> Listing:
-        """Returns the sentences of `validation.path`."""
-        assert isinstance(self.spec.validation, ValidationFiles)
-        uri = self.spec.validation.path
-        rows = read_csv(uri, ("video_id", "sentence"), "path")
-        return self._listed(uri, ((location, r["video_id"], r["sentence"]) for location, r in rows))
 
     def _listed(self, uri: str, sentences: Iterator[tuple[str, str, Any]]) -> Listing:
         """Reads sentences. Each has a location, the id of its video and its text."""
@@ -123,19 +119,10 @@ class Multivent(RowData["Multivent.Spec"]):
         """Validation data: a fraction of the documents with their queries, or {path: ...,
         judgments: ..., videos: ...}, or null for none."""
 
-    def listing(self) -> Listing:
-        """Returns the judged queries of `path`."""
-        return self._list(self.spec.path, self.spec.judgments, self.spec.videos)
-
-    def validation_listing(self) -> Listing:
-        """Returns the judged queries of `validation.path`."""
-        validation = self.spec.validation
-        assert isinstance(validation, MultiventValidationFiles)
-        return self._list(
-            validation.path, validation.judgments, validation.videos or self.spec.videos
-        )
-
-    def _list(self, uri: str, judgments: str, videos: str) -> Listing:
+    def rows(self, files: RowSpec | ValidationFiles) -> Listing:
+        """Reads the judged queries of `path`."""
+        assert isinstance(files, Multivent.Spec | MultiventValidationFiles)
+        uri, judgments, videos = files.path, files.judgments, files.videos or self.spec.videos
         queries: dict[str, str] = {}
         for location, row in read_csv(uri, ("Query_id", "query"), "path"):
             _check_text(row["query"], "path", location)

@@ -233,7 +233,7 @@ CANDIDATES: Registry[Generator[Any] | TextGenerator[Any]] = Registry(
 BENCHMARKS: Registry[Benchmark] = Registry(
     "benchmarks",
     {
-        "beir": "pipeline.eval.beir:Beir",
+        "beir": "pipeline.datasets.beir:Queries",
         "imagecode": "pipeline.eval.imagecode:ImageCode",
         "ir_datasets": "pipeline.eval.ir_datasets:IrDatasets",
         "karpathy": "pipeline.eval.karpathy:Karpathy",

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import open_file
+from pipeline.schema import is_blank
 from pipeline.sources.files import existing_root, walk
 from pipeline.sources.rows import to_rows
 from pipeline.sources.text import parse_line
@@ -64,6 +65,22 @@ def read_file(uri: str, field: str) -> bytes:
         raise error.at(field) from None
     except OSError as error:
         raise SpecError(field, uri, "a readable file", f"cannot be read ({error})") from None
+
+
+def check_text(text: Any, field: str, location: str) -> str:
+    """Returns a text that is not blank.
+
+    Args:
+        text: Value to check.
+        field: Spec field that errors name.
+        location: Line or row of the value, for errors.
+
+    Raises:
+        SpecError: The value is not a text, or is blank.
+    """
+    if not isinstance(text, str) or is_blank(text):
+        raise SpecError(field, text, "a text with at least one word", note=f" ({location})")
+    return text
 
 
 def read_csv(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import posixpath
 from collections.abc import Iterator
-from typing import Any, Literal, Self
-
-from pydantic import model_validator
+from typing import Any, Literal
 
 from pipeline import distributed
 from pipeline.config import SpecError, Uri
@@ -15,78 +13,11 @@ from pipeline.eval.boxes import NO_BOXES
 from pipeline.schema import is_blank
 from pipeline.sources.annotations import read_csv
 from pipeline.sources.files import existing_root, find_files
-from pipeline.sources.msrvtt import read_msrvtt
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
 from pipeline.training_data.rows import Document, Listing, Row, logger
 from pipeline.training_data.tables import LINES, list_files, read_rows
 
 VIDEO, AUDIO = ".mp4", ".m4a"
-
-
-class Msrvtt(RowData["Msrvtt.Spec"]):
-    """Training data in the format of MSR-VTT: videos as documents, their sentences as queries.
-
-    `path` is `MSRVTT_data.json`. `validation.path` is a file in the format of
-    `MSRVTT_JSFUSION_test.csv`, with the columns `video_id` and `sentence`. The id of a document is
-    its `video_id`, and its file is `<video_id>.mp4` in any folder below `videos`. All videos with
-    the same sentence are relevant to it.
-    """
-
-    class Spec(RowSpec):
-        """Training data in MSR-VTT's format."""
-
-        name: Literal["msrvtt"] = "msrvtt"
-        videos: Uri
-        """Folder of the videos."""
-        ids: Uri | None = None
-        """CSV file with the training videos as `video_id`, such as `MSRVTT_train.9k.csv`. Null to
-        use `splits`."""
-        splits: list[str] | None = None
-        """Splits of the videos to train on, such as [train]. Null to use `ids`."""
-
-        @model_validator(mode="after")
-        def _check_selection(self) -> Self:
-            if (self.ids is None) == (self.splits is None):
-                rule = "a file of ids such as MSRVTT_train.9k.csv, or null when splits is set"
-                raise SpecError("ids", self.ids, rule)
-            return self
-
-    def rows(self, files: RowSpec | ValidationFiles) -> Listing:
-        """Reads the sentences of `path` about the videos of `ids` or `splits`."""
-        uri = files.path
-        if isinstance(files, ValidationFiles):
-            rows = read_csv(uri, ("video_id", "sentence"), "path")
-            return self._listed(uri, ((loc, r["video_id"], r["sentence"]) for loc, r in rows))
-        splits, sentences = read_msrvtt(uri)
-        if self.spec.ids is None:
-            names = sorted(set(splits.values()))
-            selected = self.spec.splits or []
-            for split in selected:
-                if split not in names:
-                    problem = f"is not a split of {uri}"
-                    raise SpecError.unknown_name("splits", split, names, problem)
-            wanted = {video for video, split in splits.items() if split in selected}
-        else:
-            wanted = set()
-            for location, row in read_csv(self.spec.ids, ("video_id",), "ids"):
-                if row["video_id"] not in splits:
-                    rule = f"the id of a video of {uri}"
-                    raise SpecError("ids", row["video_id"], rule, note=f" ({location})")
-                wanted.add(row["video_id"])
-        return self._listed(uri, (sentence for sentence in sentences if sentence[1] in wanted))
-
-    def _listed(self, uri: str, sentences: Iterator[tuple[str, str, Any]]) -> Listing:
-        """Reads sentences. Each has a location, the id of its video and its text."""
-        files, listing = VideoFiles(self.spec.videos), Listing()
-        for location, video, sentence in sentences:
-            _check_text(sentence, "path", location)
-            number = listing.numbers.get(video)
-            if number is None:
-                number = listing.add(files.document(video, location))
-            listing.rows.append(Row(sentence.strip(), number))
-        if not listing.rows:
-            raise SpecError("path", uri, "a file with at least one sentence", "has no sentences")
-        return listing
 
 
 class MultiventValidationFiles(ValidationFiles):

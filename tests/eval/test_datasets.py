@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
+from pipeline.datasets.multivent import MEASURES, Judgments, read_judgments, split_scores
 from pipeline.eval import BenchmarkRow, JudgedQueries
 from pipeline.eval.metrics import means, per_query
-from pipeline.eval.multivent import MEASURES, Judgments, read_judgments, split_scores
 from pipeline.registry import BENCHMARKS
 from pipeline.schema import Composed
 from tests import datasets
@@ -139,7 +139,7 @@ def test_split_scores_equal_a_literal_implementation():
 def test_malformed_judgments_name_the_line(tmp_path, line):
     path = tmp_path / "judgments.jsonl"
     path.write_text('{"query_id": "q", "doc_id": "1", "relevance": 1}\n' + line)
-    with pytest.raises(SpecError, match=r"judgments must be a line .* \(line 2 of "):
+    with pytest.raises(SpecError, match=r"judgments must be .* \(line 2 of "):
         read_judgments(str(path), "judgments")
 
 

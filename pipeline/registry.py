@@ -181,7 +181,7 @@ SOURCES: Registry[Source[Any]] = Registry(
     {
         "audio": "pipeline.sources.audio:Audio",
         "combined": "pipeline.sources.combined:Combined",
-        "imagecode": "pipeline.sources.imagecode:ImageCode",
+        "imagecode": "pipeline.datasets.imagecode:Items",
         "images": "pipeline.sources.images:Images",
         "ir_datasets": "pipeline.sources.ir_datasets:IrDatasets",
         "karpathy": "pipeline.sources.karpathy:Karpathy",
@@ -234,7 +234,7 @@ BENCHMARKS: Registry[Benchmark] = Registry(
     "benchmarks",
     {
         "beir": "pipeline.datasets.beir:Queries",
-        "imagecode": "pipeline.eval.imagecode:ImageCode",
+        "imagecode": "pipeline.datasets.imagecode:Queries",
         "ir_datasets": "pipeline.eval.ir_datasets:IrDatasets",
         "karpathy": "pipeline.eval.karpathy:Karpathy",
         "mmeb": "pipeline.eval.mmeb:Mmeb",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import PositiveInt
 
 from pipeline.config import ComponentSpec, ComponentSpecT, SpecError, within
 from pipeline.eval import Benchmark, JudgedQueries
+from pipeline.paths import open_file
 from pipeline.sources.completeness import check_number
+
+#: Maximum size of a query image, in bytes.
+MAX_IMAGE_BYTES = 64 << 20
 
 
 class QueriesSpec(ComponentSpec):
@@ -66,3 +70,34 @@ class CollectionQueries(Benchmark[ComponentSpecT]):
                 categories=self.categories(set(queries)),
                 **self.options(),
             )
+
+
+class ImageFiles(Mapping[str, bytes]):
+    """Image files by query id. Each is read when it is needed.
+
+    Args:
+        uris: URIs of PNG, JPEG or WebP files by query id.
+    """
+
+    def __init__(self, uris: Mapping[str, str]):
+        self._uris = uris
+
+    def __getitem__(self, query_id: str) -> bytes:
+        uri = self._uris[query_id]
+        rule = f"a benchmark with all query images, each of at most {MAX_IMAGE_BYTES:,} bytes"
+        try:
+            with open_file(uri) as file:
+                data = file.read(MAX_IMAGE_BYTES + 1)
+        except (FileNotFoundError, KeyError):  # KeyError: not a member of the archive
+            raise SpecError("benchmark", uri, rule, "does not exist") from None
+        except OSError as error:
+            raise SpecError("benchmark", uri, rule, f"cannot be read ({error})") from None
+        if len(data) > MAX_IMAGE_BYTES:
+            raise SpecError("benchmark", uri, rule, "is larger")
+        return data
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._uris)
+
+    def __len__(self) -> int:
+        return len(self._uris)

@@ -1,23 +1,31 @@
-"""The source of the candidates of MMEB-V2 tasks."""
+"""MMEB-V2: tasks whose queries have their own candidates, and video retrieval tasks.
+
+- Image tasks are configs of `MMEB_Test_Instruct`, Parquet files with `IMAGE_COLUMNS`.
+- Video retrieval tasks are Parquet files with `VIDEO_COLUMNS`.
+- `mmeb_v1.tar.gz` has the images, `video-tasks/frames/video_ret` the frames of the videos.
+- Visual document tasks are ViDoRe data sets, see `vidore`.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import posixpath
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
 from pydantic import Field
 
 from pipeline import config
-from pipeline.config import SpecError
+from pipeline.config import MissingField, SpecError
+from pipeline.datasets.queries import CollectionQueries, ImageFiles, QueriesSpec
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import open_file
 from pipeline.schema import Item, Reject, item_id_problem
@@ -34,8 +42,7 @@ VIDEO_COLUMNS = ("video_id", "caption")
 IMAGE_TOKEN = "<|image_1|>"
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """Candidate of a query: a text, an image, or an image with a text.
 
     Attributes:
@@ -55,7 +62,94 @@ class Candidate:
         return name
 
 
-class Mmeb(Annotated):
+def candidates(row: dict[str, Any]) -> list[Candidate]:
+    """Returns the candidates of a row of an image task. The first is the relevant one.
+
+    Args:
+        row: Columns of the row.
+
+    Raises:
+        SpecError: For `path`: the row has no candidates, or different numbers of texts and images.
+    """
+    texts, images = row["tgt_text"] or [], row["tgt_img_path"] or []
+    texts = texts or [""] * len(images)
+    images = images or [""] * len(texts)
+    if not texts or len(texts) != len(images):
+        rule = "a row with as many tgt_text as tgt_img_path, and at least one"
+        problem = f"has {len(texts)} texts and {len(images)} images"
+        raise SpecError("path", row.get("qry_text"), rule, problem)
+    found = [Candidate((t or "").strip(), i or "") for t, i in zip(texts, images, strict=True)]
+    if not all(candidate.text or candidate.image for candidate in found):
+        rule = "a row whose candidates have a text or an image"
+        raise SpecError("path", row.get("qry_text"), rule, "has an empty candidate")
+    return found
+
+
+def clean_text(text: str | None) -> str:
+    r"""Removes the marker of an image and surrounding white space.
+
+    >>> clean_text("<|image_1|>\nFind a similar image: ")
+    'Find a similar image:'
+    """
+    return (text or "").replace(IMAGE_TOKEN, "").strip()
+
+
+class QueryRow(NamedTuple):
+    """Query of a task.
+
+    Attributes:
+        text: Text without instruction, or empty.
+        image: Path of the image, or empty.
+        instruction: Instruction of the row, or empty.
+        relevant: Id of the relevant document.
+        pool: Ids of the candidates, or empty to rank all documents.
+        location: Row, for messages.
+    """
+
+    text: str
+    image: str
+    instruction: str
+    relevant: str
+    pool: tuple[str, ...]
+    location: str
+
+
+def read_queries(uri: str) -> Iterator[QueryRow]:
+    """Yields the queries of an image task or of a video retrieval task.
+
+    Raises:
+        SpecError: For `path`: a file is missing or malformed.
+    """
+    _, first = next(read_table(uri, (), "path"), ("", {}))
+    if "video_id" in first:
+        for location, row in read_table(uri, VIDEO_COLUMNS, "path"):
+            captions, video = row["caption"], str(row["video_id"])
+            caption = captions[0] if isinstance(captions, list) else captions
+            yield QueryRow(clean_text(caption), "", "", video, (), location)
+        return
+    for location, row in read_table(uri, IMAGE_COLUMNS, "path"):
+        text, image = clean_text(row["qry_text"]), row["qry_img_path"] or ""
+        pool = tuple(dict.fromkeys(candidate.id for candidate in candidates(row)))
+        instruction = clean_text(row.get("qry_inst"))
+        yield QueryRow(text, image, instruction, pool[0], pool, location)
+
+
+def select_frames(names: Sequence[str], number: int) -> list[str]:
+    """Returns evenly spaced frames, sorted by the numbers in their names.
+
+    >>> select_frames([f"{i}.jpg" for i in (10, 9, 8, 7)], 2)
+    ['7.jpg', '10.jpg']
+    """
+    ordered = sorted(names, key=lambda name: ([int(n) for n in re.findall(r"\d+", name)], name))
+    if len(ordered) <= number:
+        return ordered
+    if number == 1:
+        return ordered[:1]
+    last = len(ordered) - 1
+    return [ordered[round(i * last / (number - 1))] for i in range(number)]
+
+
+class Items(Annotated):
     """Candidates of a task of MMEB-V2, one item each.
 
     **Image tasks.** `path` is the Parquet file of a task, or the folder with its files (a config of
@@ -87,7 +181,7 @@ class Mmeb(Annotated):
     @classmethod
     def provided_inputs(cls, spec: Images.Spec) -> tuple[str, ...]:
         """Returns `frames` for a video task, and the other inputs for an image task."""
-        assert isinstance(spec, Mmeb.Spec)
+        assert isinstance(spec, Items.Spec)
         if spec.frames is not None:
             return ("item_id", "frames")
         return tuple(name for name in cls.provides if name != "frames")
@@ -106,7 +200,7 @@ class Mmeb(Annotated):
             return
         known: set[str] = set()
         for _, row in read_table(self.spec.path, IMAGE_COLUMNS, "path"):
-            for candidate in candidates(row, "path"):
+            for candidate in candidates(row):
                 if candidate.id not in known:
                     known.add(candidate.id)
                     fields = {"file_name": candidate.image, "text": candidate.text}
@@ -197,40 +291,77 @@ class Mmeb(Annotated):
         return frames
 
 
-def select_frames(names: Sequence[str], number: int) -> list[str]:
-    """Returns evenly spaced frames, sorted by the numbers in their names.
+class Queries(CollectionQueries["Queries.Spec"]):
+    """Queries of a task of MMEB-V2. The main metric is hit@1, which equals Success@1.
 
-    >>> select_frames([f"{i}.jpg" for i in (10, 9, 8, 7)], 2)
-    ['7.jpg', '10.jpg']
+    **Image tasks.** Queries are texts, images, or both, with the candidates of their row as pool.
+    The first candidate is relevant. Query ids are the numbers of the rows.
+
+    **Video retrieval tasks.** The queries are the captions, and all videos of the task are ranked.
+
+    **Instructions.** With `instruction: text`, the instruction of the task precedes the text of
+    each query, as in MMEB. With `template`, it replaces the instruction in the query template of
+    encoders that have one; all rows must have the same. Markers of images are removed, because
+    encoders insert their own.
+
+    The documents are indexed with the source `mmeb`.
     """
-    ordered = sorted(names, key=lambda name: ([int(n) for n in re.findall(r"\d+", name)], name))
-    if len(ordered) <= number:
-        return ordered
-    if number == 1:
-        return ordered[:1]
-    last = len(ordered) - 1
-    return [ordered[round(i * last / (number - 1))] for i in range(number)]
 
+    class Spec(QueriesSpec):
+        """Options of the MMEB benchmark."""
 
-def candidates(row: dict[str, Any], field: str) -> list[Candidate]:
-    """Returns the candidates of a row of an image task. The first is the relevant one.
+        name: Literal["mmeb"] = "mmeb"
+        path: config.Uri
+        """Parquet file of a task, or the folder with its files."""
+        images: config.Uri | None = None
+        """Folder of the query images, such as `image-tasks`; null if the queries are texts."""
+        instruction: Literal["text", "template", "none"] = "text"
+        """Place of the instruction: in the `text` of the query, in the query `template` of the
+        encoder, or `none` to ignore it."""
+        video_instruction: str = ""
+        """Instruction of a video task, whose rows contain none."""
 
-    Args:
-        row: Columns of the row.
-        field: Spec field that errors name.
+    @functools.cached_property
+    def _rows(self) -> dict[str, QueryRow]:
+        """The queries by id, with the instruction of the spec for videos."""
+        rows = {}
+        for number, row in enumerate(read_queries(self.spec.path)):
+            if not row.pool:
+                row = row._replace(instruction=self.spec.video_instruction)
+            rows[str(number)] = row
+        return rows
 
-    Raises:
-        SpecError: The row has no candidates, or different numbers of texts and images.
-    """
-    texts, images = row["tgt_text"] or [], row["tgt_img_path"] or []
-    texts = texts or [""] * len(images)
-    images = images or [""] * len(texts)
-    if not texts or len(texts) != len(images):
-        rule = "a row with as many tgt_text as tgt_img_path, and at least one"
-        problem = f"has {len(texts)} texts and {len(images)} images"
-        raise SpecError(field, row.get("qry_text"), rule, problem)
-    found = [Candidate((t or "").strip(), i or "") for t, i in zip(texts, images, strict=True)]
-    if not all(candidate.text or candidate.image for candidate in found):
-        rule = "a row whose candidates have a text or an image"
-        raise SpecError(field, row.get("qry_text"), rule, "has an empty candidate")
-    return found
+    def queries(self) -> dict[str, str]:
+        """Returns the texts, with their instruction if it belongs to the text."""
+        texts = {}
+        for query_id, row in self._rows.items():
+            parts = (row.instruction if self.spec.instruction == "text" else "", row.text)
+            texts[query_id] = " ".join(filter(None, parts))
+            if row.pool and not row.image and not texts[query_id]:
+                rule = "a row with qry_text or qry_img_path"
+                raise SpecError("path", self.spec.path, rule, f"has neither in {row.location}")
+        return texts
+
+    def judgments(self) -> dict[str, dict[str, int]]:
+        """Returns the relevant document of each query."""
+        return {query_id: {row.relevant: 1} for query_id, row in self._rows.items()}
+
+    def options(self) -> dict[str, Any]:
+        """Returns the main metric, the instruction, the query images and the candidates."""
+        spec, rows = self.spec, self._rows
+        options: dict[str, Any] = {"measure": "Success@1"}
+        if spec.instruction == "template":
+            instructions = {row.instruction for row in rows.values()}
+            if len(instructions) > 1:
+                problem = f"has {len(instructions)} different instructions"
+                raise SpecError("instruction", "template", "text for this task", problem)
+            options["instruction"] = next(iter(instructions)) or None
+        if images := {query_id: row.image for query_id, row in rows.items() if row.image}:
+            if spec.images is None:
+                rule = "the folder of the query images, to which their paths are relative"
+                raise MissingField("images", None, rule)
+            uris = {q: posixpath.join(spec.images, path) for q, path in images.items()}
+            options["images"] = ImageFiles(uris)
+        if pools := {query_id: row.pool for query_id, row in rows.items() if row.pool}:
+            options["pools"] = pools
+        return options

@@ -242,7 +242,7 @@ BENCHMARKS: Registry[Benchmark] = Registry(
         "mteb": "pipeline.eval.mteb:Mteb",
         "multivent": "pipeline.datasets.multivent:Queries",
         "npy": "pipeline.eval.npy:Npy",
-        "vidore": "pipeline.eval.vidore:Vidore",
+        "vidore": "pipeline.datasets.vidore:Queries",
     },
 )
 LEARNERS: Registry[Learner] = Registry(

@@ -183,7 +183,7 @@ SOURCES: Registry[Source[Any]] = Registry(
         "combined": "pipeline.sources.combined:Combined",
         "imagecode": "pipeline.datasets.imagecode:Items",
         "images": "pipeline.sources.images:Images",
-        "ir_datasets": "pipeline.sources.ir_datasets:IrDatasets",
+        "ir_datasets": "pipeline.datasets.ir_datasets:Items",
         "karpathy": "pipeline.datasets.karpathy:Items",
         "mmeb": "pipeline.datasets.mmeb:Items",
         "msrvtt": "pipeline.datasets.msrvtt:Items",
@@ -235,7 +235,7 @@ BENCHMARKS: Registry[Benchmark] = Registry(
     {
         "beir": "pipeline.datasets.beir:Queries",
         "imagecode": "pipeline.datasets.imagecode:Queries",
-        "ir_datasets": "pipeline.eval.ir_datasets:IrDatasets",
+        "ir_datasets": "pipeline.datasets.ir_datasets:Queries",
         "karpathy": "pipeline.datasets.karpathy:Queries",
         "mmeb": "pipeline.datasets.mmeb:Queries",
         "msrvtt": "pipeline.datasets.msrvtt:Queries",

@@ -11,11 +11,12 @@ import pytest
 
 from jobs.bench.index_run import bare_loop
 from pipeline.config import SpecError, parse
+from pipeline.datasets.mteb import Queries
+from pipeline.datasets.mteb_results import MEASURES, measure_name
 from pipeline.encoders.qwen_spec import QUERY_PROMPT
 from pipeline.eval import BenchmarkRow, JudgedQueries
 from pipeline.eval.evaluation import run
 from pipeline.eval.metrics import means, parse_measure, per_query, read_run
-from pipeline.eval.mteb import MEASURES, Mteb, measure_name
 from pipeline.eval.results import Evaluation
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import job
@@ -25,15 +26,15 @@ from pipeline.registry import BENCHMARKS, ENCODERS
 from pipeline.schema import Composed
 from pipeline.search.rerank import Reranker
 from pipeline.search.searcher import open_index
+from tests.datasets import mteb_data
 from tests.rerank.models import edje_of
-from tests.sources import mteb_data
 
 pytestmark = mteb_data.NEEDS_MTEB
 
 CUTOFFS = (1, 3, 5, 10, 20, 100, 1000)
 
 
-def benchmark(task: str, folder: Path, **fields: Any) -> Mteb:
+def benchmark(task: str, folder: Path, **fields: Any) -> Queries:
     spec = {"name": "mteb", "task": task, "data": str(folder), **fields}
     return BENCHMARKS.build(BENCHMARKS.resolve(spec))
 

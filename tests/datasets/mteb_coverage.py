@@ -1,6 +1,6 @@
 """Reads a miniature of every retrieval task of mteb and reports which of them load.
 
-    python -m tests.sources.mteb_coverage docs/results/mteb-tasks.csv
+    python -m tests.datasets.mteb_coverage docs/results/mteb-tasks.csv
 
 A miniature has the layout that mteb's loader of the task reads, with the modalities, the split and
 the first subset of the task. Tasks whose own loader reads another layout have no miniature.
@@ -19,7 +19,7 @@ from typing import Any
 from pipeline.config import SpecError
 from pipeline.registry import BENCHMARKS, SOURCES
 from pipeline.schema import Item
-from tests.sources import mteb_data
+from tests.datasets import mteb_data
 
 #: Layouts of tasks with a loader of their own, by a prefix of the name of its module.
 LAYOUTS = {

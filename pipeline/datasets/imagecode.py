@@ -17,10 +17,10 @@ from typing import Any, Literal
 from pipeline import config
 from pipeline.atomic import write_atomic
 from pipeline.config import SpecError, Uri
+from pipeline.datasets.files import read_json
+from pipeline.datasets.items import ListedImages, ListedImagesSpec
 from pipeline.datasets.queries import CollectionQueries, QueriesSpec
 from pipeline.eval import BenchmarkRow
-from pipeline.sources.annotated import Annotated, AnnotatedSpec, Document
-from pipeline.sources.annotations import read_json
 
 #: Number of images per set.
 SET_SIZE = 10
@@ -76,7 +76,7 @@ def is_video(name: str) -> bool:
     return "open-images" not in name
 
 
-class Items(Annotated):
+class Items(ListedImages):
     """Images of the sets of ImageCoDe, one item each.
 
     `path` is `train_data.json`, `valid_data.json` or `test_data_unlabeled.json`, whose keys are the
@@ -85,14 +85,14 @@ class Items(Annotated):
     id of an item is `<set>/<index>`. The benchmark `imagecode` has the queries.
     """
 
-    class Spec(AnnotatedSpec):
+    class Spec(ListedImagesSpec):
         """Options of the ImageCoDe source."""
 
         name: Literal["imagecode"] = "imagecode"  # type: ignore[assignment]
 
     spec: Spec
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[dict[str, Any]]:
         """Yields the images of all sets of the split, in the order of their frames."""
         sets = read_sets(self.spec.path)
         frames = sorted_frames(self._names(), sets)

@@ -20,13 +20,13 @@ import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
 from pipeline.config import MissingField, SpecError, Uri, within
+from pipeline.datasets.files import check_text, read_file, read_json
+from pipeline.datasets.items import ListedImages, ListedImagesSpec
 from pipeline.datasets.queries import CollectionQueries, ImageFiles, QueriesSpec
 from pipeline.decoding import Unreadable
 from pipeline.eval import Phrase
 from pipeline.eval.boxes import NO_BOXES, area, drop_small_boxes, normalise_box
 from pipeline.paths import open_file
-from pipeline.sources.annotated import Annotated, AnnotatedSpec
-from pipeline.sources.annotations import check_text, read_file, read_json
 from pipeline.sources.manifests import parse_rows
 from pipeline.texts import fold
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
@@ -274,7 +274,7 @@ def _read(file: str) -> bytes:
 # -- items, queries, rows --------------------------------------------------------------------------
 
 
-class Items(Annotated):
+class Items(ListedImages):
     """Images or captions of a Karpathy split of COCO or Flickr30K, one item each.
 
     `path` is `dataset_coco.json` or `dataset_flickr30k.json`. `images` is the folder to which the
@@ -284,7 +284,7 @@ class Items(Annotated):
     queries and judgments.
     """
 
-    class Spec(AnnotatedSpec):
+    class Spec(ListedImagesSpec):
         """Options of the Karpathy source."""
 
         name: Literal["karpathy"] = "karpathy"  # type: ignore[assignment]

@@ -25,13 +25,13 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.config import MissingField, SpecError
+from pipeline.datasets.files import read_table
+from pipeline.datasets.items import ListedImages, ListedImagesSpec
 from pipeline.datasets.queries import CollectionQueries, ImageFiles, QueriesSpec
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import open_file
 from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import make_revision
-from pipeline.sources.annotated import Annotated, AnnotatedSpec, Document
-from pipeline.sources.annotations import read_table
 from pipeline.sources.files import existing_root, open_root, walk
 from pipeline.sources.images import Images
 
@@ -149,7 +149,7 @@ def select_frames(names: Sequence[str], number: int) -> list[str]:
     return [ordered[round(i * last / (number - 1))] for i in range(number)]
 
 
-class Items(Annotated):
+class Items(ListedImages):
     """Candidates of a task of MMEB-V2, one item each.
 
     **Image tasks.** `path` is the Parquet file of a task, or the folder with its files (a config of
@@ -166,7 +166,7 @@ class Items(Annotated):
     Visual document tasks are ViDoRe data sets: see the benchmark `vidore`.
     """
 
-    class Spec(AnnotatedSpec):
+    class Spec(ListedImagesSpec):
         """Options of the MMEB source."""
 
         name: Literal["mmeb"] = "mmeb"  # type: ignore[assignment]
@@ -193,7 +193,7 @@ class Items(Annotated):
             settings["num_frames"] = self.spec.num_frames
         return settings
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[dict[str, Any]]:
         """Yields the distinct candidates of all rows, or the videos."""
         if self.spec.frames is not None:
             yield from self._videos()
@@ -206,7 +206,7 @@ class Items(Annotated):
                     fields = {"file_name": candidate.image, "text": candidate.text}
                     yield {"id": candidate.id, **{k: v for k, v in fields.items() if v}}
 
-    def _videos(self) -> Iterator[Document]:
+    def _videos(self) -> Iterator[dict[str, Any]]:
         assert self.spec.frames is not None
         try:
             fs, folder = existing_root(self.spec.frames)
@@ -263,7 +263,7 @@ class Items(Annotated):
             except (Unreadable, OSError) as error:
                 yield self.reject(item.item_id, item.revision, error, "decode")
 
-    def _frames(self, document: Document) -> list[dict[str, Any]]:
+    def _frames(self, document: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the rows of `schema.FRAME` of a video."""
         assert self.spec.frames is not None
         fs, folder = open_root(self.spec.frames)

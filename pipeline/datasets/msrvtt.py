@@ -15,11 +15,10 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from pipeline.config import SpecError, Uri
-from pipeline.datasets.items import SelectedVideos
+from pipeline.datasets.files import check_number, check_text, read_csv, read_json
+from pipeline.datasets.items import MissingFiles, SelectedVideos, check_files
 from pipeline.datasets.queries import CollectionQueries, QueriesSpec
 from pipeline.datasets.rows import list_videos
-from pipeline.sources.annotations import check_text, read_csv, read_json
-from pipeline.sources.completeness import MissingFiles, check_files, check_number
 from pipeline.sources.media import MediaFile
 from pipeline.sources.video import Video
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles

@@ -23,6 +23,7 @@ from pydantic import Field
 from pipeline import config, distributed
 from pipeline.atomic import open_atomic, write_atomic
 from pipeline.config import MissingField, SpecError, Uri, within
+from pipeline.datasets.files import check_text, read_csv
 from pipeline.datasets.items import SelectedVideos
 from pipeline.datasets.queries import CollectionQueries, QueriesSpec
 from pipeline.datasets.rows import list_videos
@@ -33,7 +34,6 @@ from pipeline.eval.metrics import Run, means, per_query
 from pipeline.eval.topics import group_categories
 from pipeline.schema import Item, Reject
 from pipeline.sources import make_revision
-from pipeline.sources.annotations import check_text, read_csv
 from pipeline.sources.audio import Audio
 from pipeline.sources.media import SIDECAR_BYTES, MediaFile, Member
 from pipeline.sources.video import Video

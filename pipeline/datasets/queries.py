@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from pydantic import PositiveInt
 
 from pipeline.config import ComponentSpec, ComponentSpecT, SpecError, within
+from pipeline.datasets.files import check_number
 from pipeline.eval import Benchmark, JudgedQueries
 from pipeline.paths import open_file
-from pipeline.sources.completeness import check_number
 
 #: Maximum size of a query image, in bytes.
 MAX_IMAGE_BYTES = 64 << 20

@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 from PIL import Image, UnidentifiedImageError
 
 from pipeline.config import SpecError, Uri, within
+from pipeline.datasets.files import check_text, read_table
 from pipeline.datasets.queries import CollectionQueries, QueriesSpec
 from pipeline.eval import Phrase
 from pipeline.eval.boxes import normalise_box
 from pipeline.eval.topics import group_categories
-from pipeline.sources.annotations import check_text, read_table
 
 
 class Judgment(NamedTuple):

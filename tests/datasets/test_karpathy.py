@@ -12,6 +12,7 @@ from PIL import Image
 from pipeline.config import SpecError
 from pipeline.datasets.karpathy import Entities, read_coco_boxes
 from tests import datasets
+from tests.datasets.loading import benchmark, load
 from tests.sources.listing import build, read
 from tests.training_data.files import CAPTIONS, IMAGES, NAMES, PHOTOS, build_data, epoch_batches
 
@@ -333,3 +334,54 @@ def test_missing_files(tmp_path):
     with pytest.raises(SpecError) as error:
         captions(instances=tmp_path / "none.json")
     assert str(error.value).endswith(f" got '{tmp_path}/none.json', which does not exist")
+
+
+def test_karpathy_in_both_directions(tmp_path):
+    folder = datasets.karpathy(tmp_path)
+    path = str(folder / "dataset_coco.json")
+    texts = load("karpathy", path=path)
+    assert list(texts.queries) == [f"{100 + i}#{j}" for i in range(4) for j in range(2)]
+    assert texts.queries["101#1"] == "Photo 1, sentence 1." and texts.pools is None
+    assert texts.qrels["101#1"] == {"101": 1} and texts.measure == "R@1"
+    images = load("karpathy", path=path, direction="image_to_text")
+    assert images.qrels["103"] == {"103#0": 1, "103#1": 1} and images.measure == "Success@1"
+    inputs = list(images.inputs(["100", "102"]))
+    assert inputs == [datasets.photos(3)[0], datasets.photos(3)[2]]
+    first_captions = load("karpathy", path=path, max_captions=1)
+    assert list(first_captions.queries) == [f"{100 + i}#0" for i in range(4)]
+
+
+def test_images_of_queries_in_an_archive(tmp_path):
+    folder = datasets.karpathy(tmp_path, as_zip=True)
+    fields = {"path": str(folder / "dataset_coco.json"), "direction": "image_to_text"}
+    judged = load("karpathy", **fields, images=str(folder / "val2014.zip"))
+    assert list(judged.inputs(["101"])) == [datasets.photos(2)[1]]
+    with pytest.raises(SpecError, match=r"benchmark must be .*all query images.*does not exist"):
+        list(load("karpathy", **fields).inputs(["101"]))
+
+
+@pytest.mark.parametrize("direction", ["text_to_image", "image_to_text"])
+def test_folds_are_pools(tmp_path, direction):
+    path = str(datasets.karpathy(tmp_path) / "dataset_coco.json")
+    judged = load("karpathy", path=path, direction=direction, folds=2)
+    assert judged.pools is not None
+    for number, query_id in enumerate(judged.queries):
+        fold = number * 2 // len(judged.queries)
+        images = [str(100 + 2 * fold), str(101 + 2 * fold)]
+        captions = [f"{image}#{i}" for image in images for i in range(2)]
+        expected = images if direction == "text_to_image" else captions
+        assert list(judged.pools[query_id]) == expected
+        assert judged.qrels[query_id].keys() <= set(expected)
+        assert query_id in judged.categories["fold"][f"fold {fold}"]
+    with pytest.raises(SpecError, match=r"benchmark\.folds must be a divisor of the 4 images"):
+        load("karpathy", path=path, folds=3)
+
+
+def test_entities_are_phrases(tmp_path):
+    folder = datasets.flickr30k(tmp_path)
+    fields = {"path": str(folder / "dataset_flickr30k.json")}
+    (phrase,) = benchmark("karpathy", **fields, entities=str(folder)).phrases()
+    assert (phrase.item_id, phrase.text) == ("11", "Two men")
+    np.testing.assert_allclose(phrase.boxes, [[0.1, 0.0, 0.5, 1.0]], atol=1e-6)
+    with pytest.raises(SpecError, match=r"entities.*required"):
+        benchmark("karpathy", **fields).phrases()

@@ -1,11 +1,13 @@
-"""The source of MMEB-V2 on a miniature."""
+"""MMEB-V2 on a miniature."""
 
 from __future__ import annotations
 
 import pytest
 
 from pipeline.config import SpecError
+from pipeline.schema import Composed
 from tests import datasets
+from tests.datasets.loading import load
 from tests.sources.listing import build, read
 
 IMAGE = ("image", "text")
@@ -40,3 +42,33 @@ def test_mmeb_frames(tmp_path):
         build("mmeb", ("frames",), **fields)
     items, (reject,) = read(build("mmeb", ("frames",), **fields, missing="skip"))
     assert list(items) == ["video1"] and reject.item_id == "video2"
+
+
+def test_mmeb(tmp_path):
+    folder = datasets.mmeb(tmp_path)
+    fields = {"path": str(folder / "CIRR"), "images": str(folder / "image-tasks")}
+    judged = load("mmeb", **fields)
+    instruction = "Given an image, find a similar image:"
+    assert judged.queries["0"] == f"{instruction} Show three bottles."
+    assert judged.pools == {
+        "0": ("CIRR/1.jpg", "CIRR/2.jpg", "CIRR/3.jpg"),
+        "1": ("CIRR/3.jpg", "CIRR/2.jpg:a caption"),
+    }
+    assert judged.qrels == {"0": {"CIRR/1.jpg": 1}, "1": {"CIRR/3.jpg": 1}}
+    (query,) = judged.inputs(["0"])
+    assert query == Composed(judged.queries["0"], datasets.photos(1)[0])
+    template = load("mmeb", **fields, instruction="template")
+    assert template.queries["0"] == "Show three bottles." and template.instruction == instruction
+    assert judged.instruction is None and judged.measure == "Success@1"
+    images = {"path": str(folder / "ImageNet"), "instruction": "none"}
+    classes = load("mmeb", **images, images=fields["images"])
+    assert list(classes.inputs(["0"])) == [datasets.photos(1)[0]]
+    with pytest.raises(SpecError, match=r"images.*is required in benchmark"):
+        load("mmeb", **images)
+
+
+def test_mmeb_videos(tmp_path):
+    path = str(datasets.mmeb(tmp_path) / "MSR-VTT")
+    judged = load("mmeb", path=path, video_instruction="Find a video:")
+    assert judged.queries["1"] == "Find a video: caption of video2"
+    assert judged.qrels["1"] == {"video2": 1} and judged.pools is None

@@ -1,4 +1,4 @@
-"""The source of MSR-VTT on a miniature."""
+"""MSR-VTT on miniatures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.config import SpecError
 from tests import datasets
+from tests.datasets.loading import load
 from tests.sources.listing import build, read
 from tests.training_data.files import build_data
 from tests.training_data.media import write_msrvtt
@@ -180,3 +181,13 @@ def test_invalid_msrvtt_specs(small_msrvtt, tmp_path):
     ):
         path = small_msrvtt / "MSRVTT_data.json"
         build_data(2, name="msrvtt", path=path, videos="/nowhere", splits=["train"])
+
+
+def test_msrvtt(tmp_path):
+    folder = datasets.msrvtt(tmp_path)
+    judged = load("msrvtt", path=str(folder / "MSRVTT_JSFUSION_test.csv"), num_queries=2)
+    assert judged.queries == {"ret0": "a person is fixing a bike, slowly", "ret1": "a car drives"}
+    assert judged.qrels == {"ret0": {"video9770": 1}, "ret1": {"video9771": 1}}
+    fields = {"path": str(folder / "MSRVTT_data.json")}
+    train = load("msrvtt", **fields, video_ids=str(folder / "MSRVTT_train.9k.csv"))
+    assert train.queries == {"0": "a dog"} and train.qrels == {"0": {"video0": 1}}

@@ -1,4 +1,4 @@
-"""The source of MultiVENT 2.0 on a miniature in the format of its distribution."""
+"""MultiVENT 2.0 on miniatures in the format of its distribution."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
+from pipeline.datasets.multivent import MEASURES, Judgments, read_judgments, split_scores
+from pipeline.eval import BenchmarkRow
+from pipeline.eval.metrics import means, per_query
 from tests import datasets
+from tests.datasets.loading import benchmark, load
 from tests.media import frequency, tone_at
 from tests.sources.listing import build, read
 from tests.training_data.files import build_data
@@ -199,3 +203,121 @@ def test_malformed_multivent_files(name, change, message, small_multivent, tmp_p
         build_multivent(tmp_path)
     assert message.replace("{}", str(tmp_path)) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_multivent(tmp_path):
+    datasets.multivent(tmp_path)
+    fields = {
+        "path": str(tmp_path / "queries.csv"),
+        "judgments": str(tmp_path / "judgments.jsonl"),
+    }
+    judged = load("multivent", **fields)
+    assert judged.queries == {"q1": "City council vote, spring 2021", "q2": "flood"}
+    assert judged.qrels == {"q1": {"200": 3, "201": 1, "202": 0}, "q2": {"201": 2}}
+    assert judged.num_unjudged == 1 and judged.measure == "nDCG@10"
+    with pytest.raises(SpecError, match=r"num_queries must be the number of judged queries .*2"):
+        load("multivent", **fields, num_queries=2546)
+
+
+def test_multivent_train_categories(tmp_path):
+    ids = [
+        f"internvid_{language}_{category}_edited_base_{number}"
+        for language in ("korean", "arabic")
+        for category in ("political", "sports")
+        for number in range(2)
+    ]
+    rows = [[query_id, f"query, {query_id}"] for query_id in ids]
+    (tmp_path / "q.csv").write_bytes(datasets.csv_text(["Query_id", "query"], rows, "\r\n"))
+    lines = [{"query_id": query_id, "doc_id": "aB3_dE-fG12", "relevance": 1} for query_id in ids]
+    (tmp_path / "j.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    judged = load("multivent", path=str(tmp_path / "q.csv"), judgments=str(tmp_path / "j.jsonl"))
+    assert set(judged.categories) == {"language", "category"}
+    assert judged.categories["language"]["korean"] == sorted(ids[:4])
+
+
+def test_multivent_results(tmp_path):
+    datasets.multivent(tmp_path)
+    fields = {
+        "path": str(tmp_path / "queries.csv"),
+        "judgments": str(tmp_path / "judgments.jsonl"),
+    }
+    run = {"q1": {"201": 3.0, "999": 2.0, "200": 1.0}, "q2": {"202": 1.0, "201": 0.5}}
+    row = BenchmarkRow("full", "e", run, 1000, 1.0)
+    path = benchmark("multivent", **fields).write_result(str(tmp_path / "out"), row)
+    with open(path) as file:
+        assert json.load(file) == run
+    splits = json.loads((tmp_path / "out/multivent/full_splits.json").read_text())
+    assert set(splits) == {"video_language"}
+    # Korean: 201 is relevant under another value and is removed, so 200 is second.
+    assert splits["video_language"]["korean"]["RR"] == 0.5
+    assert splits["video_language"]["korean"]["nDCG@10"] == pytest.approx(1 / np.log2(3))
+    assert splits["video_language"]["arabic"]["RR"] == pytest.approx((1 + 1 / 2) / 2)
+
+
+def literal_scores(ranked: list[str], grades: dict[str, int], k: int = 10) -> dict[str, float]:
+    """Computes the official metrics of a query by their definitions, in float64."""
+    gains = [float(grades.get(video, 0)) for video in ranked]
+    ideal = sorted((float(g) for g in grades.values()), reverse=True)
+    dcg = sum(gain / np.log2(rank + 2) for rank, gain in enumerate(gains[:k]))
+    best = sum(gain / np.log2(rank + 2) for rank, gain in enumerate(ideal[:k]))
+    relevant = {video for video, grade in grades.items() if grade > 0}
+    hits = [video in relevant for video in ranked]
+    precisions = [sum(hits[: i + 1]) / (i + 1) for i, hit in enumerate(hits) if hit]
+    return {
+        "nDCG@10": dcg / best if best else 0.0,
+        **{f"R@{n}": sum(hits[:n]) / len(relevant) if relevant else 0.0 for n in (10, 100, 1000)},
+        "AP": sum(precisions) / len(relevant) if relevant else 0.0,
+        "RR": next((1 / (i + 1) for i, hit in enumerate(hits) if hit), 0.0),
+        "Judged@10": sum(video in grades for video in ranked[:10]) / min(10, len(ranked)),
+    }
+
+
+def test_split_scores_equal_a_literal_implementation():
+    rng = np.random.default_rng(0)
+    videos = [str(number) for number in range(40)]
+    judgments = Judgments()
+    run: dict[str, dict[str, float]] = {}
+    values = judgments.values.setdefault("video_type", {})
+    for number in range(12):
+        query_id = f"q{number}"
+        judged = rng.choice(videos, 15, replace=False).tolist()
+        judgments.qrels[query_id] = {video: int(rng.integers(4)) for video in judged}
+        for video in judged:
+            if kind := ("news", "raw", "")[rng.integers(3)]:
+                values[query_id, video] = kind
+        order = rng.permutation(videos)[:30].tolist()
+        run[query_id] = {video: -float(rank) for rank, video in enumerate(order)}
+    splits = split_scores(run, judgments)["video_type"]
+    assert set(splits) == {"news", "raw"}
+    for value, found in splits.items():
+        expected = []
+        for query_id, grades in judgments.qrels.items():
+            selected = {v: g for v, g in grades.items() if values.get((query_id, v)) == value}
+            others = {v for v, g in grades.items() if g > 0 and v not in selected}
+            if selected:
+                ranked = [video for video in run[query_id] if video not in others]
+                expected.append(literal_scores(ranked, selected))
+        for measure in MEASURES:
+            mean = float(np.mean([scores[measure] for scores in expected]))
+            assert found[measure] == pytest.approx(mean, abs=1e-9), (value, measure)
+    whole = means(per_query(run, judgments.qrels, MEASURES))
+    literal = [literal_scores(list(run[q]), grades) for q, grades in judgments.qrels.items()]
+    for measure in MEASURES:
+        assert whole[measure] == pytest.approx(np.mean([s[measure] for s in literal]))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"query_id": "q", "doc_id": "1", "relevance": 4}',
+        '{"query_id": "q"}',
+        "[]",
+        "{",
+        "[" * 9999,
+    ],
+)
+def test_malformed_judgments_name_the_line(tmp_path, line):
+    path = tmp_path / "judgments.jsonl"
+    path.write_text('{"query_id": "q", "doc_id": "1", "relevance": 1}\n' + line)
+    with pytest.raises(SpecError, match=r"judgments must be .* \(line 2 of "):
+        read_judgments(str(path), "judgments")

@@ -164,3 +164,17 @@ def read_table(
         except (pa.ArrowException, OSError, Unreadable) as error:
             problem = f"cannot be read ({type(error).__name__}: {error})"
             raise SpecError(field, path, "a Parquet file", problem) from None
+
+
+def check_number(field: str, expected: int | None, found: int, what: str) -> None:
+    """Raises `SpecError` if a data set does not have the expected size.
+
+    Args:
+        field: Spec field with the expected number.
+        expected: Expected number, or None to accept any.
+        found: Actual number.
+        what: Plural of the counted things.
+    """
+    if expected is not None and found != expected:
+        rule = f"the number of {what} of the data set ({found:,})"
+        raise SpecError(field, expected, rule, "differs from it")

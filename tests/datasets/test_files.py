@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.sources.annotations import read_csv
+from pipeline.datasets.files import read_csv
 
 
 def test_csv_quoting(tmp_path):

@@ -375,18 +375,18 @@ class Queries(CollectionQueries["Queries.Spec"]):
 
     def queries(self) -> dict[str, str]:
         """Returns the captions, or an empty text per image."""
-        return {q: text for fold in self._folds for texts, _ in fold for q, text in texts.items()}
+        return {q: text for part in self._folds for texts, _ in part for q, text in texts.items()}
 
     def judgments(self) -> dict[str, dict[str, int]]:
         """Returns the image of each caption, or the captions of each image."""
-        pairs = [pair for fold in self._folds for pair in fold]
+        pairs = [pair for part in self._folds for pair in part]
         return {q: dict.fromkeys(documents, 1) for texts, documents in pairs for q in texts}
 
     def categories(self, query_ids: set[str]) -> dict[str, dict[str, list[str]]]:
         """Groups the queries by fold, if there are several."""
         folds = {
-            f"fold {number}": [query_id for texts, _ in fold for query_id in texts]
-            for number, fold in enumerate(self._folds)
+            f"fold {number}": [query_id for texts, _ in pairs for query_id in texts]
+            for number, pairs in enumerate(self._folds)
         }
         return {"fold": folds} if len(folds) > 1 else {}
 
@@ -396,12 +396,11 @@ class Queries(CollectionQueries["Queries.Spec"]):
         if self.spec.direction == "image_to_text":
             images = ImageFiles({image.id: self._uri(image) for image in self._images})
             options = {"measure": "Success@1", "images": images}
-        if self.spec.folds > 1:
-            options["pools"] = pools = {}
-            for fold in self._folds:
-                pool = tuple(document for _, documents in fold for document in documents)
-                pools |= {query_id: pool for texts, _ in fold for query_id in texts}
-        return options
+        pools: dict[str, tuple[str, ...]] = {}
+        for pairs in self._folds:
+            pool = tuple(document for _, documents in pairs for document in documents)
+            pools |= {query_id: pool for texts, _ in pairs for query_id in texts}
+        return {**options, "pools": pools} if self.spec.folds > 1 else options
 
     def _uri(self, image: CaptionedImage) -> str:
         folder = self.spec.images or posixpath.dirname(self.spec.path)

@@ -265,8 +265,9 @@ class Items(SelectedVideos):
     def list_files(self, shard: dict[str, Any]) -> Iterator[MediaFile | Reject]:
         """Yields the videos of a shard with their other files."""
         for file in super().list_files(shard):
-            is_complete = isinstance(file, Reject) or "archive" in shard
-            yield file if is_complete else self._with_siblings(file)
+            if isinstance(file, MediaFile) and "archive" not in shard:
+                file = self._with_siblings(file)
+            yield file
 
     def _with_siblings(self, file: MediaFile) -> MediaFile:
         """Adds the audio and the metadata next to a video."""

@@ -18,7 +18,7 @@ from PIL import Image, UnidentifiedImageError
 from pipeline.config import SpecError, Uri, within
 from pipeline.datasets.files import check_text, read_table
 from pipeline.datasets.queries import CollectionQueries, QueriesSpec
-from pipeline.eval import Phrase
+from pipeline.eval import Box, Phrase
 from pipeline.eval.boxes import normalise_box
 from pipeline.eval.topics import group_categories
 
@@ -170,9 +170,10 @@ class Queries(CollectionQueries["Queries.Spec"]):
 
     def _boxes(
         self, boxes: list[dict[str, Any]], page: str, size: tuple[float, float]
-    ) -> list[list[float]]:
+    ) -> list[Box]:
         """Returns the boxes of a page as fractions of its size."""
-        location, found = f"page {page} of {self.spec.path}", []
+        location = f"page {page} of {self.spec.path}"
+        found: list[Box] = []
         for box in boxes:
             corners = [box[name] for name in ("x1", "y1", "x2", "y2")]
             if corners[0] >= corners[2] or corners[1] >= corners[3]:

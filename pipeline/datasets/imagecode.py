@@ -125,6 +125,8 @@ class Queries(CollectionQueries["Queries.Spec"]):
         path: Uri
         """JSON file of the captions of a labelled split."""
 
+    measure = "R@1"
+
     @functools.cached_property
     def _captions(self) -> dict[str, str]:
         captions = {
@@ -153,10 +155,10 @@ class Queries(CollectionQueries["Queries.Spec"]):
         return {"media": media} if len(media) > 1 else {}
 
     def options(self) -> dict[str, Any]:
-        """Returns the main metric, and the images of the set of each caption."""
+        """Returns the images of the set of each caption."""
         sets = {query_id: query_id.rpartition("/")[0] for query_id in self._captions}
         pools = {q: tuple(f"{name}/{i}" for i in range(SET_SIZE)) for q, name in sets.items()}
-        return {"measure": "R@1", "pools": pools}
+        return {"pools": pools}
 
     def write_result(self, folder: str, row: BenchmarkRow) -> str:
         """Writes the predicted images of a row."""

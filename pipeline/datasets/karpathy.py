@@ -353,6 +353,8 @@ class Queries(CollectionQueries["Queries.Spec"]):
                 raise SpecError("images", self.images, rule)
             return self
 
+    measure = "R@1"
+
     @functools.cached_property
     def _images(self) -> list[CaptionedImage]:
         return read_split(self.spec.path, self.spec.split)
@@ -391,8 +393,8 @@ class Queries(CollectionQueries["Queries.Spec"]):
         return {"fold": folds} if len(folds) > 1 else {}
 
     def options(self) -> dict[str, Any]:
-        """Returns the main metric, the query images, and the documents of the fold as pool."""
-        options: dict[str, Any] = {"measure": "R@1"}
+        """Returns the query images, and the documents of the fold as pool."""
+        options: dict[str, Any] = {}
         if self.spec.direction == "image_to_text":
             images = ImageFiles({image.id: self._uri(image) for image in self._images})
             options = {"measure": "Success@1", "images": images}

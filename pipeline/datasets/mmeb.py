@@ -321,6 +321,8 @@ class Queries(CollectionQueries["Queries.Spec"]):
         video_instruction: str = ""
         """Instruction of a video task, whose rows contain none."""
 
+    measure = "Success@1"
+
     @functools.cached_property
     def _rows(self) -> dict[str, QueryRow]:
         """The queries by id, with the instruction of the spec for videos."""
@@ -347,9 +349,9 @@ class Queries(CollectionQueries["Queries.Spec"]):
         return {query_id: {row.relevant: 1} for query_id, row in self._rows.items()}
 
     def options(self) -> dict[str, Any]:
-        """Returns the main metric, the instruction, the query images and the candidates."""
+        """Returns the instruction, the query images and the candidates."""
         spec, rows = self.spec, self._rows
-        options: dict[str, Any] = {"measure": "Success@1"}
+        options: dict[str, Any] = {}
         if spec.instruction == "template":
             instructions = {row.instruction for row in rows.values()}
             if len(instructions) > 1:

@@ -138,6 +138,8 @@ class Queries(CollectionQueries["Queries.Spec"]):
         video_ids: Uri | None = None
         """CSV file with the videos of the split as `video_id`, for a JSON file; null for all."""
 
+    measure = "R@1"
+
     @functools.cached_property
     def _sentences(self) -> list[Sentence]:
         spec = self.spec
@@ -156,10 +158,6 @@ class Queries(CollectionQueries["Queries.Spec"]):
     def judgments(self) -> dict[str, dict[str, int]]:
         """Returns the video of each sentence."""
         return {sentence.key: {sentence.video: 1} for sentence in self._sentences}
-
-    def options(self) -> dict[str, Any]:
-        """Returns the main metric."""
-        return {"measure": "R@1"}
 
 
 class Rows(RowData["Rows.Spec"]):

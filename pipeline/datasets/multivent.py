@@ -424,6 +424,8 @@ class Queries(CollectionQueries["Queries.Spec"]):
         judgments: Uri
         """JSON lines of relevance judgments."""
 
+    measure = "nDCG@10"
+
     @functools.cached_property
     def _judgments(self) -> Judgments:
         return read_judgments(self.spec.judgments, "judgments")
@@ -452,10 +454,6 @@ class Queries(CollectionQueries["Queries.Spec"]):
                     found.setdefault(query_id, set()).add(value)
             fields[name] = {query_id: sorted(group) for query_id, group in found.items()}
         return group_categories(fields, query_ids)
-
-    def options(self) -> dict[str, Any]:
-        """Returns the main metric."""
-        return {"measure": "nDCG@10"}
 
     def write_result(self, folder: str, row: BenchmarkRow) -> str:
         """Writes a row as a submission, and its scores per split."""

@@ -29,6 +29,8 @@ class CollectionQueries(Benchmark[ComponentSpecT]):
 
     location_field: ClassVar[str] = "path"
     """The field of the spec that errors about the queries name."""
+    measure: ClassVar[str | None] = None
+    """Main metric, by its ir-measures name, or None for the default."""
 
     @abstractmethod
     def queries(self) -> Mapping[str, str]:
@@ -47,7 +49,7 @@ class CollectionQueries(Benchmark[ComponentSpecT]):
         return {}
 
     def options(self) -> dict[str, Any]:
-        """Returns the other fields of `JudgedQueries`, such as `measure` and `pools`."""
+        """Returns other fields of `JudgedQueries`, such as `pools`."""
         return {}
 
     def load(self) -> JudgedQueries:
@@ -68,7 +70,7 @@ class CollectionQueries(Benchmark[ComponentSpecT]):
                 num_unjudged=len(texts) - len(queries),
                 num_without_text=len(qrels.keys() - texts.keys()),
                 categories=self.categories(set(queries)),
-                **self.options(),
+                **{"measure": self.measure, **self.options()},
             )
 
 

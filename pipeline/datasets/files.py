@@ -58,11 +58,9 @@ def read_file(uri: str, field: str) -> bytes:
     Raises:
         SpecError: The file is missing or cannot be read.
     """
+    fs, path = existing_root(uri, field)
     try:
-        fs, path = existing_root(uri)
         return fs.cat_file(path)
-    except SpecError as error:
-        raise error.at(field) from None
     except OSError as error:
         raise SpecError(field, uri, "a readable file", f"cannot be read ({error})") from None
 
@@ -135,10 +133,7 @@ def read_table(
     Raises:
         SpecError: A file is missing or malformed, or lacks a column.
     """
-    try:
-        fs, root = existing_root(uri)
-    except SpecError as error:
-        raise error.at(field) from None
+    fs, root = existing_root(uri, field)
     paths = [root]
     if fs.isdir(root):
         names = sorted(name for name, _ in walk(fs, root) if name.lower().endswith(TABLE_SUFFIX))

@@ -116,10 +116,7 @@ class ListedImages(Images):
         if names:
             field = "images" if self.spec.images else "path"
             location = self.spec.images or self.spec.path
-            try:
-                existing_root(location)
-            except SpecError as error:
-                raise error.at(field) from None
+            existing_root(location, field)
             if self.spec.missing == "error":
                 check_files(field, location, names, self._names())
 

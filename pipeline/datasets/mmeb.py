@@ -208,10 +208,7 @@ class Items(ListedImages):
 
     def _videos(self) -> Iterator[dict[str, Any]]:
         assert self.spec.frames is not None
-        try:
-            fs, folder = existing_root(self.spec.frames)
-        except SpecError as error:
-            raise error.at("frames") from None
+        fs, folder = existing_root(self.spec.frames, "frames")
         missing = []
         for _, row in read_table(self.spec.path, VIDEO_COLUMNS, "path"):
             video = str(row["video_id"])

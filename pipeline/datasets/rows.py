@@ -26,10 +26,7 @@ def list_videos(folder: str, rows: Iterable[tuple[str, str, str]]) -> Listing:
     Raises:
         SpecError: For `videos`: the folder does not exist.
     """
-    try:
-        fs, root = existing_root(folder)
-    except SpecError as error:
-        raise error.at("videos") from None
+    fs, root = existing_root(folder, "videos")
     if not fs.isdir(root):
         raise SpecError("videos", folder, "a folder of videos", "is not a folder")
     found: dict[str, str] = {}

@@ -106,7 +106,7 @@ def list_files(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list
     Raises:
         SpecError: No file matches.
     """
-    fs, root = open_root(uri)
+    fs, root = open_root(uri, field)
     found = []
     try:
         if glob.has_magic(root) and not fs.exists(root):
@@ -114,9 +114,7 @@ def list_files(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list
         elif fs.isdir(root):
             found = [f"{root.rstrip('/')}/{file}" for file, _ in find_files(uri, suffixes)]
         elif root.lower().endswith(suffixes):
-            found = [existing_root(uri)[1]]
-    except SpecError as error:
-        raise error.at(field) from None
+            found = [existing_root(uri, field)[1]]
     except OSError as error:
         raise SpecError(field, uri, "a readable path", f"cannot be read ({error})") from None
     if not found:

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if getattr(args, option) and args.format != "npy":
             raise SpecError("format", args.format, f"npy if --{option} is given")
 
-    from pipeline.eval.beir import read_qrels
+    from pipeline.eval.topics import read_qrels
     from pipeline.index.export import export
 
     signal.signal(signal.SIGTERM, _stop)

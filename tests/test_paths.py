@@ -12,8 +12,7 @@ import pytest
 from pipeline import config
 from pipeline.atomic import open_atomic, write_atomic
 from pipeline.config import Spec, SpecError, absolute
-from pipeline.eval.beir import read_qrels
-from pipeline.eval.topics import read_queries
+from pipeline.eval.topics import read_qrels, read_queries
 from pipeline.index.reader import check_location, open_folder, part_uri
 from pipeline.paths import locate, open_file
 from pipeline.sources.files import existing_root, walk

@@ -20,9 +20,8 @@ import torch
 import jobs
 from jobs.bench.mteb import TASK
 from pipeline.config import load, parse
+from pipeline.datasets.mteb import Items, Task
 from pipeline.encoders.colpali import ColPali
-from pipeline.sources.mteb import Mteb
-from pipeline.sources.mteb_tasks import Task
 from pipeline.tokens import unit_vectors
 
 START = time.perf_counter()
@@ -96,7 +95,7 @@ class Model:
     @property
     def mteb_model_meta(self) -> Any:
         """Metadata of the model."""
-        from pipeline.eval.mteb import model_meta
+        from pipeline.datasets.mteb_results import model_meta
 
         return model_meta("bench", "1")
 
@@ -133,7 +132,7 @@ class Model:
 def run_mteb(source: dict[str, Any], folder: str) -> dict[str, float]:
     """Runs mteb's evaluation. The time of the documents includes loading data and encoder."""
     start = time.perf_counter()
-    task = cast(Any, Task(parse(Mteb.Spec, source)))
+    task = cast(Any, Task(parse(Items.Spec, source)))
     task.load()
     num_documents = len(task.mteb.dataset["default"]["test"]["corpus"])
     num_queries = len(task.mteb.dataset["default"]["test"]["queries"])

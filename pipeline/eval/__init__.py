@@ -38,7 +38,7 @@ class JudgedQueries:
         categories: Query ids of each category, by field of the queries, such as `language`.
         vectors: Token vectors (M_i, D) by query id, or None to encode the texts.
         images: Image files by query id, or None. A query with a text and an image is composed.
-            See `query_images.ImageFiles` for files that are read when they are needed.
+            See `datasets.queries.ImageFiles` for files that are read when they are needed.
         pools: Candidate pools: ids of the documents that are ranked, by query id, or None to rank
             all documents. See `pools`.
         instruction: Instruction of the task, for encoders whose query template contains one.

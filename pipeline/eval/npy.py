@@ -14,7 +14,7 @@ from fsspec import AbstractFileSystem
 from pipeline.config import ComponentSpec, SpecError, absolute
 from pipeline.decoding import Unreadable
 from pipeline.eval import Benchmark, JudgedQueries
-from pipeline.eval.beir import read_qrels
+from pipeline.eval.topics import read_qrels
 from pipeline.paths import locate
 from pipeline.sources.vector_files import (
     FLOATS,

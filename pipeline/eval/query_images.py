@@ -1,50 +1,15 @@
-"""Images of queries, which are read and encoded in small batches."""
+"""Encodes texts and images of queries in small batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 
-from pipeline.config import SpecError
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.encoders.batching import concatenate
-from pipeline.paths import open_file
 from pipeline.search.query import Unencoded, encode
 
 #: Number of images in memory at the same time.
 IMAGES_PER_BATCH = 32
-#: Maximum size of a query image, in bytes.
-MAX_IMAGE_BYTES = 64 << 20
-
-
-class ImageFiles(Mapping[str, bytes]):
-    """Image files by query id. Each is read when it is needed.
-
-    Args:
-        uris: URIs of PNG, JPEG or WebP files by query id.
-    """
-
-    def __init__(self, uris: Mapping[str, str]):
-        self._uris = uris
-
-    def __getitem__(self, query_id: str) -> bytes:
-        uri = self._uris[query_id]
-        rule = f"a benchmark with all query images, each of at most {MAX_IMAGE_BYTES:,} bytes"
-        try:
-            with open_file(uri) as file:
-                data = file.read(MAX_IMAGE_BYTES + 1)
-        except (FileNotFoundError, KeyError):  # KeyError: not a member of the archive
-            raise SpecError("benchmark", uri, rule, "does not exist") from None
-        except OSError as error:
-            raise SpecError("benchmark", uri, rule, f"cannot be read ({error})") from None
-        if len(data) > MAX_IMAGE_BYTES:
-            raise SpecError("benchmark", uri, rule, "is larger")
-        return data
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._uris)
-
-    def __len__(self) -> int:
-        return len(self._uris)
 
 
 def encode_all(encoder: Encoder, queries: Iterable[Unencoded]) -> EncodedQueries:

@@ -1,4 +1,7 @@
-"""Readers of query files. Texts are JSON lines or tab-separated, vectors are .npy or Parquet."""
+"""Readers of files of queries and judgments.
+
+Texts are JSON lines or tab-separated, vectors are .npy or Parquet.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +98,48 @@ def read_queries(path: str, field: str = "queries") -> dict[str, str]:
     if not queries:
         raise SpecError(field, path, "a file with at least one query", "is empty")
     return queries
+
+
+#: Largest absolute grade: grades are 32-bit integers.
+MAX_GRADE = 2**31 - 1
+
+
+def read_qrels(path: str, field: str = "qrels") -> dict[str, dict[str, int]]:
+    """Reads grades by document id and query id.
+
+    The lines are `query-id<TAB>corpus-id<TAB>score`, as in BEIR, or
+    `query-id iteration document-id grade`, as in TREC.
+
+    Negative grades are returned unchanged. All metrics treat them as 0, which means that a document
+    was judged and is not relevant.
+
+    Args:
+        path: Path or URI of the file.
+        field: Spec field that errors name.
+
+    Raises:
+        SpecError: The file is missing or malformed.
+    """
+    qrels: dict[str, dict[str, int]] = {}
+    for number, line in read_lines(path, field):
+        columns = line.split("\t") if "\t" in line else line.split()
+        if number == 1 and columns[-1].strip() == "score":
+            continue
+        if len(columns) == 4:
+            del columns[1]
+        try:
+            query_id, document_id, grade = map(str.strip, columns)
+            if not query_id or not document_id or abs(int(grade)) > MAX_GRADE:
+                raise ValueError
+            graded = qrels.setdefault(query_id, {}).setdefault(document_id, int(grade))
+        except ValueError:
+            rule = "a line query-id<TAB>corpus-id<TAB>32-bit integer or a line in TREC format"
+            note = f" (line {number} of {path})"
+            raise SpecError(field, line[:80], rule, note=note) from None
+        if graded != int(grade):
+            rule, note = "the only grade of its document", f" (line {number} of {path})"
+            raise SpecError(field, line[:80], rule, "differs from another", note)
+    return qrels
 
 
 #: Maximum number of values of a field that is treated as a category.

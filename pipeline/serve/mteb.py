@@ -60,7 +60,7 @@ class Endpoint:
     def mteb_model_meta(self) -> ModelMeta:
         """Metadata that mteb stores with the results."""
         extras.require("mteb")
-        from pipeline.eval.mteb import model_meta
+        from pipeline.datasets.mteb_results import model_meta
 
         index = self._options.get("index", "index")
         return model_meta(f"{index}-{self._options.get('representation', 'full')}", "served")

@@ -23,8 +23,12 @@ SPECIAL_FILE_SIZE = -1
 LIST_THREADS = 16
 
 
-def open_root(uri: str) -> tuple[AbstractFileSystem, str]:
+def open_root(uri: str, field: str = "path") -> tuple[AbstractFileSystem, str]:
     """Resolves a URI to its file system and the path in it.
+
+    Args:
+        uri: Local path or URI.
+        field: Spec field that errors name.
 
     Raises:
         MissingExtra: The package of the storage is not installed.
@@ -36,29 +40,29 @@ def open_root(uri: str) -> tuple[AbstractFileSystem, str]:
     except MissingExtra:
         raise
     except (ValueError, ImportError) as error:
-        raise SpecError("path", uri, rule, f"cannot be opened ({error})") from None
+        raise SpecError(field, uri, rule, f"cannot be opened ({error})") from None
 
 
-def existing_root(uri: str) -> tuple[AbstractFileSystem, str]:
-    """Resolves a URI to its file system and the path in it. The path must exist.
+def existing_root(uri: str, field: str = "path") -> tuple[AbstractFileSystem, str]:
+    """Resolves a URI to its file system and the path in it, see `open_root`. The path must exist.
 
     Raises:
         SpecError: The path does not exist, cannot be read, or is not a regular file or folder.
     """
-    fs, root = open_root(uri)
+    fs, root = open_root(uri, field)
     try:
         exists = bool(uri) and (fs.exists(root) or fs.isdir(root))
     except Exception as error:  # any exception of the library behind the file system
         problem = f"cannot be read ({type(error).__name__}: {error})"
-        raise SpecError("path", uri, "a readable path", problem) from None
+        raise SpecError(field, uri, "a readable path", problem) from None
     if not exists:
-        raise SpecError("path", uri, "an existing file or folder", "does not exist")
+        raise SpecError(field, uri, "an existing file or folder", "does not exist")
     if not fs.isdir(root):
         try:
             check_regular(fs, root)
         except Unreadable as error:
             kind = error.detail.rpartition(", ")[2]
-            raise SpecError("path", uri, "a regular file or a folder", kind) from None
+            raise SpecError(field, uri, "a regular file or a folder", kind) from None
     return fs, root
 
 

@@ -162,13 +162,10 @@ class Images(MediaSource["Images.Spec"]):
         if fs.size(root) == 0:
             raise SpecError("path", self.spec.path, "a manifest of at least one row", "is empty")
         if self.spec.images:
-            try:
-                fs, folder = existing_root(self.spec.images)
-                if not fs.isdir(folder) and not folder.lower().endswith(ZIP):
-                    rule = "a folder or a ZIP archive"
-                    raise SpecError("path", self.spec.images, rule, "is another file")
-            except SpecError as error:
-                raise error.at("images") from None
+            fs, folder = existing_root(self.spec.images, "images")
+            if not fs.isdir(folder) and not folder.lower().endswith(ZIP):
+                rule = "a folder or a ZIP archive"
+                raise SpecError("images", self.spec.images, rule, "is another file")
 
     def container_shards(self, container: str, num_bytes: int | None) -> Iterator[dict[str, Any]]:
         """Yields the shards of an archive or a manifest."""

@@ -90,16 +90,8 @@ class PairData(RowData[PairsSpec]):
     #: Whether rows without a query are skipped instead of raising an error.
     skips_rows_without_query = False
 
-    def listing(self) -> Listing:
-        """Returns all rows of `path`."""
-        return self._list(self.spec.path)
-
-    def validation_listing(self) -> Listing:
-        """Returns the rows of `validation.path`."""
-        assert isinstance(self.spec.validation, ValidationFiles)
-        return self._list(self.spec.validation.path)
-
-    def _list(self, uri: str) -> Listing:
+    def rows(self, files: RowSpec | ValidationFiles) -> Listing:
+        """Reads the rows of `path`."""
         names, listing = self.spec.columns, Listing()
         if self.spec.documents is not None:
             with config.within("documents"):
@@ -107,7 +99,7 @@ class PairData(RowData[PairsSpec]):
                     listing.add(self._document(row, self._document_id(row)))
         rows: list[tuple[Row, TableRow]] = []
         num_skipped = 0
-        for row in self._read_files(uri, "query", self.files):
+        for row in self._read_files(files.path, "query", self.files):
             query = row.fields.get(names.query)
             if query is None and self.skips_rows_without_query:
                 num_skipped += 1
@@ -121,9 +113,10 @@ class PairData(RowData[PairsSpec]):
             boxes = self._row_boxes(row)
             rows.append((Row(query, number, boxes=boxes), row))
         if num_skipped:
-            logger.warning("%d rows of %s are left out: they have no query", num_skipped, uri)
+            message = "%d rows of %s are left out: they have no query"
+            logger.warning(message, num_skipped, files.path)
         if not rows:
-            raise SpecError("path", uri, "files with at least one row", "contain none")
+            raise SpecError("path", files.path, "files with at least one row", "contain none")
         listing.rows = [self._with_negatives(listing, row, table_row) for row, table_row in rows]
         return listing
 

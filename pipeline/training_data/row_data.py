@@ -116,7 +116,7 @@ class RowData(TrainingData[RowSpecT]):
         self._num_unreadable = 0
         self._lock = threading.Lock()
         with config.within("data"):
-            listing = self.listing()
+            listing = self.rows(spec)
             if spec.hard_negatives is not None:
                 listing = add_hard_negatives(listing, spec.hard_negatives)
             self.training, self._validation = self._split(
@@ -139,16 +139,15 @@ class RowData(TrainingData[RowSpecT]):
         self._pool = ThreadPoolExecutor(NUM_DECODERS)
 
     @abstractmethod
-    def listing(self) -> Listing:
-        """Returns all rows of `path`.
+    def rows(self, files: RowSpec | ValidationFiles) -> Listing:
+        """Reads the rows of files.
+
+        Args:
+            files: The spec, or its `validation`.
 
         Raises:
             SpecError: A file, or a line or row of it, is invalid.
         """
-
-    @abstractmethod
-    def validation_listing(self) -> Listing:
-        """Returns the rows of `validation.path`."""
 
     # -- selection of rows -------------------------------------------------------------------------
 
@@ -163,7 +162,7 @@ class RowData(TrainingData[RowSpecT]):
             return listing, None
         if not isinstance(fraction, float):
             with config.within("validation"):
-                return listing, drop_missing_files(self.validation_listing())
+                return listing, drop_missing_files(self.rows(fraction))
         documents = {row.document for row in listing.rows}
         order = sorted(
             documents, key=lambda number: stable_hash(f"held out: {listing.documents[number].id}")

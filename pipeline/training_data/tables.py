@@ -106,7 +106,7 @@ def list_files(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list
     Raises:
         SpecError: No file matches.
     """
-    fs, root = open_root(uri)
+    fs, root = open_root(uri, field)
     found = []
     try:
         if glob.has_magic(root) and not fs.exists(root):
@@ -114,9 +114,7 @@ def list_files(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list
         elif fs.isdir(root):
             found = [f"{root.rstrip('/')}/{file}" for file, _ in find_files(uri, suffixes)]
         elif root.lower().endswith(suffixes):
-            found = [existing_root(uri)[1]]
-    except SpecError as error:
-        raise error.at(field) from None
+            found = [existing_root(uri, field)[1]]
     except OSError as error:
         raise SpecError(field, uri, "a readable path", f"cannot be read ({error})") from None
     if not found:
@@ -135,13 +133,13 @@ def _glob(fs: AbstractFileSystem, pattern: str) -> list[str]:
 
 
 def read_rows(
-    file: str, columns: Collection[str], image_column: str | None = None
+    file: str, columns: Collection[str] | None = None, image_column: str | None = None
 ) -> Iterator[TableRow]:
     """Yields the rows of a file in order.
 
     Args:
         file: Path or URI of a Parquet or JSON-lines file.
-        columns: Columns to read, if the file has them.
+        columns: Columns to read, if the file has them, or None for all.
         image_column: Column that may contain images, which are not read.
 
     Raises:
@@ -153,7 +151,7 @@ def read_rows(
         yield from _read_lines(file, columns)
 
 
-def _read_lines(file: str, columns: Collection[str]) -> Iterator[TableRow]:
+def _read_lines(file: str, columns: Collection[str] | None) -> Iterator[TableRow]:
     folder = posixpath.dirname(file)
     compression = "gzip" if file.lower().endswith(".gz") else None
     number = 0
@@ -167,8 +165,9 @@ def _read_lines(file: str, columns: Collection[str]) -> Iterator[TableRow]:
                     raise SpecError("path", location, rule, "is longer")
                 if line.strip():
                     fields = _object(line, location)
-                    selected = {name: fields[name] for name in columns if name in fields}
-                    yield TableRow(location, folder, selected)
+                    if columns is not None:
+                        fields = {name: fields[name] for name in columns if name in fields}
+                    yield TableRow(location, folder, fields)
     except (OSError, EOFError) as error:
         problem = f"cannot be read after line {number} ({type(error).__name__}: {error})"
         raise SpecError("path", file, "a readable file", problem) from None
@@ -191,14 +190,15 @@ def _object(line: bytes, location: str) -> dict[str, Any]:
 
 
 def _read_table(
-    file: str, columns: Collection[str], image_column: str | None
+    file: str, columns: Collection[str] | None, image_column: str | None
 ) -> Iterator[TableRow]:
     folder, number = posixpath.dirname(file), 0
     try:
         with open_file(file) as stream:
             table = pq.ParquetFile(stream)
             schema = table.schema_arrow
-            names = [name for name in columns if name in schema.names]
+            wanted_names = schema.names if columns is None else columns
+            names = [name for name in wanted_names if name in schema.names]
             column = image_column if image_column in names else None
             if column is not None and not _holds_bytes(schema.field(column).type):
                 column = None

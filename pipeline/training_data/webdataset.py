@@ -59,20 +59,12 @@ class WebDataset(RowData["WebDataset.Spec"]):
         caption: str = Field("txt", pattern=r"^\w+(\.\w+)*$")
         """Suffix of the members with the captions, or `json.FIELD` for a field of `<key>.json`."""
 
-    def listing(self) -> Listing:
-        """Returns the samples of all archives."""
-        return self._list(self.spec.path)
-
-    def validation_listing(self) -> Listing:
-        """Returns the samples of `validation.path`."""
-        assert isinstance(self.spec.validation, ValidationFiles)
-        return self._list(self.spec.validation.path)
-
-    def _list(self, uri: str) -> Listing:
+    def rows(self, files: RowSpec | ValidationFiles) -> Listing:
+        """Reads the samples of all archives."""
         listing, omitted = Listing(), list[str]()
         suffix, _, field = self.spec.caption.partition(".")
         is_field = suffix == "json" and field
-        for archive in list_files(uri, ARCHIVES):
+        for archive in list_files(files.path, ARCHIVES):
             for sample in read_samples(archive, suffix if is_field else self.spec.caption):
                 location = f"sample {sample.key} of {archive}"
                 caption = _caption(sample.caption, field if is_field else "", location)
@@ -85,7 +77,7 @@ class WebDataset(RowData["WebDataset.Spec"]):
                 listing.rows.append(Row(caption, number))
         if not listing.rows:
             rule = f"archives with samples of an image and a member .{self.spec.caption}"
-            raise SpecError("path", uri, rule, "have none")
+            raise SpecError("path", files.path, rule, "have none")
         if omitted:
             logger.warning("%d samples are left out, such as: %s", len(omitted), omitted[0])
         return listing

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from pipeline.datasets.queries import ImageFiles
 from pipeline.eval.pools import map_by_pool
-from pipeline.eval.query_images import IMAGES_PER_BATCH, ImageFiles, encode_all
+from pipeline.eval.query_images import IMAGES_PER_BATCH, encode_all
 from pipeline.registry import ENCODERS
 from pipeline.synthetic import checkpoints
 from tests.images import noise, png

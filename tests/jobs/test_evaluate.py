@@ -16,12 +16,12 @@ import yaml
 from jobs import evaluate
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.eval.beir import read_qrels
 from pipeline.eval.bm25 import Bm25
 from pipeline.eval.evaluation import run
 from pipeline.eval.metrics import means, per_query, read_run
 from pipeline.eval.results import read_results
 from pipeline.eval.spec import EvaluateSpec
+from pipeline.eval.topics import read_qrels
 from pipeline.index.artefacts import Sample, save_artefact
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import ITEMS, Index

@@ -13,10 +13,10 @@ import pytest
 
 from jobs import export
 from pipeline.config import SpecError, parse
-from pipeline.eval.beir import read_qrels
 from pipeline.eval.evaluation import run as run_evaluation
 from pipeline.eval.metrics import read_run
 from pipeline.eval.spec import EvaluateSpec
+from pipeline.eval.topics import read_qrels
 from pipeline.index import export as exporting
 from pipeline.index import job
 from pipeline.index.reader import Index

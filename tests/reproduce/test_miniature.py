@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.eval.beir import Beir
+from pipeline.datasets import beir
 from pipeline.registry import BENCHMARKS, SOURCES, TRAINING_DATA
 from pipeline.reproduce.miniature import generate
 
@@ -22,7 +22,7 @@ def test_only_what_specs_refer_to_is_generated(tmp_path):
     before = (folder / "texts/corpus.jsonl").stat().st_mtime_ns
     generate(specs, folder)
     assert (folder / "texts/corpus.jsonl").stat().st_mtime_ns == before
-    judged = BENCHMARKS.build(Beir.Spec(path=str(folder / "texts"))).load()
+    judged = BENCHMARKS.build(beir.Queries.Spec(path=str(folder / "texts"))).load()
     assert len(judged.queries) == 8
     ids = {json.loads(line)["_id"] for line in (folder / "texts/corpus.jsonl").open()}
     assert {document for grades in judged.qrels.values() for document in grades} <= ids

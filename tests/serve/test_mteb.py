@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.search.searcher import open_index
 from pipeline.serve.mteb import Endpoint
-from tests.sources.mteb_data import NEEDS_MTEB
+from tests.datasets.mteb_data import NEEDS_MTEB
 
 pytestmark = NEEDS_MTEB
 

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 import pytest
 
-from pipeline.eval.beir import Beir
+from pipeline.datasets import beir
 from pipeline.serve.client import Client
 from tests.browser import WAIT_SECONDS
 from tests.serve.search_page.conftest import ATTACK, AUDIO, CLIP, PAGE
@@ -362,7 +362,7 @@ def test_export_is_a_benchmark(browser, page_url, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["judgments.zip"]
     with zipfile.ZipFile(path) as archive:
         archive.extractall(tmp_path / "judgments")
-    benchmark = Beir(Beir.Spec(path=str(tmp_path / "judgments/items"))).load()
+    benchmark = beir.Queries(beir.Queries.Spec(path=str(tmp_path / "judgments/items"))).load()
     assert benchmark.num_unjudged == benchmark.num_without_text == 0
     found = {text: benchmark.qrels[query_id] for query_id, text in benchmark.queries.items()}
     assert found == {QUERY: {relevant: 1, other: 0}, f"attack {ATTACK}": {attack: 1}}

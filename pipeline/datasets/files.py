@@ -1,0 +1,175 @@
+"""Reads annotation files of published data sets: JSON, CSV with a header, and Parquet."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import posixpath
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.config import SpecError
+from pipeline.decoding import Unreadable
+from pipeline.decoding.untrusted import open_file
+from pipeline.schema import is_blank
+from pipeline.sources.files import existing_root, walk
+from pipeline.sources.rows import to_rows
+from pipeline.sources.text import parse_line
+
+TABLE_SUFFIX = ".parquet"
+#: Number of table rows in memory at the same time.
+ROWS_PER_BATCH = 64
+
+
+def read_json(uri: str, field: str) -> Any:
+    """Parses a JSON file.
+
+    Args:
+        uri: Path or URI of the file.
+        field: Spec field that errors name.
+
+    Raises:
+        SpecError: The file is missing or malformed. The error names the line.
+    """
+    data = read_file(uri, field)
+    try:
+        return parse_line(data)
+    except json.JSONDecodeError as error:
+        problem = f"is malformed in line {error.lineno}, column {error.colno} ({error.msg})"
+        is_open = error.msg.startswith("Unterminated string")
+        if is_open or not error.doc[error.pos :].strip():
+            problem = f"ends in the middle of line {error.lineno}"
+        raise SpecError(field, uri, "a complete JSON file", problem) from None
+    except (ValueError, RecursionError) as error:
+        raise SpecError(field, uri, "a JSON file", f"cannot be parsed ({error})") from None
+
+
+def read_file(uri: str, field: str) -> bytes:
+    """Returns the content of a file.
+
+    Args:
+        uri: Path or URI of the file.
+        field: Spec field that errors name.
+
+    Raises:
+        SpecError: The file is missing or cannot be read.
+    """
+    fs, path = existing_root(uri, field)
+    try:
+        return fs.cat_file(path)
+    except OSError as error:
+        raise SpecError(field, uri, "a readable file", f"cannot be read ({error})") from None
+
+
+def check_text(text: Any, field: str, location: str) -> str:
+    """Returns a text that is not blank.
+
+    Args:
+        text: Value to check.
+        field: Spec field that errors name.
+        location: Line or row of the value, for errors.
+
+    Raises:
+        SpecError: The value is not a text, or is blank.
+    """
+    if not isinstance(text, str) or is_blank(text):
+        raise SpecError(field, text, "a text with at least one word", note=f" ({location})")
+    return text
+
+
+def read_csv(
+    uri: str, columns: Collection[str], field: str
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields the location of each row of a CSV file with a header, and its values in some columns.
+
+    Args:
+        uri: Path or URI of the file.
+        columns: Columns to read.
+        field: Spec field that errors name.
+
+    Raises:
+        SpecError: The file is missing or malformed, or lacks a column.
+    """
+    data = read_file(uri, field)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise SpecError(field, uri, "a UTF-8 file", f"is malformed in line {line}") from None
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = next(rows, [])
+        for column in columns:
+            if column not in header:
+                problem = f"is not a column of {uri}"
+                raise SpecError.unknown_name(field, column, header, problem)
+        for row in filter(None, rows):
+            location = f"line {rows.line_num} of {uri}"
+            if len(row) != len(header):
+                shown = ", ".join(header)
+                raise SpecError(field, row, f"a row of {shown}", note=f" ({location})")
+            values = dict(zip(header, row, strict=True))
+            yield location, {column: values[column] for column in columns}
+    except csv.Error as error:
+        problem = f"is malformed in line {rows.line_num} ({error})"
+        raise SpecError(field, uri, "a valid CSV file", problem) from None
+
+
+def read_table(
+    uri: str, columns: Sequence[str], field: str, *, images: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the location and the columns of the rows of Parquet files, a few rows at a time.
+
+    Args:
+        uri: Path or URI of a Parquet file, or of a folder of them.
+        columns: Required columns. All other columns are yielded, too.
+        field: Spec field that errors name.
+        images: Whether to yield the column `image`.
+
+    Raises:
+        SpecError: A file is missing or malformed, or lacks a column.
+    """
+    fs, root = existing_root(uri, field)
+    paths = [root]
+    if fs.isdir(root):
+        names = sorted(name for name, _ in walk(fs, root) if name.lower().endswith(TABLE_SUFFIX))
+        paths = [posixpath.join(root, name) for name in names]
+    if not paths:
+        rule = f"a {TABLE_SUFFIX} file or a folder of such files"
+        raise SpecError(field, uri, rule, "contains no such file")
+    number = 0
+    for path in paths:
+        try:
+            with open_file(fs, path) as stream:
+                table = pq.ParquetFile(stream)
+                names = table.schema_arrow.names
+                for column in columns:
+                    if column not in names:
+                        problem = f"is not a column of {path}"
+                        raise SpecError.unknown_name(field, column, names, problem)
+                wanted = [name for name in names if images or name != "image"]
+                for batch in table.iter_batches(ROWS_PER_BATCH, columns=wanted):
+                    for row in to_rows(batch):
+                        yield f"row {number} of {uri}", row
+                        number += 1
+        except (pa.ArrowException, OSError, Unreadable) as error:
+            problem = f"cannot be read ({type(error).__name__}: {error})"
+            raise SpecError(field, path, "a Parquet file", problem) from None
+
+
+def check_number(field: str, expected: int | None, found: int, what: str) -> None:
+    """Raises `SpecError` if a data set does not have the expected size.
+
+    Args:
+        field: Spec field with the expected number.
+        expected: Expected number, or None to accept any.
+        found: Actual number.
+        what: Plural of the counted things.
+    """
+    if expected is not None and found != expected:
+        rule = f"the number of {what} of the data set ({found:,})"
+        raise SpecError(field, expected, rule, "differs from it")

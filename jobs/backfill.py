@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import jobs
 from pipeline import config
-from pipeline.index.display import Display, open_display
+from pipeline.progress import Display, open_display
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,7 +38,7 @@ def _run(args: argparse.Namespace, display: Display) -> None:
         resources = config.load(IndexResources, args.resources, role="resources")
     display.phase("start Ray")
     with jobs.cluster(resources.object_store_bytes):
-        backfill.run(spec, resources, job_id=jobs.job_id(), report=display.say, show=display.show)
+        backfill.run(spec, resources, job_id=jobs.job_id(), report=display.say)
 
 
 if __name__ == "__main__":

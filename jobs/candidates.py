@@ -23,7 +23,7 @@ import jobs
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import check_index
-from pipeline.index.display import open_display
+from pipeline.progress import open_display
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.query import AnyQuery
@@ -82,7 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 queries=queries,
                 refit=args.refit,
                 report=display.say,
-                show=display.show,
             )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import jobs
 from pipeline import config
-from pipeline.index.display import Display, open_display
+from pipeline.progress import Display, open_display
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,7 +38,7 @@ def _run(args: argparse.Namespace, display: Display) -> None:
         resources = config.load(recompress.RecompressResources, args.resources, role="resources")
     display.phase("start Ray")
     with jobs.cluster():
-        recompress.run(spec, resources, job=jobs.job_id(), report=display.say, show=display.show)
+        recompress.run(spec, resources, job=jobs.job_id(), report=display.say)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from pipeline.index.columns import RERANK_TOKENS, all_representations
 from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
 from pipeline.index.info import RerankInfo
 from pipeline.index.listing import ListingJob
-from pipeline.index.monitor import Show, ignore
 from pipeline.index.reader import Index, get_fragment, part_uri
 from pipeline.index.rerank_tokens import check_same_adapter, rerank_field
 from pipeline.index.session import Session
@@ -49,7 +48,6 @@ def run(
     *,
     job_id: str,
     report: Callable[[str], None] = log.info,
-    show: Show = ignore,
     lease_seconds: float | None = None,
 ) -> Progress:
     """Runs the job until all fragments have been filled. Ray must be connected to a cluster.
@@ -59,7 +57,6 @@ def run(
         resources: Resources profile of the index job.
         job_id: Identifier of the job.
         report: Called with each sentence about the job.
-        show: Called with snapshots of the progress.
         lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
@@ -75,9 +72,7 @@ def run(
         note = "; run `maxray index` with this spec first"
         raise SpecError("index", spec.index, "an index with items", "is empty", note)
     progress = Progress(seconds={"encode": 0.0, "write": 0.0})
-    with Session(
-        spec.index, spec, "backfill", job_id, progress.summary, lease_seconds, show
-    ) as session:
+    with Session(spec.index, spec, "backfill", job_id, progress.summary, lease_seconds) as session:
         writer = session.writer
         load = tasks.describe_encoder.options(**resources.encode.task_options)
         with session.monitor.phase("load encoder"):

@@ -18,7 +18,7 @@ from lance.fragment import FragmentMetadata
 
 from pipeline import logs, tracing
 from pipeline.index.session import Session, configure_ray_data, iter_rows
-from pipeline.meter import Totals
+from pipeline.progress import Totals
 from pipeline.stage import Profile, Resources, consecutive_starts, map_batches
 
 log = logging.getLogger("maxray.index")

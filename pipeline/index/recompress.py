@@ -47,7 +47,6 @@ from pipeline.index.fitting import (
 )
 from pipeline.index.info import EncoderInfo, RepresentationInfo, tap_names
 from pipeline.index.listing import CONTENT, content_hashes
-from pipeline.index.monitor import Show, ignore
 from pipeline.index.positions import decode_positions
 from pipeline.index.reader import Index, get_fragment, part_uri
 from pipeline.index.session import Session
@@ -100,7 +99,6 @@ def run(
     *,
     job: str,
     report: Callable[[str], None] = log.info,
-    show: Show = ignore,
     lease_seconds: float | None = None,
 ) -> Progress:
     """Runs the job until all columns have been filled. Ray must be connected to a cluster.
@@ -110,7 +108,6 @@ def run(
         resources: Resources profile of the job.
         job: Identifier of the job.
         report: Called with each sentence about the job.
-        show: Called with snapshots of the progress.
         lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
@@ -137,9 +134,7 @@ def run(
     if fitted := [r for r in wanted if needs_fit(r)]:
         check_sample(spec, encoder_info, item_field, fitted)
     progress = Progress()
-    with Session(
-        spec.index, spec, "recompress", job, progress.summary, lease_seconds, show
-    ) as session:
+    with Session(spec.index, spec, "recompress", job, progress.summary, lease_seconds) as session:
         learned = _prepare_columns(session, spec, encoder_info, wanted, resources.compress)
         dataset = session.writer.dataset
         incomplete = incomplete_fragments(dataset, [r.id for r in wanted])

@@ -28,7 +28,6 @@ from pipeline.index.artefacts import save_artefact
 from pipeline.index.capacity import check_capacity
 from pipeline.index.fill import FilledFragment, Progress, commit_filled, fill_fragments
 from pipeline.index.info import CandidatesInfo, vectors_identity
-from pipeline.index.monitor import Show, ignore
 from pipeline.index.reader import Index, get_fragment, part_uri
 from pipeline.index.recompress import incomplete_fragments
 from pipeline.index.session import Session
@@ -89,7 +88,6 @@ def run(
     queries: Sequence[AnyQuery] = (),
     refit: bool = False,
     report: Callable[[str], None] = log.info,
-    show: Show = ignore,
     lease_seconds: float | None = None,
 ) -> Progress:
     """Fits a generator unless it exists, and computes the missing codes.
@@ -103,7 +101,6 @@ def run(
         queries: Past queries to which the generator is fitted, all of the same kind.
         refit: Whether to fit the generator again.
         report: Called with each sentence about the job.
-        show: Called with snapshots of the progress.
         lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
@@ -115,9 +112,7 @@ def run(
     check(spec, refit=refit)
     check_capacity(resources)
     progress = Progress(seconds={"read": 0.0, "encode": 0.0, "write": 0.0})
-    with Session(
-        spec.index, spec, "candidates", job, progress.summary, lease_seconds, show
-    ) as session:
+    with Session(spec.index, spec, "candidates", job, progress.summary, lease_seconds) as session:
         column, former = _prepare(session, spec, resources, queries, refit, report)
         dataset = session.writer.dataset
         progress.fragments = len(dataset.get_fragments())

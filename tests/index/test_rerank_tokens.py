@@ -17,7 +17,7 @@ from jobs import status as status_job
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import backfill, job
-from pipeline.index.progress import Progress
+from pipeline.index.counts import Counts
 from pipeline.index.reader import Index
 from pipeline.index.rerank_tokens import tokens_column
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -81,12 +81,12 @@ def spec(uri: Path, photos: Path, dual: dict[str, Any], **fields: Any) -> IndexS
     return config.parse(IndexSpec, given)
 
 
-def index(job_spec: IndexSpec, **resources: Any) -> Progress:
+def index(job_spec: IndexSpec, **resources: Any) -> Counts:
     profile = config.parse(IndexResources, resources)
     return job.run(job_spec, profile, job="1", report=lambda line: None)
 
 
-def fill(job_spec: IndexSpec, job_id: str = "2") -> backfill.Progress:
+def fill(job_spec: IndexSpec, job_id: str = "2") -> backfill.Counts:
     return backfill.run(job_spec, IndexResources(), job_id=job_id, report=lambda line: None)
 
 

@@ -18,14 +18,7 @@ from pipeline import extras
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, dump
 from pipeline.eval import BenchmarkRow, JudgedQueries, Phrase, bm25
-from pipeline.eval.cache import (
-    Cache,
-    CachedDiagnosis,
-    CachedGrounding,
-    CachedResult,
-    CachedTemplates,
-    cache_key,
-)
+from pipeline.eval.cache import Cache, Measurements, cache_key
 from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.document_categories import queries_by_document_category
 from pipeline.eval.example_selection import DrawHit, build_examples, compared_rows, select_queries
@@ -142,7 +135,7 @@ def run(
     results, keys = [], {}
     for number, row in enumerate(plan, start=1):
         key = ranker.key(row)
-        entry = cache.read(key, CachedResult)
+        entry = cache.read(key, Measurements)
         speed = "(cached)"
         if entry is None:
             entry = ranker.measure(row)
@@ -150,7 +143,7 @@ def run(
             speed = f"{entry.queries_per_second:,.0f} queries/s"
         exact = entry
         if row.candidates is not None:
-            found = cache.read(ranker.key(row._replace(candidates=None)), CachedResult)
+            found = cache.read(ranker.key(row._replace(candidates=None)), Measurements)
             assert found is not None, "the exact row precedes those of its generators"
             exact = found
         result = _row_result(spec, plan, row, searcher, ranker.weights(row.score), entry, exact)
@@ -224,17 +217,15 @@ def _templates(
         info = searcher.index.representation(representation).encoder
         if info.prefix in found:
             continue
-        key = cache_key(templates=info.spec, instruction=judged.instruction)
-        entry = cache.read(key, CachedTemplates)
-        if entry is None:
-            try:
-                templates = ranker.query_encoder(representation).templates()
-            except SpecError:  # all rows may be cached, which needs no encoder
-                continue
+
+        def compute(representation: str = representation) -> dict[str, str]:
+            templates = ranker.query_encoder(representation).templates()
             filled = {} if templates is None else asdict(templates)
-            entry = CachedTemplates(templates={k: t for k, t in filled.items() if t is not None})
-            cache.write(key, entry)
-        found[info.prefix] = entry.templates
+            return {name: text for name, text in filled.items() if text is not None}
+
+        key = cache_key(templates=info.spec, instruction=judged.instruction)
+        with contextlib.suppress(SpecError):  # all rows may be cached, which needs no encoder
+            found[info.prefix] = cache.get(key, dict[str, str], compute)
     return {name: templates for name, templates in found.items() if templates}
 
 
@@ -269,11 +260,7 @@ class _Samples:
 def _diagnosis(ranker: Ranker, representation: str, cache: Cache) -> Diagnosis:
     """Diagnoses a representation, unless a cached diagnosis with the same inputs exists."""
     key = ranker.diagnosis_key(representation)
-    entry = cache.read(key, CachedDiagnosis)
-    if entry is None:
-        entry = CachedDiagnosis(diagnosis=ranker.diagnosis(representation))
-        cache.write(key, entry)
-    return entry.diagnosis
+    return cache.get(key, Diagnosis, lambda: ranker.diagnosis(representation))
 
 
 def _phrases(
@@ -317,11 +304,7 @@ def _grounding(
         content=index.content_key(["item_id", *columns]),
         made=fitting_key(info),
     )
-    entry = cache.read(key, CachedGrounding)
-    if entry is None:
-        entry = CachedGrounding(numbers=grounder.measure(name))
-        cache.write(key, entry)
-    return entry.numbers
+    return cache.get(key, dict[str, float], lambda: grounder.measure(name))
 
 
 def _result_notes(results: Sequence[Result]) -> Iterator[str]:
@@ -367,18 +350,18 @@ def _examples(
         texts=searcher.index.content_key(["title", "text"]),
         pictures=draw_hit and f"{draw_hit.__module__}.{draw_hit.__qualname__}",
     )
-    examples = cache.read(key, Examples)
-    if examples is None:
+
+    def compute() -> Examples:
         chosen = select_queries(evaluation, shown)
         hits = {result.name: ranker.hits(result, list(chosen)) for result in shown}
         rankings = {}
         for name in hits:
-            entry = cache.read(keys[name], CachedResult)
+            entry = cache.read(keys[name], Measurements)
             assert entry is not None, "every row of this run is in the cache"
             rankings[name] = entry.rankings
-        examples = build_examples(evaluation, judged, searcher, chosen, hits, rankings, draw_hit)
-        cache.write(key, examples)
-    return examples
+        return build_examples(evaluation, judged, searcher, chosen, hits, rankings, draw_hit)
+
+    return cache.get(key, Examples, compute)
 
 
 def versions() -> dict[str, str]:
@@ -397,7 +380,7 @@ def _check_comparisons(
     """Raises `SpecError` if a planned comparison names a row that the evaluation will not have."""
     if not spec.comparisons:
         return
-    empty = CachedResult(rankings={}, values={}, **dict.fromkeys(COSTS, 0.0))
+    empty = Measurements(rankings={}, values={}, **dict.fromkeys(COSTS, 0.0))
     rows = [
         _row_result(spec, plan, row, searcher, ranker.weights(row.score), empty, empty)
         for row in plan
@@ -415,8 +398,8 @@ def _row_result(
     row: Row,
     searcher: Searcher,
     weights: list[float] | None,
-    entry: CachedResult,
-    exact: CachedResult,
+    entry: Measurements,
+    exact: Measurements,
 ) -> Result:
     """Builds a row from its measurements and, for a candidate generator, those of exact search."""
     result = replace(_result(searcher, row, entry), weights=weights)
@@ -431,7 +414,7 @@ def _row_result(
     return result
 
 
-def _result(searcher: Searcher, row: Row, entry: CachedResult) -> Result:
+def _result(searcher: Searcher, row: Row, entry: Measurements) -> Result:
     measured = entry.model_dump(exclude={"rankings"})
     if row.score == BM25:
         return Result(BM25, BM25, None, BM25, "", **measured)
@@ -480,7 +463,7 @@ def _reranked(result: Result, spec: RerankSpec) -> Result:
 
 
 def _from_candidates(
-    result: Result, candidates: Candidates, entry: CachedResult, exact: CachedResult, k: int
+    result: Result, candidates: Candidates, entry: Measurements, exact: Measurements, k: int
 ) -> Result:
     """Builds the row of a candidate generator, with its recall of the exact results."""
     settings = {"generator": candidates.generator, "num_candidates": candidates.number}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.eval.cache import Cache, CachedGrounding
+from pipeline.eval.cache import Cache
 from pipeline.eval.results import (
     merge_seeds,
     method_name,
@@ -181,10 +181,10 @@ def test_reads_results_with_former_names(evaluation, tmp_path):
 
 
 def test_renames_the_cache_folder_of_earlier_versions(tmp_path):
-    entry = CachedGrounding(numbers={"coverage": 0.5})
+    entry = {"coverage": 0.5}
     Cache(str(tmp_path)).write("key", entry)
     (tmp_path / "entries").rename(tmp_path / "cells")
-    assert Cache(str(tmp_path)).read("key", CachedGrounding) == entry
+    assert Cache(str(tmp_path)).read("key", dict[str, float]) == entry
     assert [path.name for path in tmp_path.iterdir()] == ["entries"]
 
 

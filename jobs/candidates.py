@@ -89,13 +89,13 @@ def _print_generators(uri: str) -> None:
     """Prints the generators of an index and how many of its items have codes."""
     from pipeline.index.reader import Index
     from pipeline.index.status import candidates_stats
-    from pipeline.report.text import aligned
+    from pipeline.report.text import Table
 
-    rows = [["representation", "generator", "revision", "items with codes", "items"]]
+    rows = Table([["representation", "generator", "revision", "items with codes", "items"]])
     for stats in candidates_stats(Index(uri)):
         numbers = [str(stats["revision"]), f"{stats['coded']:,}", f"{stats['items']:,}"]
         rows.append([stats["representation"], stats["generator"], *numbers])
-    print(aligned(rows) if len(rows) > 1 else "the index has no candidate generators")
+    print(rows.text() if len(rows) > 1 else "the index has no candidate generators")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 import jobs
 from pipeline.index import JOBS, PROGRESS, check_index
 from pipeline.progress import Display, Snapshot, open_display
+from pipeline.report.text import Table
 
 #: Interval between reads of the progress of a job, in seconds.
 POLL_SECONDS = 1.0
@@ -142,12 +143,14 @@ def format_status(summary: dict[str, Any]) -> str:
     lines.append(f"cache        {used:,.1f} MB of {total:,.1f} MB, limit {limit:,.0f} MB")
     for encoder in summary["encoders"]:
         lines.append(f"encoder      {encoder['name']} (fingerprint {encoder['fingerprint']})")
-    lines += ["", _REPRESENTATION.format(*_HEADER)]
+    header = ["representation", "method", "K", "codec", "vectors", "B/item", "B/item all", "filled"]
+    cells = Table([header])
     for name, r in summary["representations"].items():
         budget = r["num_vectors"] or (f"{100 * r['ratio']:g}%" if r["ratio"] else "all")
-        settings = (r["method"], budget, r["codec"], f"{r['vectors']:.1f}")
+        settings = (r["method"], str(budget), r["codec"], f"{r['vectors']:.1f}")
         sizes = (f"{r['bytes_vectors']:,.0f}", f"{r['bytes_all']:,.0f}", f"{r['filled']:.1%}")
-        lines.append(_REPRESENTATION.format(name, *settings, *sizes))
+        cells.append((name, *settings, *sizes))
+    lines += ["", cells.text()]
     for codes in summary["candidates"]:
         coded = f"{codes['coded']:,} of {codes['items']:,} items have codes"
         name = f"{codes['generator']} for {codes['representation']}"
@@ -169,10 +172,6 @@ def format_status(summary: dict[str, Any]) -> str:
         if job["error"]:
             lines.append(f"             {job['error']}")
     return "\n".join(lines)
-
-
-_HEADER = ("representation", "method", "K", "codec", "vectors", "B/item", "B/item all", "filled")
-_REPRESENTATION = "{:28} {:10} {:>5} {:19} {:>8} {:>12} {:>12} {:>8}"
 
 
 if __name__ == "__main__":

@@ -546,18 +546,33 @@ class Display:
 
 
 class JsonLines(Display):
-    """One JSON object per line: `{"event": "message", ...}` or `{"event": "progress", ...}`."""
+    """One JSON object per line: `{"event": "message", ...}` or `{"event": "progress", ...}`.
+
+    What Python code prints meanwhile, such as Ray's messages about processes that died, goes to the
+    standard error.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._output, sys.stdout = sys.stdout, sys.stderr
 
     def say(self, line: str) -> None:
         """Prints a message."""
-        print(json.dumps({"event": "message", "time": time.time(), "text": line}), flush=True)
+        self._print({"event": "message", "time": time.time(), "text": line})
 
     def show(self, snapshot: Snapshot) -> None:
         """Prints the state once per second and at the beginning of a phase."""
         now = time.monotonic()
         if now - self._last >= JSON_SECONDS or snapshot.phase != self._phase:
             self._last, self._phase = now, snapshot.phase
-            print(json.dumps({"event": "progress", **snapshot.to_dict()}), flush=True)
+            self._print({"event": "progress", **snapshot.to_dict()})
+
+    def close(self) -> None:
+        """Ends the display."""
+        sys.stdout = self._output
+
+    def _print(self, record: dict[str, Any]) -> None:
+        print(json.dumps(record), file=self._output, flush=True)
 
 
 class Live(Display):

@@ -77,7 +77,12 @@ def test_json_lines(capsys):
         shown.say("listed 3 items")
         shown.show(SNAPSHOT)
         shown.show(SNAPSHOT)  # within a second
-    start, message, progress = map(json.loads, capsys.readouterr().out.splitlines())
+        print("(raylet) A worker died")
+    print("printed afterwards")
+    output, error = capsys.readouterr()
+    *lines, last = output.splitlines()
+    assert (error, last) == ("(raylet) A worker died\n", "printed afterwards")
+    start, message, progress = map(json.loads, lines)
     assert (start["event"], start["phase"], start["total"]) == ("progress", "start Ray", None)
     assert (message["event"], message["text"]) == ("message", "listed 3 items")
     assert progress["steps"][1]["utilisation"] == 0.98

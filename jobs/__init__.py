@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
@@ -27,8 +26,9 @@ from pipeline.config import JobError, SpecError, Stopped
 from pipeline.extras import MissingExtra, as_missing_extra
 from pipeline.index import check_index
 from pipeline.index import job_id as job_id
-from pipeline.index.display import MODES, close_display
 from pipeline.paths import is_uri
+from pipeline.progress import MODES, close_display
+from pipeline.progress import say as say
 from pipeline.registry import check_fields
 
 log = logging.getLogger("maxray.jobs")
@@ -303,14 +303,6 @@ def positive(text: str) -> int:
     return number
 
 
-def say(line: str, is_timed: bool = True) -> None:
-    """Prints a progress line, by default with the current time, or logs it as JSON."""
-    if logs.is_json():
-        log.info(line)
-    else:
-        print(f"{time.strftime('%H:%M:%S')} {line}" if is_timed else line, flush=True)
-
-
 @contextlib.contextmanager
 def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
     """Connects to the Ray cluster at `RAY_ADDRESS`, or starts a local cluster if it is not set.
@@ -319,12 +311,12 @@ def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
         object_store_bytes: Memory of the object store if a cluster is started.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # The C++ core logs an error for every actor pool of Ray Data. Real errors are exceptions.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     local = {}
     if address := os.environ.get("RAY_ADDRESS"):
         _check_reachable(address)  # before Ray is imported, which takes seconds
     else:
-        # The C++ core logs an error for every actor pool of Ray Data. Real errors are exceptions.
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         # While Ray starts, its own SIGTERM handler would drain the node for 30 s.
         os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
         # With Ray's own niceness of 15, other programs leave a job a third of a core.

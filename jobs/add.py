@@ -20,7 +20,7 @@ import jobs
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import check_index
-from pipeline.index.display import Display, open_display
+from pipeline.progress import Display, open_display
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.index.add import AddedColumns
@@ -143,7 +143,7 @@ def _run(columns: AddedColumns, display: Display, object_store_bytes: int | None
 
     display.phase("start Ray")
     with jobs.cluster(object_store_bytes):
-        add.run(columns, job=jobs.job_id(), report=display.say, show=display.show)
+        add.run(columns, job=jobs.job_id(), report=display.say)
 
 
 #: Functions that read the arguments and add the columns of a name.

@@ -26,6 +26,7 @@ from pipeline import config
 from pipeline.config import SpecError
 
 if TYPE_CHECKING:
+    from pipeline.report.text import Table
     from pipeline.synthetic.binding import Pair
     from pipeline.synthetic.binding_data import Form
 
@@ -77,7 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _table(args: argparse.Namespace, pairs: Sequence[Pair]) -> None:
     """Measures all encoders of a table."""
-    from pipeline.report.text import aligned
     from pipeline.synthetic import binding_table
 
     options = {"--encoder": args.encoder, "--form": args.form, "--side": args.side}
@@ -87,15 +87,14 @@ def _table(args: argparse.Namespace, pairs: Sequence[Pair]) -> None:
     spec = config.load(binding_table.TableSpec, args.table, args.overrides)
     binding_table.check(spec)
     rows = binding_table.measure(spec, pairs, jobs.say)
-    print(aligned(binding_table.table(rows)))
+    print(binding_table.table(rows).text())
     if args.output:
-        _write(args.output, binding_table.csv_rows(rows), binding_table.plot(rows, spec.title))
+        _write(args.output, binding_table.full_table(rows), binding_table.plot(rows, spec.title))
 
 
 def _accuracy(args: argparse.Namespace, pairs: Sequence[Pair], side: int) -> None:
     """Measures one encoder."""
     from pipeline.registry import ENCODERS
-    from pipeline.report.text import aligned
     from pipeline.synthetic import binding_accuracy
 
     form: Form = args.form or "text"
@@ -109,18 +108,17 @@ def _accuracy(args: argparse.Namespace, pairs: Sequence[Pair], side: int) -> Non
         ENCODERS.load(spec.name).check(spec)
     binding_accuracy.check_form(spec, form)
     rows = binding_accuracy.measure(ENCODERS.build(spec), pairs, form, side)
-    cells = binding_accuracy.table(rows)
-    print(aligned(cells))
+    table = binding_accuracy.table(rows)
+    print(table.text())
     if args.output:
-        _write(args.output, cells, binding_accuracy.bars(rows))
+        _write(args.output, table, binding_accuracy.bars(rows))
 
 
-def _write(folder: str, cells: Sequence[Sequence[object]], png: bytes) -> None:
+def _write(folder: str, table: Table, png: bytes) -> None:
     """Writes the table and the plot."""
     from pipeline.atomic import write_atomic
-    from pipeline.report.text import as_csv
 
-    files: dict[str, str | bytes] = {"binding.csv": as_csv(cells), "binding.png": png}
+    files: dict[str, str | bytes] = {"binding.csv": table.csv(), "binding.png": png}
     for name, data in files.items():
         path = posixpath.join(folder, name)
         write_atomic(path, data)

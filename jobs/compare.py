@@ -29,12 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.eval.compare import compare
     from pipeline.report.compare import table
     from pipeline.report.files import write_comparison
-    from pipeline.report.text import aligned
 
     if args.output:
         check_writable(args.output, "--output")
     compared = compare(args.out_a, args.out_b)
-    print(aligned(table(compared)))
+    print(table(compared).text())
     for output, names in zip(compared.outputs, compared.unmatched, strict=True):
         if names:
             print(f"only in {output}: {', '.join(names)}")

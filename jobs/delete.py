@@ -21,7 +21,7 @@ import jobs
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import check_index
-from pipeline.index.display import open_display
+from pipeline.progress import open_display
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             spec,
             job=jobs.job_id(),
             report=display.say,
-            show=display.show,
             is_dry=args.dry_run,
         )
 

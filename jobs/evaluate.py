@@ -64,17 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.report.files import write
     from pipeline.report.summary import summary
     from pipeline.report.tables import candidates_table, comparisons_table, table
-    from pipeline.report.text import aligned
     from pipeline.search.map_images import hit_maps
 
     spec = config.load(EvaluateSpec, args.spec, args.overrides)
     evaluation = run(spec, partial(jobs.say, is_timed=False), hit_maps)
     written = [posixpath.join(spec.output, "runs"), *write(evaluation, spec.output)]
-    print("", aligned(table(evaluation)), sep="\n")
+    print("", table(evaluation).text(), sep="\n")
     if spec.candidates:
-        print("", aligned(candidates_table(evaluation)), sep="\n")
+        print("", candidates_table(evaluation).text(), sep="\n")
     if spec.comparisons:
-        print("", aligned(comparisons_table(evaluation)), sep="\n")
+        print("", comparisons_table(evaluation).text(), sep="\n")
     print("", *summary(evaluation), "", *written, sep="\n")
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import jobs
 from pipeline import config
-from pipeline.index.display import Display, open_display
+from pipeline.progress import Display, open_display
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,7 +77,6 @@ def _run(args: argparse.Namespace, display: Display) -> None:
             remove_missing=args.remove_missing,
             retry_rejects=tuple(args.retry_rejects),
             report=display.say,
-            show=display.show,
         )
 
 

@@ -25,7 +25,7 @@ import jobs
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import check_index
-from pipeline.index.display import open_display
+from pipeline.progress import open_display
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     fields = {name: value for name, value in args.items() if value is not None}
     spec = config.parse(maintain.MaintainSpec, fields)
     with open_display(progress) as display:
-        maintain.run(spec, job=jobs.job_id(), report=display.say, show=display.show, is_dry=is_dry)
+        maintain.run(spec, job=jobs.job_id(), report=display.say, is_dry=is_dry)
         for output in outputs:
             number, size = Cache(output).remove_unused(timedelta(days=days), is_dry=is_dry)
             verb = "would be removed" if is_dry else "removed"

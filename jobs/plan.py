@@ -55,7 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.planning.report import stage_table, storage_table, summary, write
     from pipeline.planning.run import is_complete, make_plan, stage_pools
     from pipeline.planning.spec import Assumptions
-    from pipeline.report.text import aligned
 
     spec = config.parse(IndexSpec, fields)
     resources, assumptions = jobs.load_profile(IndexResources, args.resources), Assumptions()
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max_seconds=args.seconds,
             report=jobs.say,
         )
-    print("", aligned(stage_table(plan)), "", aligned(storage_table(plan)), "", sep="\n")
+    print("", stage_table(plan).text(), "", storage_table(plan).text(), "", sep="\n")
     print(*summary(plan), sep="\n")
     if args.out is not None:
         print("", *write(plan, args.out), sep="\n")

@@ -40,12 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.eval.pooled import pool
     from pipeline.report.files import write_pooled
     from pipeline.report.pooled import table
-    from pipeline.report.text import aligned
 
     check_writable(args.output, "output")
     pooled = pool(args.outputs)
     cells = table(pooled, args.against)
-    print(aligned(cells))
+    print(cells.text())
     print(*write_pooled(pooled, cells, args.output), sep="\n")
 
 

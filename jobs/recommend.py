@@ -71,7 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from pipeline.recommend.report import SPEC, reason, recompress_spec, regret_table, table, write
     from pipeline.recommend.run import recommend
     from pipeline.recommend.spec import RecommendSpec
-    from pipeline.report.text import aligned
 
     if queries is not None:
         fields = {**_query_fields(queries), **fields}
@@ -79,9 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if out is not None:
         check_writable(out, "--out")
     recommendation = recommend(spec, jobs.say)
-    print("", aligned(table(recommendation)), "", reason(recommendation), sep="\n")
+    print("", table(recommendation).text(), "", reason(recommendation), sep="\n")
     if recommendation.regrets:
-        print("", aligned(regret_table(recommendation)), sep="\n")
+        print("", regret_table(recommendation).text(), sep="\n")
     path = SPEC
     if out is not None:
         paths = write(recommendation, out)

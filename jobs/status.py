@@ -21,8 +21,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jobs
-from pipeline.index import check_index
-from pipeline.index.display import open_display
+from pipeline.index import JOBS, PROGRESS, check_index
+from pipeline.progress import Display, Snapshot, open_display
+from pipeline.report.text import Table
+
+#: Interval between reads of the progress of a job, in seconds.
+POLL_SECONDS = 1.0
+#: Time without a new snapshot after which the lease is checked, in seconds.
+STALE_SECONDS = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,8 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.watch:
         with open_display(args.progress) as display:
             display.phase("load modules")
-            from pipeline.index.watch import watch
-
             watch(args.index, display)
         return
 
@@ -58,6 +62,61 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     summary = {**status(args.index), "cache": cache_usage(args.index)}
     print(json.dumps(summary, indent=1) if args.json else format_status(summary))
+
+
+def watch(uri: str, display: Display) -> None:
+    """Shows the progress of the job that writes to an index until the job ends.
+
+    The job may run in another process or on another machine.
+
+    Args:
+        uri: URI of the index.
+        display: Display of the progress.
+
+    Raises:
+        SpecError: The index does not exist or is corrupted.
+    """
+    from pipeline.index.reader import Index
+
+    lease = Index(uri).lease()
+    if lease is None:
+        display.say(f"no job is writing to {uri}")
+        return
+    job, last, changed = lease.job, 0.0, time.monotonic()
+    while True:
+        # Before its first report and after its end, a job has no snapshot.
+        if text := _read(uri, job, PROGRESS):
+            snapshot = Snapshot.from_json(text)
+            # Compared with its predecessor only, because the clocks of the machines may differ.
+            if snapshot.time != last:
+                last, changed = snapshot.time, time.monotonic()
+                display.show(snapshot)
+        is_stale = time.monotonic() - changed > STALE_SECONDS
+        if not text or is_stale:
+            lease = Index(uri).lease()
+            if lease is None or lease.job != job:
+                break
+        if is_stale:
+            display.say(f"job {job} has not reported its progress for {STALE_SECONDS:.0f} s")
+            changed = time.monotonic()
+        time.sleep(POLL_SECONDS)
+    # A job that was killed early has no summary.
+    summary = {"kind": "job", "state": "running", "error": ""}
+    summary |= json.loads(_read(uri, job, "summary.json") or "{}")
+    state = "killed" if summary["state"] == "running" else summary["state"]
+    error = f": {summary['error']}" if summary["error"] else ""
+    display.say(f"{summary['kind']} {job} {state}{error}")
+
+
+def _read(uri: str, job: str, name: str) -> str:
+    """Returns the content of a file of a job, or an empty text if it does not exist."""
+    from pipeline.index.reader import open_folder
+
+    storage, path = open_folder(uri, JOBS, job, name)
+    try:
+        return storage.cat_file(path).decode()
+    except FileNotFoundError:
+        return ""
 
 
 def format_rejects(rows: Sequence[dict[str, Any]]) -> str:
@@ -84,12 +143,14 @@ def format_status(summary: dict[str, Any]) -> str:
     lines.append(f"cache        {used:,.1f} MB of {total:,.1f} MB, limit {limit:,.0f} MB")
     for encoder in summary["encoders"]:
         lines.append(f"encoder      {encoder['name']} (fingerprint {encoder['fingerprint']})")
-    lines += ["", _REPRESENTATION.format(*_HEADER)]
+    header = ["representation", "method", "K", "codec", "vectors", "B/item", "B/item all", "filled"]
+    cells = Table([header])
     for name, r in summary["representations"].items():
         budget = r["num_vectors"] or (f"{100 * r['ratio']:g}%" if r["ratio"] else "all")
-        settings = (r["method"], budget, r["codec"], f"{r['vectors']:.1f}")
+        settings = (r["method"], str(budget), r["codec"], f"{r['vectors']:.1f}")
         sizes = (f"{r['bytes_vectors']:,.0f}", f"{r['bytes_all']:,.0f}", f"{r['filled']:.1%}")
-        lines.append(_REPRESENTATION.format(name, *settings, *sizes))
+        cells.append((name, *settings, *sizes))
+    lines += ["", cells.text()]
     for codes in summary["candidates"]:
         coded = f"{codes['coded']:,} of {codes['items']:,} items have codes"
         name = f"{codes['generator']} for {codes['representation']}"
@@ -111,10 +172,6 @@ def format_status(summary: dict[str, Any]) -> str:
         if job["error"]:
             lines.append(f"             {job['error']}")
     return "\n".join(lines)
-
-
-_HEADER = ("representation", "method", "K", "codec", "vectors", "B/item", "B/item all", "filled")
-_REPRESENTATION = "{:28} {:10} {:>5} {:19} {:>8} {:>12} {:>12} {:>8}"
 
 
 if __name__ == "__main__":

@@ -48,6 +48,18 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
+class _Handler(logging.StreamHandler):
+    """Writes to the present standard output or error, which a display may have replaced."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self._name = name
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = getattr(sys, self._name)
+        super().emit(record)
+
+
 def is_json() -> bool:
     """Checks whether jobs log JSON lines."""
     return os.environ.get(FORMAT_VARIABLE) == "json"
@@ -62,13 +74,11 @@ def configure() -> None:
     value = os.environ.get(FORMAT_VARIABLE, FORMATS[0])
     if value not in FORMATS:
         raise SpecError(FORMAT_VARIABLE, value, f"one of {', '.join(FORMATS)}")
+    handler = _Handler("stderr" if is_json() else "stdout")
     if is_json():
-        handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter())
-        logging.basicConfig(level=logging.INFO, handlers=[handler])
         sys.excepthook = _log_exception
-    else:
-        logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").setLevel(logging.ERROR)
 

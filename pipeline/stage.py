@@ -26,7 +26,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validat
 
 from pipeline.config import Spec, SpecError
 from pipeline.decoding import Unreadable
-from pipeline.meter import meter
+from pipeline.progress import meter
 from pipeline.schema import REJECT, Reject, detail_with_file, metadata_file
 
 if TYPE_CHECKING:

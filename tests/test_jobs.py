@@ -158,7 +158,7 @@ PRINTS = """
 import logging, sys
 import jobs
 from pipeline.config import SpecError
-from pipeline.index.display import open_display
+from pipeline.progress import open_display
 
 def main(arguments):
     with open_display() as display:

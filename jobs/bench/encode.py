@@ -351,7 +351,7 @@ def actors(bench: Bench, family: str, encoder: SequenceEncoder[Any], args: Any) 
                     pool |= {"min_actors": number, "max_actors": number}
                     profile = parse(IndexResources, {"encode": pool, "prepare": {"num_cpus": 0.5}})
                     progress = job.run(spec, profile, job=str(repeat), report=lambda line: None)
-                    rates.append(progress.new / progress.phases["stream"])
+                    rates.append(progress.new / progress.phases["index"])
             figures[name] = Repeats(tuple(rates))
             rows.append([name, figures[name], figures[name].over(figures["one actor"])])
     text = table(

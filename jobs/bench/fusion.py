@@ -196,11 +196,11 @@ def _table(rows: Sequence[Comparison]) -> str:
 
 
 def _write_csv(path: Path, rows: Sequence[Comparison]) -> None:
-    from pipeline.report.text import as_csv
+    from pipeline.report.text import Table
 
     cells = [[f"{v:.4f}" if isinstance(v, float) else v for v in row] for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(as_csv([Comparison._fields, *cells]), "utf-8")
+    path.write_text(Table([Comparison._fields, *cells]).csv(), "utf-8")
 
 
 def _write_figure(path: Path, rows: Sequence[Comparison], args: Namespace) -> None:

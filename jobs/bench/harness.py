@@ -20,6 +20,7 @@ from typing import Any
 
 import jobs
 from pipeline.config import SpecError
+from pipeline.report.text import Table
 
 PACKAGES = ("ray", "pylance", "torch", "transformers", "pyarrow")
 
@@ -206,15 +207,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
     >>> print(table(["side", "items/s"], [["bare loop", 3.14159]]))
     | side | items/s |
-    |---|---|
+    | --- | --- |
     | bare loop | 3.14 |
     """
-    lines = [header, ["---"] * len(header), *rows]
-    cells = [
-        [_number(cell) if isinstance(cell, float) else str(cell) for cell in row] for row in lines
-    ]
-    text = ["| " + " | ".join(row) + " |" for row in cells]
-    return "\n".join(text).replace(" --- ", "---")
+    cells = [[_number(cell) if isinstance(cell, float) else str(cell) for cell in r] for r in rows]
+    return Table([header, *cells]).markdown().rstrip("\n")
 
 
 def _number(value: float) -> str:

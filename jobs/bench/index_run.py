@@ -23,10 +23,10 @@ from pipeline import config
 from pipeline.config import digest
 from pipeline.index import JOBS, job, listing, unit_reader
 from pipeline.index.columns import all_representations, encoder_fields, representation_fields
+from pipeline.index.counts import Counts
 from pipeline.index.fragments import write_table
 from pipeline.index.info import EncoderInfo
 from pipeline.index.listing import ListingJob
-from pipeline.index.progress import Progress
 from pipeline.index.reader import part_uri
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress, Encode, Represent
@@ -53,12 +53,12 @@ def main() -> None:
     print(json.dumps({"summary": progress.summary(), "times": times, "peak_bytes": peak_bytes()}))
 
 
-def bare_loop(spec: IndexSpec, num_threads: int) -> Progress:
+def bare_loop(spec: IndexSpec, num_threads: int) -> Counts:
     """Builds a new index from a new source. Rejects and resuming are not supported."""
     import torch
 
     torch.set_num_threads(num_threads)
-    progress = Progress()
+    progress = Counts()
     writer = IndexWriter(spec.index, "bare")
     encoder = ENCODERS.load(spec.encoder.name)
     listing_job = ListingJob(

@@ -260,7 +260,7 @@ def memory(bench: Bench, runs: Runs, sizes: Sizes) -> None:
     for num_items in (max(1, sizes.small_items // 10), sizes.small_items):
         result = _build_small(runs, num_items)
         peaks[num_items] = result["peak_bytes"]
-        rate = result["summary"]["new"] / result["summary"]["phases"]["stream"]
+        rate = result["summary"]["new"] / result["summary"]["phases"]["index"]
         rows.append([f"{num_items:,}", f"{result['peak_bytes'] / 2**20:,.0f}", f"{rate:,.0f}"])
     title = "Peak resident memory of the driver, without the processes of Ray"
     text = table(["items", "MiB", "items/s including start-up"], rows)

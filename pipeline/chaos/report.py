@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.chaos.faults import ACTIONS, PHASES
 from pipeline.chaos.run import Outcome, Round
-from pipeline.report.text import aligned
+from pipeline.report.text import Table
 
 
 def outcomes(rounds: Sequence[Round]) -> list[Outcome]:
@@ -30,13 +30,13 @@ def problems(rounds: Sequence[Round]) -> list[str]:
     return found
 
 
-def cells(rounds: Sequence[Round]) -> list[list[str]]:
+def cells(rounds: Sequence[Round]) -> Table:
     """Returns the table of faults: one row per phase, one column per process or resource."""
     found = outcomes(rounds)
     counts = Counter((o.fault.phase, o.fault.target) for o in found)
     targets = [target for target in ACTIONS if any(t == target for _, t in counts)]
     header = ["phase", *targets, "faults", "recovery p50", "p95", "max"]
-    rows = [header]
+    rows = Table([header])
     for phase in [*PHASES, "all"]:
         chosen = [o for o in found if phase in (o.fault.phase, "all")]
         if not chosen:
@@ -49,10 +49,10 @@ def cells(rounds: Sequence[Round]) -> list[list[str]]:
     return rows
 
 
-def action_cells(rounds: Sequence[Round]) -> list[list[str]]:
+def action_cells(rounds: Sequence[Round]) -> Table:
     """Returns the table of recovery times by process and action."""
     found = outcomes(rounds)
-    rows = [["process", "action", "faults", "recovery p50", "p95", "runs that ended"]]
+    rows = Table([["process", "action", "faults", "recovery p50", "p95", "runs that ended"]])
     for target, actions in ACTIONS.items():
         for action in actions:
             chosen = [o for o in found if (o.fault.target, o.fault.action) == (target, action)]
@@ -71,9 +71,9 @@ def text(rounds: Sequence[Round]) -> str:
     )
     found = problems(rounds)
     lines = [
-        aligned(cells(rounds)),
+        cells(rounds).text(),
         "",
-        aligned(action_cells(rounds)),
+        action_cells(rounds).text(),
         "",
         f"{len(outcomes(rounds))} faults in {len(rounds)} rounds: {lost} items lost,"
         f" {duplicated} duplicated, {len(found)} checks failed",

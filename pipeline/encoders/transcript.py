@@ -22,7 +22,7 @@ from pipeline.config import SpecError, within
 from pipeline.encoders import AttentionInfo, EncodedQueries, Encoder
 from pipeline.encoders.minilm import MiniLM
 from pipeline.encoders.templates import Templates
-from pipeline.meter import counted_rows
+from pipeline.progress import counted_rows
 from pipeline.registry import OCR, SPEECH, OcrSpec, Registry, SpeechSpec
 from pipeline.schema import ITEM, WORD_BOXES, WORD_CONFIDENCES, WORD_KINDS, WORD_SPANS, WORD_TIMES
 from pipeline.taps import Tap

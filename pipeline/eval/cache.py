@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from pipeline.atomic import write_atomic
 from pipeline.config import absolute, digest
-from pipeline.eval.diagnostics import Diagnosis
 from pipeline.paths import is_uri, locate, open_file
 
 #: Version of the code that computes the entries. Increase it when their values change.
@@ -20,12 +21,12 @@ VERSION = 2
 
 
 class CacheEntry(BaseModel):
-    """Base class of cached values. Files with missing, unknown or mistyped fields are ignored."""
+    """Base class of cached records. Files with missing, unknown or mistyped fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class CachedResult(CacheEntry):
+class Measurements(CacheEntry):
     """Measurements of one row of an evaluation. See `Result` for the fields.
 
     Attributes:
@@ -45,25 +46,7 @@ class CachedResult(CacheEntry):
     maxsim_ops: float
 
 
-class CachedDiagnosis(CacheEntry):
-    """Diagnosis of one representation."""
-
-    diagnosis: Diagnosis
-
-
-class CachedGrounding(CacheEntry):
-    """Grounding metrics of a representation, if they apply to it."""
-
-    numbers: dict[str, float]
-
-
-class CachedTemplates(CacheEntry):
-    """Templates of an encoder by name, see `Templates`. Empty for encoders without any."""
-
-    templates: dict[str, str]
-
-
-EntryT = TypeVar("EntryT", bound=CacheEntry)
+T = TypeVar("T")
 
 
 def cache_key(**dependencies: Any) -> str:
@@ -77,8 +60,16 @@ class Cache:
     def __init__(self, output: str):
         self._folder = posixpath.join(absolute(output), "entries")
 
-    def read(self, key: str, entry_type: type[EntryT]) -> EntryT | None:
-        """Returns the entry of a key, or None if it is missing or corrupted.
+    def get(self, key: str, value_type: type[T], compute: Callable[[], T]) -> T:
+        """Returns the value of a key. Computes and writes it if it is missing or corrupted."""
+        value = self.read(key, value_type)
+        if value is None:
+            value = compute()
+            self.write(key, value)
+        return value
+
+    def read(self, key: str, value_type: type[T]) -> T | None:
+        """Returns the value of a key, or None if it is missing or corrupted.
 
         Records the use of an entry in a local folder, for `remove_unused`.
         """
@@ -86,11 +77,11 @@ class Cache:
             contextlib.suppress(FileNotFoundError, UnicodeDecodeError, ValidationError),
             open_file(self._path(key), "r") as file,
         ):
-            entry = entry_type.model_validate_json(file.read())
+            value = TypeAdapter(value_type).validate_json(file.read(), strict=True)
             if not is_uri(self._folder):
                 with contextlib.suppress(OSError):  # a folder that is read-only
                     os.utime(self._path(key))
-            return entry
+            return value
         return None
 
     def remove_unused(self, age: timedelta, *, is_dry: bool = False) -> tuple[int, int]:
@@ -121,9 +112,9 @@ class Cache:
             num_bytes += info["size"]
         return removed, num_bytes
 
-    def write(self, key: str, entry: CacheEntry) -> None:
-        """Writes an entry atomically."""
-        write_atomic(self._path(key), entry.model_dump_json())
+    def write(self, key: str, value: Any) -> None:
+        """Writes a value atomically as JSON."""
+        write_atomic(self._path(key), to_json(value, inf_nan_mode="null"))
 
     def _path(self, key: str) -> str:
         return posixpath.join(self._folder, f"{key}.json")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import platform
 import posixpath
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,8 @@ import numpy as np
 from pipeline import extras
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, dump
-from pipeline.eval import BenchmarkRow, JudgedQueries, Phrase, bm25
-from pipeline.eval.cache import (
-    Cache,
-    CachedDiagnosis,
-    CachedGrounding,
-    CachedResult,
-    CachedTemplates,
-    cache_key,
-)
+from pipeline.eval import Benchmark, BenchmarkRow, JudgedQueries, Phrase, bm25
+from pipeline.eval.cache import Cache, Measurements, cache_key
 from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.document_categories import queries_by_document_category
 from pipeline.eval.example_selection import DrawHit, build_examples, compared_rows, select_queries
@@ -69,6 +63,29 @@ NUM_SEEDS = 5
 RECALL_DEPTHS = (10, 100)
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """Inputs of an evaluation, which are valid.
+
+    Attributes:
+        spec: Spec with the judged level and the main metric of the benchmark.
+        headline: Main metric of the benchmark, or of the spec.
+        num_items: Number of evaluated items.
+        plan: Rows of the table.
+        notes: Remarks on the inputs. Those of the results are added.
+    """
+
+    spec: EvaluateSpec
+    benchmark: Benchmark
+    judged: JudgedQueries
+    headline: str
+    searcher: Searcher
+    num_items: int
+    ranker: Ranker
+    plan: list[Row]
+    notes: list[str]
+
+
 def run(
     spec: EvaluateSpec, report: Callable[[str], None], draw_hit: DrawHit | None = None
 ) -> Evaluation:
@@ -83,6 +100,38 @@ def run(
         SpecError: The benchmark, the index or a representation is missing or invalid.
     """
     check_writable(spec.output, "output")
+    inputs = _load(spec)
+    for line in inputs.notes:
+        report(line)
+    _check_comparisons(inputs)
+    categories = _document_categories(inputs)
+    phrases = _phrases(inputs, report)
+    cache = Cache(spec.output)
+    evaluator = _Evaluator(inputs, phrases, cache)
+    templates = _templates(inputs, cache)
+    for name, by_kind in templates.items():
+        report(f"{name}: queries are encoded as {by_kind['query']!r}")
+    rows = []
+    for number, row in enumerate(inputs.plan, start=1):
+        result, speed = evaluator.evaluate(row)
+        rows.append(result)
+        quality = f"{inputs.headline} {result.means[inputs.headline]:.4f}"
+        report(f"[{number}/{len(inputs.plan)}] {result.name}  {quality}  {speed}")
+    results = sort_results(merge_seeds(rows))
+    for line in _result_notes(results):
+        inputs.notes.append(line)
+        report(line)
+    evaluation = _evaluation(inputs, results, categories, templates)
+    examples = _examples(evaluation, inputs, cache, evaluator.keys, draw_hit)
+    return replace(evaluation, examples=examples.examples)
+
+
+def _load(spec: EvaluateSpec) -> _Inputs:
+    """Loads the benchmark and the index, and plans the rows.
+
+    Raises:
+        SpecError: The benchmark, the index, a representation or a reranker is missing or invalid.
+    """
     if spec.bm25:
         extras.require("bm25s", "Stemmer")
     benchmark = BENCHMARKS.build(spec.benchmark)
@@ -103,6 +152,21 @@ def run(
             f"{num_documents} queries have the id of a document, which is removed from their "
             "rankings (ignore_identical_ids)"
         )
+    plan = _plan(spec, judged, searcher, notes)
+    for row in plan:
+        if row.rerank is not None:  # fails before any row is scored
+            ranker.reranker(row.rerank)
+    headline = judged.measure
+    if headline is None:
+        headline = next(name for name in spec.measures if name != MDR)
+        headline = "nDCG@10" if "nDCG@10" in spec.measures else headline
+    return _Inputs(spec, benchmark, judged, headline, searcher, num_items, ranker, plan, notes)
+
+
+def _plan(
+    spec: EvaluateSpec, judged: JudgedQueries, searcher: Searcher, notes: list[str]
+) -> list[Row]:
+    """Returns the rows of the table, and notes the reasons why rows are left out."""
     encodes = judged.vectors is None and not spec.query_vectors
     plan = list(planned_rows(spec, searcher, encodes=encodes, notes=notes))
     if spec.bm25 and not judged.has_texts:
@@ -111,90 +175,88 @@ def run(
         plan.insert(0, Row(BM25, BM25))
     elif spec.bm25:
         notes.append(f"no BM25 row: no item has a {spec.text}")
-    for row in plan:
-        if row.rerank is not None:  # fails before any row is scored
-            ranker.reranker(row.rerank)
-    for line in notes:
-        report(line)
+    return plan
 
-    _check_comparisons(spec, plan, searcher, ranker)
-    document_categories = {}
-    if spec.document_categories is not None:
-        document_categories = queries_by_document_category(
-            searcher.index, judged, spec.document_categories, spec.judged, spec.filter
-        )
-    phrases = _phrases(spec, searcher, plan, notes)
-    if isinstance(spec.grounding, GeneratedPhrases) and len(phrases) < spec.grounding.num_phrases:
-        notes.append(f"grounding: {len(phrases)} phrases found in the texts of the items")
-        report(notes[-1])
-    grounder = Grounder(searcher, phrases)
 
-    cache = Cache(spec.output)
-    templates = _templates(plan, judged, ranker, searcher, cache)
-    for name, by_kind in templates.items():
-        report(f"{name}: queries are encoded as {by_kind['query']!r}")
-    samples = _Samples(searcher.index, spec.filter)
-    headline = judged.measure
-    if headline is None:
-        headline = next(name for name in spec.measures if name != MDR)
-        headline = "nDCG@10" if "nDCG@10" in spec.measures else headline
-    results, keys = [], {}
-    for number, row in enumerate(plan, start=1):
-        key = ranker.key(row)
-        entry = cache.read(key, CachedResult)
-        speed = "(cached)"
+def _document_categories(inputs: _Inputs) -> dict[str, list[str]]:
+    """Returns the ids of the queries by the category of their relevant documents."""
+    spec = inputs.spec
+    if spec.document_categories is None:
+        return {}
+    return queries_by_document_category(
+        inputs.searcher.index, inputs.judged, spec.document_categories, spec.judged, spec.filter
+    )
+
+
+class _Evaluator:
+    """Evaluates rows. Their measurements are cached in the output folder.
+
+    Attributes:
+        keys: Cache keys of the measurements, by result.
+    """
+
+    def __init__(self, inputs: _Inputs, phrases: Sequence[Phrase], cache: Cache):
+        self._inputs, self._phrases, self._cache = inputs, phrases, cache
+        self._grounder = Grounder(inputs.searcher, phrases)
+        self._samples = _Samples(inputs.searcher.index, inputs.spec.filter)
+        self.keys: dict[str, str] = {}
+
+    def evaluate(self, row: Row) -> tuple[Result, str]:
+        """Measures a row, unless it is cached, and writes its run.
+
+        Returns:
+            The result, and its speed as text.
+        """
+        inputs, cache, name = self._inputs, self._cache, row.representation
+        spec, ranker, index = inputs.spec, inputs.ranker, inputs.searcher.index
+        key, speed = ranker.key(row), "(cached)"
+        entry = cache.read(key, Measurements)
         if entry is None:
             entry = ranker.measure(row)
             cache.write(key, entry)
             speed = f"{entry.queries_per_second:,.0f} queries/s"
         exact = entry
         if row.candidates is not None:
-            found = cache.read(ranker.key(row._replace(candidates=None)), CachedResult)
+            found = cache.read(ranker.key(row._replace(candidates=None)), Measurements)
             assert found is not None, "the exact row precedes those of its generators"
             exact = found
-        result = _row_result(spec, plan, row, searcher, ranker.weights(row.score), entry, exact)
+        result = _row_result(inputs, row, entry, exact)
         if spec.diagnostics and result.score == "maxsim":
-            result = replace(result, diagnosis=_diagnosis(ranker, row.representation, cache))
-        if phrases and result.score == "maxsim":
-            metrics = _grounding(searcher.index, grounder, phrases, row.representation, cache)
+            result = replace(result, diagnosis=_diagnosis(ranker, name, cache))
+        if self._phrases and result.score == "maxsim":
+            metrics = _grounding(index, self._grounder, self._phrases, name, cache)
             result = replace(result, grounding=metrics)
         if result.score in ("maxsim", "hybrid", FUSED):
-            result = replace(result, fit_sample=samples.fit_sample(row.representation))
-        results.append(result)
-        keys[result.name] = key
+            result = replace(result, fit_sample=self._samples.fit_sample(name))
+        self.keys[result.name] = key
         run_file = posixpath.join(spec.output, "runs", f"{result.name}.trec")
         write_run(run_file, entry.rankings, result.name)
-        num_queries = len(entry.rankings)
-        official = BenchmarkRow(
-            result.name,
-            result.encoder,
-            entry.rankings,
-            spec.k,
-            num_queries / entry.queries_per_second,
-        )
-        benchmark.write_result(spec.output, official)
-        quality = f"{headline} {result.means[headline]:.4f}"
-        report(f"[{number}/{len(plan)}] {result.name}  {quality}  {speed}")
+        seconds = len(entry.rankings) / entry.queries_per_second
+        official = BenchmarkRow(result.name, result.encoder, entry.rankings, spec.k, seconds)
+        inputs.benchmark.write_result(spec.output, official)
+        return result, speed
 
-    results = sort_results(merge_seeds(results))
-    for line in _result_notes(results):
-        notes.append(line)
-        report(line)
-    evaluation = Evaluation(
-        spec=dump(spec),
-        headline=headline,
-        judgments=ranker.judgments,
-        num_items=num_items,
-        notes=notes,
+
+def _evaluation(
+    inputs: _Inputs,
+    results: list[Result],
+    document_categories: dict[str, list[str]],
+    templates: dict[str, dict[str, str]],
+) -> Evaluation:
+    """Builds the evaluation, without its examples."""
+    return Evaluation(
+        spec=dump(inputs.spec),
+        headline=inputs.headline,
+        judgments=inputs.ranker.judgments,
+        num_items=inputs.num_items,
+        notes=inputs.notes,
         created=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         versions=versions(),
         results=results,
         document_categories=document_categories,
-        query_categories=judged.categories,
+        query_categories=inputs.judged.categories,
         templates=templates,
     )
-    examples = _examples(evaluation, judged, searcher, ranker, cache, keys, draw_hit)
-    return replace(evaluation, examples=examples.examples)
 
 
 def _with_main_measure(spec: EvaluateSpec, judged: JudgedQueries) -> EvaluateSpec:
@@ -212,28 +274,25 @@ def _with_main_measure(spec: EvaluateSpec, judged: JudgedQueries) -> EvaluateSpe
     return spec.model_copy(update={"measures": measures})
 
 
-def _templates(
-    plan: Sequence[Row], judged: JudgedQueries, ranker: Ranker, searcher: Searcher, cache: Cache
-) -> dict[str, dict[str, str]]:
+def _templates(inputs: _Inputs, cache: Cache) -> dict[str, dict[str, str]]:
     """Returns the templates of the encoders, by name. See `Evaluation.templates`."""
     found: dict[str, dict[str, str]] = {}
-    if judged.vectors is not None:
+    if inputs.judged.vectors is not None:
         return found
-    for representation in dict.fromkeys(row.representation for row in plan if row.score != BM25):
-        info = searcher.index.representation(representation).encoder
+    names = dict.fromkeys(row.representation for row in inputs.plan if row.score != BM25)
+    for representation in names:
+        info = inputs.searcher.index.representation(representation).encoder
         if info.prefix in found:
             continue
-        key = cache_key(templates=info.spec, instruction=judged.instruction)
-        entry = cache.read(key, CachedTemplates)
-        if entry is None:
-            try:
-                templates = ranker.query_encoder(representation).templates()
-            except SpecError:  # all rows may be cached, which needs no encoder
-                continue
+
+        def compute(representation: str = representation) -> dict[str, str]:
+            templates = inputs.ranker.query_encoder(representation).templates()
             filled = {} if templates is None else asdict(templates)
-            entry = CachedTemplates(templates={k: t for k, t in filled.items() if t is not None})
-            cache.write(key, entry)
-        found[info.prefix] = entry.templates
+            return {name: text for name, text in filled.items() if text is not None}
+
+        key = cache_key(templates=info.spec, instruction=inputs.judged.instruction)
+        with contextlib.suppress(SpecError):  # all rows may be cached, which needs no encoder
+            found[info.prefix] = cache.get(key, dict[str, str], compute)
     return {name: templates for name, templates in found.items() if templates}
 
 
@@ -266,16 +325,10 @@ class _Samples:
 def _diagnosis(ranker: Ranker, representation: str, cache: Cache) -> Diagnosis:
     """Diagnoses a representation, unless a cached diagnosis with the same inputs exists."""
     key = ranker.diagnosis_key(representation)
-    entry = cache.read(key, CachedDiagnosis)
-    if entry is None:
-        entry = CachedDiagnosis(diagnosis=ranker.diagnosis(representation))
-        cache.write(key, entry)
-    return entry.diagnosis
+    return cache.get(key, Diagnosis, lambda: ranker.diagnosis(representation))
 
 
-def _phrases(
-    spec: EvaluateSpec, searcher: Searcher, plan: Sequence[Row], notes: list[str]
-) -> list[Phrase]:
+def _phrases(inputs: _Inputs, report: Callable[[str], None]) -> list[Phrase]:
     """Returns the phrases for grounding, or none if the spec does not request grounding.
 
     Phrases of the benchmark are restricted to the items of the index, which a note reports.
@@ -283,21 +336,26 @@ def _phrases(
     Raises:
         SpecError: The phrases are invalid, or their items are missing or have no regions.
     """
+    spec, index, notes = inputs.spec, inputs.searcher.index, inputs.notes
     if spec.grounding is None:
         return []
-    names = [row.representation for row in plan if row.score == "maxsim"]
+    names = [row.representation for row in inputs.plan if row.score == "maxsim"]
     if isinstance(spec.grounding, GeneratedPhrases):
-        return generate_phrases(spec.grounding, searcher.index, names, spec.filter)
+        phrases = generate_phrases(spec.grounding, index, names, spec.filter)
+        if len(phrases) < spec.grounding.num_phrases:
+            notes.append(f"grounding: {len(phrases)} phrases found in the texts of the items")
+            report(notes[-1])
+        return phrases
     if spec.grounding == BENCHMARK_PHRASES:
-        phrases = BENCHMARKS.build(spec.benchmark).phrases()
-        indexed = indexed_phrases(phrases, searcher.index, spec.filter)
+        phrases = inputs.benchmark.phrases()
+        indexed = indexed_phrases(phrases, index, spec.filter)
         if len(indexed) < len(phrases):
             number = f"{len(phrases) - len(indexed)} of {len(phrases)} phrases"
             notes.append(f"grounding: the items of {number} are not in the index")
         phrases = indexed
     else:
         phrases = read_phrases(spec.grounding)
-    check_phrases(phrases, searcher.index, names)
+    check_phrases(phrases, index, names)
     return phrases
 
 
@@ -314,11 +372,7 @@ def _grounding(
         content=index.content_key(["item_id", *columns]),
         fitted=fitting_key(info),
     )
-    entry = cache.read(key, CachedGrounding)
-    if entry is None:
-        entry = CachedGrounding(numbers=grounder.measure(name))
-        cache.write(key, entry)
-    return entry.numbers
+    return cache.get(key, dict[str, float], lambda: grounder.measure(name))
 
 
 def _result_notes(results: Sequence[Result]) -> Iterator[str]:
@@ -349,14 +403,13 @@ def _result_notes(results: Sequence[Result]) -> Iterator[str]:
 
 def _examples(
     evaluation: Evaluation,
-    judged: JudgedQueries,
-    searcher: Searcher,
-    ranker: Ranker,
+    inputs: _Inputs,
     cache: Cache,
     keys: dict[str, str],
     draw_hit: DrawHit | None,
 ) -> Examples:
     """Selects the example queries, unless they are cached."""
+    judged, searcher, ranker = inputs.judged, inputs.searcher, inputs.ranker
     shown = compared_rows(evaluation)
     key = cache_key(
         rows=keys,
@@ -364,18 +417,18 @@ def _examples(
         texts=searcher.index.content_key(["title", "text"]),
         draw_hit=draw_hit and f"{draw_hit.__module__}.{draw_hit.__qualname__}",
     )
-    examples = cache.read(key, Examples)
-    if examples is None:
+
+    def compute() -> Examples:
         chosen = select_queries(evaluation, shown)
         hits = {result.name: ranker.hits(result, list(chosen)) for result in shown}
         rankings = {}
         for name in hits:
-            entry = cache.read(keys[name], CachedResult)
+            entry = cache.read(keys[name], Measurements)
             assert entry is not None, "every row of this run is in the cache"
             rankings[name] = entry.rankings
-        examples = build_examples(evaluation, judged, searcher, chosen, hits, rankings, draw_hit)
-        cache.write(key, examples)
-    return examples
+        return build_examples(evaluation, judged, searcher, chosen, hits, rankings, draw_hit)
+
+    return cache.get(key, Examples, compute)
 
 
 def versions() -> dict[str, str]:
@@ -388,38 +441,26 @@ def versions() -> dict[str, str]:
     }
 
 
-def _check_comparisons(
-    spec: EvaluateSpec, plan: Sequence[Row], searcher: Searcher, ranker: Ranker
-) -> None:
+def _check_comparisons(inputs: _Inputs) -> None:
     """Raises `SpecError` if a planned comparison names a row that the evaluation will not have."""
-    if not spec.comparisons:
+    if not inputs.spec.comparisons:
         return
-    empty = CachedResult(rankings={}, values={}, **dict.fromkeys(COSTS, 0.0))
-    rows = [
-        _row_result(spec, plan, row, searcher, ranker.weights(row.score), empty, empty)
-        for row in plan
-    ]
+    empty = Measurements(rankings={}, values={}, **dict.fromkeys(COSTS, 0.0))
+    rows = [_row_result(inputs, row, empty, empty) for row in inputs.plan]
     names = [result.name for result in merge_seeds(rows)]
-    for number, pair in enumerate(spec.comparisons):
+    for number, pair in enumerate(inputs.spec.comparisons):
         for name in pair:
             if name not in names:
                 raise SpecError.unknown_name(f"comparisons[{number}]", name, names)
 
 
-def _row_result(
-    spec: EvaluateSpec,
-    plan: Sequence[Row],
-    row: Row,
-    searcher: Searcher,
-    weights: list[float] | None,
-    entry: CachedResult,
-    exact: CachedResult,
-) -> Result:
+def _row_result(inputs: _Inputs, row: Row, entry: Measurements, exact: Measurements) -> Result:
     """Builds a row from its measurements and, for a candidate generator, those of exact search."""
-    result = replace(_result(searcher, row, entry), weights=weights)
+    spec, weights = inputs.spec, inputs.ranker.weights(row.score)
+    result = replace(_result(inputs.searcher, row, entry), weights=weights)
     if row.score == FUSED:
         maxsim = row._replace(score="maxsim")
-        first_stage = f"{row.representation}.maxsim" if maxsim in plan else ""
+        first_stage = f"{row.representation}.maxsim" if maxsim in inputs.plan else ""
         result = replace(result, fusion=dump(spec.fusion), first_stage=first_stage)
     if row.rerank is not None:
         result = _reranked(result, row.rerank)
@@ -428,7 +469,7 @@ def _row_result(
     return result
 
 
-def _result(searcher: Searcher, row: Row, entry: CachedResult) -> Result:
+def _result(searcher: Searcher, row: Row, entry: Measurements) -> Result:
     measured = entry.model_dump(exclude={"rankings"})
     if row.score == BM25:
         return Result(BM25, BM25, None, BM25, "", **measured)
@@ -475,7 +516,7 @@ def _reranked(result: Result, spec: RerankSpec) -> Result:
 
 
 def _from_candidates(
-    result: Result, candidates: Candidates, entry: CachedResult, exact: CachedResult, k: int
+    result: Result, candidates: Candidates, entry: Measurements, exact: Measurements, k: int
 ) -> Result:
     """Builds the row of a candidate generator, with its recall of the exact results."""
     settings = {"generator": candidates.generator, "num_candidates": candidates.number}

@@ -14,7 +14,7 @@ import torch
 from pipeline.config import SpecError, digest, dump, parse
 from pipeline.encoders import EncodedQueries, Encoder
 from pipeline.eval import JudgedQueries, bm25
-from pipeline.eval.cache import CachedResult, cache_key
+from pipeline.eval.cache import Measurements, cache_key
 from pipeline.eval.diagnose import Diagnoser, uncompressed_representation
 from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.example_selection import NUM_HITS
@@ -185,7 +185,7 @@ class Ranker:
         """Columns that the filter may use."""
         return ITEM.names if self._spec.filter else []
 
-    def measure(self, row: Row) -> CachedResult:
+    def measure(self, row: Row) -> Measurements:
         """Ranks all queries by a row in one batch, and then some of them individually."""
         rank = self._bm25_ranker() if row.score == BM25 else self._vector_ranker(row)
         all_queries = range(len(self._judged.queries))
@@ -202,7 +202,7 @@ class Ranker:
             query_id: self._judged.remove_queries(query_id, scores, self._spec.k)
             for query_id, scores in zip(self._judged.queries, ranked, strict=True)
         }
-        return CachedResult(
+        return Measurements(
             rankings=rankings,
             values=per_query(rankings, self._judged.qrels, self._spec.measures),
             **self._row_sizes(row),

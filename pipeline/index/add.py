@@ -25,10 +25,9 @@ from lance.fragment import FragmentMetadata
 from pipeline import logs, tracing
 from pipeline.config import Spec
 from pipeline.index.capacity import check_capacity
-from pipeline.index.monitor import Show, ignore
 from pipeline.index.reader import Index, get_fragment, part_uri
 from pipeline.index.session import Session, configure_ray_data, iter_rows
-from pipeline.meter import Totals
+from pipeline.progress import Totals
 from pipeline.stage import Profile, Resources, consecutive_starts, map_batches
 
 log = logging.getLogger("maxray.index")
@@ -90,7 +89,6 @@ def run(
     *,
     job: str,
     report: Callable[[str], None] = log.info,
-    show: Show = ignore,
     lease_seconds: float | None = None,
 ) -> Progress:
     """Adds columns and fills all fragments. Ray must be connected to a cluster.
@@ -99,7 +97,6 @@ def run(
         columns: Columns to add.
         job: Identifier of the job.
         report: Called with each sentence about the job.
-        show: Called with snapshots of the progress.
         lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Raises:
@@ -110,7 +107,7 @@ def run(
     check_capacity(columns.resources)
     progress = Progress(seconds=dict.fromkeys(("read", columns.actor.step, "write"), 0.0))
     settings = (columns.index, columns.spec, columns.kind, job, progress.summary)
-    with Session(*settings, lease_seconds, show) as session:
+    with Session(*settings, lease_seconds) as session:
         incomplete = columns.prepare(session, report)
         progress.fragments = len(session.writer.dataset.get_fragments())
         num_incomplete = sum(len(work.fragments) for work in incomplete)

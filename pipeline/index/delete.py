@@ -10,7 +10,6 @@ from pydantic import model_validator
 from pipeline.config import MissingField, Spec, SpecError, Uri
 from pipeline.index.filters import filtering
 from pipeline.index.listing import chunks
-from pipeline.index.monitor import Show, ignore
 from pipeline.index.reader import Index, id_filter
 from pipeline.index.session import Session
 
@@ -38,7 +37,7 @@ class DeleteSpec(Spec):
 
 
 @dataclass
-class Progress:
+class Counts:
     """Counts of a deletion.
 
     Attributes:
@@ -59,10 +58,9 @@ def run(
     *,
     job: str,
     report: Callable[[str], None],
-    show: Show = ignore,
     is_dry: bool = False,
     lease_seconds: float | None = None,
-) -> Progress:
+) -> Counts:
     """Removes the selected items, in commits of at most `COMMIT_ROWS` rows.
 
     Readers of earlier versions still see the items, and their data remain on disk until
@@ -72,7 +70,6 @@ def run(
         spec: Index and selection.
         job: Identifier of the job.
         report: Called with each sentence about the job.
-        show: Called with snapshots of the progress.
         is_dry: Whether only to count the items.
         lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
@@ -81,14 +78,14 @@ def run(
         LeaseHeld: Another job is writing to the index.
         Stopped: SIGTERM was received. Rows that were removed before remain removed.
     """
-    progress = Progress()
+    progress = Counts()
     if is_dry:
         _select(Index(spec.index), spec, progress)
         report(_selection(progress))
         return progress
     Index(spec.index)  # a session would create a missing index
     with Session(
-        spec.index, spec, "delete", job, lambda: asdict(progress), lease_seconds, show
+        spec.index, spec, "delete", job, lambda: asdict(progress), lease_seconds
     ) as session:
         rows = session.call(_select, Index(spec.index), spec, progress)
         report(_selection(progress))
@@ -110,12 +107,12 @@ def run(
     return progress
 
 
-def _selection(progress: Progress) -> str:
+def _selection(progress: Counts) -> str:
     unknown = f"; {progress.unknown:,} ids are not in the index" if progress.unknown else ""
     return f"{progress.selected:,} items are selected{unknown}"
 
 
-def _select(index: Index, spec: DeleteSpec, progress: Progress) -> dict[int, list[str]]:
+def _select(index: Index, spec: DeleteSpec, progress: Counts) -> dict[int, list[str]]:
     """Returns the ids of the selected items by fragment."""
     rows: dict[int, list[str]] = {}
     for condition in _conditions(index, spec):

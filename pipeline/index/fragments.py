@@ -17,7 +17,7 @@ from lance.fragment import FragmentMetadata, write_fragments
 from pipeline.index.positions import encode_positions
 from pipeline.index.reader import ITEMS, part_uri
 from pipeline.index.units import UnitLimits
-from pipeline.meter import meter
+from pipeline.progress import meter
 from pipeline.schema import REJECT
 from pipeline.sources import ItemSize
 from pipeline.stage import Unit

@@ -7,7 +7,6 @@ them. The index is its own checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import pickle
 import time
@@ -26,20 +25,19 @@ from pipeline.index import JOBS, tasks
 from pipeline.index.capacity import check_capacity
 from pipeline.index.checks import check, check_reasons, check_resources
 from pipeline.index.compaction import FragmentMerger
+from pipeline.index.counts import Counts
 from pipeline.index.fitting import LearnedState, fitted_fields, needs_fit, trained_state
 from pipeline.index.fragments import Pending, reason_counts
 from pipeline.index.listing import ListingJob, ShardTally
 from pipeline.index.metrics import commit_seconds
-from pipeline.index.monitor import ReadSteps, Show, ignore
 from pipeline.index.plan import ColumnPlan, plan_columns
-from pipeline.index.progress import Progress
 from pipeline.index.reader import Index, open_folder, quote
 from pipeline.index.session import Session, iter_rows
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stream import encode_stage, written_fragments
 from pipeline.index.units import UnitRange
 from pipeline.index.writer import IndexWriter
-from pipeline.meter import Totals, read_board, start_board
+from pipeline.progress import Totals, read_board, start_board
 from pipeline.registry import ENCODERS, SOURCES
 from pipeline.schema import REJECT
 from pipeline.sources.combined import Combined
@@ -62,20 +60,8 @@ class Context:
     spec: IndexSpec
     resources: IndexResources
     session: Session
-    progress: Progress
+    progress: Counts
     report: Callable[[str], None]
-
-    @contextlib.contextmanager
-    def phase(
-        self,
-        name: str,
-        unit: str = "items",
-        total: int | None = None,
-        steps: ReadSteps | None = None,
-    ) -> Iterator[None]:
-        """Shows a phase and records its time. See `Monitor.phase` for the arguments."""
-        with self.progress.phase(name), self.session.monitor.phase(name, unit, total, steps):
-            yield
 
     @property
     def writer(self) -> IndexWriter:
@@ -122,9 +108,8 @@ def run(
     remove_missing: bool = False,
     retry_rejects: tuple[str, ...] = (),
     report: Callable[[str], None] = log.info,
-    show: Show = ignore,
     lease_seconds: float | None = None,
-) -> Progress:
+) -> Counts:
     """Runs the job until all items have been processed. Ray must be connected to a cluster.
 
     Args:
@@ -135,7 +120,6 @@ def run(
         remove_missing: Whether to remove rows that the source no longer lists.
         retry_rejects: Reasons whose rejects are retried.
         report: Called with each sentence about the job.
-        show: Called with snapshots of the progress.
         lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
     Returns:
@@ -150,9 +134,10 @@ def run(
     check_resources(spec, resources)
     check_capacity(resources)
     check_reasons(spec, retry_rejects)
-    progress = Progress()
+    progress = Counts()
     start = time.perf_counter()
-    with Session(spec.index, spec, "index", job, progress.summary, lease_seconds, show) as session:
+    with Session(spec.index, spec, "index", job, progress.summary, lease_seconds) as session:
+        progress.phases = session.monitor.phases
         progress.phases["lease"] = time.perf_counter() - start
         context = Context(spec, resources, session, progress, report)
         start_board()
@@ -161,7 +146,7 @@ def run(
             spec.encoder
         )
         listing = list_source(context, limit, retry_rejects)
-        with context.phase("load encoder", total=progress.to_do):
+        with context.session.monitor.phase("load encoder", total=progress.to_do):
             columns = plan_columns(spec, session.call(ray.get, encoder_info), session.writer)
         learned = fit_columns(context, listing, columns)
         stream(context, listing, columns, learned)
@@ -177,11 +162,11 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
     progress, writer = context.progress, context.writer
     job = context.spec.listing_job(context.session.folder, retry_rejects)
     task_options = context.resources.read.task_options
-    with context.phase("index ids"):
+    with context.session.monitor.phase("index ids"):
         writer.index_ids()
     tallies: list[ShardTally] = []
     num_listed = 0
-    with context.phase("list", "shards"):
+    with context.session.monitor.phase("list", "shards"):
         for tally in context.list_shards(job, limit):
             tallies.append(tally)
             num_listed += sum(tally.counts.values())
@@ -191,12 +176,12 @@ def list_source(context: Context, limit: int | None, retry_rejects: tuple[str, .
     tallies.sort(key=lambda tally: tally.shard)
     num_shards = len(tallies)
     counts = {tally.shard: tally.counts for tally in tallies}
-    with context.phase("mark duplicates"):
+    with context.session.monitor.phase("mark duplicates"):
         call = tasks.mark_duplicates.options(**task_options).remote(job, num_shards)
         duplicates = context.session.call(ray.get, call)
         counts.update(duplicates)
     # Recorded after listing: otherwise later shards would count these rejects as already known.
-    with context.phase("record rejects"):
+    with context.session.monitor.phase("record rejects"):
         shards = [tally.shard for tally in tallies if tally.num_unlisted]
         for rejects, num_known in context.map_shards(tasks.unlisted_rejects, job, shards):
             progress.rejected_before += num_known
@@ -245,7 +230,7 @@ def fit_columns(
             learned[r.id] = trained_state(r, columns.encoder_info)
         else:
             stage = encode_stage(spec, columns.encoder_info, [r])
-            with context.phase(f"fit {r.id}", total=context.progress.to_do):
+            with context.session.monitor.phase(f"fit {r.id}", total=context.progress.to_do):
                 threads = context.resources.encode.num_threads
                 call = task.remote(job, num_shards, spec.fit, stage, r, threads)
                 learned[r.id] = context.session.call(ray.get, call)
@@ -261,7 +246,7 @@ def _calibration(context: Context, listing: Listing) -> tuple[ListingJob, int]:
         return listing.job, listing.num_shards
     job = spec.listing_job(f"{context.session.folder}/fit")
     task_options = context.resources.read.task_options
-    with context.phase("list the calibration source"):
+    with context.session.monitor.phase("list the calibration source"):
         num_shards = sum(1 for _ in context.list_shards(job))
         call = tasks.mark_duplicates.options(**task_options).remote(job, num_shards)
         context.session.call(ray.get, call)
@@ -303,8 +288,7 @@ def stream(
     progress.stream_started = time.time()
     context.report(f"{progress.to_do:,} items to process; starting actors and loading the encoder")
     start = committed = time.perf_counter()
-    monitored = session.monitor.phase("index", total=progress.to_do, steps=steps)
-    with progress.phase("stream"), monitored:
+    with session.monitor.phase("index", total=progress.to_do, steps=steps):
         try:
             for row in iter_rows(written):
                 if row is not None:

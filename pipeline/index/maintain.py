@@ -17,7 +17,6 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from pipeline.config import Spec, Uri
 from pipeline.index import JOBS
 from pipeline.index.compaction import MERGED_BYTES, MERGED_ITEMS, plan_compaction
-from pipeline.index.monitor import Show, ignore
 from pipeline.index.reader import Index, open_dataset, open_folder
 from pipeline.index.session import Session
 
@@ -42,7 +41,7 @@ class MaintainSpec(Spec):
 
 
 @dataclass
-class Progress:
+class Counts:
     """Counts of a maintenance run.
 
     Attributes:
@@ -69,10 +68,9 @@ def run(
     *,
     job: str,
     report: Callable[[str], None],
-    show: Show = ignore,
     is_dry: bool = False,
     lease_seconds: float | None = None,
-) -> Progress:
+) -> Counts:
     """Maintains an index under its lease.
 
     1. Fragments smaller than `fragment_items`, and those with many deleted rows, are rewritten, one
@@ -87,7 +85,6 @@ def run(
         spec: Options.
         job: Identifier of the job.
         report: Called with each sentence about the job.
-        show: Called with snapshots of the progress.
         is_dry: Whether only to report what would be done.
         lease_seconds: Lifetime of the lease without renewal, see `Session`.
 
@@ -96,13 +93,13 @@ def run(
         LeaseHeld: Another job is writing to the index.
         Stopped: SIGTERM was received. Finished steps are kept.
     """
-    progress = Progress()
+    progress = Counts()
     index = Index(spec.index)  # a session would create a missing index
     if is_dry:
         _report_plan(spec, index, report)
         return progress
     with Session(
-        spec.index, spec, "maintain", job, lambda: asdict(progress), lease_seconds, show
+        spec.index, spec, "maintain", job, lambda: asdict(progress), lease_seconds
     ) as session:
         _compact(spec, session, progress, report)
         _clean(spec, session, progress, report)
@@ -128,7 +125,7 @@ def _plan(spec: MaintainSpec, dataset: LanceDataset) -> CompactionPlan:
 
 
 def _compact(
-    spec: MaintainSpec, session: Session, progress: Progress, report: Callable[[str], None]
+    spec: MaintainSpec, session: Session, progress: Counts, report: Callable[[str], None]
 ) -> None:
     """Rewrites fragments."""
     dataset = open_dataset(spec.index)
@@ -153,7 +150,7 @@ def _compact(
 
 
 def _clean(
-    spec: MaintainSpec, session: Session, progress: Progress, report: Callable[[str], None]
+    spec: MaintainSpec, session: Session, progress: Counts, report: Callable[[str], None]
 ) -> None:
     """Removes old versions and unused files."""
     session.check()

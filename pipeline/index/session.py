@@ -23,10 +23,10 @@ from pipeline.atomic import write_atomic
 from pipeline.config import JobError, Spec, SpecError, Stopped, dump_yaml
 from pipeline.index import JOBS, PROGRESS
 from pipeline.index.metrics import JobMetrics
-from pipeline.index.monitor import Monitor, Show, Snapshot, ignore
 from pipeline.index.reader import open_dataset, open_folder, part_uri
 from pipeline.index.writer import IndexWriter, LeaseLost
 from pipeline.paths import is_uri
+from pipeline.progress import Monitor, Snapshot
 from pipeline.stage import Profile
 
 log = logging.getLogger("maxray.session")
@@ -51,7 +51,6 @@ class Session:
         summary: Returns the counts to record. Called for each write of the record.
         lease_seconds: Lifetime of the lease in seconds, renewed after a quarter of it. The default
             is the environment variable `MAXRAY_LEASE_SECONDS`, or 60.
-        show: Called with snapshots of the progress.
 
     Attributes:
         folder: URI of the record.
@@ -67,17 +66,16 @@ class Session:
         job: str,
         summary: Callable[[], dict[str, Any]],
         lease_seconds: float | None = None,
-        show: Show = ignore,
     ):
         self.index, self.spec, self.kind, self.job = index, spec, kind, job
         self._summary = summary
         self.folder = part_uri(index, JOBS, job)
         self._progress_file = part_uri(self.folder, PROGRESS)
         is_local = not is_uri(index) or index.startswith("file:")
-        record = JobMetrics(kind, index).record if ray.is_initialized() else ignore
+        record = JobMetrics(kind, index).record if ray.is_initialized() else lambda snapshot: None
         self.monitor = Monitor(
             Snapshot(job, kind, index),
-            (show, record),
+            record,
             lambda text: write_atomic(self._progress_file, text),
             SAVE_SECONDS if is_local else REMOTE_SAVE_SECONDS,
         )

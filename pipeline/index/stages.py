@@ -35,7 +35,7 @@ from pipeline.index.token_columns import (
     token_columns,
     with_taps,
 )
-from pipeline.meter import counting
+from pipeline.progress import counting
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
 from pipeline.schema import ITEM, Reject, detail_with_file, metadata_file
 from pipeline.stage import Processed, Stage

@@ -30,7 +30,7 @@ from pipeline.index.session import configure_ray_data
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.stages import Compress, Encode, Prepare, Represent, needs_preparing
 from pipeline.index.units import UnitRange
-from pipeline.meter import meter
+from pipeline.progress import meter
 from pipeline.schema import ITEM
 from pipeline.stage import Resources, Stage, Unit, chain, map_batches, packed_table
 from pipeline.taps import Tap, single_layer_taps

@@ -13,7 +13,7 @@ from pipeline.atomic import write_atomic
 from pipeline.planning.estimate import CPU_CORES
 from pipeline.planning.run import Plan
 from pipeline.report.plot import COLORS, REFERENCE, apply_style, to_png
-from pipeline.report.text import as_csv, percentage
+from pipeline.report.text import Table, percentage
 
 STORED = "index on disk"
 
@@ -43,10 +43,10 @@ def size(num_bytes: float) -> str:
     raise AssertionError
 
 
-def stage_table(plan: Plan) -> list[list[str]]:
+def stage_table(plan: Plan) -> Table:
     """Returns the table of the stages. The stage that limits the rate is marked."""
     header = ["", "stage", "rates", "actors", "items/s/actor", "items/s", "busy", "actor-hours"]
-    cells = [[*header, "CPUs", "GPUs"]]
+    cells = Table([[*header, "CPUs", "GPUs"]])
     for pool in plan.estimate.pools:
         origins = dict.fromkeys(plan.origins[stage] for stage in pool.name.split(" + "))
         cells.append(
@@ -66,9 +66,9 @@ def stage_table(plan: Plan) -> list[list[str]]:
     return cells
 
 
-def storage_table(plan: Plan) -> list[list[str]]:
+def storage_table(plan: Plan) -> Table:
     """Returns the table of the token columns and of the whole index."""
-    cells = [["column", "bytes/item", "total"]]
+    cells = Table([["column", "bytes/item", "total"]])
     for name, num_bytes in {**plan.column_bytes, STORED: plan.stored_bytes}.items():
         cells.append([name, f"{num_bytes:,.0f}", size(num_bytes * plan.num_items)])
     return cells
@@ -138,8 +138,8 @@ def figure(plan: Plan) -> Figure:
 def write(plan: Plan, folder: str) -> list[str]:
     """Writes all files of a plan and returns their paths."""
     files: dict[str, str | bytes] = {
-        "stages.csv": as_csv([row[1:] for row in stage_table(plan)]),
-        "storage.csv": as_csv(storage_table(plan)),
+        "stages.csv": Table(row[1:] for row in stage_table(plan)).csv(),
+        "storage.csv": storage_table(plan).csv(),
         "plan.json": json.dumps(as_json(plan), indent=2) + "\n",
         "plan.png": to_png(figure(plan)),
     }

@@ -18,7 +18,7 @@ from pipeline.recommend.queries import MEASURE
 from pipeline.recommend.run import Recommendation
 from pipeline.recommend.validation import Regret
 from pipeline.report.plot import REFERENCE, STYLES, apply_style, legend_below, to_png
-from pipeline.report.text import as_csv, decimal, percentage
+from pipeline.report.text import Table, decimal, percentage
 
 #: Name of the file with the spec of `maxray add representations`.
 SPEC = "recompress.yaml"
@@ -34,10 +34,10 @@ LIMITS = {
 }
 
 
-def table(recommendation: Recommendation) -> list[list[str]]:
+def table(recommendation: Recommendation) -> Table:
     """Returns the table of all candidates in order of size. The recommended row is marked."""
     header = ["", "candidate", "codec", "vectors", "bytes", "ms/query", "retained"]
-    cells = [[*header, "95 % interval", "mean distance", "radius"]]
+    cells = Table([[*header, "95 % interval", "mean distance", "radius"]])
     for row in recommendation.rows:
         name = row.method if row.num_vectors is None else f"{row.method} {row.num_vectors}"
         cells.append(
@@ -57,10 +57,10 @@ def table(recommendation: Recommendation) -> list[list[str]]:
     return cells
 
 
-def regret_table(recommendation: Recommendation) -> list[list[str]]:
+def regret_table(recommendation: Recommendation) -> Table:
     """Returns the table of the validation."""
     header = ["estimate", "recommended", "retained", "shortfall", "best", "bytes / best"]
-    cells = [[*header, "correlation", "coverage"]]
+    cells = Table([[*header, "correlation", "coverage"]])
     for regret in recommendation.regrets:
         cells.append(
             [
@@ -126,25 +126,25 @@ def recompress_spec(recommendation: Recommendation) -> dict[str, Any] | None:
 def write(recommendation: Recommendation, folder: str) -> list[str]:
     """Writes all files of a recommendation and returns their paths."""
     files: dict[str, str | bytes] = {
-        "candidates.csv": as_csv(_csv_rows(recommendation)),
+        "candidates.csv": _full_table(recommendation).csv(),
         "recommendation.json": json.dumps(_as_json(recommendation), indent=2) + "\n",
         "recommendation.png": to_png(figure(recommendation)),
     }
     if spec := recompress_spec(recommendation):
         files[SPEC] = yaml.safe_dump(spec, sort_keys=False)
     if recommendation.regrets:
-        files["validation.csv"] = as_csv([Regret._fields, *recommendation.regrets])
+        files["validation.csv"] = Table([Regret._fields, *recommendation.regrets]).csv()
     paths = [posixpath.join(folder, name) for name in files]
     for path, data in zip(paths, files.values(), strict=True):
         write_atomic(path, data)
     return paths
 
 
-def _csv_rows(recommendation: Recommendation) -> list[list[Any]]:
+def _full_table(recommendation: Recommendation) -> Table:
     names = [field.name for field in dataclasses.fields(Row) if field.name != "codec"]
     rows = recommendation.rows
     values = [[getattr(row, name) for name in names] + [codec_name(row.codec)] for row in rows]
-    return [[*names, "codec"], *values]
+    return Table([[*names, "codec"], *values])
 
 
 def _as_json(recommendation: Recommendation) -> dict[str, Any]:

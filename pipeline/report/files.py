@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import yaml
 
@@ -12,7 +12,7 @@ from pipeline.eval.compare import Comparison
 from pipeline.eval.results import RESULTS, Evaluation
 from pipeline.eval.views import candidates_scans
 from pipeline.report import html
-from pipeline.report.compare import csv_rows
+from pipeline.report.compare import full_table
 from pipeline.report.figures import figures
 from pipeline.report.quality_bytes import quality_bytes_png
 from pipeline.report.tables import (
@@ -24,7 +24,7 @@ from pipeline.report.tables import (
     query_categories_csv,
     table,
 )
-from pipeline.report.text import as_csv, markdown
+from pipeline.report.text import Table
 
 
 def write(evaluation: Evaluation, folder: str) -> list[str]:
@@ -36,7 +36,7 @@ def write(evaluation: Evaluation, folder: str) -> list[str]:
         **_category_tables(evaluation),
         **_candidates_tables(evaluation),
         **_comparisons_tables(evaluation),
-        "table.md": markdown(table(evaluation)),
+        "table.md": table(evaluation).markdown(),
         "quality_bytes.png": quality_bytes_png(evaluation),
         **_figures(evaluation),
         RESULTS: evaluation.to_json(),
@@ -49,20 +49,20 @@ def write_comparison(compared: Comparison, folder: str) -> list[str]:
     """Writes the page and the table of a comparison, and returns their paths."""
     files = {
         "compare.html": html.comparison(compared),
-        "compare.csv": as_csv(csv_rows(compared)),
+        "compare.csv": full_table(compared).csv(),
     }
     return _write(files, folder)
 
 
-def write_pooled(pooled: Evaluation, cells: Sequence[Sequence[str]], folder: str) -> list[str]:
+def write_pooled(pooled: Evaluation, table: Table, folder: str) -> list[str]:
     """Writes the table and the figures of pooled evaluations, and returns their paths.
 
     Args:
         pooled: Pooled evaluation.
-        cells: Cells of the table, header first.
+        table: Table of the pooled evaluations.
         folder: Path or URI of the folder to write to.
     """
-    tables = {"table.md": markdown(cells), "pooled.csv": as_csv(cells)}
+    tables = {"table.md": table.markdown(), "pooled.csv": table.csv()}
     return _write({**tables, **_figures(pooled)}, folder)
 
 
@@ -78,15 +78,15 @@ def _category_tables(evaluation: Evaluation) -> dict[str, str]:
 def _candidates_tables(evaluation: Evaluation) -> dict[str, str]:
     if not candidates_scans(evaluation):
         return {}
-    cells = candidates_table(evaluation)
-    return {"candidates.csv": as_csv(cells), "candidates.md": markdown(cells)}
+    table = candidates_table(evaluation)
+    return {"candidates.csv": table.csv(), "candidates.md": table.markdown()}
 
 
 def _comparisons_tables(evaluation: Evaluation) -> dict[str, str]:
     if not evaluation.planned_comparisons:
         return {}
-    cells = comparisons_table(evaluation)
-    return {"comparisons.csv": as_csv(cells), "comparisons.md": markdown(cells)}
+    table = comparisons_table(evaluation)
+    return {"comparisons.csv": table.csv(), "comparisons.md": table.markdown()}
 
 
 def _figures(evaluation: Evaluation) -> dict[str, bytes]:

@@ -8,11 +8,11 @@ from pipeline.eval.pooled import retention_p_values
 from pipeline.eval.results import OSR, Evaluation
 from pipeline.eval.views import maxsim_rows
 from pipeline.report.tables import budget
-from pipeline.report.text import decimal, p_value
+from pipeline.report.text import Table, decimal, p_value
 
 
-def table(evaluation: Evaluation, against: Sequence[str]) -> list[list[str]]:
-    """Returns OSR and quality of the compressed MaxSim rows as table cells, header first.
+def table(evaluation: Evaluation, against: Sequence[str]) -> Table:
+    """Returns OSR and quality of the compressed MaxSim rows.
 
     Args:
         evaluation: Pooled evaluation.
@@ -37,4 +37,4 @@ def table(evaluation: Evaluation, against: Sequence[str]) -> list[list[str]]:
         ]
         for row in rows
     ]
-    return [header, *cells]
+    return Table([header, *cells])

@@ -1,4 +1,4 @@
-"""Tables of an evaluation, as cells and as CSV."""
+"""Tables of an evaluation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pipeline.eval.relevance_maps import GroundingMetrics
 from pipeline.eval.results import BM25, COSTS, FULL, OSR, Evaluation, Result
 from pipeline.eval.views import CandidatesScan, candidates_scans
-from pipeline.report.text import as_csv, decimal, p_value, percentage
+from pipeline.report.text import Table, decimal, p_value, percentage
 
 
-def table(evaluation: Evaluation) -> list[list[str]]:
-    """Formats the rows as table cells. The first row is the header.
+def table(evaluation: Evaluation) -> Table:
+    """Formats the rows.
 
     The column `pareto` is * if no other row has better quality with at most as many bytes of
     vectors. The column `pareto all` counts all stored bytes instead.
@@ -43,11 +43,11 @@ def table(evaluation: Evaluation) -> list[list[str]]:
         ]
         for result, comparison in zip(evaluation.results, evaluation.row_comparisons, strict=True)
     ]
-    return [header, *rows]
+    return Table([header, *rows])
 
 
-def comparisons_table(evaluation: Evaluation) -> list[list[str]]:
-    """Formats the planned comparisons as table cells, header first."""
+def comparisons_table(evaluation: Evaluation) -> Table:
+    """Formats the planned comparisons."""
     header = ["row", "against", f"{evaluation.headline} difference", "95 % interval", "p"]
     rows = [
         [
@@ -59,11 +59,11 @@ def comparisons_table(evaluation: Evaluation) -> list[list[str]]:
         ]
         for planned in evaluation.planned_comparisons
     ]
-    return [header, *rows]
+    return Table([header, *rows])
 
 
-def candidates_table(evaluation: Evaluation) -> list[list[str]]:
-    """Formats the recall and the cost of candidate generators as table cells, header first."""
+def candidates_table(evaluation: Evaluation) -> Table:
+    """Formats the recall and the cost of candidate generators."""
     scans = candidates_scans(evaluation)
     depths = list(dict.fromkeys(key for scan in scans for key in _recalls(scan)))
     header = ["generator", "candidates", *depths, evaluation.headline, "exact", "p"]
@@ -84,7 +84,7 @@ def candidates_table(evaluation: Evaluation) -> list[list[str]]:
         for scan in scans
         for number, row in scan.rows.items()
     ]
-    return [header, *rows]
+    return Table([header, *rows])
 
 
 def _recalls(scan: CandidatesScan) -> list[str]:
@@ -219,7 +219,7 @@ def metrics_csv(evaluation: Evaluation) -> str:
     others = ["ratio", *diagnostics(evaluation.results[0]), "fitted_on", "fitted_on_evaluated"]
     others += ["num_seeds", *spreads]
     header = [*identity, "score", *evaluation.measures, *comparisons, *COSTS, *others]
-    return as_csv([header, *rows])
+    return Table([header, *rows]).csv()
 
 
 def per_query_csv(evaluation: Evaluation) -> str:
@@ -229,7 +229,7 @@ def per_query_csv(evaluation: Evaluation) -> str:
         for result in evaluation.results
         for query_id, values in result.values.items()
     ]
-    return as_csv([["run", "query_id", *evaluation.measures], *rows])
+    return Table([["run", "query_id", *evaluation.measures], *rows]).csv()
 
 
 def document_category_metrics(
@@ -255,7 +255,7 @@ def document_categories_csv(evaluation: Evaluation) -> str:
         if result.score == "maxsim"
         for category, query_ids in evaluation.document_categories.items()
     ]
-    return as_csv([["row", "category", "num_queries", evaluation.headline, OSR], *rows])
+    return Table([["row", "category", "num_queries", evaluation.headline, OSR], *rows]).csv()
 
 
 def category_quality(evaluation: Evaluation, result: Result, query_ids: Sequence[str]) -> float:
@@ -271,4 +271,5 @@ def query_categories_csv(evaluation: Evaluation) -> str:
         for result in evaluation.results
         for name, ids in groups.items()
     ]
-    return as_csv([["row", "field", "category", "num_queries", evaluation.headline], *rows])
+    header = ["row", "field", "category", "num_queries", evaluation.headline]
+    return Table([header, *rows]).csv()

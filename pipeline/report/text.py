@@ -12,46 +12,47 @@ from typing import Any
 _FORMULA = "'*[=+\\-@\\t\\r\\n\uff1d\uff0b\uff0d\uff20]"
 
 
-def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """Formats table cells as plain text. Numeric columns are aligned to the right.
+class Table(list[Sequence[Any]]):
+    """Rows of cells. The first row is the header."""
 
-    >>> print(aligned([["method", "K"], ["hpool", "8"], ["samer", "16"]]))
-    method   K
-    hpool    8
-    samer   16
-    """
-    columns = list(zip(*cells, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    is_number = [any(cell[:1].isdigit() for cell in column[1:]) for column in columns]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(row, widths, is_number, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
-    return "\n".join(lines)
+    def text(self) -> str:
+        """Formats texts as plain text. Numeric columns are aligned to the right.
 
+        >>> print(Table([["method", "K"], ["hpool", "8"], ["samer", "16"]]).text())
+        method   K
+        hpool    8
+        samer   16
+        """
+        columns = list(zip(*self, strict=True))
+        widths = [max(map(len, column)) for column in columns]
+        is_number = [any(cell[:1].isdigit() for cell in column[1:]) for column in columns]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if number else cell.ljust(width)
+                for cell, width, number in zip(row, widths, is_number, strict=True)
+            ).rstrip()
+            for row in self
+        ]
+        return "\n".join(lines)
 
-def markdown(cells: Sequence[Sequence[str]]) -> str:
-    """Returns table cells as a Markdown table."""
-    header, *rows = cells
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    def markdown(self) -> str:
+        """Formats texts as a Markdown table."""
+        header, *rows = self
+        lines = [header, ["---"] * len(header), *rows]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
+    def csv(self) -> str:
+        r"""Formats cells as CSV.
 
-def as_csv(rows: Sequence[Sequence[Any]]) -> str:
-    r"""Returns rows as CSV, header first.
+        Texts that spreadsheets would evaluate as formulas get a leading apostrophe.
 
-    Texts that spreadsheets would evaluate as formulas get a leading apostrophe.
-
-    >>> as_csv([["-1.5", "-", "=1+1", "'+x", -2]])
-    "-1.5,-,'=1+1,''+x,-2\n"
-    """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([[_without_formula(cell) for cell in row] for row in rows])
-    return text.getvalue()
+        >>> Table([["-1.5", "-", "=1+1", "'+x", -2]]).csv()
+        "-1.5,-,'=1+1,''+x,-2\n"
+        """
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerows([[_without_formula(cell) for cell in row] for row in self])
+        return text.getvalue()
 
 
 def _without_formula(cell: Any) -> Any:

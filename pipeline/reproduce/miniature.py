@@ -15,7 +15,7 @@ import torch
 
 from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
-from pipeline.report.text import as_csv
+from pipeline.report.text import Table
 from pipeline.reproduce.plan import MINIATURE
 from pipeline.synthetic import checkpoints, shapes_files, tiny
 from pipeline.synthetic.checkpoints import CRANFIELD
@@ -144,19 +144,18 @@ def write_msrvtt(folder: Path) -> None:
             for number, (video, caption) in enumerate(captions.items())
         ],
     }
-    write_atomic(str(folder / "MSRVTT_JSFUSION_test.csv"), as_csv([header, *rows]))
-    write_atomic(
-        str(folder / "MSRVTT_train.9k.csv"), as_csv([["video_id"], *([v] for v in captions)])
-    )
+    write_atomic(str(folder / "MSRVTT_JSFUSION_test.csv"), Table([header, *rows]).csv())
+    train = Table([["video_id"], *([video] for video in captions)])
+    write_atomic(str(folder / "MSRVTT_train.9k.csv"), train.csv())
     write_atomic(str(folder / "MSRVTT_data.json"), json.dumps(data))
 
 
 def write_multivent(folder: Path) -> None:
     """Writes the shipped clips as videos, queries and judgments of MultiVENT 2.0."""
     captions = _clips(folder / "videos", "")
-    queries = [["Query_id", "query"], *([f"q{v}", caption] for v, caption in captions.items())]
+    rows = ([f"q{video}", caption] for video, caption in captions.items())
     judgments = ({"query_id": f"q{v}", "doc_id": v, "relevance": 1} for v in captions)
-    write_atomic(str(folder / "queries.csv"), as_csv(queries))
+    write_atomic(str(folder / "queries.csv"), Table([["Query_id", "query"], *rows]).csv())
     write_atomic(str(folder / "judgments.jsonl"), _lines(judgments))
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from pipeline.atomic import write_atomic
 from pipeline.eval.evaluation import versions
 from pipeline.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
-from pipeline.report.text import aligned, as_csv
+from pipeline.report.text import Table
 from pipeline.reproduce.plan import Plan
 from pipeline.reproduce.spec import MEASURE, TableSpec
 from pipeline.reproduce.values import cell_value, read_evaluation
@@ -100,7 +100,7 @@ def text_table(titles: Sequence[str], rows: Sequence[TableRow]) -> str:
         header = [""]
         for title in titles[first : first + BLOCK]:
             header += [f"{title} ours", "paper", "difference"]
-        lines = [header]
+        lines = Table([header])
         for row in rows:
             cells = [row.label]
             for i in range(first, min(first + BLOCK, len(titles))):
@@ -111,7 +111,7 @@ def text_table(titles: Sequence[str], rows: Sequence[TableRow]) -> str:
                     _number(_difference(ours, paper), places[i], "+"),
                 ]
             lines.append(cells)
-        blocks.append(aligned(lines))
+        blocks.append(lines.text())
     return "\n\n".join(blocks)
 
 
@@ -157,7 +157,7 @@ def write(
         lines += [text_table(correlated_titles, correlated), ""]
     lines += [*(f"Note: {note}" for note in table.notes)]
     text = "\n".join(lines).rstrip() + "\n"
-    cells: list[list[Any]] = [["row", "column", "ours", "paper", "difference"]]
+    cells = Table([["row", "column", "ours", "paper", "difference"]])
     for names, found in ((titles, rows), (correlated_titles, correlated)):
         for row in found:
             for title, ours, paper in zip(names, *map(_or_none, row[1:]), strict=True):
@@ -174,7 +174,7 @@ def write(
     }
     files: dict[str, str | bytes] = {
         "table.txt": text,
-        "table.csv": as_csv(cells),
+        "table.csv": cells.csv(),
         "table.json": json.dumps(data, ensure_ascii=False, indent=1),
         "table.png": plot(table, titles, rows, is_miniature),
     }

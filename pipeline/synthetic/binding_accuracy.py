@@ -17,6 +17,7 @@ from pipeline.encoders.batching import concatenate
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS
 from pipeline.report.plot import COLORS, REFERENCE, apply_style, to_png
+from pipeline.report.text import Table
 from pipeline.schema import ITEM, Item, payload_schema
 from pipeline.scores import Score
 from pipeline.synthetic.binding import PANELS, SIDE, Pair
@@ -159,8 +160,8 @@ def _documents(encoder: Encoder, pairs: Sequence[Pair], form: Form, side: int) -
     return [documents[row] for row in range(len(items))]
 
 
-def table(rows: Sequence[Accuracy]) -> list[list[str]]:
-    """Formats the rows as cells with a header."""
+def table(rows: Sequence[Accuracy]) -> Table:
+    """Formats the rows."""
     header = ["form", "score", "accuracy", "low", "high", "ties", "pairs", "queries"]
     cells = [
         [
@@ -172,7 +173,7 @@ def table(rows: Sequence[Accuracy]) -> list[list[str]]:
         ]
         for row in rows
     ]
-    return [header, *cells]
+    return Table([header, *cells])
 
 
 def bars(rows: Sequence[Accuracy]) -> bytes:

@@ -13,6 +13,7 @@ from pipeline import config
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS, EncoderSpec
 from pipeline.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
+from pipeline.report.text import Table
 from pipeline.synthetic.binding import MIN_SIDE, PANELS, SIDE, Pair
 from pipeline.synthetic.binding_accuracy import SCORES, check_form, pair_scores
 from pipeline.synthetic.binding_data import Form
@@ -95,10 +96,10 @@ def measure(spec: TableSpec, pairs: Sequence[Pair], report: Callable[[str], None
     return rows
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Formats the rows as table cells. Accuracies are shown with confidence intervals."""
+def table(rows: Sequence[Row]) -> Table:
+    """Formats the rows. Accuracies are shown with confidence intervals."""
     scores = [score for score in SCORES if any(score in row.correct for row in rows)]
-    cells = [["encoder", "seeds", *scores]]
+    cells = Table([["encoder", "seeds", *scores]])
     for row in rows:
         values = []
         for score in scores:
@@ -112,11 +113,9 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
     return cells
 
 
-def csv_rows(rows: Sequence[Row]) -> list[list[str | float | int]]:
-    """Formats the rows for a CSV file, with one line per row and score."""
-    lines: list[list[str | float | int]] = [
-        ["encoder", "seeds", "score", "accuracy", "low", "high", "sd"]
-    ]
+def full_table(rows: Sequence[Row]) -> Table:
+    """Returns the numbers, with one line per row and score."""
+    lines = Table([["encoder", "seeds", "score", "accuracy", "low", "high", "sd"]])
     for row in rows:
         for score in row.correct:
             values = (row.mean(score), *row.interval(score), row.spread(score))

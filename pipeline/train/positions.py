@@ -18,7 +18,7 @@ from pipeline.eval.diagnostics import (
     strength_profile,
 )
 from pipeline.registry import LEARNERS
-from pipeline.report.text import aligned, as_csv
+from pipeline.report.text import Table
 from pipeline.tokens import TokenBatch
 from pipeline.train.checkpoints import Checkpoints
 from pipeline.train.contrastive import Contrastive, compressor_label
@@ -73,17 +73,17 @@ def report(spec: StudySpec, runs: Sequence[Run], names: Sequence[str] = ()) -> s
         for name, row in found.items()
     ]
     header = ["run", "positions", "strongest tenth", "mean cosine"]
-    cells: list[list[object]] = [
+    cells = [
         [name, len(row.strengths), row.largest_share, row.mean_similarity]
         for name, row in found.items()
     ]
-    write_atomic(posixpath.join(spec.output, "positions.csv"), as_csv([header, *cells]))
+    write_atomic(posixpath.join(spec.output, "positions.csv"), Table([header, *cells]).csv())
     write_atomic(posixpath.join(spec.output, "positions.png"), to_png(utilisation_figure(profiles)))
     shown = [
         [str(name), str(count), *("-" if v is None else f"{v:.3f}" for v in values)]
         for name, count, *values in cells
     ]
-    return aligned([header, *shown])
+    return Table([header, *shown]).text()
 
 
 def positions_of(runs: Sequence[Run], names: Sequence[str] = ()) -> dict[str, Positions]:

@@ -16,7 +16,7 @@ from pipeline import config
 from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
 from pipeline.eval.significance import holm, randomisation_p
-from pipeline.report.text import aligned, as_csv, p_value
+from pipeline.report.text import Table, p_value
 from pipeline.train.loop import Loop
 from pipeline.train.spec import VALIDATION, TrainSpec
 from pipeline.training_data.base import TrainingData
@@ -166,9 +166,9 @@ def report(spec: StudySpec, runs: Sequence[Run]) -> str:
     gains = [row.after[first].mean(axis=0) - rows[0].after[first].mean(axis=0) for row in rows[1:]]
     p_values = [None, *(holm(randomisation_p(np.stack(gains)).tolist()) if gains else [])]
     measures = list(dict.fromkeys(measure for row in rows for measure in row.after))
-    cells = [["run", "seeds", *measures, f"p ({first})"]]
+    cells = Table([["run", "seeds", *measures, f"p ({first})"]])
     names = [f"{m} {when}" for m in measures for when in ("before", "after", "sd")]
-    numbers: list[list[object]] = [["run", "seeds", *names, "p"]]
+    numbers = Table([["run", "seeds", *names, "p"]])
     for row, p in zip(rows, p_values, strict=True):
         seeds = len(row.after[first])
         shown = [
@@ -177,7 +177,7 @@ def report(spec: StudySpec, runs: Sequence[Run]) -> str:
         ]
         cells.append([row.name, str(seeds), *shown, p_value(p)])
         numbers.append([row.name, seeds, *itertools.chain(*map(row.change, measures)), p])
-    write_atomic(posixpath.join(spec.output, "study.csv"), as_csv(numbers))
+    write_atomic(posixpath.join(spec.output, "study.csv"), numbers.csv())
     from pipeline.report.changes import changes_png  # matplotlib is an extra
 
     plotted = [name for name in PLOTTED if name in measures]
@@ -192,7 +192,7 @@ def report(spec: StudySpec, runs: Sequence[Run]) -> str:
 
         png = evenness_png(points, EVENNESS, QUALITY)
         write_atomic(posixpath.join(spec.output, "evenness.png"), png)
-    return aligned(cells)
+    return cells.text()
 
 
 def evenness_points(rows: Sequence[Row], runs: Sequence[Run]) -> list[Point]:

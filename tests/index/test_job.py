@@ -16,7 +16,7 @@ import pytest
 from pipeline import config
 from pipeline.config import JobError, SpecError
 from pipeline.index import job
-from pipeline.index.progress import Progress
+from pipeline.index.counts import Counts
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
@@ -46,7 +46,7 @@ def spec(tmp_path: Path, source: Path | dict, **fields: Any) -> IndexSpec:
     return config.parse(IndexSpec, given)
 
 
-def run(job_spec: IndexSpec, **options: Any) -> Progress:
+def run(job_spec: IndexSpec, **options: Any) -> Counts:
     """Runs the job without printing."""
     return job.run(job_spec, IndexResources(), job="test", report=lambda line: None, **options)
 
@@ -104,7 +104,7 @@ def test_missing_items_are_reported_and_removed_with_their_source(tmp_path):
             (folder / f"{name}{number}.txt").write_text(f"{name} {number}")
     (folders["b"] / "empty.txt").write_text("")
 
-    def run_sources(number: int, *names: str, **options: Any) -> tuple[Progress, str]:
+    def run_sources(number: int, *names: str, **options: Any) -> tuple[Counts, str]:
         fields = {"index": str(tmp_path / "index"), "representations": [{"compressor": "none"}]}
         fields["source"] = [{"name": "text", "path": str(folders[name])} for name in names]
         job_spec, lines = config.parse(IndexSpec, fields), list[str]()

@@ -18,7 +18,7 @@ from jobs import maintain as maintain_job
 from jobs import status as status_job
 from pipeline import config, open_index
 from pipeline.config import SpecError, Stopped
-from pipeline.eval.cache import Cache, CachedGrounding
+from pipeline.eval.cache import Cache
 from pipeline.index import add as add_job
 from pipeline.index import delete, job, maintain
 from pipeline.index.reader import ITEMS, Index
@@ -256,10 +256,10 @@ def test_unused_results_of_evaluations_are_removed(uri, tmp_path, capsys):
     (output / "results.json").write_text("{}")
     cache = Cache(str(output))
     for key in ("old", "used", "new"):
-        cache.write(key, CachedGrounding(numbers={"IoU": 0.5}))
+        cache.write(key, {"IoU": 0.5})
     for key in ("old", "used"):
         os.utime(output / f"entries/{key}.json", (0, 0))
-    assert cache.read("used", CachedGrounding) is not None
+    assert cache.read("used", dict[str, float]) is not None
 
     maintain_job.main([uri, "--evaluations", str(output), "--dry-run"])
     assert "1 cached results would be removed" in capsys.readouterr().out

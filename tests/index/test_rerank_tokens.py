@@ -17,7 +17,7 @@ from jobs import status as status_job
 from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.index import add, backfill, job
-from pipeline.index.progress import Progress
+from pipeline.index.counts import Counts
 from pipeline.index.reader import Index
 from pipeline.index.rerank_tokens import tokens_column
 from pipeline.index.spec import IndexResources, IndexSpec
@@ -81,7 +81,7 @@ def spec(uri: Path, photos: Path, dual: dict[str, Any], **fields: Any) -> IndexS
     return config.parse(IndexSpec, given)
 
 
-def index(job_spec: IndexSpec, **resources: Any) -> Progress:
+def index(job_spec: IndexSpec, **resources: Any) -> Counts:
     profile = config.parse(IndexResources, resources)
     return job.run(job_spec, profile, job="1", report=lambda line: None)
 

@@ -15,9 +15,9 @@ import yaml
 
 from jobs import status
 from pipeline.index import PROGRESS
-from pipeline.index.monitor import Snapshot
 from pipeline.index.reader import Index
 from pipeline.index.writer import IndexWriter
+from pipeline.progress import Snapshot
 from pipeline.stage import REUSE_PROCESSES
 from tests.conftest import ROOT, start_job
 from tests.terminal import Terminal

@@ -4,15 +4,15 @@ import csv
 import io
 
 from pipeline.report.tables import table
-from pipeline.report.text import aligned, as_csv, markdown
+from pipeline.report.text import Table
 
 
-def test_aligned_and_markdown(evaluation):
+def test_text_and_markdown(evaluation):
     cells = table(evaluation)
-    lines = aligned(cells).splitlines()
+    lines = cells.text().splitlines()
     assert [line.split() for line in lines[1:]] == [" ".join(row).split() for row in cells[1:]]
     assert len({len(line) for line in lines}) == 1  # the last column is right-aligned
-    assert markdown(cells).splitlines()[1] == "| " + " | ".join(["---"] * len(cells[0])) + " |"
+    assert cells.markdown().splitlines()[1] == "| " + " | ".join(["---"] * len(cells[0])) + " |"
 
 
 def test_csv_contains_no_formulas():
@@ -30,5 +30,5 @@ def test_csv_contains_no_formulas():
     ]
     others = ["a=b", "it's", "'quoted'", "", "-", "-0.5", "+1e-3", "1,200", "a\nb", "p < 0.001"]
     numbers = [-1.5, 3, None]
-    rows = list(csv.reader(io.StringIO(as_csv([formulas, others, numbers]), newline="")))
+    rows = list(csv.reader(io.StringIO(Table([formulas, others, numbers]).csv(), newline="")))
     assert rows == [[f"'{cell}" for cell in formulas], others, ["-1.5", "3", ""]]

@@ -10,8 +10,8 @@ import pytest
 
 from pipeline import config
 from pipeline.index import add, job, recompress
+from pipeline.index.counts import Counts
 from pipeline.index.positions import decode_positions
-from pipeline.index.progress import Progress
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from tests.conftest import actor_pools
@@ -22,7 +22,7 @@ FULL = {"compressor": "none"}
 WORDS = [(10, 80, "wings and tails"), (10, 60, "bread"), (100, 20, "yeast and flour")]
 
 
-def index(folder: Path, uri: Path, *representations: dict, **resources: Any) -> Progress:
+def index(folder: Path, uri: Path, *representations: dict, **resources: Any) -> Counts:
     given = {
         "index": str(uri),
         "source": {"name": "pages", "path": str(folder), "limits": {"max_seconds": 3}},

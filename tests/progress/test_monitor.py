@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from pipeline.index import monitor
-from pipeline.index.monitor import Monitor, Snapshot, StepState
-from pipeline.meter import Totals
+from pipeline import progress
+from pipeline.progress import Monitor, Snapshot, StepState, Totals
 
 
 class Clock:
@@ -28,13 +27,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(monitor, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     return clock
 
 
 def new_monitor(shown: list[Snapshot] | None = None) -> Monitor:
     shown = [] if shown is None else shown
-    return Monitor(Snapshot("j", "index", "uri"), [shown.append], lambda text: None, 1.0)
+    return Monitor(Snapshot("j", "index", "uri"), shown.append, lambda text: None, 1.0)
 
 
 def test_rates_count_from_the_time_at_which_processes_are_ready(clock):
@@ -103,7 +102,7 @@ def test_errors_of_reading_do_not_end_the_job(clock):
 
 def test_snapshots_are_saved_and_restored():
     saved: list[str] = []
-    monitored = Monitor(Snapshot("j", "index", "uri"), [], saved.append, 0.0)
+    monitored = Monitor(Snapshot("j", "index", "uri"), lambda snapshot: None, saved.append, 0.0)
     monitored.start()
     with monitored.phase("index", total=3, steps=lambda: {"read": Totals(1, 1, 0.1, 1)}):
         monitored.update(1, committed=1)

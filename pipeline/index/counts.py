@@ -1,10 +1,8 @@
-"""Counts and rates of an index job, and its progress line."""
+"""Counts and rates of an index job."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +10,7 @@ from pipeline.index.fragments import Pending
 
 
 @dataclass
-class Progress:
+class Counts:
     """Counts and rates of a running job.
 
     Attributes:
@@ -30,7 +28,7 @@ class Progress:
         commits: Commits so far.
         bytes: Size of the written rows.
         seconds: Time by stage, summed over actors.
-        phases: Time by phase of the job.
+        phases: Time by phase of the job, in seconds.
         started: Start of the job, in seconds since 1970, as are the following times.
         stream_started: Start of encoding.
         first_written: Arrival of the first written fragment at the driver.
@@ -68,13 +66,6 @@ class Progress:
     def done(self) -> int:
         """Number of items that this run has processed."""
         return self.new + self.replaced + self.rejected + self.gone
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Records the time of a phase."""
-        start = time.perf_counter()
-        yield
-        self.phases[name] = time.perf_counter() - start
 
     def add_commit(self, pending: Pending) -> None:
         """Adds the counts of a commit."""

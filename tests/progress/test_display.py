@@ -8,10 +8,9 @@ import sys
 
 import pytest
 
+from pipeline import progress
 from pipeline.config import SpecError
-from pipeline.index import display
-from pipeline.index.display import describe, open_display
-from pipeline.index.monitor import Snapshot, StepState
+from pipeline.progress import Snapshot, StepState, open_display
 from tests.conftest import ROOT
 from tests.terminal import Terminal
 
@@ -35,13 +34,13 @@ SNAPSHOT = Snapshot(
 
 
 def test_one_line():
-    assert describe(SNAPSHOT) == (
+    assert SNAPSHOT.describe() == (
         "index  448/1,024 items (44%)  12.3/s  0:47 left"
         "  [read 14.1/s 12%  encode 12.3/s 98%]  committed 256  rejected 0"
     )
     listing = Snapshot(phase="list", unit="shards", done=3, total=10, counts={"listed": 3000})
-    assert describe(listing) == "list  3/10 shards (30%)  estimating the time left  listed 3,000"
-    assert describe(Snapshot(phase="load encoder")) == "load encoder"
+    assert listing.describe() == "list  3/10 shards (30%)  estimating the time left  listed 3,000"
+    assert Snapshot(phase="load encoder").describe() == "load encoder"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,8 @@ def test_one_line():
 )
 def test_line_shows_the_slowest_step_until_a_unit_is_finished(done, items, shown):
     steps = tuple(StepState(name, number, 0.1, 0.5, 1) for name, number in items.items())
-    assert describe(Snapshot(phase="index", done=done, total=11, steps=steps)).startswith(shown)
+    snapshot = Snapshot(phase="index", done=done, total=11, steps=steps)
+    assert snapshot.describe().startswith(shown)
 
 
 def test_plain_lines_are_printed_every_five_seconds(capsys, monkeypatch):
@@ -65,10 +65,10 @@ def test_plain_lines_are_printed_every_five_seconds(capsys, monkeypatch):
         shown.phase("start Ray")
         shown.say("listed 3 items")
         shown.show(SNAPSHOT)
-        monkeypatch.setattr(display, "PLAIN_SECONDS", 0.0)
+        monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
         shown.show(SNAPSHOT)
     first, second = capsys.readouterr().out.splitlines()
-    assert first[8:] == " listed 3 items" and second[8:] == f" {describe(SNAPSHOT)}"
+    assert first[8:] == " listed 3 items" and second[8:] == f" {SNAPSHOT.describe()}"
 
 
 def test_json_lines(capsys):
@@ -77,7 +77,12 @@ def test_json_lines(capsys):
         shown.say("listed 3 items")
         shown.show(SNAPSHOT)
         shown.show(SNAPSHOT)  # within a second
-    start, message, progress = map(json.loads, capsys.readouterr().out.splitlines())
+        print("(raylet) A worker died")
+    print("printed afterwards")
+    output, error = capsys.readouterr()
+    *lines, last = output.splitlines()
+    assert (error, last) == ("(raylet) A worker died\n", "printed afterwards")
+    start, message, progress = map(json.loads, lines)
     assert (start["event"], start["phase"], start["total"]) == ("progress", "start Ray", None)
     assert (message["event"], message["text"]) == ("message", "listed 3 items")
     assert progress["steps"][1]["utilisation"] == 0.98
@@ -91,11 +96,11 @@ def test_live_needs_a_terminal():
 
 
 PROGRAM = """
-import os, subprocess, sys, time, logging
-from pipeline.index.display import open_display
-from pipeline.index.monitor import Snapshot
+import logging, os, sys, time
+from pipeline import logs
+from pipeline.progress import Snapshot, open_display
 SNAPSHOT = Snapshot.from_json(sys.argv[2])
-logging.basicConfig(stream=sys.stdout, level=logging.INFO)
+logs.configure()
 with open_display() as display:
     display.phase("start Ray")
     time.sleep(0.6)
@@ -104,9 +109,9 @@ with open_display() as display:
     display.say("a sentence")
     print("printed by Python")
     logging.warning("logged by Python")
-    os.write(2, b"(raylet) written by C++ to stderr\\n")
-    os.write(1, b"foreign bar 10%\\rforeign bar 90%\\r\\n")
-    subprocess.run(["sh", "-c", "echo from a child process; printf unfinished >&2"])
+    print("printed to the standard error", file=sys.stderr)
+    sys.stderr.write("foreign bar 10%\\rforeign bar 90%\\n")
+    sys.stderr.write("unfinished")
     time.sleep(0.6)
     mode = sys.argv[1]
     if mode == "exit":
@@ -137,10 +142,9 @@ def test_live_display_survives_foreign_output():
     sentences = [
         "a sentence",
         "printed by Python",
-        "WARNING:root:logged by Python",
-        "(raylet) written by C++ to stderr",
+        "logged by Python",
+        "printed to the standard error",
         "foreign bar 90%",
-        "from a child process",
     ]
     for sentence in sentences:
         (line,) = [line for line in lines if sentence in line]

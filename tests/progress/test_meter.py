@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 import ray
 
-from pipeline import meter as module
+from pipeline import progress
 from pipeline.index.stages import Prepare
-from pipeline.meter import (
+from pipeline.progress import (
     MAX_JOBS,
     Board,
     Meter,
@@ -33,7 +33,7 @@ def test_board_sums_processes_and_replaces_their_totals(monkeypatch):
     board.put("other", "q", {"read": (7, 7, 7.0)})
     assert board.read("j") == {"read": Totals(6, 3, 1.75, 2), "encode": Totals(3, 1, 1.0, 1)}
     assert board.read("unknown") == {}
-    monkeypatch.setattr(module, "ENDED_SECONDS", 0.0)  # ended processes keep their totals
+    monkeypatch.setattr(progress, "ENDED_SECONDS", 0.0)  # ended processes keep their totals
     assert board.read("j")["read"] == Totals(6, 3, 1.75, 0)
 
 
@@ -63,9 +63,9 @@ class Recognise(Prepare):
 
 @pytest.fixture
 def unsent(monkeypatch) -> Iterator[Meter]:
-    monkeypatch.setattr(module, "SEND_SECONDS", 60.0)
+    monkeypatch.setattr(progress, "SEND_SECONDS", 60.0)
     unsent = Meter("job")
-    monkeypatch.setattr(module, "_current", unsent)
+    monkeypatch.setattr(progress, "_meter", unsent)
     yield unsent
     unsent.close()
 

@@ -20,10 +20,10 @@ from pipeline.config import SpecError
 from pipeline.index import job
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.schema import Hit
 from pipeline.search.map_images import highlight
 from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews
+from pipeline.search.results import Hit
 from tests.conftest import ROOT, actor_pools
 from tests.media import frame_times, make_tar, tones, write_video
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tests.training_data.test_captions import write_karpathy
 
 from jobs import train
 from pipeline import config
@@ -19,7 +18,7 @@ from pipeline.synthetic.binding_table import TableSpec
 from pipeline.train.spec import TrainSpec
 from pipeline.train.study import StudySpec, runs_of
 from tests.conftest import ROOT
-from tests.datasets.test_karpathy import OBJECTS, SENTENCE
+from tests.datasets.test_karpathy import OBJECTS, SENTENCE, write_karpathy
 from tests.rerank.models import language_model
 from tests.training_data.files import IMAGES, NAMES, write_pages
 from tests.training_data.media import write_msrvtt, write_multivent

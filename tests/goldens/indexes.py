@@ -158,7 +158,7 @@ def methods() -> str:
     }
     uri = run_index("methods", spec)
     for name in CANDIDATES.names():
-        job("candidates", uri, name)
+        job("add", "candidates", uri, name)
     return uri
 
 

@@ -162,6 +162,15 @@ class SearchFields(SearchOptions):
     index: Name | None = None
     """Name of the index. Optional if the access key can access only one index."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        """Lets null select the default of the server, as in the other fields."""
+        if not isinstance(data, Mapping):
+            return data
+        names = ("candidates", "fusion")
+        return {name: v for name, v in data.items() if v is not None or name not in names}
+
 
 class SearchRequest(SearchFields):
     """Search with one query."""

@@ -89,8 +89,8 @@ def fields() -> tuple[int, int]:
                 seen.add(kind)
                 pending.append(kind)
                 if kind.__module__.split(".")[0] in SHIPPED and "[" not in kind.__name__:
-                    own = set(inspect.get_annotations(kind)) & set(kind.model_fields)
-                    counts[kind.__module__.startswith("pipeline.serve")] += len(own)
+                    declared = set(inspect.get_annotations(kind)) & set(kind.model_fields)
+                    counts[kind.__module__.startswith("pipeline.serve")] += len(declared)
     return counts[False], counts[True]
 
 

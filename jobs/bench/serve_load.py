@@ -8,16 +8,20 @@ at which a request was due.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
 
-from pipeline.serve.client import AsyncClient, ServerError
+from pipeline.serve.client import Client, ServerError
 
+#: Maximum number of concurrent calls of the retrying client.
+MAX_CALLS = 256
 #: Status of a request without a response.
 BROKEN = 0
 
@@ -38,7 +42,7 @@ class Load:
         self._start = time.perf_counter()
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx2.AsyncClient(base_url=url, timeout=60, limits=limits)
-        self._client = AsyncClient(url)
+        self._client, self._threads = Client(url), ThreadPoolExecutor(MAX_CALLS)
         #: Due time in seconds, status and milliseconds of each request.
         self.answers: list[tuple[float, int, float]] = []
         #: `durations_ms` of each successful response, unless sent through the client.
@@ -54,7 +58,8 @@ class Load:
         query = self._random.choice(self._queries)
         try:
             if self._retries:
-                await self._client.search(query, **self._body)
+                search = functools.partial(self._client.search, query, **self._body)
+                await asyncio.get_running_loop().run_in_executor(self._threads, search)
                 status = 200
             else:
                 sent = {"query": query, **self._body}

@@ -549,7 +549,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
 
 @functools.cache
 def _pass_threads(process: int, num_threads: int) -> ThreadPoolExecutor:
-    """Returns threads of a process in each of which an operation of torch runs without others."""
+    """Returns threads of a process. In each, operations of torch use that thread only."""
     ready = threading.Barrier(num_threads + 1)
 
     def initialise() -> None:

@@ -1,4 +1,4 @@
-"""Clients of the HTTP API: `Client` and, for asyncio, `AsyncClient`.
+"""Client of the HTTP API.
 
     with Client("http://127.0.0.1:8000", key="mr_...") as client:
         for hit in client.search("a question", k=5).hits:
@@ -12,7 +12,6 @@ seconds). Retries are safe: searches have no side effects, and evaluations have 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import os
 import re
@@ -371,135 +370,6 @@ class Client:
                     raise_for_error(response)
                     return response
             time.sleep(retry_delay(num_tries, response))
-
-
-class AsyncClient:
-    """Asynchronous client of the HTTP API, with the arguments and methods of `Client`."""
-
-    def __init__(
-        self,
-        url: str,
-        key: str | None = None,
-        *,
-        tries: int = MAX_TRIES,
-        timeout: float = 60.0,
-        transport: httpx2.AsyncBaseTransport | None = None,
-    ):
-        self._tries = tries
-        options = _http_options(url, key, timeout)
-        self._http = httpx2.AsyncClient(transport=transport, **options)
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._http.aclose()
-
-    async def search(self, query: AnyQuery, **options: Any) -> wire.SearchResponse:
-        """See `Client.search`."""
-        return await self._send(_search(query, options))
-
-    async def search_batch(
-        self, queries: Sequence[AnyQuery], **options: Any
-    ) -> wire.BatchSearchResponse:
-        """See `Client.search_batch`."""
-        return await self._send(_search_batch(queries, options))
-
-    async def encode(self, queries: Sequence[AnyQuery], **options: Any) -> wire.EncodeResponse:
-        """See `Client.encode`."""
-        return await self._send(_encode(queries, options))
-
-    async def rerank(
-        self, query: AnyQuery, item_ids: Sequence[str], **options: Any
-    ) -> wire.RerankResponse:
-        """See `Client.rerank`."""
-        return await self._send(_rerank(query, item_ids, options))
-
-    async def item(self, item_id: str, index: str | None = None) -> wire.Item:
-        """See `Client.item`."""
-        return await self._send(_item(item_id, index))
-
-    async def preview(
-        self,
-        item_id: str,
-        index: str | None = None,
-        *,
-        media: Literal["image", "audio"] = "image",
-        seconds: float | None = None,
-    ) -> bytes:
-        """See `Client.preview`."""
-        return (await self._response(_preview(item_id, index, media, seconds).arguments())).content
-
-    async def delete_items(self, **options: Any) -> wire.DeleteResponse:
-        """See `Client.delete_items`."""
-        return await self._send(_delete(options))
-
-    async def indexes(self) -> list[wire.IndexInfo]:
-        """See `Client.indexes`."""
-        return (await self._send(_indexes())).indexes
-
-    async def evaluate(self, **options: Any) -> wire.Evaluation:
-        """See `Client.evaluate`."""
-        return await self._send(_evaluate(options))
-
-    async def evaluation(self, name: str) -> wire.Evaluation:
-        """See `Client.evaluation`."""
-        return await self._send(_evaluation("GET", name))
-
-    async def evaluations(self) -> list[wire.Evaluation]:
-        """See `Client.evaluations`."""
-        return (await self._send(_evaluations())).evaluations
-
-    async def evaluation_file(self, name: str, path: str) -> bytes:
-        """See `Client.evaluation_file`."""
-        return (await self._response(_file(name, path).arguments())).content
-
-    async def cancel_evaluation(self, name: str) -> wire.Evaluation:
-        """See `Client.cancel_evaluation`."""
-        return await self._send(_evaluation("POST", f"{name}:cancel"))
-
-    async def delete_evaluation(self, name: str) -> None:
-        """See `Client.delete_evaluation`."""
-        await self._response(_evaluation("DELETE", name).arguments())
-
-    async def wait_for(
-        self, name: str, timeout: float = 3600, poll_interval: float = 1.0
-    ) -> wire.Evaluation:
-        """See `Client.wait_for`."""
-        end = time.monotonic() + timeout
-        while (evaluation := await self.evaluation(name)).state in ("queued", "running"):
-            if time.monotonic() > end:
-                raise TimeoutError(f"evaluation {name} is {evaluation.state} after {timeout:g} s")
-            await asyncio.sleep(poll_interval)
-        return evaluation
-
-    async def _send(self, call: _Call[ResponseT]) -> ResponseT:
-        return _read(await self._response(call.arguments()), call.schema)
-
-    async def _response(self, arguments: Mapping[str, Any]) -> httpx2.Response:
-        num_tries = 0
-        while True:
-            num_tries += 1
-            response: httpx2.Response | None = None
-            try:
-                response = await self._http.request(**arguments)
-            except httpx2.TransportError as error:
-                if num_tries >= self._tries or not is_transient(error):
-                    raise
-            else:
-                if num_tries >= self._tries or not _is_retryable(response):
-                    raise_for_error(response)
-                    return response
-            await asyncio.sleep(retry_delay(num_tries, response))
 
 
 def _http_options(url: str, key: str | None, timeout: float) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ KEYS: dict[str, dict[str, Any]] = {
     "mr_slow": {"name": "slow", "requests_per_second": 0.01},
     "mr_limited": {"name": "limited", "requests_per_second": 0.01},
 }
+
+
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Runs functions at the same time, and returns their results or exceptions in order."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        futures = [threads.submit(call) for call in calls]
+    return [future.exception() or future.result() for future in futures]
 
 
 def free_port() -> int:

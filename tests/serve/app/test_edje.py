@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
 from pipeline.search.results import Hit
 from pipeline.search.searcher import Searcher
 from pipeline.serve import stages
-from pipeline.serve.client import AsyncClient, Client, ServerError
+from pipeline.serve.client import Client, ServerError
 from pipeline.serve.mteb import Endpoint
 from pipeline.serve.settings import Scale, ServedIndex, ServeSpec, Timeouts
 from tests.images import index_captioned, noise, png
 from tests.rerank.models import edje_of
+from tests.serve.conftest import at_once
 
 pytestmark = pytest.mark.heavy  # its servers take a minute to start
 
@@ -148,7 +149,7 @@ def test_equals_in_process_search_with_options(client, searcher, model):
     assert client.indexes()[0].edje
 
 
-def test_batch_and_concurrent_requests(client, url, searcher, model, photos):
+def test_batch_and_concurrent_requests(client, searcher, model, photos):
     """Requests contain text and image queries."""
     queries = [TEXT, photos["5.png"], "lift", photos["1.png"]]
     expected = [searcher.search(q, k=3, rerank=Reranker(model, 5), **OPTIONS) for q in queries]
@@ -157,13 +158,9 @@ def test_batch_and_concurrent_requests(client, url, searcher, model, photos):
     for hits, hits_in_process in zip(results, expected, strict=True):
         assert_same(hits, hits_in_process)
 
-    async def search_all() -> list[Any]:
-        async with AsyncClient(url) as client:
-            valid = [client.search(q, k=3, rerank=second, **OPTIONS) for q in queries * 5]
-            invalid = client.search(b"GIF89a", rerank=second, **OPTIONS)
-            return await asyncio.gather(*valid, invalid, return_exceptions=True)
-
-    *responses, error = asyncio.run(search_all())
+    search = partial(client.search, rerank=second, **OPTIONS)
+    valid = [partial(search, query, k=3) for query in queries * 5]
+    *responses, error = at_once([*valid, partial(search, b"GIF89a")])
     for response, hits_in_process in zip(responses, expected * 5, strict=True):
         assert_same(response.hits, hits_in_process)
     assert isinstance(error, ServerError) and error.problem.field == "query.image"

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -16,8 +17,8 @@ import pytest
 from pipeline.index.reader import ITEMS
 from pipeline.search.options import Rerank
 from pipeline.serve import wire
-from pipeline.serve.client import AsyncClient, Client, ServerError
-from tests.serve.conftest import children, cpu_seconds, write_keys
+from pipeline.serve.client import Client, ServerError
+from tests.serve.conftest import at_once, children, cpu_seconds, write_keys
 
 pytestmark = pytest.mark.heavy
 
@@ -80,17 +81,12 @@ def is_ready(url: str) -> bool:
 def test_client_recovers_from_killed_replica(url, deployment):
     wait_until(lambda: is_ready(url))
 
-    async def search_all() -> list[wire.SearchResponse]:
-        async with AsyncClient(url, tries=10) as client:
-            responses = []
-            for round in range(8):
-                searches = [client.search(**SEARCH) for _ in range(3)]
-                if round == 2:
-                    kill(deployment)
-                responses += await asyncio.gather(*searches)
-            return responses
-
-    responses = asyncio.run(search_all())
+    responses = []
+    with Client(url, tries=10) as client:
+        for round in range(8):
+            if round == 2:
+                kill(deployment)
+            responses += at_once([partial(client.search, **SEARCH)] * 3)
     assert len(responses) == 24
     assert len({tuple(hit.item_id for hit in response.hits) for response in responses}) == 1
     wait_until(lambda: is_ready(url))

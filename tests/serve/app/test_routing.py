@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import lance
 import pytest
@@ -14,12 +14,12 @@ import pytest
 from pipeline.config import parse
 from pipeline.index.reader import ITEMS, Index
 from pipeline.search.searcher import open_index
-from pipeline.serve.client import AsyncClient, Client
+from pipeline.serve.client import Client
 from pipeline.serve.router import LOADED, SHARD
 from pipeline.serve.settings import ServeSpec
 from pipeline.serve.vectors import SearchVectors
 from tests.serve.app.test_faults import wait_until
-from tests.serve.conftest import Start
+from tests.serve.conftest import Start, at_once
 
 FULL = SearchVectors("full", "maxsim", "exact")
 POOLED = SearchVectors("hpool_2", "maxsim", "exact")
@@ -142,12 +142,10 @@ def test_gangs_of_shards(serving_once: Start, index_uri):
     assert Counter(shards) == {"0": 2, "1": 2}
     searcher = open_index(index_uri)
 
-    async def search_all() -> list:
-        async with AsyncClient(url) as client:
-            searches = [client.search(QUERY, k=k, explain="matches") for k in range(1, 9)] * 4
-            return await asyncio.gather(*searches)
-
-    for response in asyncio.run(search_all()):
+    with Client(url) as client:
+        search = partial(client.search, QUERY, explain="matches")
+        responses = at_once([partial(search, k=k) for k in range(1, 9)] * 4)
+    for response in responses:
         expected = searcher.search(QUERY, k=len(response.hits))
         assert [hit.item_id for hit in response.hits] == [hit.item_id for hit in expected]
         scores = [hit.score for hit in expected]
@@ -213,13 +211,10 @@ def test_scales_with_queueing_delay(serving_once: Start, index_uri):
     url = serving_once({"indexes": {"i": {"uri": index_uri}}, "encoder": encoder}, "scales")
     assert replicas("scales", "Encoder") == ["RUNNING"]
 
-    async def search_until_scaled() -> None:
-        async with AsyncClient(url, tries=10) as client:
-            end = time.monotonic() + 120
-            while replicas("scales", "Encoder") != ["RUNNING"] * 2:
-                assert time.monotonic() < end
-                texts = [f"{QUERY} {i} " * 50 for i in range(24)]
-                await asyncio.gather(*(client.search(text, k=1) for text in texts))
-
-    asyncio.run(search_until_scaled())
+    with Client(url, tries=10) as client:
+        end = time.monotonic() + 120
+        while replicas("scales", "Encoder") != ["RUNNING"] * 2:
+            assert time.monotonic() < end
+            texts = [f"{QUERY} {i} " * 50 for i in range(24)]
+            at_once([partial(client.search, text, k=1) for text in texts])
     wait_until(lambda: replicas("scales", "Encoder") == ["RUNNING"], timeout_s=120)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ from pipeline.search.results import Hit
 from pipeline.search.searcher import open_index
 from pipeline.search.stored_items import stored_query
 from pipeline.serve import wire
-from pipeline.serve.client import AsyncClient, ServerError
+from pipeline.serve.client import ServerError
+from tests.serve.conftest import at_once
 
 QUERIES = ["the lift of a wing", "heat", "bread with a golden crust"]
 INDEXES = ["texts", "whole"]  # with two shards and with one
@@ -193,30 +194,20 @@ def test_items_and_indexes(client, searcher):
     assert roles["hpool_2"] == "search" and "rerank" in roles.values()
 
 
-def test_concurrent_requests(url, searcher):
+def test_concurrent_requests(client, searcher):
     """Concurrent requests are batched."""
     expected = {query: searcher.search(query, k=3) for query in QUERIES}
-
-    async def search_all() -> None:
-        async with AsyncClient(url, "mr_all") as client:
-            queries = QUERIES * 8
-            responses = await asyncio.gather(
-                *(client.search(query, index="texts", k=3) for query in queries)
-            )
-            for query, response in zip(queries, responses, strict=True):
-                assert_same(response.hits, expected[query])
-
-    asyncio.run(search_all())
+    queries = QUERIES * 8
+    options = {"index": "texts", "k": 3}
+    responses = at_once([partial(client.search, query, **options) for query in queries])
+    for query, response in zip(queries, responses, strict=True):
+        assert_same(response.hits, expected[query])
 
 
-def test_invalid_request_does_not_fail_concurrent_ones(url, searcher):
-    async def search_all() -> list:
-        async with AsyncClient(url, "mr_all") as client:
-            invalid = client.search("x", index="texts", filter="nonsense = ")
-            valid = [client.search("heat", index="texts", k=3) for _ in range(6)]
-            return await asyncio.gather(invalid, *valid, return_exceptions=True)
-
-    error, *responses = asyncio.run(search_all())
+def test_invalid_request_does_not_fail_concurrent_ones(client, searcher):
+    invalid = partial(client.search, "x", index="texts", filter="nonsense = ")
+    valid = partial(client.search, "heat", index="texts", k=3)
+    error, *responses = at_once([invalid] + [valid] * 6)
     assert isinstance(error, ServerError) and error.problem.field == "filter"
     for response in responses:
         assert_same(response.hits, searcher.search("heat", k=3))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import time
+from functools import partial
 
 import httpx2
 import lance
@@ -12,8 +12,9 @@ import pytest
 
 from pipeline.index.reader import ITEMS
 from pipeline.search.searcher import open_index
-from pipeline.serve.client import AsyncClient, Client, ServerError
+from pipeline.serve.client import Client, ServerError
 from tests.serve.app.test_faults import deployment_cpu_seconds, wait_until
+from tests.serve.conftest import at_once
 
 QUERY = "the lift of a wing"
 
@@ -49,15 +50,11 @@ def test_equals_in_process_search(url, uri, index):
     searcher = open_index(uri)
     rerank = {"representation": "full", "rerank_depth": 5}
 
-    async def search_all() -> list:
-        async with AsyncClient(url) as client:
-            plain = [client.search(QUERY, index=index, k=k, explain="matches") for k in range(1, 6)]
-            reranked = client.search(
-                QUERY, index=index, representation="hpool_2", k=5, rerank=rerank
-            )
-            return await asyncio.gather(*plain, reranked)
-
-    *plain, reranked = asyncio.run(search_all())
+    with Client(url) as client:
+        search = partial(client.search, QUERY, index=index)
+        calls = [partial(search, k=k, explain="matches") for k in range(1, 6)]
+        calls.append(partial(search, representation="hpool_2", k=5, rerank=rerank))
+        *plain, reranked = at_once(calls)
     for response in plain:
         hits = searcher.search(QUERY, k=len(response.hits))
         assert [hit.item_id for hit in response.hits] == [hit.item_id for hit in hits]

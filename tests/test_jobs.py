@@ -23,6 +23,7 @@ import psutil
 import pytest
 import yaml
 
+from docs.extensions.parsers import forms
 from jobs.__main__ import verbs
 from jobs.search import PRECISIONS
 from pipeline.index.lease import Lease
@@ -65,7 +66,8 @@ def run(*commands: list[str]) -> list[tuple[int, str, list[str]]]:
 
 
 def test_help_does_not_import_slow_modules():
-    commands = [[verb, "--help"] for verb in verbs()]
+    names = [(verb, *form) for verb in verbs() for form in ((), *zip(forms(verb)))]
+    commands = [[*name, "--help"] for name in names]
     for command, (code, output, slow) in zip(commands, run(*commands), strict=True):
         assert (code, slow) == (0, []), command
         assert output.startswith("usage:"), command

@@ -102,6 +102,8 @@ WRONG = [
     (["index", f"{SPECS}.yaml", "--resources", SPEC], "resources"),
     (["index", f"{SPECS}.yaml", f"source.path={NOWHERE}"], "source.path"),
     (["index", f"{SPECS}.yaml", f"source=[{{name: text, path: {NOWHERE}}}]"], "source[0].path"),
+    (["maintain", INDEX], "index"),
+    (["maintain", "delete", INDEX], "index"),
     (["maps", f"{NOWHERE}.jsonl", "out.png", "--index", INDEX], "grounding"),
     (["maps", "README.md", "out.png", "--index", INDEX], "index"),
     (["mine", INDEX, "README.md", "out.jsonl"], "index"),

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import jobs
-from jobs import compare, evaluate, index, maps, search, shapes
+from jobs import evaluate, index, maps, search, shapes
 
 RESOURCES = "cluster/profiles/laptop.yaml"
 OUT = "out/demo"
@@ -96,7 +96,7 @@ def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
         at += [f"representations=[{shown}]", f"output={found[-1]}"]
         at += [] if name == "index" else ["rerank=[]"]  # no rerank tokens stored
         phase(f"evaluate {name}", evaluate.main, "jobs/specs/shapes_evaluate.yaml", *at)
-    phase("compare", compare.main, *found)
+    phase("compare", evaluate.main, "compare", *found)
     options = ["--representation", "samer_8", "--k", "5", "--rerank", f"edje={EDJE}"]
     options += ["--save-sheet", f"{folder}/edje.png"]
     phase("search and rerank", search.main, f"{folder}/index", FIRST, *options)

@@ -107,7 +107,6 @@ WRONG = [
     (["maintain", "delete", INDEX], "index"),
     (["maps", f"{NOWHERE}.jsonl", "out.png", "--index", INDEX], "grounding"),
     (["maps", "README.md", "out.png", "--index", INDEX], "index"),
-    (["mine", INDEX, "README.md", "out.jsonl"], "index"),
     (["plan", SPEC], "spec"),
     (["plan", "recommend", INDEX], "index"),
     (["index", f"{SPECS}.yaml", f"rerank={NOWHERE}"], "rerank"),
@@ -117,6 +116,7 @@ WRONG = [
     (["serve", "--spec", SPEC], "spec"),
     (["status", INDEX], "index"),
     (["train", SPEC], "spec"),
+    (["train", "mine", INDEX, "README.md", "out.jsonl"], "index"),
 ]
 
 

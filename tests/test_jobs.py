@@ -84,8 +84,8 @@ SPEC, INDEX = f"{NOWHERE}.yaml", f"{NOWHERE}/index"
 SPECS = "jobs/specs/cranfield"
 #: Commands with a wrong path, and the field that the message names.
 WRONG = [
-    (["attention", "out.png", f"{NOWHERE}.png", "--model", SPEC], "items"),
-    (["attention", "out.png", "README.md", "--model", SPEC], "model"),
+    (["draw", "attention", "out.png", f"{NOWHERE}.png", "--model", SPEC], "items"),
+    (["draw", "attention", "out.png", "README.md", "--model", SPEC], "model"),
     (["add", "candidates", INDEX, "lemur"], "index"),
     (["add", "representations", SPEC], "spec"),
     (["add", "representations", f"{SPECS}_more.yaml", f"index={INDEX}"], "index"),
@@ -93,6 +93,8 @@ WRONG = [
     (["add", "tokens", f"{SPECS}.yaml", f"index={INDEX}"], "index"),
     (["binding", "--encoder", SPEC], "--encoder"),
     (["binding", "--table", SPEC], "--table"),
+    (["draw", "positions", SPEC], "spec"),
+    (["draw", "sheets", NOWHERE], "EVALUATION"),
     (["evaluate", SPEC], "spec"),
     (["evaluate", f"{SPECS}_evaluate.yaml", f"index={INDEX}"], "index"),
     (["evaluate", f"{SPECS}_evaluate.yaml", f"benchmark.path={NOWHERE}"], "benchmark.path"),
@@ -105,8 +107,8 @@ WRONG = [
     (["index", f"{SPECS}.yaml", f"source=[{{name: text, path: {NOWHERE}}}]"], "source[0].path"),
     (["maintain", INDEX], "index"),
     (["maintain", "delete", INDEX], "index"),
-    (["maps", f"{NOWHERE}.jsonl", "out.png", "--index", INDEX], "grounding"),
-    (["maps", "README.md", "out.png", "--index", INDEX], "index"),
+    (["draw", "maps", f"{NOWHERE}.jsonl", "out.png", "--index", INDEX], "grounding"),
+    (["draw", "maps", "README.md", "out.png", "--index", INDEX], "index"),
     (["plan", SPEC], "spec"),
     (["plan", "recommend", INDEX], "index"),
     (["index", f"{SPECS}.yaml", f"rerank={NOWHERE}"], "rerank"),

@@ -28,6 +28,7 @@ SPECS: dict[str, type[Spec]] = {
     "add representations": RecompressSpec,
     "evaluate": EvaluateSpec,
     "train": StudySpec,
+    "draw positions": StudySpec,
     "serve": ServeSpec,
     "binding": TableSpec,
 }

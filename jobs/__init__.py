@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import glob
+import inspect
 import io
 import logging
 import os
@@ -42,6 +43,10 @@ KEEPALIVE = {
 }
 #: Exit codes: invalid input; stopped cleanly by Ctrl-C; stopped cleanly by SIGTERM.
 BAD_INPUT, INTERRUPTED, STOPPED = 2, 130, 143
+
+#: Parses the command line of one form of a verb, such as `add candidates`, and runs it. Its
+#: docstring is the help text.
+Form = Callable[[Sequence[str]], None]
 
 
 def run(
@@ -89,6 +94,23 @@ def run(
         if hasattr(error, "cause"):  # raised in a Ray task: its traceback matters
             raise
         sys.exit(_report_error(error, 1))
+
+
+def run_form(forms: Mapping[str, Form], arguments: Sequence[str] | None) -> bool:
+    """Runs the form of a verb that the first argument names.
+
+    Args:
+        forms: Forms of the verb, by name.
+        arguments: Command line, or None for that of this process.
+
+    Returns:
+        False if the first argument is not the name of a form.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] not in forms:
+        return False
+    forms[arguments[0]](arguments[1:])
+    return True
 
 
 def prepare_output() -> None:
@@ -155,7 +177,19 @@ def _report_error(error: object, code: int) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that accepts options at any position and exits with code 2 on errors."""
+    """Argument parser that accepts options at any position and exits with code 2 on errors.
+
+    Args:
+        doc: Docstring of the job's module or of the form, shown by `--help`.
+        form: Name of the form of the verb.
+    """
+
+    def __init__(self, doc: str | None, form: str | None = None):
+        super().__init__(
+            prog=form and f"{Path(sys.argv[0]).name} {form}",
+            description=inspect.cleandoc(doc or ""),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """Parses command line arguments, which default to those of this process."""
@@ -173,9 +207,9 @@ class Parser(argparse.ArgumentParser):
         return ""
 
 
-def parser(doc: str) -> Parser:
-    """Creates a parser whose help text is the docstring of the job's module."""
-    return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(doc: str | None, form: str | None = None) -> Parser:
+    """Creates a parser whose help text is the docstring of the job's module or of a form."""
+    return Parser(doc, form)
 
 
 class SpecParser(Parser):
@@ -258,15 +292,18 @@ def check_outputs(outputs: Sequence[str], field: str) -> None:
             raise SpecError(field, output, rule, "contains no results.json")
 
 
-def spec_parser(doc: str, *, profiles: bool = True, has_index: bool = False) -> Parser:
+def spec_parser(
+    doc: str | None, form: str | None = None, *, profiles: bool = True, has_index: bool = False
+) -> Parser:
     """Creates a parser with the arguments that all jobs with a spec have in common.
 
     Args:
-        doc: Docstring of the job's module, shown by `--help`.
+        doc: Docstring of the job's module or of the form, shown by `--help`.
+        form: Name of the form of the verb.
         profiles: True if the job accepts a resources profile.
         has_index: True if the index of the spec must exist.
     """
-    parser = SpecParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = SpecParser(doc, form)
     parser.has_index = has_index
     parser.add_argument("spec", help="YAML spec; see jobs/specs")
     parser.add_argument(

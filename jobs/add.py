@@ -10,10 +10,7 @@ resume an interrupted job, or to fill rows that were indexed since.
 
 from __future__ import annotations
 
-import argparse
-import inspect
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jobs
@@ -29,13 +26,11 @@ if TYPE_CHECKING:  # imported lazily to keep --help fast
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs the job."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments and (read := COLUMNS.get(arguments[0])):
-        read(arguments[1:])
+    if jobs.run_form(FORMS, arguments):
         return
     parser = jobs.parser(__doc__)
-    parser.add_argument("columns", choices=COLUMNS, help="columns to add")
-    parser.parse(arguments[:1])
+    parser.add_argument("columns", choices=FORMS, help="columns to add")
+    parser.parse(arguments)
 
 
 def _representations(arguments: Sequence[str]) -> None:
@@ -48,7 +43,9 @@ def _representations(arguments: Sequence[str]) -> None:
     `fit_items` items. fit_index=URI draws the sample from another index, fit_filter=SQL from the
     items that satisfy a condition.
     """
-    args = _spec_arguments(_representations, arguments)
+    parser = jobs.spec_parser(_representations.__doc__, "representations", has_index=True)
+    jobs.add_progress(parser)
+    args = parser.parse(arguments)
     with open_display(args.progress) as display:
         display.phase("load modules")
         from pipeline.index.recompress import Recompression, RecompressResources, RecompressSpec
@@ -68,7 +65,9 @@ def _tokens(arguments: Sequence[str]) -> None:
     Rows that were indexed since without `rerank` are filled as well. For an index of several
     sources, run it with the spec of each.
     """
-    args = _spec_arguments(_tokens, arguments)
+    parser = jobs.spec_parser(_tokens.__doc__, "tokens", has_index=True)
+    jobs.add_progress(parser)
+    args = parser.parse(arguments)
     with open_display(args.progress) as display:
         display.phase("load modules")
         from pipeline.index.backfill import Backfill
@@ -77,15 +76,6 @@ def _tokens(arguments: Sequence[str]) -> None:
         spec = config.load(IndexSpec, args.spec, args.overrides)
         resources = jobs.load_profile(IndexResources, args.resources)
         _run(Backfill(spec, resources), display, resources.object_store_bytes)
-
-
-def _spec_arguments(
-    function: Callable[[Sequence[str]], None], arguments: Sequence[str]
-) -> argparse.Namespace:
-    """Parses the arguments of a function that reads a spec. Its docstring is the help text."""
-    parser = jobs.spec_parser(inspect.getdoc(function) or "", has_index=True)
-    jobs.add_progress(parser)
-    return parser.parse(arguments)
 
 
 def _candidates(arguments: Sequence[str]) -> None:
@@ -103,7 +93,7 @@ def _candidates(arguments: Sequence[str]) -> None:
     Rows without codes are scored exactly. --refit fits the generator again and replaces the former
     one when all items have new codes. `maxray status INDEX` lists the generators of the index.
     """
-    parser = jobs.parser(inspect.getdoc(_candidates) or "")
+    parser = jobs.parser(_candidates.__doc__, "candidates")
     parser.add_argument("index", help="URI of the index")
     parser.add_argument("generator", help="name of the generator")
     parser.add_argument(
@@ -146,8 +136,8 @@ def _run(columns: AddedColumns, display: Display, object_store_bytes: int | None
         add.run(columns, job=jobs.job_id(), report=display.say)
 
 
-#: Functions that read the arguments and add the columns of a name.
-COLUMNS: dict[str, Callable[[Sequence[str]], None]] = {
+#: Forms by the columns that they add.
+FORMS: dict[str, jobs.Form] = {
     "representations": _representations,
     "tokens": _tokens,
     "candidates": _candidates,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import jobs
-from jobs import compare, evaluate, index, maps, search, shapes
+from jobs import draw, evaluate, index, search, shapes
 
 RESOURCES = "cluster/profiles/laptop.yaml"
 OUT = "out/demo"
@@ -88,7 +88,7 @@ def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
     phrases = f"{folder}/phrases.jsonl"
     names = ["--index", f"{folder}/index", "full", "samer_16"]
     names += ["--index", f"{folder}/trained", "samer_16"]
-    phase("map phrases", maps.main, phrases, f"{folder}/maps/phrases.png", *names)
+    phase("map phrases", draw.main, "maps", phrases, f"{folder}/maps/phrases.png", *names)
     found = []
     for name, shown in (("index", SHOWN), ("trained", "")):
         found.append(f"{folder}/{name}_evaluation")
@@ -96,7 +96,7 @@ def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
         at += [f"representations=[{shown}]", f"output={found[-1]}"]
         at += [] if name == "index" else ["rerank=[]"]  # no rerank tokens stored
         phase(f"evaluate {name}", evaluate.main, "jobs/specs/shapes_evaluate.yaml", *at)
-    phase("compare", compare.main, *found)
+    phase("compare", evaluate.main, "compare", *found)
     options = ["--representation", "samer_8", "--k", "5", "--rerank", f"edje={EDJE}"]
     options += ["--save-sheet", f"{folder}/edje.png"]
     phase("search and rerank", search.main, f"{folder}/index", FIRST, *options)

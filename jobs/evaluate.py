@@ -1,8 +1,12 @@
-"""Evaluates the representations of an index on a benchmark.
+"""Evaluates the representations of an index on a benchmark; compares and pools evaluations.
 
     maxray evaluate jobs/specs/cranfield_evaluate.yaml
     maxray evaluate SPEC.yaml output=out/other "measures=[nDCG@10, R@100]"
     maxray evaluate SPEC.yaml "representations=[hpool_32]" --fit-fusion out/fusion.yaml
+    maxray evaluate compare OUT_A OUT_B             # compares two evaluations, row by row
+    maxray evaluate pool OUT... --output FOLDER     # pools evaluations of several collections
+
+`maxray evaluate compare --help` and `maxray evaluate pool --help` describe the last two.
 
 The table has one row per representation and score, and one for BM25 over the text of the items
 (bm25=false omits it). Relevance judgments refer to items or to their parents. The score of a parent
@@ -32,7 +36,7 @@ prints the quality on held-out queries. The result is MaxSim alone unless fusion
 judged queries by two standard errors.
 
 The output folder receives report.html (all results on one page), metrics.csv, per_query.csv,
-table.md, runs/*.trec, the resolved spec.yaml, plots, and results.json, which jobs.compare reads.
+table.md, runs/*.trec, the resolved spec.yaml, plots, and results.json, which other jobs read.
 Finished computations are cached in entries/, so that a rerun computes only new or changed rows.
 Bytes per item are reported for the vectors, and for all stored columns including token positions
 and assignments.
@@ -50,6 +54,8 @@ from pipeline import config
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and evaluates."""
+    if jobs.run_form(FORMS, arguments):
+        return
     parser = jobs.spec_parser(__doc__, profiles=False, has_index=True)
     parser.add_argument(
         "--fit-fusion", metavar="OUT", help="fit the fused score and write its settings"
@@ -87,6 +93,85 @@ def _fit_fusion(path: str, overrides: Sequence[str], out: str) -> None:
     fit = fit_fusion(JudgedPools.read(config.load(EvaluateSpec, path, overrides)))
     write_atomic(out, fit.to_yaml())
     print(f"{fit.to_yaml()}\n{out}")
+
+
+def _compare(arguments: Sequence[str]) -> None:
+    """Compares two evaluations on the same queries, row by row.
+
+        maxray evaluate compare out/cranfield/evaluation out/layer5/evaluation
+        maxray evaluate compare OUT_A OUT_B --output FOLDER
+
+    OUT_A and OUT_B are output folders of jobs.evaluate. The job prints the means of the rows that
+    both evaluations have, their difference, and the p-value of a paired randomisation test with
+    Holm's correction over the rows. With --output, it writes compare.html and compare.csv with all
+    measures.
+    """
+    parser = jobs.parser(_compare.__doc__, "compare")
+    parser.add_argument("out_a", metavar="OUT_A", help="output folder of an evaluation")
+    parser.add_argument("out_b", metavar="OUT_B", help="output folder of another evaluation")
+    parser.add_argument("--output", metavar="FOLDER", help="write compare.html and compare.csv")
+    args = parser.parse(arguments)
+    jobs.check_outputs([args.out_a], "OUT_A")
+    jobs.check_outputs([args.out_b], "OUT_B")
+
+    from pipeline.atomic import check_writable
+    from pipeline.eval.compare import compare
+    from pipeline.report.compare import table
+    from pipeline.report.files import write_comparison
+
+    if args.output:
+        check_writable(args.output, "--output")
+    compared = compare(args.out_a, args.out_b)
+    print(table(compared).text())
+    for output, names in zip(compared.outputs, compared.unmatched, strict=True):
+        if names:
+            print(f"only in {output}: {', '.join(names)}")
+    if args.output:
+        print(*write_comparison(compared, args.output), sep="\n")
+
+
+def _pool(arguments: Sequence[str]) -> None:
+    """Pools evaluations of several collections: means, standard deviations and significance.
+
+        maxray evaluate pool out/layers/*/evaluation --output out/layers/pooled
+        maxray evaluate pool OUT OUT OUT --output FOLDER --against random "eos layers=[5]"
+
+    Each OUT is an output folder of jobs.evaluate with the same methods, on collections that are
+    random draws of the same distribution. The job prints OSR and quality of each method (mean and
+    standard deviation over the collections), and the p-value of its OSR against other methods at
+    the same budget (paired randomisation test over all queries, with Holm's correction over the
+    rows). It writes table.md, pooled.csv and the figures of jobs.evaluate, such as
+    osr_by_layer.png.
+    """
+    parser = jobs.parser(_pool.__doc__, "pool")
+    parser.add_argument("outputs", nargs="+", metavar="OUT", help="output folder of an evaluation")
+    parser.add_argument("--output", metavar="FOLDER", required=True, help="output folder")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        default=["random"],
+        metavar="METHOD",
+        help="methods to compare with (default: random)",
+    )
+    # Intermixed parsing does not support options with several values.
+    args = parser.parse_args(arguments)
+    if len(args.outputs) < 2:
+        parser.error("at least two OUT are required")
+    jobs.check_outputs(args.outputs, "OUT")
+
+    from pipeline.atomic import check_writable
+    from pipeline.eval.pooled import pool
+    from pipeline.report.files import write_pooled
+    from pipeline.report.pooled import table
+
+    check_writable(args.output, "output")
+    pooled = pool(args.outputs)
+    cells = table(pooled, args.against)
+    print(cells.text())
+    print(*write_pooled(pooled, cells, args.output), sep="\n")
+
+
+FORMS: dict[str, jobs.Form] = {"compare": _compare, "pool": _pool}
 
 
 if __name__ == "__main__":

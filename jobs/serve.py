@@ -60,9 +60,7 @@ STATUS_SECONDS = 0.5
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and serves until the process is stopped."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments[:1] == ["key"]:
-        _print_key(arguments[1:])
+    if jobs.run_form(FORMS, arguments):
         return
     args = _parser().parse(arguments)
     settings = _settings(args)
@@ -290,13 +288,13 @@ def _stop(*_: object) -> None:
 
 
 def _print_key(arguments: Sequence[str]) -> None:
-    """Prints the entry of a new access key to stdout, and the key itself to stderr."""
-    from pipeline.serve.keys import Key, hash_key, new_key
+    """Creates an access key.
 
-    parser = jobs.parser(
-        "Creates an access key. Standard output contains the entry for the file of keys, standard "
-        "error the key itself."
-    )
+        maxray serve key --name ann >> keys.yaml
+
+    Standard output receives the entry for the file of keys, standard error the key itself.
+    """
+    parser = jobs.parser(_print_key.__doc__, "key")
     parser.add_argument("--name", required=True, help="name of the key in logs")
     parser.add_argument(
         "--indexes", nargs="+", help="indexes that the key can access (default: all)"
@@ -310,6 +308,9 @@ def _print_key(arguments: Sequence[str]) -> None:
     parser.add_argument("--evaluate", action="store_true", help="allow the key to run evaluations")
     parser.add_argument("--delete", action="store_true", help="allow the key to delete items")
     args = vars(parser.parse(arguments))
+
+    from pipeline.serve.keys import Key, hash_key, new_key
+
     key = new_key()
     entry = {
         name: value for name, value in args.items() if value is not None and value is not False
@@ -319,6 +320,9 @@ def _print_key(arguments: Sequence[str]) -> None:
     lines = [f"{name}: {value}" for name, value in entry.items()]
     print("  - " + "\n    ".join(lines))
     print(f"access key of {args['name']} (not stored): {key}", file=sys.stderr)
+
+
+FORMS: dict[str, jobs.Form] = {"key": _print_key}
 
 
 if __name__ == "__main__":

@@ -113,6 +113,6 @@ def inline_commands(path: Path) -> Iterator[list[str]]:
     prose = re.sub(r"^ *```.*?^ *```$", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
     for code in re.findall(r"`([^`]*\bmaxray\s[^`]*)`", prose):
         for words in commands(code.replace("\n", " ")):
-            name_size = 3 if words[1:2] == ["add"] else 2
-            if words[0] == "maxray" and len(words) > name_size and words[1] != "VERB":
+            is_name = all(re.fullmatch("[a-z]+", word) for word in words)  # such as `maxray demo`
+            if words[0] == "maxray" and not is_name and words[1] != "VERB":
                 yield words

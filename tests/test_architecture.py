@@ -83,13 +83,13 @@ TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 def test_test_files_mirror_modules(path: Path):
     """`tests/A/test_B.py` tests the module or folder `pipeline/A/B` or `A/B`.
 
-    `tests/A/B/test_C.py` tests behaviour C of the module `pipeline/A/B.py`.
+    `tests/A/B/test_C.py` tests behaviour C of the module `pipeline/A/B.py` or `A/B.py`.
     """
     name = path.stem.removeprefix("test_")
     folder = path.parent.relative_to(ROOT / "tests")
     subjects = [ROOT / "pipeline" / folder / name, ROOT / folder / name]
     exists = any(s.is_dir() or s.with_suffix(".py").is_file() for s in subjects)
-    exists |= (ROOT / "pipeline" / folder).with_suffix(".py").is_file()
+    exists |= any(s.parent.with_suffix(".py").is_file() for s in subjects)
     assert exists != (name in UNMIRRORED.get(path.parent.name, "").split())
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from docs.extensions.parsers import PROFILES, SPECS, parser
+from docs.extensions.parsers import PROFILES, SPECS, forms, parser
 from jobs.bench.__main__ import BENCHES
 from pipeline import config
 from pipeline.config import Spec
@@ -84,11 +84,9 @@ def load(spec_class: type[Spec], path: str, overrides: list[str], files: Mapping
 
 def check_job(words: list[str], files: Mapping[str, str]) -> None:
     """Checks the arguments of `maxray VERB`."""
-    has_two = words[0] in ("add", "bench") and len(words) > 1
-    size = 2 if words[:2] == ["serve", "key"] or has_two else 1
+    names = BENCHES if words[0] == "bench" else forms(words[0])
+    size = 2 if {*words[1:2]} & {*names} else 1
     command, arguments = tuple(words[:size]), words[size:]
-    if command[0] == "bench" and size > 1:
-        assert command[1] in BENCHES, command
     parsed = vars(parser(command).parse_intermixed_args(arguments))
     name = " ".join(command)
     if parsed.get("resources") and name in PROFILES:

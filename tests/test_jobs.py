@@ -23,6 +23,7 @@ import psutil
 import pytest
 import yaml
 
+from docs.extensions.parsers import forms
 from jobs.__main__ import verbs
 from jobs.search import PRECISIONS
 from pipeline.index.lease import Lease
@@ -65,7 +66,8 @@ def run(*commands: list[str]) -> list[tuple[int, str, list[str]]]:
 
 
 def test_help_does_not_import_slow_modules():
-    commands = [[verb, "--help"] for verb in verbs()]
+    names = [(verb, *form) for verb in verbs() for form in ((), *zip(forms(verb)))]
+    commands = [[*name, "--help"] for name in names]
     for command, (code, output, slow) in zip(commands, run(*commands), strict=True):
         assert (code, slow) == (0, []), command
         assert output.startswith("usage:"), command
@@ -82,8 +84,8 @@ SPEC, INDEX = f"{NOWHERE}.yaml", f"{NOWHERE}/index"
 SPECS = "jobs/specs/cranfield"
 #: Commands with a wrong path, and the field that the message names.
 WRONG = [
-    (["attention", "out.png", f"{NOWHERE}.png", "--model", SPEC], "items"),
-    (["attention", "out.png", "README.md", "--model", SPEC], "model"),
+    (["draw", "attention", "out.png", f"{NOWHERE}.png", "--model", SPEC], "items"),
+    (["draw", "attention", "out.png", "README.md", "--model", SPEC], "model"),
     (["add", "candidates", INDEX, "lemur"], "index"),
     (["add", "representations", SPEC], "spec"),
     (["add", "representations", f"{SPECS}_more.yaml", f"index={INDEX}"], "index"),
@@ -91,20 +93,24 @@ WRONG = [
     (["add", "tokens", f"{SPECS}.yaml", f"index={INDEX}"], "index"),
     (["binding", "--encoder", SPEC], "--encoder"),
     (["binding", "--table", SPEC], "--table"),
-    (["compare", NOWHERE, NOWHERE], "OUT_A"),
+    (["draw", "positions", SPEC], "spec"),
+    (["draw", "sheets", NOWHERE], "EVALUATION"),
     (["evaluate", SPEC], "spec"),
     (["evaluate", f"{SPECS}_evaluate.yaml", f"index={INDEX}"], "index"),
     (["evaluate", f"{SPECS}_evaluate.yaml", f"benchmark.path={NOWHERE}"], "benchmark.path"),
+    (["evaluate", "compare", NOWHERE, NOWHERE], "OUT_A"),
+    (["evaluate", "pool", NOWHERE, NOWHERE, "--output", "out"], "OUT"),
     (["export", INDEX, "out.parquet", "--representation", "full"], "index"),
     (["index", SPEC], "spec"),
     (["index", f"{SPECS}.yaml", "--resources", SPEC], "resources"),
     (["index", f"{SPECS}.yaml", f"source.path={NOWHERE}"], "source.path"),
     (["index", f"{SPECS}.yaml", f"source=[{{name: text, path: {NOWHERE}}}]"], "source[0].path"),
-    (["maps", f"{NOWHERE}.jsonl", "out.png", "--index", INDEX], "grounding"),
-    (["maps", "README.md", "out.png", "--index", INDEX], "index"),
-    (["mine", INDEX, "README.md", "out.jsonl"], "index"),
-    (["pool", NOWHERE, NOWHERE, "--output", "out"], "OUT"),
-    (["recommend", INDEX], "index"),
+    (["maintain", INDEX], "index"),
+    (["maintain", "delete", INDEX], "index"),
+    (["draw", "maps", f"{NOWHERE}.jsonl", "out.png", "--index", INDEX], "grounding"),
+    (["draw", "maps", "README.md", "out.png", "--index", INDEX], "index"),
+    (["plan", SPEC], "spec"),
+    (["plan", "recommend", INDEX], "index"),
     (["index", f"{SPECS}.yaml", f"rerank={NOWHERE}"], "rerank"),
     (["index", f"{SPECS}.yaml", f"fit_index={NOWHERE}"], "fit_index"),
     (["search", INDEX, "a query"], "index"),
@@ -112,6 +118,7 @@ WRONG = [
     (["serve", "--spec", SPEC], "spec"),
     (["status", INDEX], "index"),
     (["train", SPEC], "spec"),
+    (["train", "mine", INDEX, "README.md", "out.jsonl"], "index"),
 ]
 
 

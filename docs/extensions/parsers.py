@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Mapping
 from unittest import mock
 
 import jobs
 from jobs.__main__ import verbs
-from jobs.add import COLUMNS
 from jobs.bench.__main__ import BENCHES
 from pipeline.config import Spec
 from pipeline.eval.spec import EvaluateSpec
@@ -28,6 +28,7 @@ SPECS: dict[str, type[Spec]] = {
     "add representations": RecompressSpec,
     "evaluate": EvaluateSpec,
     "train": StudySpec,
+    "draw positions": StudySpec,
     "serve": ServeSpec,
     "binding": TableSpec,
 }
@@ -47,16 +48,18 @@ class _Captured(Exception):
 
 
 def commands() -> list[tuple[str, ...]]:
-    """Returns all commands: the verbs, and those below `add`, `bench` and `serve`."""
+    """Returns all commands: the verbs, their forms, and the benches."""
     found: list[tuple[str, ...]] = []
     for verb in verbs():
         found.append((verb,))
-        if verb == "add":
-            found += [("add", name) for name in COLUMNS]
-        if verb == "bench":
-            found += [("bench", name) for name in BENCHES]
-        if verb == "serve":
-            found.append(("serve", "key"))
+        names = BENCHES if verb == "bench" else forms(verb)
+        found += [(verb, name) for name in names]
+    return found
+
+
+def forms(verb: str) -> Mapping[str, jobs.Form]:
+    """Returns the forms of a verb, by name."""
+    found: Mapping[str, jobs.Form] = getattr(importlib.import_module(f"jobs.{verb}"), "FORMS", {})
     return found
 
 

@@ -18,7 +18,7 @@ COMMIT_ROWS, FILTER_IDS = 100_000, 5_000
 
 
 class DeleteSpec(Spec):
-    """Options of `jobs.delete`. Exactly one of `ids` and `filter` must be given."""
+    """Options of `maxray maintain delete`. Exactly one of `ids` and `filter` must be given."""
 
     index: Uri
     """URI of the index."""

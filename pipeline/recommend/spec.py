@@ -20,7 +20,7 @@ Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RecommendSpec(Spec):
-    """Options of `jobs.recommend`."""
+    """Options of `maxray plan recommend`."""
 
     index: str
     """URI of the index."""

@@ -63,7 +63,7 @@ class RowSpec(config.ComponentSpec):
     path: Uri
     """Path of the files."""
     hard_negatives: Uri | None = None
-    """JSON lines {"query": ..., "negatives": [document ids]}, as written by `maxray mine`.
+    """JSON lines {"query": ..., "negatives": [document ids]}, as written by `maxray train mine`.
     """
     num_negatives: int | None = Field(None, ge=0)
     """Maximum number of hard negatives per query in a batch, sampled in each epoch, or null for

@@ -27,7 +27,7 @@ def test_a_restored_version_is_complete_and_can_be_written(index_uri, tmp_path):
     assert restored.version == lance.dataset(f"{uri}/items.lance").version
 
     # A job can take the lease.
-    job = start_job("jobs.delete", uri, "--filter", "item_id = 'wing/1'")
+    job = start_job("jobs.maintain", "delete", uri, "--filter", "item_id = 'wing/1'")
     _, err = job.communicate(timeout=120)
     assert job.returncode == 0, err
     assert Index(uri).dataset.count_rows() == len(TEXTS) - 1

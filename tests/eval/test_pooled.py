@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from jobs import pool as job
+from jobs import evaluate
 from pipeline.config import SpecError
 from pipeline.eval.pooled import pool, query_retention
 from pipeline.report.pooled import table
@@ -67,11 +67,12 @@ def test_significance_over_all_queries(outputs):
 
 
 def test_job_writes_and_prints_table(outputs, tmp_path, capsys):
-    job.main([*outputs, "--output", str(tmp_path / "out"), "--against", "eos"])
+    out = tmp_path / "out"
+    evaluate.main(["pool", *outputs, "--output", str(out), "--against", "eos"])
     assert "p eos" in capsys.readouterr().out
-    with (tmp_path / "out/pooled.csv").open() as file:
+    with (out / "pooled.csv").open() as file:
         assert {row["method"] for row in csv.DictReader(file)} == set(RETENTION)
-    assert (tmp_path / "out/diagnostics_quality.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "diagnostics_quality.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_invalid_combinations(outputs, tmp_path):

@@ -13,7 +13,6 @@ import lance
 import numpy as np
 import pytest
 
-from jobs import delete as delete_job
 from jobs import maintain as maintain_job
 from jobs import status as status_job
 from pipeline import config, open_index
@@ -130,7 +129,7 @@ def test_dry_runs_write_nothing(uri, capsys):
     version = Index(uri).version
     maintain_job.main([uri, "--dry-run", "--fragment-items", "10"])
     assert "7 fragments: 7 would be merged" in capsys.readouterr().out
-    delete_job.main([uri, "--filter", "item_id < 'b'", "--dry-run"])
+    maintain_job.main(["delete", uri, "--filter", "item_id < 'b'", "--dry-run"])
     assert "12 items are selected" in capsys.readouterr().out
     assert Index(uri).version == version
 
@@ -196,7 +195,7 @@ def test_deletes_by_ids_and_by_filter(uri, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(delete, "FILTER_IDS", 3)
     ids = ["a03", "b00", "b00", "b15", "a11", "unknown", "it's"]
     (tmp_path / "ids.txt").write_text("\n".join(ids) + "\n\n")
-    delete_job.main([uri, "--ids", str(tmp_path / "ids.txt")])
+    maintain_job.main(["delete", uri, "--ids", str(tmp_path / "ids.txt")])
     assert "4 items are selected; 2 ids are not in the index" in capsys.readouterr().out
     assert len(Index(uri)) == 24
     progress = deleted(uri, filter="item_id < 'b'")
@@ -229,7 +228,7 @@ def test_invalid_deletions(uri, tmp_path, arguments, message):
         Path(files[name]).write_bytes(content)
     version = Index(uri).version
     with pytest.raises(SpecError, match=message):
-        delete_job.main([uri, *(argument.format(**files) for argument in arguments)])
+        maintain_job.main(["delete", uri, *(argument.format(**files) for argument in arguments)])
     assert len(Index(uri)) == 28 and version <= Index(uri).version
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs import maps, shapes
+from jobs import draw, shapes
 from pipeline.config import SpecError
 
 
@@ -18,7 +18,7 @@ def test_each_series_has_different_scenes(tmp_path):
     phrases = str(tmp_path / "0" / "phrases.jsonl")
     image = str(tmp_path / "a.png")
     with pytest.raises(SpecError, match="^index must be .*, got 'none'"):
-        maps.main([phrases, image, "--index", "none"])
+        draw.main(["maps", phrases, image, "--index", "none"])
     # Reported before the index is opened.
     with pytest.raises(SpecError, match=r"^items must be the ids of .*, got \['other.png'\]$"):
-        maps.main([phrases, image, "--index", "memory://none", "--items", "other.png"])
+        draw.main(["maps", phrases, image, "--index", "memory://none", "--items", "other.png"])

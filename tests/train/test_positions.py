@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from jobs import positions as job
+from jobs import draw
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.tokens import normalise
@@ -106,7 +106,7 @@ def test_share_of_the_strongest_tenth():
 
 def test_job_draws_the_rows_of_trained_runs(study, capsys):
     spec, path = study
-    job.main([path])  # the second seed of memtok need not be trained
+    draw.main(["positions", path])  # the second seed of memtok need not be trained
     output = capsys.readouterr().out
     assert output.splitlines()[0].split()[:2] == ["run", "positions"]
     with open(f"{spec.output}/positions.csv", encoding="utf-8") as file:
@@ -137,5 +137,5 @@ def test_bad_rows(study):
     ):
         positions_of(runs_of(spec), ["memtoc"])
     with pytest.raises(SystemExit) as error:
-        job.main([path, "--row"])
+        draw.main(["positions", path, "--row"])
     assert error.value.code == 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jobs import sheets
+from jobs import draw
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.eval.evaluation import run
@@ -55,7 +55,8 @@ def has_colour(image: Image.Image, colour: tuple[int, int, int]) -> bool:
 
 
 def test_relevant_hits_are_outlined(evaluated, tmp_path, capsys):
-    sheets.main([
+    draw.main([
+        "sheets",
         evaluated, "--row", "random_2.maxsim", "--row", "full.maxsim", "--queries", "q0",
         "--k", "6", "--output", str(tmp_path),
     ])  # fmt: skip
@@ -74,7 +75,7 @@ def test_relevant_hits_are_outlined(evaluated, tmp_path, capsys):
 
 
 def test_default_queries_gain_most(evaluated, capsys):
-    sheets.main([evaluated, "--count", "2", "--k", "1"])
+    draw.main(["sheets", evaluated, "--count", "2", "--k", "1"])
     assert len(capsys.readouterr().out.split()) == 2
 
 
@@ -87,5 +88,5 @@ def test_default_queries_gain_most(evaluated, capsys):
 )
 def test_errors(evaluated, options, message):
     with pytest.raises(SpecError) as caught:
-        sheets.main([evaluated, *options])
+        draw.main(["sheets", evaluated, *options])
     assert message in str(caught.value)

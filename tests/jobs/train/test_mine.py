@@ -6,10 +6,12 @@ import json
 
 import pytest
 
-from jobs import mine
+from jobs import train
 from pipeline import open_index
 from pipeline.config import SpecError
 from tests.training_data.files import build_data, write_lines
+
+FULL = ("--representation", "full")
 
 
 @pytest.fixture
@@ -28,8 +30,7 @@ def pairs(index_uri, tmp_path):
 
 def test_relevant_documents_are_skipped(index_uri, pairs, tmp_path, capsys):
     output = tmp_path / "negatives.jsonl"
-    run = (index_uri, str(pairs), str(output), "--representation", "full", "--ranks", "1", "4")
-    mine.main(run)
+    train.main(("mine", index_uri, str(pairs), str(output), *FULL, "--ranks", "1", "4"))
     printed = capsys.readouterr().out
     assert "relevant documents are in the index" in printed
     assert "items were left out: they are in the index, but not in the data" in printed
@@ -60,7 +61,7 @@ def test_copies_of_relevant_documents_are_skipped(index_uri, tmp_path):
         *({"query": "wing", "document_id": h.item_id, "text": h.text} for h in (first, third)),
     ]
     pairs, output = write_lines(tmp_path / "pairs.jsonl", rows), tmp_path / "negatives.jsonl"
-    mine.main((index_uri, str(pairs), str(output), "--representation", "full", "--ranks", "1", "2"))
+    train.main(("mine", index_uri, str(pairs), str(output), *FULL, "--ranks", "1", "2"))
     (row, *_) = (json.loads(line) for line in output.read_text("utf-8").splitlines())
     assert row == {"query": "slipstream", "negatives": [second.item_id, third.item_id]}
 
@@ -82,7 +83,7 @@ def test_the_data_of_a_training_run(index_uri, pairs, tmp_path, checkpoint):
     }
     (tmp_path / "run.yaml").write_text(json.dumps(spec))
     output = tmp_path / "negatives.jsonl"
-    mine.main((index_uri, str(tmp_path / "run.yaml"), str(output), "--ranks", "2", "10"))
+    train.main(("mine", index_uri, str(tmp_path / "run.yaml"), str(output), "--ranks", "2", "10"))
     rows = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
     assert any(row["negatives"] for row in rows)
     assert all(len(row["negatives"]) <= 9 for row in rows)
@@ -91,13 +92,13 @@ def test_the_data_of_a_training_run(index_uri, pairs, tmp_path, checkpoint):
 def test_rejects_invalid_input(index_uri, pairs, tmp_path):
     output = str(tmp_path / "negatives.jsonl")
     with pytest.raises(SpecError) as error:
-        mine.main((index_uri, str(pairs), output, "--ranks", "5", "4"))
+        train.main(("mine", index_uri, str(pairs), output, "--ranks", "5", "4"))
     assert str(error.value) == (
         "ranks must be two ascending integers >= 1, the first and the last rank, got (5, 4)"
     )
     other = write_lines(tmp_path / "other.jsonl", [{"query": "q", "document_id": "x", "text": "t"}])
     with pytest.raises(SpecError) as error:
-        mine.main((index_uri, str(other), output))
+        train.main(("mine", index_uri, str(other), output))
     assert str(error.value) == (
         "index must be an index with documents of the data under the same ids,"
         f" got '{index_uri}', which contains no relevant document"

@@ -1,10 +1,10 @@
-"""The compare job on evaluations given by hand."""
+"""Comparisons of evaluations given by hand."""
 
 import csv
 
 import pytest
 
-from jobs import compare
+from jobs import evaluate
 from pipeline.config import SpecError
 from tests.eval.evaluations import evaluation_of, result
 
@@ -24,7 +24,7 @@ def outputs(tmp_path):
 
 
 def test_rows_side_by_side(outputs, tmp_path, capsys):
-    compare.main([*outputs, "--output", str(tmp_path / "out")])
+    evaluate.main(["compare", *outputs, "--output", str(tmp_path / "out")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["row", "nDCG@10", "A", "B", "B", "-", "A", "p"]
     assert lines[1].split() == ["full.maxsim", "0.5000", "0.5000", "+0.0000", "1.000"]
@@ -43,7 +43,7 @@ def test_rows_side_by_side(outputs, tmp_path, capsys):
 
 
 def test_writes_nothing_without_output(outputs, tmp_path):
-    compare.main(list(outputs))
+    evaluate.main(["compare", *outputs])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
@@ -57,10 +57,10 @@ def test_writes_nothing_without_output(outputs, tmp_path):
 )
 def test_rejects_incomparable_evaluations(outputs, tmp_path, other, problem):
     with pytest.raises(SpecError, match=f"^OUT_B must be .*, got .*, which {problem}") as caught:
-        compare.main([outputs[0], write(tmp_path / "other", other)])
+        evaluate.main(["compare", outputs[0], write(tmp_path / "other", other)])
     assert "\n" not in str(caught.value)
 
 
 def test_rejects_folder_without_evaluation(outputs, tmp_path):
     with pytest.raises(SpecError, match=r"^OUT_A must be .*contains no results\.json"):
-        compare.main([str(tmp_path / "nowhere"), outputs[1]])
+        evaluate.main(["compare", str(tmp_path / "nowhere"), outputs[1]])

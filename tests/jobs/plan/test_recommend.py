@@ -9,7 +9,7 @@ import shutil
 import pytest
 import yaml
 
-from jobs import recommend
+from jobs import plan
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index.columns import all_representations
@@ -33,7 +33,7 @@ def benchmark(tmp_path):
 def test_without_queries(index_uri, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = (index_uri, *SWEEP, "--max-milliseconds", "60000", "--out", str(out))
-    recommend.main((*arguments, "--retain", "0.5"))
+    plan.main(("recommend", *arguments, "--retain", "0.5"))
     printed = capsys.readouterr().out
     assert "6 candidates, 8 of 8 items, 8 pseudo-queries" in printed
     assert "is the smallest candidate that retains at least 50.0 %" in printed
@@ -48,7 +48,7 @@ def test_without_queries(index_uri, tmp_path, capsys):
     assert [r.id for r in all_representations(spec)] == [result["recommended"]]
     assert f"maxray add representations {out}/recompress.yaml" in printed
 
-    recommend.main((*arguments, "--retain", "0.5"))  # deterministic, except for the times
+    plan.main(("recommend", *arguments, "--retain", "0.5"))  # deterministic, except for the times
     again = json.loads((out / "recommendation.json").read_text())
     for row in (*result["candidates"], *again["candidates"]):
         row.pop("milliseconds")
@@ -60,13 +60,13 @@ def test_with_judged_queries(index_uri, benchmark, tmp_path, capsys):
     fields = {"index": index_uri, "benchmark": {"name": "beir", "path": benchmark}, "output": "x"}
     evaluation.write_text(yaml.safe_dump(fields))
     arguments = (index_uri, *SWEEP, "--queries", str(evaluation), "--validate")
-    recommend.main((*arguments, "--out", str(tmp_path / "out")))
+    plan.main(("recommend", *arguments, "--out", str(tmp_path / "out")))
     printed = capsys.readouterr().out
     assert "3 judged queries" in printed and "half of the queries" in printed
     rows = list(csv.DictReader((tmp_path / "out/validation.csv").open()))
     assert [row["estimate"] for row in rows] == ["pseudo-queries", *["half of the queries"] * 2]
 
-    recommend.main((index_uri, *SWEEP, "--queries", benchmark, "--max-bytes", "1"))
+    plan.main(("recommend", index_uri, *SWEEP, "--queries", benchmark, "--max-bytes", "1"))
     printed = capsys.readouterr().out
     assert "No candidate meets all requirements. The closest is hpool_2_int8" in printed
     assert "more bytes per item than allowed (max_bytes)" in printed
@@ -75,7 +75,7 @@ def test_with_judged_queries(index_uri, benchmark, tmp_path, capsys):
 
 def test_stored_representation_is_not_added_again(index_uri, tmp_path, capsys):
     arguments = ("--methods", "hpool", "--budgets", "4", "--codecs", "float16", "--retain", "0.1")
-    recommend.main((index_uri, *arguments, "--out", str(tmp_path / "out")))
+    plan.main(("recommend", index_uri, *arguments, "--out", str(tmp_path / "out")))
     printed = capsys.readouterr().out
     assert "The index already stores it as hpool_4." in printed
     assert "maxray add" not in printed and not (tmp_path / "out/recompress.yaml").exists()
@@ -102,16 +102,21 @@ def test_stored_representation_is_not_added_again(index_uri, tmp_path, capsys):
 )
 def test_invalid_input(index_uri, arguments, message):
     with pytest.raises(SpecError, match=message):
-        recommend.main((index_uri, *arguments))
+        plan.main(("recommend", index_uri, *arguments))
 
 
 def test_benchmark_of_another_index(index_uri, benchmark, tmp_path):
     folder = shutil.copytree(benchmark, tmp_path / "other")
     (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n1\tgone\t1\n")
     with pytest.raises(SpecError, match="has none of the 1 judged ids"):
-        recommend.main((index_uri, "--queries", str(folder)))
+        plan.main(("recommend", index_uri, "--queries", str(folder)))
 
 
 def test_missing_index_and_options():
     with pytest.raises(SpecError, match="index must be"):
-        recommend.main(("/nowhere/index",))
+        plan.main(
+            (
+                "recommend",
+                "/nowhere/index",
+            )
+        )

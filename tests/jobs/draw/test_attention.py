@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 import jobs
-from jobs import attention
+from jobs import draw
 from pipeline import config
 from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.trained import trained_encoder, weight_hashes, write_trained_compressor
@@ -128,8 +128,9 @@ def test_page_of_a_pdf_file(models, tmp_path):
     visual = encoder_spec(models["visual"])
     image = read_item(f"{PDF}#page=2", visual)
     assert image.inputs["image"][0].as_py() == image.image == item.image
-    attention.main([str(tmp_path / "out.png"), f"{PDF}#page=2", "--model", models["textual"]])
-    with Image.open(tmp_path / "out.png") as sheet:
+    out = str(tmp_path / "out.png")
+    draw.main(["attention", out, f"{PDF}#page=2", "--model", models["textual"]])
+    with Image.open(out) as sheet:
         assert sheet.width > sheet.height / 2
 
 
@@ -178,7 +179,7 @@ def test_each_character_of_a_text_has_a_box():
 def test_command_draws_a_row_per_item_and_model(models, text, tmp_path, capsys):
     out = tmp_path / "out.png"
     arguments = [str(out), text, "--model", models["textual"], "--model", models["memtok"]]
-    attention.main([*arguments, "--tokens", "2"])
+    draw.main(["attention", *arguments, "--tokens", "2"])
     assert capsys.readouterr().out == f"{out}\n"
     sheet = Image.open(out)
     assert sheet.size == (5 * SHEET_STEP, 2 * (SHEET_STEP + 44))
@@ -240,7 +241,7 @@ def test_invalid_input(model, file, message, models, image, text, tmp_path, caps
     path = (models | others)[model]
     arguments = [str(tmp_path / "out.png"), str(tmp_path / file), "--model", path]
     with pytest.raises(SystemExit) as stopped:
-        jobs.run(attention.main, arguments)
+        jobs.run(draw.main, ["attention", *arguments])
     assert stopped.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]  # after the progress of loading
     assert error.startswith(message)
@@ -249,6 +250,6 @@ def test_invalid_input(model, file, message, models, image, text, tmp_path, caps
 
 def test_number_of_tokens_must_not_be_negative(text, capsys):
     with pytest.raises(SystemExit) as stopped:
-        attention.main(["out.png", text, "--model", text, "--tokens", "-1"])
+        draw.main(["attention", "out.png", text, "--model", text, "--tokens", "-1"])
     assert stopped.value.code == 2
     assert "--tokens: must be an integer >= 0, got '-1'" in capsys.readouterr().err

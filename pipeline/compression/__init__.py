@@ -68,6 +68,8 @@ class Compressor(ABC, Generic[ComponentSpecT]):
     needs_fit: bool = False
     #: Whether the compressor needs an encoder that appends learned tokens to items.
     needs_appended: bool = False
+    #: Whether the compressor reads `TokenBatch.objects`, the annotated object of each token.
+    uses_objects: bool = False
     #: Stored form of the token assignment: "assignment" stores the output of each input token, or
     #: none; "indices" stores the input token of each output, for methods that select tokens; None
     #: if tokens are not assigned to outputs.

@@ -108,6 +108,7 @@ class SaMer(SeededCompressor):
     def __init__(self, spec: Spec, artefact: None = None):
         super().__init__(spec, artefact)
         self.normalised = spec.centroid != "mean"
+        self.uses_objects = spec.object_prior or spec.centroid == "object_weighted"
 
     def reduce(self, batch: TokenBatch, budgets_B: torch.Tensor) -> TokenBatch:
         """Compresses each item to its budget."""

@@ -265,6 +265,8 @@ class Trainable(Encoder[ComponentSpecT]):
             that are a submodule of the checkpoint's model.
         lora_target_modules: Pattern of the linear layers that LoRA adapts by default: those of the
             language model, not of the vision tower.
+        has_task_adapters: Whether the checkpoint has one LoRA adapter per task, so that LoRA cannot
+            train another one.
     """
 
     model: Any
@@ -274,6 +276,7 @@ class Trainable(Encoder[ComponentSpecT]):
     head: torch.nn.Module | None = None
     checkpoint_prefix: ClassVar[str] = ""
     lora_target_modules: ClassVar[str] = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+    has_task_adapters: ClassVar[bool] = False
 
     @property
     def projection(self) -> torch.nn.Module:

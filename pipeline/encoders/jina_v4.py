@@ -93,6 +93,7 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
     empty_reason = "no image and no text"
     padding_side = "left"
     has_spans = True
+    has_task_adapters = True
 
     def __init__(self, spec: Spec, device_map: str | None = None):
         super().__init__(spec, device_map)

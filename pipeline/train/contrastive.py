@@ -289,8 +289,8 @@ class Contrastive(Learner["Contrastive.Spec"]):
             check_writable(spec.hidden_states_cache, "hidden_states_cache")
         if spec.trainable == "lora":
             lora.check()
-            if spec.encoder.name == "jina_v4":
-                rule = "another value for jina_v4, which has one adapter per task"
+            if getattr(encoder_class, "has_task_adapters", False):
+                rule = f"another value for {spec.encoder.name}, which has one adapter per task"
                 raise SpecError("trainable", "lora", rule)
         for compressor in (spec.compressor, *spec.validation_compressors):
             compressor_class = COMPRESSORS.load(compressor.name)
@@ -456,11 +456,7 @@ class Contrastive(Learner["Contrastive.Spec"]):
         if not self.training:
             _check_finite(tokens)
         compressor = compressor or self.compressor
-        spec = compressor.spec
-        if boxes is not None and (
-            getattr(spec, "object_prior", False)
-            or getattr(spec, "centroid", "") == "object_weighted"
-        ):
+        if boxes is not None and compressor.uses_objects:
             tokens = with_objects(tokens, boxes)
         if self._taps:
             taps = {}

@@ -49,7 +49,7 @@ def runs() -> Iterator[tuple[str, dict[str, Any]]]:
     yield from fields.items()
     for name in COMPRESSORS.names():
         component = COMPRESSORS.load(name)
-        if not component.needs_fit and name not in ("none", "memtok", "seqresize"):
+        if not component.needs_fit and name not in ("none", "agc", "memtok", "seqresize"):
             has_number = "num_vectors" in component.Spec.model_fields
             budget = {"num_vectors": 4} if has_number else {"ratio": 0.3}
             learner = {**fields["all"]["learner"], "compressor": {"name": name, **budget}}

@@ -133,7 +133,7 @@ def similarity_map(
     words = _words(text or "", spans_T2, extents_T6, output_T, sim_MT, credit_T, contribution_T)
     return SimilarityMap(
         query_tokens=tuple(tokens),
-        words=_highlighted(words, passages, contribution_M.max()),
+        words=_highlighted(words, passages, float(contribution_M.max())),
         item_id=item_id,
         representation=name,
         score=float(sim_MN.max(axis=1).sum()),

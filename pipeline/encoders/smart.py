@@ -9,7 +9,7 @@ adapter computes a weighted mean per token with learned weights:
 
 with w initialised to 0, so that all layers have equal weight before training.
 
-The frozen encoder can be any encoder. Training with `trains: adapter` writes the adapter.
+The frozen encoder can be any encoder. Training with `trainable: adapter` writes the adapter.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Smart(Encoder["Smart.Spec"]):
         with config.within("encoder"):
             cls._inner_class(spec).check(spec.encoder)
         if not (Path(spec.adapter) / WEIGHTS_FILE).is_file():
-            rule = "a folder written by training with `trains: adapter`"
+            rule = "a folder written by training with `trainable: adapter`"
             raise SpecError("adapter", spec.adapter, rule, f"has no {WEIGHTS_FILE}")
 
     @classmethod

@@ -303,7 +303,7 @@ def trained_encoder(folder: str, field: str) -> ComponentSpec:
     except (OSError, ValueError, KeyError, TypeError):
         rule = "the output folder of contrastive training"
         raise SpecError(field, folder, rule, f"has no readable {TRAINING}") from None
-    # The trained weights, see `Contrastive.save`.
+    # The trained weights, see `pipeline.train.trainables`.
     if trainable == "all":
         fields |= {"model": folder, "revision": None, "adapter": None}
         if fields.get("projection", "identity") != "identity":  # the model contains it

@@ -16,6 +16,7 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import check_regular
 from pipeline.extras import MissingExtra
 from pipeline.paths import locate
+from pipeline.sources import NoFiles
 
 #: The size that `walk` yields for a pipe, a socket or a device, and for a link to one.
 SPECIAL_FILE_SIZE = -1
@@ -126,6 +127,28 @@ def find_files(uri: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int |
     for file, num_bytes in walk(fs, root):
         if num_bytes is None or file.lower().endswith(suffixes):
             yield file, num_bytes
+
+
+def first_file(
+    files: Iterator[tuple[str, int | None]], uri: str, rule: str
+) -> tuple[str, int | None]:
+    """Returns the first file of a folder.
+
+    Args:
+        files: Listing of the folder, as `walk` yields it.
+        uri: The folder.
+        rule: Allowed values of the field `path`, for messages.
+
+    Raises:
+        NoFiles: The folder contains no files.
+        SpecError: It cannot be listed.
+    """
+    first = next(files, None)
+    if first is None:
+        raise NoFiles("path", uri, rule, "contains no such files")
+    if first == ("", None):  # the folder in place of its files, see `walk`
+        raise SpecError("path", uri, rule, "cannot be listed")
+    return first
 
 
 def _children(fs: AbstractFileSystem, root: str, folder: str) -> list[tuple[str, int | None]]:

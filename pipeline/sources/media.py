@@ -25,13 +25,14 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.decoding.untrusted import TAR_ERRORS, TarArchive, check_regular, open_file
 from pipeline.schema import Item, Reject, detail_with_file, item_id_problem, payload_schema
-from pipeline.sources import NO_PREVIEW, NoFiles, Source, make_revision
+from pipeline.sources import NO_PREVIEW, Source, make_revision
 from pipeline.sources.files import (
     SPECIAL_FILE_SIZE,
     escape,
     existing_root,
     file_state,
     find_files,
+    first_file,
     resolve_folder,
 )
 from pipeline.sources.zip_members import InflatedStream, zip_members
@@ -196,12 +197,8 @@ class MediaSource(Source[MediaSpecT]):
         if not fs.isdir(root) and not root.lower().endswith((*suffixes, *self.lists)):
             names = ", ".join((*suffixes, *self.lists))
             raise SpecError("path", self.spec.path, f"a folder, or a file ending in {names}")
-        first = next(self._files(), None)
-        if first in (None, ("", None)):  # ("", None): the folder cannot be listed
-            rule = f"a folder with files ending in {', '.join(suffixes)}"
-            raise (SpecError if first else NoFiles)(
-                "path", self.spec.path, rule, "contains no such files"
-            )
+        rule = f"a folder with files ending in {', '.join(suffixes)}"
+        first_file(self._files(), self.spec.path, rule)
 
     def shards(self) -> Iterator[dict[str, Any]]:
         """Yields groups of files `{"files": [[path, size], ...]}` and the shards of containers."""

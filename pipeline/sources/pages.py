@@ -20,12 +20,13 @@ from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.decoding.untrusted import check_regular
 from pipeline.schema import Item, Reject, item_id_problem, payload_schema
-from pipeline.sources import ItemSize, NoFiles, Source, make_revision
+from pipeline.sources import ItemSize, Source, make_revision
 from pipeline.sources.files import (
     escape,
     existing_root,
     file_state,
     find_files,
+    first_file,
     resolve_folder,
 )
 
@@ -122,11 +123,7 @@ class Pages(Source["Pages.Spec"]):
         if not fs.isdir(root) and not root.lower().endswith(SUFFIX):
             rule = f"a folder, or a file ending in {SUFFIX}"
             raise SpecError("path", self.spec.path, rule)
-        first = next(self._files(), None)
-        if first in (None, ("", None)):  # ("", None): the folder cannot be listed
-            raise (SpecError if first else NoFiles)(
-                "path", self.spec.path, f"a folder with {SUFFIX} files", "contains no such files"
-            )
+        first_file(self._files(), self.spec.path, f"a folder with {SUFFIX} files")
 
     def shards(self) -> Iterator[dict[str, Any]]:
         """Yields groups of documents `{"files": [...]}`."""

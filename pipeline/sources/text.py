@@ -19,11 +19,12 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import MAX_LINE_BYTES, open_file
 from pipeline.schema import Item, Reject, item_id_problem
-from pipeline.sources import NoFiles, Source
+from pipeline.sources import Source
 from pipeline.sources.files import (
     SPECIAL_FILE_SIZE,
     escape,
     existing_root,
+    first_file,
     open_root,
     resolve_folder,
     walk,
@@ -135,11 +136,8 @@ class Text(Source["Text.Spec"]):
             raise SpecError(
                 "path", path, "a BEIR folder with its corpus", "contains no corpus.jsonl"
             )
-        first = next(self._files(), None)
-        if first in (None, ("", None)):  # ("", None): the folder cannot be listed
-            rule = f"a folder with {kinds} files"
-            raise (SpecError if first else NoFiles)("path", path, rule, "contains no such files")
-        if first[1] == 0 and (self._corpus or not fs.isdir(root)):
+        _, num_bytes = first_file(self._files(), path, f"a folder with {kinds} files")
+        if num_bytes == 0 and (self._corpus or not fs.isdir(root)):
             raise SpecError("path", path, "a corpus of at least one document", "is an empty file")
 
     def shards(self) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -24,14 +24,11 @@ from pipeline.rerank.edje import Edje, read_metadata
 from pipeline.rerank.joint import JointEncoder, Texts
 from pipeline.schema import DEFAULT_RERANK_DEPTH
 from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
-from pipeline.train.frozen import cached_hidden_states, encoded, query_key
+from pipeline.train.frozen import FrozenEncoder
 from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
 from pipeline.train.losses import LOWEST, info_nce, late_scores
 from pipeline.training_data.base import NO_LABEL, Batch, TrainingData
 from pipeline.training_data.quality import Quality, ranking
-
-if TYPE_CHECKING:
-    from pipeline.train.hidden_states import HiddenStates
 
 #: Prefix of the names of the teacher's tensors.
 TEACHER = "teacher_"
@@ -186,7 +183,9 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             teacher = Edje.load(spec.distillation.teacher, "distillation.teacher")
             self._check_vision(teacher, "distillation.teacher", spec.distillation.teacher)
             self._of[TEACHER] = teacher
-        self._states: HiddenStates | None = None
+        self.frozen = FrozenEncoder(
+            self.encoder, spec.hidden_states_cache, spec.hidden_states_dtype
+        )
         self._half = False
 
     @classmethod
@@ -219,34 +218,16 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
 
     def prepare(self, data: TrainingData) -> None:
         """Caches the missing hidden states, if the spec names a cache."""
-        if self.spec.hidden_states_cache is None:
-            return
-        origin = {
-            "encoder": config.dump(self.spec.encoder) | {"max_batch_tokens": None},
-            "weights": self.encoder.fingerprint,
-            "taps": [],
-        }
-        self._states = cached_hidden_states(
-            self.spec.hidden_states_cache,
-            self.spec.hidden_states_dtype,
-            origin,
-            data,
-            queries=self._frozen,
-            documents=self._frozen,
-        )
-
-    def _frozen(self, inputs: Any) -> TokenBatch:
-        return inputs if isinstance(inputs, TokenBatch) else encoded(self.encoder, inputs)
+        self.frozen.prepare(data)
 
     # -- embedding ---------------------------------------------------------------------------------
 
     def read(self, batch: Batch) -> ModelInputs:
         """Tokenizes the texts, and reads hidden states if they are cached."""
         texts = {name: edje.joint.tokenise(batch.queries) for name, edje in self._of.items()}
-        if self._states is None:
-            return ModelInputs(batch.queries, batch.documents, texts)
-        queries = self._states.read([query_key(text) for text in batch.queries])
-        return ModelInputs(queries, self._states.read(batch.document_keys), texts)
+        queries = self.frozen.queries(batch.queries)
+        documents = self.frozen.documents(batch.documents, batch.document_keys)
+        return ModelInputs(queries, documents, texts)
 
     def mini_batches(self, inputs: ModelInputs, size: int) -> list[ModelInputs]:
         """Splits the documents in order, and the queries into the same number of groups."""
@@ -268,7 +249,8 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         """Returns the documents' tokens, and what the loss needs of the frozen encoder."""
         # The loss, which runs the joint encoder, has to use the same precision.
         self._half = torch.is_autocast_enabled(self.device.type)
-        queries, documents = self._frozen(mini_batch.queries), self._frozen(mini_batch.documents)
+        queries = self.frozen.states(mini_batch.queries)
+        documents = self.frozen.states(mini_batch.documents)
         embedded: Embedded = {}
         for name, edje in self._of.items():
             if name == TEACHER and not self.edje.training:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -58,59 +58,100 @@ def encoded(
     return dataclasses.replace(states, vectors=states.vectors.clone(), pooled=pooled)
 
 
-def cached_hidden_states(
-    folder: str,
-    dtype: Literal["float16", "float32"],
-    origin: dict[str, Any],
-    data: TrainingData,
-    queries: Callable[[Sequence[str]], TokenBatch],
-    documents: Callable[[Sequence[Mapping[str, Any]]], TokenBatch],
-) -> HiddenStates:
-    """Returns the hidden states of all training and validation data. Computes those not cached.
+class FrozenEncoder:
+    """Hidden states of an encoder that is not trained, computed or read from a cache.
 
     Args:
-        folder: Folder of the cache. It may hold those of several models and settings.
-        dtype: Stored precision.
-        origin: JSON object of the model and the settings that the hidden states depend on.
-        data: Training data; later, its batches leave out what only the model needs.
-        queries: Computes the hidden states of queries.
-        documents: Computes the hidden states of documents.
-
-    Raises:
-        SpecError: For `learner.hidden_states_cache`: the queries and documents of the data differ
-            between epochs.
+        encoder: The encoder.
+        cache: Folder of the cache, which may contain the hidden states of several models and
+            settings. If None, hidden states are computed each time.
+        dtype: Precision of the cached hidden states.
     """
-    if not data.repeats:
-        rule = "null for data whose queries or documents differ between epochs"
-        raise SpecError("learner.hidden_states_cache", folder, rule)
-    from pipeline.train.hidden_states import HiddenStates
 
-    states = HiddenStates(f"{folder}/{config.digest(origin)}.lance", origin, dtype)
-    data.cached_keys = states
-    texts: dict[str, str] = {}
-    items: dict[str, Mapping[str, Any]] = {}
+    def __init__(
+        self, encoder: Any, cache: str | None, dtype: Literal["float16", "float32"] = "float16"
+    ):
+        self.encoder, self._cache, self._dtype = encoder, cache, dtype
+        self._cached: HiddenStates | None = None
 
-    def flush(at_least: int = 1) -> None:
-        if len(texts) >= at_least:
-            states.add(list(texts), queries(list(texts.values())))
-            texts.clear()
-        if len(items) >= at_least:
-            states.add(list(items), documents(list(items.values())))
-            items.clear()
+    def read_queries(self, texts: Sequence[str]) -> Sequence[Any]:
+        """Returns the model inputs of queries: the texts, which the encoder reads itself."""
+        return texts
 
-    for batch in _batches(data):
-        for text in (*batch.queries, *(batch.phrases.texts if batch.phrases else ())):
-            if query_key(text) not in states:
-                texts[query_key(text)] = text
-        for key, item in zip(batch.document_keys, batch.documents, strict=True):
-            if key not in states:
-                items[key] = item
-        flush(at_least=CACHE_BATCH)
-    flush()
-    distributed.wait_for_all()
-    states.reopen()
-    data.is_fully_cached = True
-    return states
+    def read_items(self, items: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
+        """Returns the model inputs of items: the items, which the encoder reads itself."""
+        return items
+
+    def compute(self, inputs: Sequence[Any], taps: Sequence[Tap] = ()) -> TokenBatch:
+        """Computes the hidden states of model inputs."""
+        return encoded(self.encoder, inputs, taps)
+
+    def queries(self, texts: Sequence[str]) -> Sequence[Any] | TokenBatch:
+        """Returns the cached hidden states of queries, or their model inputs without a cache."""
+        if self._cached is None:
+            return self.read_queries(texts)
+        return self._cached.read([query_key(text) for text in texts])
+
+    def documents(
+        self, items: Sequence[Mapping[str, Any]], keys: Sequence[str]
+    ) -> Sequence[Any] | TokenBatch:
+        """Returns the cached hidden states of items, or their model inputs without a cache."""
+        return self.read_items(items) if self._cached is None else self._cached.read(keys)
+
+    def states(self, inputs: Sequence[Any] | TokenBatch, taps: Sequence[Tap] = ()) -> TokenBatch:
+        """Returns the hidden states of a result of `queries` or `documents`."""
+        return inputs if isinstance(inputs, TokenBatch) else self.compute(inputs, taps)
+
+    def prepare(self, data: TrainingData, taps: Sequence[Tap] = ()) -> None:
+        """Caches the missing hidden states of all data, also validation data, if there is a cache.
+
+        Args:
+            data: Training data. Its later batches do not contain what only the model reads.
+            taps: Attention statistics that are cached with the hidden states.
+
+        Raises:
+            SpecError: For `learner.hidden_states_cache`: the queries and documents of the data
+                differ between epochs.
+        """
+        if self._cache is None:
+            return
+        if not data.repeats:
+            rule = "null for data whose queries or documents differ between epochs"
+            raise SpecError("learner.hidden_states_cache", self._cache, rule)
+        from pipeline.train.hidden_states import HiddenStates
+
+        origin = {
+            "encoder": config.dump(self.encoder.spec) | {"max_batch_tokens": None},
+            "weights": self.encoder.fingerprint,
+            "taps": [tap.name for tap in taps],
+        }
+        uri = f"{self._cache}/{config.digest(origin)}.lance"
+        self._cached = data.cached_keys = states = HiddenStates(uri, origin, self._dtype)
+        texts: dict[str, str] = {}
+        items: dict[str, Mapping[str, Any]] = {}
+
+        def flush(at_least: int = 1) -> None:
+            if len(texts) >= at_least:
+                inputs = self.read_queries(list(texts.values()))
+                states.add(list(texts), self.compute(inputs, taps))
+                texts.clear()
+            if len(items) >= at_least:
+                inputs = self.read_items(list(items.values()))
+                states.add(list(items), self.compute(inputs, taps))
+                items.clear()
+
+        for batch in _batches(data):
+            for text in (*batch.queries, *(batch.phrases.texts if batch.phrases else ())):
+                if query_key(text) not in states:
+                    texts[query_key(text)] = text
+            for key, item in zip(batch.document_keys, batch.documents, strict=True):
+                if key not in states:
+                    items[key] = item
+            flush(at_least=CACHE_BATCH)
+        flush()
+        distributed.wait_for_all()
+        states.reopen()
+        data.is_fully_cached = True
 
 
 def _batches(data: TrainingData) -> Iterator[Batch]:

@@ -21,7 +21,8 @@ from pipeline.registry import LEARNERS
 from pipeline.report.text import Table
 from pipeline.tokens import TokenBatch
 from pipeline.train.checkpoints import Checkpoints
-from pipeline.train.contrastive import Contrastive, compressor_label
+from pipeline.train.compressors import compressor_label
+from pipeline.train.contrastive import Contrastive
 from pipeline.train.learner import Embedded
 from pipeline.train.loop import check
 from pipeline.train.study import Run, StudySpec

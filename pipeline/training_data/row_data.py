@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -415,7 +416,7 @@ class RowData(TrainingData[RowSpecT]):
         with self._lock:
             self._num_unreadable += 1
             count = self._num_unreadable
-        if str(count).strip("0") == "1":
+        if math.log10(count).is_integer():
             logger.warning(
                 "the %s of %s (%s) cannot be read: %s; its queries have no positive (failure %d)",
                 next(iter(document.media)),

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.sources import files
-from pipeline.sources.files import walk
+from pipeline.config import SpecError
+from pipeline.sources import NoFiles, files
+from pipeline.sources.files import first_file, walk
 
 
 class SlowFileSystem(LocalFileSystem):
@@ -114,6 +115,22 @@ def test_a_folder_mounted_below_itself_is_entered_once(tmp_path, monkeypatch):
         files.os, "stat", lambda path, **kw: stat(str(path).removesuffix("/mount"), **kw)
     )
     assert [file for file, _ in walk(LocalFileSystem(), str(tmp_path))] == ["a/1.txt"]
+
+
+def test_folders_without_files_and_unreadable_ones_are_told_apart(tmp_path, monkeypatch):
+    fs = LocalFileSystem()
+    with pytest.raises(NoFiles, match="path must be a folder with files, .*contains no such files"):
+        first_file(walk(fs, str(tmp_path)), str(tmp_path), "a folder with files")
+    (tmp_path / "a.txt").write_text("a", "utf-8")
+    assert first_file(walk(fs, str(tmp_path)), str(tmp_path), "a folder") == ("a.txt", 1)
+
+    def denied(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr(fs, "ls", denied)
+    with pytest.raises(SpecError, match="path must be a folder, .*which cannot be listed") as error:
+        first_file(walk(fs, str(tmp_path)), str(tmp_path), "a folder")
+    assert not isinstance(error.value, NoFiles)
 
 
 def find(root: Path) -> list[str]:

@@ -12,7 +12,7 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.tokens import TokenBatch, normalise
-from pipeline.train.contrastive import with_objects
+from pipeline.train.compressors import with_objects
 from pipeline.train.loop import Loop, check
 from pipeline.training_data.quality import ranking
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of

@@ -199,7 +199,7 @@ def test_loss_decreases_and_trained_model_reranks(run_of, tmp_path, kind, precis
     loop = loop_of(spec)
     batch = next(loop.data.batches(0, 0, 0, 1))
     model = tmp_path / "run" / "model"
-    states = loop.learner._frozen(batch.documents)
+    states = loop.learner.frozen.states(batch.documents)
     tokens, mask = load_adapter(model).cache_tokens(states)
     assert tokens.dtype == torch.float16
     all_pairs = torch.cartesian_prod(torch.arange(8), torch.arange(8))
@@ -427,7 +427,7 @@ def test_first_stage_with_compressed_items(run_of):
     spec = {"name": "hpool", "num_vectors": 3}
     loop = loop_of(run_of("run", {"first_stage": "maxsim", "compressor": spec}))
     learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
-    queries, full = learner._frozen(batch.queries), learner._frozen(batch.documents)
+    queries, full = learner.frozen.states(batch.queries), learner.frozen.states(batch.documents)
     few = COMPRESSORS.build(COMPRESSORS.resolve(spec)).compress(full)
     assert few.vectors.shape[1] == 3 < full.vectors.shape[1]
     for trains, items in ((True, full), (False, few)):
@@ -443,7 +443,7 @@ def test_recovery_without_single_vectors_uses_the_mean(run_of, tmp_path):
     loop = loop_of(run_of("run", {"encoder": encoder, "first_stage": "maxsim"}))
     learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
     embedded = learner(learner.read(batch))
-    queries = learner._frozen(batch.queries)
+    queries = learner.frozen.states(batch.queries)
     for row, mask in enumerate(queries.mask):
         mean = queries.vectors[row, mask].mean(dim=0)
         torch.testing.assert_close(embedded["query_pooled"][row], mean / mean.norm())

@@ -135,7 +135,7 @@ def test_minilm_is_trained_and_loaded(trainable, score, tmp_path):
     query = ["Find the report where code K7X labels the green star marker."]
     found = after.encode_queries(query).tokens
     loop.learner.eval()
-    ours = loop.learner.tokens(after.read_queries(query))
+    ours = loop.learner.tuning.tokens(after.read_queries(query))
     torch.testing.assert_close(found.vectors, ours.vectors.detach(), atol=1e-5, rtol=0)
     torch.testing.assert_close(found.pooled, ours.pooled.detach(), atol=1e-5, rtol=0)
     assert (found.vectors - before.encode_queries(query).tokens.vectors).abs().max() > 1e-4

@@ -338,7 +338,7 @@ def test_projection_of_colbert_is_trained_with_the_model(checkpoint, tmp_path, t
     batch = next(loop.data.batches(0, 0, 0, 1))
     loop.learner.eval()
     with torch.no_grad():
-        expected = loop.learner.tokens(loop.learner.read(batch).documents).vectors
+        expected = loop.learner.tuning.tokens(loop.learner.read(batch).documents).vectors
     fields = {"appended_tokens": spec.output + "/model"}
     if is_trained:
         fields["model"] = spec.output + "/model"

@@ -107,8 +107,8 @@ class Rerank(Spec):
     add_first_stage: Annotated[bool, AfterValidator(_check_method)] = False
     """Adds the first-stage score to the logit of `edje`."""
     optional: bool = False
-    """If reranking fails, returns the hits of the first stage with `reranked: false` instead of an
-    error."""
+    """If reranking fails, returns the hits of the first stage, and that they are not reranked,
+    instead of an error."""
 
     @property
     def depth(self) -> int:

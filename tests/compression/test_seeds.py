@@ -225,7 +225,7 @@ def test_placement_includes_tokens_outside_grid():
     assert degenerate_placement(np.concatenate([grid_extents(14, 14), text]), 8) is None
 
 
-def test_default_seeds_do_not_change_hashes_and_names():
+def test_default_seeds_do_not_change_names():
     for name, fields in (
         ("spatial", {}),
         ("samer", {"gamma": 0.1, "tau_s": 0.07, "num_iterations": 3, "axes": ["x", "y"]}),
@@ -234,10 +234,6 @@ def test_default_seeds_do_not_change_hashes_and_names():
             Representation(compressor={"name": name, "num_vectors": 8, **options})
             for options in ({}, {"seeds": "lattice"})
         )
-        assert "seeds" not in dump(paper.compressor)
-        assert fields.items() <= dump(paper.compressor).items()
+        assert {**fields, "seeds": "paper"}.items() <= dump(paper.compressor).items()
         assert paper.id == f"{name}_8" and lattice.id == f"{name}_lattice_8"
         assert digest(paper) != digest(lattice)
-    assert digest(Spatial.Spec(num_vectors=8)) == digest(
-        {"name": "spatial", "num_vectors": 8, "ratio": None, "rounding": "floor"}
-    )

@@ -96,24 +96,22 @@ def test_fitting_samples(results):
         "num_evaluated": 0,
         "origin": {"source": {"name": "text", "path": "some"}},
     }
-    index = {"num_items": 9, "num_evaluated": 2, "origin": {"index": "out/a", "where": "x = 1"}}
-    old = {"num_items": None, "num_evaluated": None, "origin": {}}
+    index = {"num_items": 9, "num_evaluated": 2, "origin": {"index": "out/a", "filter": "x = 1"}}
     rows = [
         result(f"r{i}", fit_sample=fit_sample)
-        for i, fit_sample in enumerate([full_index, separate, index, old, {}])
+        for i, fit_sample in enumerate([full_index, separate, index, {}])
     ]
     assert [fitting(row) for row in rows] == [
         "64 items of the index, all of them evaluated",
         "1 item of a separate sample (some), none of them evaluated",
         "9 items of a separate sample (out/a where x = 1), 2 of them evaluated",
-        "an unrecorded sample of the index",
         "",
     ]
     sentences = [line for line in summary(evaluation_of(rows)) if line.startswith("Fitted on")]
-    assert sentences == [f"Fitted on {fitting(rows[i])}: r{i}." for i in (0, 2, 3)]
+    assert sentences == [f"Fitted on {fitting(rows[i])}: r{i}." for i in (0, 2)]
     values = list(csv.DictReader(io.StringIO(metrics_csv(evaluation_of(rows)))))
-    assert [row["fitted_on"] for row in values] == ["64", "1", "9", "", ""]
-    assert [row["fitted_on_evaluated"] for row in values] == ["64", "0", "2", "", ""]
+    assert [row["fitted_on"] for row in values] == ["64", "1", "9", ""]
+    assert [row["fitted_on_evaluated"] for row in values] == ["64", "0", "2", ""]
 
 
 def test_quality_by_category(evaluation):

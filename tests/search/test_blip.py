@@ -66,10 +66,10 @@ def test_scores_equal_transformers(folder, checkpoint, match_logit):
         found = reranker.score(searcher, QUERIES, [names, names[:2]])
         assert [list(scores) for scores in found] == [names, names[:2]]
         for query, scores in zip(QUERIES, found, strict=True):
-            for name, (score, truncated) in scores.items():
+            for name, score in scores.items():
                 image = Image.open(folder / "shapes/images" / name).convert("RGB")
-                assert score == pytest.approx(match_logit(query, image), abs=1e-5)
-                assert truncated == 0
+                assert score.logit == pytest.approx(match_logit(query, image), abs=1e-5)
+                assert score.num_truncated_tokens == 0
 
 
 def test_rows_of_an_evaluation(folder, checkpoint, match_logit):

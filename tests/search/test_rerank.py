@@ -219,7 +219,7 @@ def test_rejects_invalid_requests(tmp_path, uri, dual, model, photos):
         Reranker(model, 0)
     with pytest.raises(SpecError, match="^rerank must be a folder .*, which has no edje.json$"):
         Reranker(str(tmp_path))
-    with pytest.raises(SpecError, match="^k must be an integer >= 1, got 0$"):
+    with pytest.raises(SpecError, match="^k must be greater than or equal to 1, got 0$"):
         searcher.search(TEXT, k=0, rerank=reranker)
     # Image queries do not use stored tokens.
     assert open_index(plain).search(photos["1.png"], rerank=reranker, **SINGLE)[0].edje

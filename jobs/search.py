@@ -42,7 +42,8 @@ query with the text of each hit. Hits without tokens or text keep their ranks an
 matching words highlighted, for the whole query and for each query token, and the values as JSON.
 --save-sheet writes the images of all hits to one PNG, with a row per stage if --rerank is used.
 
-Query files contain JSON lines (`_id`, `text`) or lines of the form `id<TAB>text`. Query vectors are
+The files of --ids and --parents have one id per line. Query files contain JSON lines (`_id`,
+`text`) or lines of the form `id<TAB>text`. Query vectors are
 a .npy file of shape (query tokens, dim) or a Parquet file with the columns `id` and `vectors`.
 """
 
@@ -221,12 +222,8 @@ def _search(
             if args.json:
                 is_ascii = (sys.stdout.encoding or "utf-8").lower() != "utf-8"
                 for hit in hits:
-                    print(
-                        json.dumps(
-                            {"query_id": query_id, **hit.model_dump(mode="json")},
-                            ensure_ascii=is_ascii,
-                        )
-                    )
+                    row = {"query_id": query_id, **hit.model_dump(mode="json")}
+                    print(json.dumps(row, ensure_ascii=is_ascii))
                 continue
             if len(queries) > 1:
                 print(f"\n{query_id}: {query if isinstance(query, str) else 'vectors'}")
@@ -262,11 +259,8 @@ def _parser() -> jobs.Parser:
     parser.add_argument("--query-vectors", metavar="FILE", help="query vectors (.npy or .parquet)")
     for name, settings in FLAGS.items():
         field = SearchOptions.model_fields[name]
-        text = (
-            " ".join((field.description or "").replace("`", "").split())
-            .partition(". ")[0]
-            .rstrip(".")
-        )
+        words = (field.description or "").replace("`", "").split()
+        text = " ".join(words).partition(". ")[0].rstrip(".")
         default = field.get_default()
         text += f" (default: {default})" if isinstance(default, str | int | tuple) else ""
         flags = ["-k"] * (name == "k") + [f"--{name.replace('_', '-')}"]

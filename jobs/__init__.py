@@ -105,12 +105,18 @@ def run_form(forms: Mapping[str, Form], arguments: Sequence[str] | None) -> bool
 
     Returns:
         False if the first argument is not the name of a form.
+
+    Raises:
+        SpecError: The first argument is similar to the name of a form, and no such file exists.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] not in forms:
-        return False
-    forms[arguments[0]](arguments[1:])
-    return True
+    name = arguments[0] if arguments else ""
+    if form := forms.get(name):
+        form(arguments[1:])
+        return True
+    if config.close_match(name, forms) and not (name.startswith("-") or Path(name).exists()):
+        raise SpecError.unknown_name("form", name, forms, "does not exist")
+    return False
 
 
 def prepare_output() -> None:

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import runpy
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import jobs
@@ -27,6 +29,20 @@ def _first_line(path: Path) -> str:
     return docstring.partition("\n")[0]
 
 
+def forms(verb: str) -> Mapping[str, jobs.Form]:
+    """Returns the forms of a verb, by name."""
+    found: Mapping[str, jobs.Form] = getattr(importlib.import_module(f"jobs.{verb}"), "FORMS", {})
+    return found
+
+
+def _suggestion(unknown: str, known: Collection[str]) -> str:
+    """Suggests the form that is called like an unknown verb, or else a similar verb."""
+    for verb in known:
+        if unknown in forms(verb):
+            return f"; did you mean '{verb} {unknown}'?"
+    return config.close_match(unknown, known)
+
+
 def main() -> None:
     """Runs the job that the first argument names. Without arguments, lists all jobs."""
     jobs.prepare_output()
@@ -35,7 +51,7 @@ def main() -> None:
     if verb not in jobs_by_verb:
         is_unknown = verb not in ("-h", "--help", "help")
         if is_unknown:
-            match = config.close_match(verb, jobs_by_verb)
+            match = _suggestion(verb, jobs_by_verb)
             print(f"error: unknown command {verb!r}{match}", file=sys.stderr)
         listing = "\n".join(f"  {name:10} {summary}" for name, summary in jobs_by_verb.items())
         print(f"maxray VERB ...\n\n{listing}", file=sys.stderr if is_unknown else sys.stdout)

@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from docs.extensions.parsers import PROFILES, SPECS, forms, parser
+from docs.extensions.parsers import PROFILES, SPECS, parser
+from jobs.__main__ import forms
 from jobs.bench.__main__ import BENCHES
 from pipeline import config
 from pipeline.config import Spec

@@ -23,8 +23,8 @@ import psutil
 import pytest
 import yaml
 
-from docs.extensions.parsers import forms
-from jobs.__main__ import verbs
+import jobs
+from jobs.__main__ import forms, verbs
 from jobs.search import PRECISIONS
 from pipeline.index.lease import Lease
 from pipeline.index.reader import Index
@@ -128,6 +128,19 @@ def test_reports_wrong_paths_before_slow_imports():
         assert (code, slow) == (2, []), (command, output)
         assert output.startswith(f"error: {field} must be ") and f"got '{NOWHERE}" in output, output
         assert output.count("\n") == 1, output
+
+
+def test_reports_misspelt_forms(tmp_path, monkeypatch):
+    commands = [["train", "mien", "i", "q", "o"], ["evaluate", "compre", "a", "--output", "b"]]
+    rules = ("'mine', got 'mien'", "one of compare, pool, got 'compre'")
+    for (code, output, slow), rule in zip(run(*commands), rules, strict=True):
+        assert (code, slow) == (2, []), output
+        assert output.startswith(f"error: form must be {rule}, which does not exist; did you mean")
+        assert output.count("\n") == 1, output
+    (tmp_path / "compre").touch()
+    monkeypatch.chdir(tmp_path)
+    assert not jobs.run_form({"compare": print}, ["compre"])
+    assert not jobs.run_form({"key": print}, ["--keys", "keys.yaml"])
 
 
 @pytest.mark.parametrize("option", ["queries", "query-vectors", "image", "ids", "parents"])

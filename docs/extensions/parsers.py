@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Mapping
 from unittest import mock
 
 import jobs
-from jobs.__main__ import verbs
+from jobs.__main__ import forms, verbs
 from jobs.bench.__main__ import BENCHES
 from pipeline.config import Spec
 from pipeline.eval.spec import EvaluateSpec
@@ -54,12 +53,6 @@ def commands() -> list[tuple[str, ...]]:
         found.append((verb,))
         names = BENCHES if verb == "bench" else forms(verb)
         found += [(verb, name) for name in names]
-    return found
-
-
-def forms(verb: str) -> Mapping[str, jobs.Form]:
-    """Returns the forms of a verb, by name."""
-    found: Mapping[str, jobs.Form] = getattr(importlib.import_module(f"jobs.{verb}"), "FORMS", {})
     return found
 
 

@@ -85,7 +85,7 @@ def test_invalid_options(uri, capsys, arguments, message):
     ("arguments", "message"),
     [
         ([], "the following arguments are required: columns"),
-        (["candidate", "INDEX"], "invalid choice: 'candidate'"),
+        (["columns", "INDEX"], "invalid choice: 'columns'"),
     ],
 )
 def test_invalid_columns(capsys, arguments, message):

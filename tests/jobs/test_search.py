@@ -476,6 +476,7 @@ def test_lists_commands():
     command = [sys.executable, "-m", "jobs"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "search     Searches an index" in result.stdout
-    misspelt = subprocess.run([*command, "serach"], capture_output=True, text=True, check=False)
-    assert misspelt.returncode == 2
-    assert "unknown command 'serach'; did you mean 'search'?" in misspelt.stderr
+    for name, meant in (("serach", "search"), ("compare", "evaluate compare")):
+        unknown = subprocess.run([*command, name], capture_output=True, text=True, check=False)
+        assert unknown.returncode == 2
+        assert f"unknown command '{name}'; did you mean '{meant}'?" in unknown.stderr

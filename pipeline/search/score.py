@@ -184,7 +184,8 @@ class Scorer:
         members = generator_steps(options.candidates)
         firsts = [columns[steps[0]] for steps in members]
         vectors = [self.packed(column) for column in firsts if not self._is_lexical(column)]
-        share = min(len(members) * options.candidates_per_query / max(len(packed), 1), 1.0)
+        num_candidates = min(len(members) * options.candidates_per_query, len(packed))
+        share = num_candidates / max(len(packed), 1)
         return sum(codes.num_vectors for codes in vectors) + int(share * packed.num_vectors)
 
     def _columns(self, representation: str, score: Score, candidates: str) -> list[str]:

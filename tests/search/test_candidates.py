@@ -132,6 +132,16 @@ def test_few_items_are_searched_exactly(make_index):
     assert [r.item_ids for r in found] == [r.item_ids for r in exact]
 
 
+@pytest.mark.parametrize(("num_candidates", "share"), [(15, 0.25), (60, 1), (10**400, 1)])
+def test_number_of_scored_vectors(make_index, num_candidates, share):
+    searcher = make_index(random_rows(np.random.default_rng(7), 60))
+    options = SearchOptions(candidates="single", num_candidates=num_candidates)
+    options = options.resolve(searcher.index)
+    num_vectors = searcher.scorer.vectors(options.column).num_vectors
+    num_codes = searcher.scorer.num_scored_vectors(options) - int(share * num_vectors)
+    assert 0 < num_codes <= 60
+
+
 def test_invalid_options(make_index):
     searcher = make_index(random_rows(np.random.default_rng(5), 10))
     with pytest.raises(SpecError, match=r"^candidates must be one of exact, single, got 'lemur'"):

@@ -1,4 +1,4 @@
-"""Draws what an index, an evaluation, an encoder or a trained model contains.
+"""Draws similarity maps, sheets of hits, attention, and positions of matched vectors.
 
     maxray draw maps PHRASES OUT.png --index INDEX NAME     # similarity maps of phrases
     maxray draw sheets EVALUATION                           # best hits of judged queries

@@ -43,8 +43,9 @@ matching words highlighted, for the whole query and for each query token, and th
 --save-sheet writes the images of all hits to one PNG, with a row per stage if --rerank is used.
 
 The files of --ids and --parents have one id per line. Query files contain JSON lines (`_id`,
-`text`) or lines of the form `id<TAB>text`. Query vectors are
-a .npy file of shape (query tokens, dim) or a Parquet file with the columns `id` and `vectors`.
+`text`) or lines of the form `id<TAB>text`. Query vectors are a .npy file of shape (query tokens,
+dim) or a Parquet file with the columns `id` and `vectors`. --fusion takes a file of `jobs.evaluate
+--fit-fusion`, assignments such as weights.bm25=0.5, or both.
 """
 
 from __future__ import annotations
@@ -259,10 +260,12 @@ def _parser() -> jobs.Parser:
     parser.add_argument("--query-vectors", metavar="FILE", help="query vectors (.npy or .parquet)")
     for name, settings in FLAGS.items():
         field = SearchOptions.model_fields[name]
-        words = (field.description or "").replace("`", "").split()
-        text = " ".join(words).partition(". ")[0].rstrip(".")
-        default = field.get_default()
-        text += f" (default: {default})" if isinstance(default, str | int | tuple) else ""
+        words = " ".join((field.description or "").replace("`", "").split())
+        text, _, default = words.partition(" Default: ")
+        if isinstance(value := field.get_default(), str | int | tuple):
+            default = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        text = text.partition(". ")[0].rstrip(".")
+        text += f" (default: {default.rstrip('.')})" if default else ""
         flags = ["-k"] * (name == "k") + [f"--{name.replace('_', '-')}"]
         parser.add_argument(*flags, dest=name, help=text.replace("%", "%%"), **settings)
     parser.add_argument("--version", type=int, help="version of the index (default: the newest)")

@@ -54,7 +54,7 @@ def _definition(module: str, name: str) -> tuple[str, ast.ClassDef]:
             for inner in [node] if not rest else node.body:
                 if isinstance(inner, ast.ClassDef) and inner.name == (rest or head):
                     return module, inner
-                if isinstance(inner, ast.Assign) and ast.unparse(inner.targets) == rest:
+                if isinstance(inner, ast.Assign) and ast.unparse(inner.targets[0]) == rest:
                     return _definition(module, ast.unparse(inner.value))  # `Spec = OtherSpec`
     raise LookupError(f"{module}:{name}")
 

@@ -7,7 +7,7 @@ server can lower them in its settings (`pipeline.serve.settings`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Discriminator,
@@ -156,6 +156,17 @@ def query_text(query: Query) -> str | None:
     return query.text if isinstance(query, Composed) else query if isinstance(query, str) else None
 
 
+#: Maximum values of numbers, and maximum lengths of texts and lists, in a search.
+MAXIMA = {"k": 10_000, "num_candidates": 1_000_000}
+MAX_LENGTHS = {
+    "representation": 256,
+    "candidates": 256,
+    "filter": 10_000,
+    "ids": 100_000,
+    "parents": 100_000,
+}
+
+
 class SearchFields(SearchOptions):
     """Options that single searches and batch searches have in common."""
 
@@ -170,6 +181,18 @@ class SearchFields(SearchOptions):
             return data
         names = ("candidates", "fusion")
         return {name: v for name, v in data.items() if v is not None or name not in names}
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        """Bounds the work that a request can cause before anything is computed."""
+        for name, maximum in MAXIMA.items():
+            if (getattr(self, name) or 0) > maximum:
+                raise SpecError(name, getattr(self, name), f"at most {maximum:,}")
+        for name, maximum in MAX_LENGTHS.items():
+            if (length := len(getattr(self, name) or ())) > maximum:
+                rule = f"at most {maximum:,} characters or values long"
+                raise SpecError(name, length, rule)
+        return self
 
 
 class SearchRequest(SearchFields):

@@ -20,7 +20,8 @@ from pipeline.extras import as_missing_extra
 from pipeline.fields import field_names
 
 if TYPE_CHECKING:  # Components are imported on first use.
-    from pipeline.candidates import Generator, TextGenerator
+    from pipeline.candidates import Generator
+    from pipeline.candidates.bm25 import Bm25
     from pipeline.codecs import Codec
     from pipeline.compression import Compressor
     from pipeline.config import ComponentSpec
@@ -210,7 +211,7 @@ CODECS: Registry[Codec[Any]] = Registry(
         "residual": "pipeline.codecs.residual:Residual",
     },
 )
-CANDIDATES: Registry[Generator[Any] | TextGenerator[Any]] = Registry(
+CANDIDATES: Registry[Generator[Any] | Bm25] = Registry(
     "candidates",
     {
         "bm25": "pipeline.candidates.bm25:Bm25",

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _measure_bm25(num_items: int) -> dict[str, float]:
     """Returns the CPU times and sizes of BM25 over random texts."""
-    from pipeline.candidates.bm25 import Bm25, Statistics, encode
+    from pipeline.candidates.bm25 import Bm25, Postings, encode, statistics
     from pipeline.search.candidates import MIN_CANDIDATES
     from pipeline.search.top import best_rows
 
@@ -107,11 +107,9 @@ def _measure_bm25(num_items: int) -> dict[str, float]:
     start = time.process_time()
     codes = encode(texts)
     encode_s = time.process_time() - start
-    statistics = Statistics()
-    statistics.add(codes)
-    generator = Bm25(Bm25.Spec(), statistics.artefact())
+    generator = Bm25(Bm25.Spec(), statistics([codes]))
     start = time.process_time()
-    postings = generator.postings([codes])
+    postings = Postings(generator, [codes])
     open_s = time.process_time() - start
     scores_ms, candidates_ms = [], []
     for _ in range(NUM_QUERIES):
@@ -125,7 +123,7 @@ def _measure_bm25(num_items: int) -> dict[str, float]:
     selection = f"with the selection of {MIN_CANDIDATES} candidates"
     return {
         "encoded texts/s": num_items / encode_s,
-        "bytes per item": 8 * postings.num_entries / num_items,
+        "bytes per item": postings.item_bytes,
         "opening, s": open_s,
         "scores of all items, median ms": float(np.median(scores_ms)),
         "scores of all items, p95 ms": float(np.percentile(scores_ms, 95)),

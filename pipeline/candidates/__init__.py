@@ -10,14 +10,14 @@ Each module of this package implements one generator.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Generic, NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, Generic, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.codecs import Codec, Parts
+from pipeline.codecs import Codec
 from pipeline.config import ComponentSpec, ComponentSpecT
 
 
@@ -52,6 +52,8 @@ class Generator(ABC, Generic[ComponentSpecT]):
 
     Spec: ClassVar[type[ComponentSpec]]
     spec: ComponentSpecT
+    #: Attribute of `RepresentationInfo` with the column that the codes describe.
+    source: ClassVar[str] = "column"
 
     def __init__(self, spec: ComponentSpecT, artefact: dict[str, np.ndarray]):
         self.spec, self.artefact = spec, artefact
@@ -90,55 +92,33 @@ class Generator(ABC, Generic[ComponentSpecT]):
             int64, which are 0 for items without vectors.
         """
 
-    def remarks(self, parts: Parts, lengths_B: torch.Tensor) -> list[str]:
-        """Returns sentences about the codes of a sample of items, for the user.
+    @property
+    def column_type(self) -> pa.DataType:
+        """Arrow type of the column of codes."""
+        return self.codec.column_type(self.dim)
+
+    def codes(
+        self,
+        column: pa.ChunkedArray,
+        decode: Callable[[pa.ChunkedArray], tuple[np.ndarray, np.ndarray]],
+    ) -> pa.Array:
+        """Computes the codes of the items of a column as an array of `column_type`.
 
         Args:
-            parts: Parts of the codes (V, width), one item after another.
-            lengths_B: (B,) int64, number of vectors per code, which may be 0.
+            column: Values of the column `source`.
+            decode: Returns the vectors (T, D) of a column, and their number per item (B,) int64.
         """
+        vectors_TD, lengths_B = decode(column)
+        with torch.no_grad():
+            codes_VF, counts_B = self.encode(
+                torch.from_numpy(vectors_TD).float(), torch.from_numpy(lengths_B)
+            )
+            return self.codec.encode_rows(codes_VF, counts_B.numpy())
+
+    def remarks(self, codes: pa.ChunkedArray) -> list[str]:
+        """Returns sentences about the codes of a sample of items, for the user."""
         return []
 
     def queries(self, queries: list[torch.Tensor]) -> list[torch.Tensor]:
         """Transforms the token vectors (M_i, D) of queries for comparison with the codes."""
         return queries
-
-
-class TextGenerator(ABC, Generic[ComponentSpecT]):
-    """Base class of candidate generators that score the texts of items.
-
-    Subclasses define a nested `Spec` whose first field is `name: Literal["..."]`. The code of an
-    item depends only on its text, so that items without a code can be encoded when they are
-    searched.
-
-    Args:
-        spec: Options of the generator.
-        artefact: Result of `fit`.
-    """
-
-    Spec: ClassVar[type[ComponentSpec]]
-    spec: ComponentSpecT
-    #: Arrow type of the column of codes.
-    column_type: ClassVar[pa.DataType]
-
-    def __init__(self, spec: ComponentSpecT, artefact: dict[str, np.ndarray]):
-        self.spec, self.artefact = spec, artefact
-
-    @classmethod
-    @abstractmethod
-    def fit(
-        cls, spec: ComponentSpecT, texts: Iterable[Sequence[str | None]]
-    ) -> dict[str, np.ndarray]:
-        """Computes the statistics of all texts, which are given in batches."""
-
-    @abstractmethod
-    def encode(self, texts: Sequence[str | None]) -> pa.Array:
-        """Returns the codes of texts as an array of `column_type`."""
-
-    @abstractmethod
-    def postings(self, columns: Iterable[pa.Array]) -> Any:
-        """Builds what is searched from the chunks of a column of codes.
-
-        Its method `scores` returns the scores (B,) float32 of all items for the text of a query.
-        They are 0 for items that do not match.
-        """

@@ -1,5 +1,8 @@
 """BM25 over the texts of items: counts of terms per item, statistics, and postings.
 
+bm25s computes the statistics of the rows that it indexes, and Lance's full-text index partly those
+of the rows that it reads. The scores of a shard would differ from those of the whole.
+
 Shapes: B items, P pairs of an item and one of its terms, V terms.
 """
 
@@ -16,9 +19,8 @@ import pyarrow as pa
 from pydantic import Field
 
 from pipeline import config, extras
-from pipeline.candidates import TextGenerator
 from pipeline.texts import WORD, fold
-from pipeline.tokens import lists_of
+from pipeline.tokens import flat_from_arrow, lists_of
 
 #: Language of the stop words and of the stemmer.
 LANGUAGE = "english"
@@ -30,7 +32,7 @@ MAX_COUNT = (1 << COUNT_BITS) - 1
 MAX_WORDS = 1 << 20
 
 
-class Bm25(TextGenerator["Bm25.Spec"]):
+class Bm25:
     """Scores the texts of items by BM25 in Lucene's variant.
 
     The score of an item is the sum over the terms of the query of `idf * tf / (tf + k1 * (1 - b +
@@ -39,12 +41,16 @@ class Bm25(TextGenerator["Bm25.Spec"]):
 
     Terms are lower-case words of at least two characters. Composed and decomposed accents and other
     compatible forms of a character are equal, and the vowel signs of Arabic and Hebrew are ignored.
-    English stop words are removed, and the
-    remaining words are stemmed by the Snowball stemmer for English. For texts in other languages,
-    it is therefore weak.
+    English stop words are removed, and the remaining words are stemmed by the Snowball stemmer for
+    English. For texts in other languages, it is therefore weak.
 
     The code of an item has one entry of 8 bytes for each of its terms. It does not depend on the
     statistics (N, df and the mean length), which are those of the items at the time of the fit.
+    Therefore, the scores of an item are equal in all shards and selections.
+
+    Args:
+        spec: Options of the generator.
+        artefact: Result of `fit`.
     """
 
     class Spec(config.ComponentSpec):
@@ -56,44 +62,33 @@ class Bm25(TextGenerator["Bm25.Spec"]):
         b: float = Field(0.75, ge=0, le=1)
         """Strength of the normalisation by the length of the text."""
 
+    # The interface that jobs use, as in `Generator`.
+    source = "text_column"
     column_type = pa.list_(pa.int64())
+
+    def __init__(self, spec: Spec, artefact: dict[str, np.ndarray]):
+        self.spec, self.artefact = spec, artefact
 
     @classmethod
     def fit(cls, spec: Spec, texts: Iterable[Sequence[str | None]]) -> dict[str, np.ndarray]:
-        """Computes the statistics of batches of texts. Null and empty texts are not counted.
+        """Computes the `statistics` of batches of texts."""
+        return statistics(map(encode, texts))
 
-        Returns:
-            The hashes of the `terms` (V,) int64 in ascending order, the number of texts that
-            contain each (`frequencies` (V,) int64), and the `totals` (2,) int64: the number of
-            texts and the sum of their lengths.
-        """
-        statistics = Statistics()
-        for batch in texts:
-            statistics.add(encode(batch))
-        return statistics.artefact()
+    def codes(self, column: pa.ChunkedArray, decode: object = None) -> pa.ListArray:
+        """Returns the codes of a column of texts, see `encode`."""
+        return encode(column.to_pylist())
 
-    def encode(self, texts: Sequence[str | None]) -> pa.ListArray:
-        """Returns the codes of texts, see `encode`."""
-        return encode(texts)
-
-    def postings(self, columns: Iterable[pa.Array]) -> Postings:
-        """Builds the postings of items from the chunks of a column of codes."""
-        chunks = [chunk.fill_null([]) if chunk.null_count else chunk for chunk in columns]
-        lengths_B = [chunk.value_lengths().to_numpy().astype(np.int64) for chunk in chunks]
-        entries = [chunk.flatten().to_numpy() for chunk in chunks]
-        empty = np.empty(0, np.int64)
-        return Postings(
-            np.concatenate([empty, *entries]), np.concatenate([empty, *lengths_B]), self
-        )
+    def remarks(self, codes: pa.ChunkedArray) -> list[str]:
+        """Returns no sentences."""
+        return []
 
     def inverse_frequencies(self, terms: np.ndarray) -> np.ndarray:
         """Returns the idf (V,) float64 of terms. Those that the fit has not seen have df = 0."""
-        known, num_texts = self.artefact["terms"], int(self.artefact["totals"][0])
-        index = np.minimum(np.searchsorted(known, terms), max(len(known) - 1, 0))
-        df = np.zeros(len(terms))
-        if len(known):
-            df = np.where(known[index] == terms, self.artefact["frequencies"][index], 0)
-        return np.log1p((np.maximum(num_texts - df, 0) + 0.5) / (df + 0.5))
+        num_texts, _ = self.artefact["totals"].tolist()
+        known, frequencies = self.artefact["terms"], self.artefact["frequencies"]
+        index = np.searchsorted(known, terms)
+        df = np.where(np.append(known, -1)[index] == terms, np.append(frequencies, 0)[index], 0)
+        return np.log1p((num_texts - df + 0.5) / (df + 0.5))
 
     @property
     def mean_length(self) -> float:
@@ -102,41 +97,20 @@ class Bm25(TextGenerator["Bm25.Spec"]):
         return total_length / max(num_texts, 1)
 
 
-class Statistics:
-    """Statistics of texts, which are collected from their codes."""
-
-    def __init__(self) -> None:
-        self._frequencies = Counter[int]()
-        self._num_texts = self._total_length = 0
-
-    def add(self, codes: pa.ListArray) -> None:
-        """Adds the codes of texts. Null and empty texts are not counted."""
-        entries = codes.flatten().to_numpy()
-        self._frequencies.update((entries >> COUNT_BITS).tolist())
-        self._num_texts += int((codes.value_lengths().to_numpy() > 0).sum())
-        self._total_length += int((entries & MAX_COUNT).sum())
-
-    def artefact(self) -> dict[str, np.ndarray]:
-        """Returns the artefact of `Bm25`."""
-        terms = np.array(sorted(self._frequencies), np.int64)
-        frequencies = [self._frequencies[term] for term in terms.tolist()]
-        return {
-            "terms": terms,
-            "frequencies": np.array(frequencies, np.int64),
-            "totals": np.array([self._num_texts, self._total_length], np.int64),
-        }
-
-
 class Postings:
     """Weights of the terms of items, by term, for searching.
 
     Args:
-        entries: (P,) int64, entries of the items, one item after another.
-        counts_B: (B,) int64, number of entries per item.
         bm25: The fitted generator.
+        codes: Chunks of a column of codes.
     """
 
-    def __init__(self, entries: np.ndarray, counts_B: np.ndarray, bm25: Bm25):
+    #: Number of vectors of the codes.
+    num_vectors = 0
+
+    def __init__(self, bm25: Bm25, codes: Iterable[pa.Array]):
+        chunks = map(flat_from_arrow, [pa.array([], bm25.column_type), *codes])
+        entries, counts_B = map(np.concatenate, zip(*chunks, strict=True))
         self._num_items = len(counts_B)
         terms, counts = entries >> COUNT_BITS, (entries & MAX_COUNT).astype(np.float64)
         items = np.repeat(np.arange(len(counts_B), dtype=np.int32), counts_B)
@@ -151,13 +125,15 @@ class Postings:
         counts = counts[order]
         self._weights = (idf * counts / (counts + norms_B[self._items])).astype(np.float32)
 
-    def __len__(self) -> int:
-        return self._num_items
+    @property
+    def is_coded(self) -> np.ndarray:
+        """True (B,) for all items, since those without a text have a code without terms."""
+        return np.ones(self._num_items, bool)
 
     @property
-    def num_entries(self) -> int:
-        """Number of pairs P of an item and one of its terms."""
-        return len(self._items)
+    def item_bytes(self) -> float:
+        """Mean number of bytes of the code of an item."""
+        return 8 * len(self._items) / max(self._num_items, 1)
 
     def scores(self, query: str) -> np.ndarray:
         """Returns the scores (B,) float32 of all items, which are 0 without a common term."""
@@ -187,6 +163,29 @@ def encode(texts: Sequence[str | None]) -> pa.ListArray:
             entries += sorted((h << COUNT_BITS) | min(n, MAX_COUNT) for h, n in counted.items())
             counts_B[number] = len(counted)
     return lists_of(np.array(entries, np.int64), counts_B)
+
+
+def statistics(codes: Iterable[pa.ListArray]) -> dict[str, np.ndarray]:
+    """Computes the artefact of `Bm25` from the codes of texts. Those without entries do not count.
+
+    Returns:
+        The hashes of the `terms` (V,) int64 in ascending order, the number of texts that contain
+        each (`frequencies` (V,) int64), and the `totals` (2,) int64: the number of texts and the
+        sum of their lengths.
+    """
+    frequencies = Counter[int]()
+    num_texts = total_length = 0
+    for chunk in codes:
+        entries = chunk.flatten().to_numpy()
+        frequencies.update((entries >> COUNT_BITS).tolist())
+        num_texts += int((chunk.value_lengths().to_numpy() > 0).sum())
+        total_length += int((entries & MAX_COUNT).sum())
+    terms = sorted(frequencies)
+    return {
+        "terms": np.array(terms, np.int64),
+        "frequencies": np.array([frequencies[term] for term in terms], np.int64),
+        "totals": np.array([num_texts, total_length], np.int64),
+    }
 
 
 def query_terms(query: str) -> dict[int, int]:

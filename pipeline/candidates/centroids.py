@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 from pydantic import Field
 
 from pipeline import config
 from pipeline.candidates import Generator, Sample
-from pipeline.codecs import Parts
 from pipeline.codecs.centroid_codes import CentroidCodes
 from pipeline.codecs.kmeans import kmeans
 from pipeline.codecs.residual import is_normalised
@@ -97,12 +97,13 @@ class Centroids(Generator["Centroids.Spec"]):
         """Returns the vectors unchanged. `codec` assigns them to centroids."""
         return vectors_TD, lengths_B
 
-    def remarks(self, parts: Parts, lengths_B: torch.Tensor) -> list[str]:
+    def remarks(self, codes: pa.ChunkedArray) -> list[str]:
         """Reports the number of distinct centroids per item, with a warning if they are few."""
-        num_items = int((lengths_B > 0).sum())
+        parts, lengths_B = self.codec.unpack(codes, self.dim)
+        num_items, num_vectors = int((lengths_B > 0).sum()), len(parts["codes"])
         if not num_items:
             return []
-        num_distinct, num_vectors = distinct(parts["codes"], lengths_B), len(parts["codes"])
+        num_distinct = distinct(torch.from_numpy(parts["codes"]), torch.from_numpy(lengths_B))
         per_item = num_vectors / num_items
         sentence = f"{num_distinct:.1f} distinct centroids per item with {per_item:.1f} vectors"
         if num_distinct < MIN_DISTINCT * per_item:

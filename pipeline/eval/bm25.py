@@ -42,16 +42,13 @@ class Bm25:
         item_ids: list[str] = []
         parent_ids: list[str] = []
         codes: list[pa.Array] = []
-        statistics = bm25.Statistics()
-        columns = ["item_id", "parent_id", column]
-        for batch in index.batches(
-            columns, filter=combine_filters(filter, HAS_TEXT.format(column))
-        ):
+        filter = combine_filters(filter, HAS_TEXT.format(column))
+        for batch in index.batches(["item_id", "parent_id", column], filter=filter):
             item_ids += batch["item_id"].to_pylist()
             parent_ids += batch["parent_id"].to_pylist()
             codes.append(bm25.encode(batch[column].to_pylist()))
-            statistics.add(codes[-1])
-        self._postings = bm25.Bm25(bm25.Bm25.Spec(), statistics.artefact()).postings(codes)
+        generator = bm25.Bm25(bm25.Bm25.Spec(), bm25.statistics(codes))
+        self._postings = bm25.Postings(generator, codes)
         self._names = np.array(parent_ids if judged == "parent" else item_ids, dtype=object)
         self._order = np.argsort(np.argsort(item_ids))  # breaks ties by item id, as search does
         self._groups = np.unique(parent_ids, return_inverse=True)[1] if judged == "parent" else None
@@ -66,16 +63,12 @@ class Bm25:
             k: Maximum number of documents per query.
             pool: Ids of the documents to rank, or None to rank all documents.
         """
-        outside = None
-        if pool is not None:
-            listed = set(pool)
-            outside = np.array([name not in listed for name in self._names], bool)
-        return [self._rank(query, k, outside) for query in queries]
-
-    def _rank(self, query: str, k: int, outside: np.ndarray | None) -> dict[str, float]:
-        scores = self._postings.scores(query)
-        scores[scores <= 0] = -np.inf
-        if outside is not None:
-            scores[outside] = -np.inf
-        best = top_rows(scores, None, self._order, k, self._groups)
-        return {self._names[row]: float(scores[row]) for row in best}
+        pool = None if pool is None else set(pool)
+        listed = np.array([pool is None or name in pool for name in self._names], bool)
+        rankings = []
+        for query in queries:
+            scores = self._postings.scores(query)
+            scores = np.where(listed & (scores > 0), scores, -np.inf)
+            best = top_rows(scores, None, self._order, k, self._groups)
+            rankings.append({self._names[row]: float(scores[row]) for row in best})
+        return rankings

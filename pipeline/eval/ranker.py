@@ -85,10 +85,10 @@ class Ranker:
             if row.score != SINGLE_VECTOR:
                 dependencies |= {"codec": info.codec, "max_vectors": info.max_vectors}
             if row.candidates is not None:
-                codes = index.content_key(self._codes_columns(row))
+                codes = index.content_key(self._codes_columns(row, row.candidates.generator))
                 dependencies["candidates"] = [codes, *row.candidates]
             if row.score == FUSED:
-                codes = index.content_key(self._bm25_columns(row))
+                codes = index.content_key(self._codes_columns(row, BM25_GENERATOR))
                 dependencies["fusion"] = [codes, dump(self._spec.fusion)]
         return cache_key(
             **dependencies,
@@ -230,29 +230,20 @@ class Ranker:
 
         return float(sum(self._by_pool(count, range(len(self._judged.queries)))))
 
-    def _codes_columns(self, row: Row) -> list[str]:
-        """Returns the columns of the generators of a row."""
-        assert row.candidates is not None
+    def _codes_columns(self, row: Row, generators: str) -> list[str]:
+        """Returns the columns of generators for the representation of a row."""
         info = self._searcher.representation(row.representation)
-        columns = generator_columns(self._searcher.index, info, row.candidates.generator)
-        return list(columns.values())
-
-    def _bm25_columns(self, row: Row) -> list[str]:
-        """Returns the column of the codes of BM25."""
-        info = self._searcher.representation(row.representation)
-        columns = generator_columns(self._searcher.index, info, BM25_GENERATOR)
-        return list(columns.values())
+        return list(generator_columns(self._searcher.index, info, generators).values())
 
     def _row_sizes(self, row: Row) -> dict[str, float]:
         """Computes the bytes per item that a row reads, including the tokens of a reranker."""
         index, filter = self._searcher.index, self._spec.filter
         sizes = _sizes(index, row, filter)
-        columns = [] if row.candidates is None else self._codes_columns(row)
-        columns += self._bm25_columns(row) if row.score == FUSED else []
+        columns = self._codes_columns(row, row.candidates.generator) if row.candidates else []
+        columns += self._codes_columns(row, BM25_GENERATOR) if row.score == FUSED else []
         for column in columns:
-            code_bytes = self._searcher.scorer.code_bytes(column)
             for name in ("vector_bytes", "all_bytes"):
-                sizes[name] += code_bytes
+                sizes[name] += self._searcher.scorer.codes(column).item_bytes
         if row.rerank is not None and row.rerank.name == EDJE:
             # Image queries are scored with the texts of items, which need no tokens.
             tokens = rerank_token_stats(index, filter) or {"tokens": 0.0, "bytes": 0.0}

@@ -279,6 +279,15 @@ class RepresentationInfo:
         """Settings for which the artefact of the codec was fitted."""
         return {**self.compressor_fit, "artefact": self.artefact, "codec": self.codec}
 
+    @property
+    def sources(self) -> dict[str, dict[str, Any]]:
+        """Columns to which candidate generators can be fitted, with what determines their values.
+
+        Vectors depend on these settings. A generator of texts does not depend on their values.
+        """
+        vectors = {**self.codec_fit, "codec_artefact": self.codec_artefact}
+        return {self.column: vectors, self.text_column: {"text": self.text_column}}
+
 
 @dataclass(frozen=True)
 class PooledInfo:
@@ -348,7 +357,7 @@ class CandidatesInfo:
         generator: Resolved settings of the generator as JSON values.
         representation: Column of the vectors that the codes approximate, or of the texts that they
             describe.
-        fitted: Identity of these vectors, see `vectors_identity`, or the column of the texts.
+        fitted: Identity of this column, see `RepresentationInfo.sources`.
         artefact: Hash of the fitted state of the generator.
         revision: Number of the fit. A refit has the next number.
     """
@@ -366,18 +375,13 @@ class CandidatesInfo:
         return self.generator["name"]
 
     @property
-    def is_lexical(self) -> bool:
-        """True if the codes describe texts instead of vectors."""
-        return "text" in self.fitted
-
-    @property
     def fit(self) -> dict[str, Any]:
         """Settings for which the artefact was fitted."""
         return {"vectors": self.fitted, "generator": self.generator}
 
     def is_fitted_to(self, info: RepresentationInfo) -> bool:
-        """Checks whether the generator was fitted to the vectors of a representation."""
-        return digest(self.fitted) == digest(vectors_identity(info))
+        """Checks whether the generator was fitted to the vectors or texts of a representation."""
+        return digest(self.fitted) == digest(info.sources.get(self.representation))
 
     @classmethod
     def from_schema(cls, schema: pa.Schema, name: str) -> CandidatesInfo:
@@ -404,11 +408,6 @@ class CandidatesInfo:
             "artefact": self.artefact,
             "revision": self.revision,
         }
-
-
-def vectors_identity(info: RepresentationInfo) -> dict[str, Any]:
-    """Returns the settings that determine the stored vectors of a representation."""
-    return {**info.codec_fit, "codec_artefact": info.codec_artefact}
 
 
 def columns_with_role(schema: pa.Schema, role: str) -> list[str]:

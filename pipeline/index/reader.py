@@ -42,7 +42,6 @@ from pipeline.registry import CANDIDATES, CODECS
 from pipeline.schema import FORMAT_VERSION, REJECT
 
 if TYPE_CHECKING:  # these import torch, which most readers do not need
-    from pipeline.candidates import Generator, TextGenerator
     from pipeline.codecs import Codec
 
 #: URI schemes of an index: those that both Lance and fsspec can write.
@@ -290,23 +289,12 @@ class Index:
             self._codecs[info.column] = CODECS.build(CODECS.resolve(info.codec), state)
         return self._codecs[info.column]
 
-    def generator(self, name: str) -> Generator:
+    def generator(self, name: str) -> Any:
         """Returns the candidate generator of a column in its fitted state.
 
         Raises:
             SpecError: Its artefact is missing or corrupted, or was fitted for other vectors.
         """
-        return self._generator(name)
-
-    def text_generator(self, name: str) -> TextGenerator:
-        """Returns the candidate generator of a column that is fitted to texts.
-
-        Raises:
-            SpecError: Its artefact is missing or corrupted.
-        """
-        return self._generator(name)
-
-    def _generator(self, name: str) -> Any:
         if name not in self._generators:
             info = self.candidates_columns[name]
             state = load_artefact(self.uri, info.artefact, info.fit)

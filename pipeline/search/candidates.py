@@ -34,8 +34,7 @@ def generators(index: Index, info: RepresentationInfo) -> dict[str, str]:
     columns = {} if info.pooled_column is None else {SINGLE: info.pooled_column}
     infos = index.candidates_columns.values()
     for codes in sorted(infos, key=lambda codes: codes.revision):
-        source = info.text_column if codes.is_lexical else info.column
-        if codes.representation == source and (codes.is_lexical or codes.is_fitted_to(info)):
+        if codes.is_fitted_to(info):
             columns.setdefault(codes.generator_name, codes.name)
     return columns
 

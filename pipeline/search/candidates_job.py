@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import lance
 import numpy as np
@@ -19,7 +20,6 @@ import ray
 import torch
 from pydantic import Field, PositiveInt
 
-from pipeline.candidates import Generator, TextGenerator
 from pipeline.config import Spec, SpecError, Uri, dump, within
 from pipeline.index.add import (
     AddedColumns,
@@ -29,11 +29,12 @@ from pipeline.index.add import (
     incomplete_fragments,
 )
 from pipeline.index.artefacts import save_artefact
-from pipeline.index.info import CandidatesInfo, vectors_identity
+from pipeline.index.info import CandidatesInfo
 from pipeline.index.reader import Index
 from pipeline.index.session import Session
 from pipeline.registry import CANDIDATES, GeneratorSpec
 from pipeline.schema import with_metadata
+from pipeline.search.candidates import BM25
 from pipeline.search.candidates_sample import draw_sample
 from pipeline.search.query import AnyQuery
 from pipeline.search.representations import representation_info
@@ -97,12 +98,7 @@ class FillCodes(FragmentActor):
         super().__init__(index, version, num_threads)
         self.columns = (column,)
         self.info = self.index.candidates_columns[column]
-        if self.info.is_lexical:
-            self.text_generator = self.index.text_generator(column)
-            return
         self.generator = self.index.generator(column)
-        self.representation = self.index.representation(self.info.representation)
-        self.codec = self.index.codec(self.info.representation)
 
     def read(self, fragment: lance.LanceFragment) -> pa.Table:
         """Reads the vectors or the texts of the rows that have them."""
@@ -114,20 +110,14 @@ class FillCodes(FragmentActor):
         tables = []
         for first in range(0, table.num_rows, BATCH_ROWS):
             rows = table.slice(first, BATCH_ROWS)
-            codes = self._codes(rows[self.info.representation])
+            codes = self.generator.codes(rows[self.info.representation], self._decode)
             tables.append(pa.table([rows["_rowid"], codes], names=["_rowid", self.info.name]))
         return pa.concat_tables(tables), 0
 
-    def _codes(self, column: pa.ChunkedArray) -> pa.Array:
-        """Returns the codes of the items with the given vectors or texts."""
-        if self.info.is_lexical:
-            return self.text_generator.encode(column.to_pylist())
-        vectors_TD, lengths_B = self.codec.decode(column, self.representation.dim)
-        with torch.no_grad():
-            codes_VF, counts_B = self.generator.encode(
-                torch.from_numpy(vectors_TD).float(), torch.from_numpy(lengths_B)
-            )
-            return self.generator.codec.encode_rows(codes_VF, counts_B.numpy())
+    def _decode(self, column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the vectors (T, D) of a column, and their number per item (B,) int64."""
+        name = self.info.representation
+        return self.index.codec(name).decode(column, self.index.representation(name).dim)
 
 
 class Candidates(AddedColumns):
@@ -191,32 +181,24 @@ class Candidates(AddedColumns):
     ) -> None:
         """Fits the generator and adds the column of its codes."""
         spec, pool = self.spec, self.resources.fit
-        is_lexical = _is_lexical(spec)
-        num_items = len(index) if is_lexical else min(spec.fit_items, len(index))
+        fit, num_items = _fit, min(spec.fit_items, len(index))
+        if spec.generator.name == BM25:
+            fit, num_items = _fit_texts, len(index)
         report(f"fitting {spec.generator.name} to {num_items:,} items")
-        representation = representation_info(index, spec.representation)
-        if is_lexical:
-            call = _fit_texts.options(**pool.task_options).remote(spec, source)
-        else:
-            task = _fit.options(**pool.task_options)
-            queries = list(self.queries)
-            call = task.remote(spec, representation.name, queries, pool.num_threads)
+        task = fit.options(**pool.task_options)
+        call = task.remote(spec, source, list(self.queries), pool.num_threads)
         with session.monitor.phase(f"fit {spec.generator.name}"):
             artefact = session.call(ray.get, call)
         info = CandidatesInfo(
             name=self.column,
             generator=dump(spec.generator),
             representation=source,
-            fitted={"text": source} if is_lexical else vectors_identity(representation),
+            fitted=representation_info(index, spec.representation).sources[source],
             artefact="",
             revision=revision,
         )
-        fitted = CANDIDATES.build(spec.generator, artefact)
         info = replace(info, artefact=save_artefact(spec.index, artefact, info.fit))
-        if isinstance(fitted, TextGenerator):
-            type = fitted.column_type
-        else:
-            type = fitted.codec.column_type(fitted.dim)
+        type = CANDIDATES.build(spec.generator, artefact).column_type
         session.writer.add_columns([with_metadata(pa.field(info.name, type), info.to_metadata())])
 
     def finish(self, session: Session, progress: Progress, report: Callable[[str], None]) -> None:
@@ -257,14 +239,15 @@ def _check(spec: CandidatesJobSpec, *, refit: bool) -> None:
     if info.max_vectors is not None:
         rule = "the name of a column; its codes also serve its prefixes"
         raise SpecError("representation", info.name, rule)
-    if _is_lexical(spec) and spec.queries is not None:
+    source = _source(index, spec)
+    if spec.queries is not None and source != info.column:
         raise SpecError("queries", spec.queries, f"omitted for {spec.generator.name}")
-    columns = list(_columns(index, _source(index, spec), spec.generator.name).values())
+    columns = list(_columns(index, source, spec.generator.name).values())
     is_resumed = len(columns) > 1  # an interrupted refit, which has its settings already
     if not columns or (refit and not is_resumed):
         return
     newest = columns[-1]
-    if not newest.is_lexical and not newest.is_fitted_to(info):
+    if not newest.is_fitted_to(info):
         problem = f"was fitted to other vectors than those of {info.column}"
         advice = "drop it with --drop" if is_resumed else "fit it again with --refit"
         rule = "a generator of the present vectors"
@@ -279,14 +262,10 @@ def _check(spec: CandidatesJobSpec, *, refit: bool) -> None:
         raise SpecError("generator", dump(spec.generator), rule, problem)
 
 
-def _is_lexical(spec: CandidatesJobSpec) -> bool:
-    return issubclass(CANDIDATES.load(spec.generator.name), TextGenerator)
-
-
 def _source(index: Index, spec: CandidatesJobSpec) -> str:
     """Returns the column of the vectors or texts to which the generator is fitted."""
     info = representation_info(index, spec.representation)
-    return info.text_column if _is_lexical(spec) else info.column
+    return getattr(info, CANDIDATES.load(spec.generator.name).source)
 
 
 def missing_fragments(dataset: lance.LanceDataset, info: CandidatesInfo) -> list[int]:
@@ -311,16 +290,11 @@ def _columns(index: Index, representation: str, generator: str) -> dict[str, Can
 
 def _remarks(index: Index, column: str) -> list[str]:
     """Returns remarks about the first codes of the index."""
-    if index.candidates_columns[column].is_lexical:
-        return []
-    generator = index.generator(column)
     with index.corruption_errors():
         table = index.dataset.to_table(
             columns=[column], filter=f"`{column}` IS NOT NULL", limit=REMARK_ITEMS
         )
-    parts, lengths = generator.codec.unpack(table[column], generator.dim)
-    tensors = {name: torch.from_numpy(part) for name, part in parts.items()}
-    return generator.remarks(tensors, torch.from_numpy(lengths))
+    return index.generator(column).remarks(table[column])
 
 
 @ray.remote
@@ -337,33 +311,22 @@ def _fit(
         num_tokens=spec.fit_tokens,
         seed=spec.fit_seed,
     )
+    kind: Any = CANDIDATES.load(spec.generator.name)
     with within("generator"):
-        kind = CANDIDATES.load(spec.generator.name)
-        assert issubclass(kind, Generator)
         return kind.fit(spec.generator, sample)
 
 
 @ray.remote
-def _fit_texts(spec: CandidatesJobSpec, column: str) -> dict[str, np.ndarray]:
-    """Fits a generator of texts to all items of the index.
+def _fit_texts(spec: CandidatesJobSpec, column: str, *_: object) -> dict[str, np.ndarray]:
+    """Fits BM25 to all items of the index.
 
     Raises:
         SpecError: No item has a text.
     """
-    index = Index(spec.index)
-    num_texts = 0
-
-    def texts() -> Iterator[list[str | None]]:
-        nonlocal num_texts
-        for batch in index.batches([column]):
-            values = batch[column].to_pylist()
-            num_texts += sum(map(bool, values))
-            yield values
-
-    kind = CANDIDATES.load(spec.generator.name)
-    assert issubclass(kind, TextGenerator)
-    artefact = kind.fit(spec.generator, texts())
-    if not num_texts:
+    kind: Any = CANDIDATES.load(spec.generator.name)
+    batches = Index(spec.index).batches([column])
+    artefact = kind.fit(spec.generator, (batch[column].to_pylist() for batch in batches))
+    if not artefact["totals"][0]:
         rule = f"used with an index whose items have a {column}"
         raise SpecError("generator", spec.generator.name, rule)
     return artefact

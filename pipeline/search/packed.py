@@ -144,6 +144,16 @@ class PackedVectors:
         """Total number of vectors."""
         return int(self.lengths.sum())
 
+    @property
+    def is_coded(self) -> np.ndarray:
+        """True for items with vectors, (B,) bool."""
+        return (self.lengths > 0).numpy(force=True)
+
+    @property
+    def item_bytes(self) -> float:
+        """Mean number of bytes of the encoded vectors of an item."""
+        return self.num_vectors / max(len(self), 1) * self.codec.token_bytes(self.dim)
+
     def item(self, row: int) -> torch.Tensor:
         """Returns the decoded vectors (N, D) float32 of an item."""
         number = int(torch.searchsorted(self._firsts, row, right=True)) - 1

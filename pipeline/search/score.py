@@ -19,16 +19,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from pipeline.candidates.bm25 import Postings, encode
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
+from pipeline.index.reader import files_with
 from pipeline.scores import Score
 from pipeline.search import pauses
 from pipeline.search.cache import packed_column
@@ -41,7 +43,6 @@ from pipeline.search.candidates import (
     generator_steps,
 )
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, pool_rows
-from pipeline.search.lexical import open_postings
 from pipeline.search.maxsim import maxsim
 from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
@@ -50,9 +51,6 @@ from pipeline.search.results import FirstStage, JointScore
 from pipeline.search.selection import Items
 from pipeline.search.top import best_rows, top_rows
 from pipeline.tracing import span
-
-if TYPE_CHECKING:
-    from pipeline.candidates.bm25 import Postings
 
 #: Number of queries per batch, which bounds the size of the (queries, items) score matrix.
 QUERY_BATCH = 64
@@ -160,10 +158,7 @@ class Scorer:
     def load(self, representation: str, score: Score = "maxsim", candidates: str = EXACT) -> None:
         """Opens the vectors that a score and a candidate generator need."""
         for column in self._columns(representation, score, candidates):
-            if self._is_lexical(column):
-                self.postings(column)
-            else:
-                self.packed(column)
+            self.codes(column)
 
     def is_loaded(
         self, representation: str, score: Score = "maxsim", candidates: str = EXACT
@@ -182,11 +177,10 @@ class Scorer:
         info = self._info(options.column)
         columns = generator_columns(self._items.index, info, options.candidates)
         members = generator_steps(options.candidates)
-        firsts = [columns[steps[0]] for steps in members]
-        vectors = [self.packed(column) for column in firsts if not self._is_lexical(column)]
+        codes = [self.codes(columns[steps[0]]) for steps in members]
         num_candidates = min(len(members) * options.candidates_per_query, len(packed))
         share = num_candidates / max(len(packed), 1)
-        return sum(codes.num_vectors for codes in vectors) + int(share * packed.num_vectors)
+        return sum(opened.num_vectors for opened in codes) + int(share * packed.num_vectors)
 
     def _columns(self, representation: str, score: Score, candidates: str) -> list[str]:
         info = self._info(representation)
@@ -201,11 +195,6 @@ class Scorer:
 
     def _bm25_column(self, info: RepresentationInfo) -> str:
         return generator_columns(self._items.index, info, BM25)[BM25]
-
-    def _is_lexical(self, column: str) -> bool:
-        """True if the column has the codes of a generator of texts."""
-        info = self._items.index.candidates_columns.get(column)
-        return info is not None and info.is_lexical
 
     def _info(self, representation: str) -> RepresentationInfo:
         return self._items.index.representation(representation)
@@ -236,18 +225,32 @@ class Scorer:
         return self._packed[column]
 
     def postings(self, column: str) -> Postings:
-        """Returns the postings of the texts of the items."""
+        """Returns the postings of the items, which are held in memory with 8 bytes per entry."""
         if column not in self._postings:
-            self._postings[column] = open_postings(self._items, column)
+            generator = self._items.index.generator(column)
+            self._postings[column] = Postings(generator, self._text_codes(column))
         return self._postings[column]
 
-    def code_bytes(self, column: str) -> float:
-        """Returns the mean number of bytes of the codes of an item."""
-        if self._is_lexical(column):
-            postings = self.postings(column)
-            return 8 * postings.num_entries / max(len(postings), 1)
-        codes = self.packed(column)
-        return codes.num_vectors / max(len(codes), 1) * codes.codec.token_bytes(codes.dim)
+    def _text_codes(self, column: str) -> Iterator[pa.Array]:
+        """Yields the codes of the texts of all items in storage order.
+
+        The texts of items that were added since the column was filled are read and encoded.
+        """
+        index = self._items.index
+        text_column = index.candidates_columns[column].representation
+        (field_ids,) = index.field_ids([column]).values()
+        for fragment in self._items.fragments:
+            has_codes = bool(files_with(fragment, field_ids))
+            for batch in index.batches(
+                [column if has_codes else text_column], fragments=[fragment]
+            ):
+                yield batch[0] if has_codes else encode(batch[0].to_pylist())
+
+    def codes(self, column: str) -> PackedVectors | Postings:
+        """Returns the codes or the vectors of a column."""
+        info = self._items.index.candidates_columns.get(column)
+        is_bm25 = info is not None and info.generator_name == BM25
+        return self.postings(column) if is_bm25 else self.packed(column)
 
     def _close(self, column: str) -> None:
         self._packed.pop(column, None)
@@ -353,10 +356,8 @@ class Scorer:
             singles = self._scores(queries, single_options, rows)
             single_QR = singles.single_vector
         if weights.bm25:
-            assert queries.texts is not None
-            postings = self.postings(self._bm25_column(self._info(options.column)))
-            bm25_QR = np.stack([postings.scores(text) for text in queries.texts])
-            bm25_QR = bm25_QR if rows is None else bm25_QR[:, rows]
+            column = self._bm25_column(self._info(options.column))
+            bm25_QR = np.stack(list(self._bm25_scores(column, queries, rows)))
         all_parts = _Scores(scores.maxsim, scores.maxsim, single_QR, bm25_QR)
         pools = []
         for query in range(len(queries)):
@@ -383,11 +384,8 @@ class Scorer:
         num = options.candidates_per_query
         found = [np.empty(0, np.int64)] * len(queries)
         for first, *steps in generator_steps(options.candidates):
-            column, nums = columns[first], [num * ITEMS_PER_CANDIDATE] * len(steps) + [num]
-            if self._is_lexical(column):
-                more = self._lexical_candidates(column, queries, options, rows, nums[0])
-            else:
-                more = self._vector_candidates(first, column, queries, options, rows, nums[0])
+            nums = [num * ITEMS_PER_CANDIDATE] * len(steps) + [num]
+            more = self._generate(first, columns[first], queries, options, rows, nums[0])
             for step, num_found in zip(steps, nums[1:], strict=True):
                 more = self._step(step, columns[step], queries, options, more, num_found)
             found = [np.union1d(*pair) for pair in zip(found, more, strict=True)]
@@ -408,33 +406,10 @@ class Scorer:
         """Selects among the candidates of each query, which another generator found."""
         found: list[np.ndarray] = []
         for query, rows in zip(queries.split(), candidates, strict=True):
-            found += self._vector_candidates(generator, column, query, options, rows, num)
+            found += self._generate(generator, column, query, options, rows, num)
         return found
 
-    def _lexical_candidates(
-        self,
-        column: str,
-        queries: Queries,
-        options: SearchOptions,
-        rows: np.ndarray | None,
-        num: int,
-    ) -> list[np.ndarray]:
-        """Finds the items whose texts match each query best."""
-        assert queries.texts is not None
-        postings = self.postings(column)
-        groups = self._items.parent_codes if options.group_by else None
-        is_scorable = self._is_scorable(options)
-        found = []
-        for number, text in enumerate(queries.texts):
-            if number:
-                pauses.pause()
-            scores = postings.scores(text)
-            scores[(scores <= 0) | ~is_scorable] = -np.inf
-            scores = scores if rows is None else scores[rows]
-            found.append(best_rows(scores, rows, num, groups))
-        return found
-
-    def _vector_candidates(
+    def _generate(
         self,
         generator: str,
         column: str,
@@ -444,7 +419,24 @@ class Scorer:
         num: int,
     ) -> list[np.ndarray]:
         """Finds the items whose codes match each query best, and those without a code."""
-        codes = self.packed(column)
+        uncoded, unscored = self._uncoded(column, options)
+        if rows is not None:
+            uncoded = np.intersect1d(uncoded, rows, assume_unique=True) if len(uncoded) else uncoded
+            unscored = np.flatnonzero(np.isin(rows, unscored)) if len(unscored) else unscored
+        groups = self._items.parent_codes if options.group_by else None
+        found = []
+        for scores_R in self._approximate(generator, column, queries, rows):
+            scores_R[unscored] = -np.inf
+            found.append(np.union1d(best_rows(scores_R, rows, num, groups), uncoded))
+        return found
+
+    def _approximate(
+        self, generator: str, column: str, queries: Queries, rows: np.ndarray | None
+    ) -> Iterable[np.ndarray]:
+        """Returns the scores (R,) of the codes for each query, or -inf if they do not match."""
+        if generator == BM25:
+            scores = self._bm25_scores(column, queries, rows)
+            return (np.where(scores_R > 0, scores_R, -np.inf) for scores_R in scores)
         if generator == SINGLE:
             assert queries.pooled is not None
             tokens = list(queries.pooled[:, None])
@@ -453,17 +445,19 @@ class Scorer:
             transform = fitted.codec.transform_queries
             tokens = [transform(tokens) for tokens in fitted.queries(queries.tokens)]
         items = None if rows is None else torch.from_numpy(rows)
-        approximate_QR = _maxsim(tokens, codes, items).numpy()
-        uncoded, unscored = self._uncoded(column, options)
-        if rows is not None:
-            uncoded = np.intersect1d(uncoded, rows, assume_unique=True) if len(uncoded) else uncoded
-            unscored = np.flatnonzero(np.isin(rows, unscored)) if len(unscored) else unscored
-        approximate_QR[:, unscored] = -np.inf
-        groups = self._items.parent_codes if options.group_by else None
-        return [
-            np.union1d(best_rows(scores_R, rows, num, groups), uncoded)
-            for scores_R in approximate_QR
-        ]
+        return _maxsim(tokens, self.packed(column), items).numpy()
+
+    def _bm25_scores(
+        self, column: str, queries: Queries, rows: np.ndarray | None
+    ) -> Iterator[np.ndarray]:
+        """Yields the BM25 scores (R,) of items for each query, with a pause in between."""
+        assert queries.texts is not None
+        postings = self.postings(column)
+        for number, text in enumerate(queries.texts):
+            if number:
+                pauses.pause()
+            scores = postings.scores(text)
+            yield scores if rows is None else scores[rows]
 
     def _uncoded(self, column: str, options: SearchOptions) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ascending indices of two kinds of items, which are cached.
@@ -474,28 +468,17 @@ class Scorer:
             column: Column of codes.
             options: Resolved options of the first stage.
         """
-        key = (column, *self._scored_columns(options))
+        score = "maxsim" if options.score == FUSED else options.score
+        scored = self._columns(options.column, score, EXACT)
+        key = (column, *scored)
         if key not in self._uncoded_rows:
-            has_vectors = self._is_scorable(options)
-            has_code = self._has_vectors(column)
+            has_vectors = np.logical_and.reduce([self.packed(name).is_coded for name in scored])
+            is_coded = self.codes(column).is_coded
             self._uncoded_rows[key] = (
-                np.flatnonzero(has_vectors & ~has_code),
-                np.flatnonzero(has_code & ~has_vectors),
+                np.flatnonzero(has_vectors & ~is_coded),
+                np.flatnonzero(is_coded & ~has_vectors),
             )
         return self._uncoded_rows[key]
-
-    def _scored_columns(self, options: SearchOptions) -> list[str]:
-        """Returns the columns of the vectors without which an item has no score."""
-        score = "maxsim" if options.score == FUSED else options.score
-        return self._columns(options.column, score, EXACT)
-
-    def _is_scorable(self, options: SearchOptions) -> np.ndarray:
-        """Checks for each item whether it has the vectors that the score needs, (B,) bool."""
-        columns = self._scored_columns(options)
-        return np.logical_and.reduce([self._has_vectors(column) for column in columns])
-
-    def _has_vectors(self, column: str) -> np.ndarray:
-        return (self.packed(column).lengths > 0).numpy(force=True)
 
     def _scores(
         self,

@@ -11,7 +11,15 @@ import pytest
 import Stemmer
 from bm25s.tokenization import Tokenizer
 
-from pipeline.candidates.bm25 import COUNT_BITS, MAX_COUNT, Bm25, encode, query_terms, term_hash
+from pipeline.candidates.bm25 import (
+    COUNT_BITS,
+    MAX_COUNT,
+    Bm25,
+    Postings,
+    encode,
+    query_terms,
+    term_hash,
+)
 from pipeline.config import SpecError, parse
 from tests.conftest import CRANFIELD, ROOT
 
@@ -67,7 +75,7 @@ def reference(texts: list[str | None], query: str, k1: float = 1.2, b: float = 0
 def test_equals_formula(texts, queries, options):
     sample = [*texts[:150], None, "", "of the and", "a b"]
     generator = build(sample, **options)
-    postings = generator.postings([generator.encode(sample[:40]), generator.encode(sample[40:])])
+    postings = Postings(generator, [encode(sample[:40]), encode(sample[40:])])
     for query in queries[::15]:
         expected = reference(sample, query, **options)
         np.testing.assert_allclose(postings.scores(query), expected, rtol=2e-6, atol=1e-6)
@@ -79,7 +87,7 @@ def test_equals_bm25s(texts, queries):
     ids = tokens.tokenize(present, return_as="ids", update_vocab=True, show_progress=False)
     library = bm25s.BM25(method="lucene", k1=1.2, b=0.75)
     library.index((ids, tokens.get_vocab_dict()), show_progress=False)
-    postings = build(present).postings([encode(present)])
+    postings = Postings(build(present), [encode(present)])
     for query in queries[::5]:
         (found,) = tokens.tokenize(
             [query], return_as="ids", update_vocab=False, show_progress=False
@@ -111,15 +119,15 @@ def test_hashes_of_the_shipped_collection_are_different(texts):
 def test_terms_after_the_fit_have_the_idf_of_unseen_terms():
     generator = build(["wing lift", "bread oven"])
     added = ["wing lift", "bread oven", "zebra stripes"]
-    scores = generator.postings([encode(added)]).scores("a zebra")
+    scores = Postings(generator, [encode(added)]).scores("a zebra")
     idf = math.log(1 + 2.5 / 0.5)
     assert scores.tolist() == pytest.approx([0, 0, idf / (1 + 1.2)])
-    assert generator.postings([encode(added[:2])]).scores("wing").tolist()[1] == 0
+    assert Postings(generator, [encode(added[:2])]).scores("wing").tolist()[1] == 0
 
 
 def test_repeated_words_of_a_query_count_repeatedly():
     generator = build(["wing lift", "bread oven", "wing oven"])
-    postings = generator.postings([encode(["wing lift", "bread"])])
+    postings = Postings(generator, [encode(["wing lift", "bread"])])
     assert query_terms("wings, a wing!") == {term_hash("wing"): 2}
     assert postings.scores("wings, a wing!") == pytest.approx(2 * postings.scores("wing"))
     assert not postings.scores("of the").any()
@@ -128,9 +136,9 @@ def test_repeated_words_of_a_query_count_repeatedly():
 
 def test_empty_index():
     generator = build([None, ""])
-    assert generator.postings([]).scores("wing").tolist() == []
+    assert Postings(generator, []).scores("wing").tolist() == []
     codes = pa.array([None, []], pa.list_(pa.int64()))
-    assert generator.postings([codes]).scores("wing").tolist() == [0, 0]
+    assert Postings(generator, [codes]).scores("wing").tolist() == [0, 0]
 
 
 def test_invalid_options():

@@ -10,39 +10,28 @@ import contextlib
 import glob
 import inspect
 import io
-import logging
 import os
 import re
-import select
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
+from jobs._errors import BAD_INPUT, report_error, report_stop
+from jobs._errors import report_missing as report_missing
+from jobs._ray_cluster import cluster as cluster
+from jobs._ray_cluster import configure_ray
 from pipeline import config, logs
 from pipeline.config import JobError, SpecError, Stopped
 from pipeline.extras import MissingExtra, as_missing_extra
 from pipeline.index import check_index
 from pipeline.index import job_id as job_id
 from pipeline.paths import is_uri
-from pipeline.progress import MODES, close_display
+from pipeline.progress import MODES
 from pipeline.progress import say as say
 from pipeline.registry import check_fields
-
-log = logging.getLogger("maxray.jobs")
-
-#: Times after which the driver tests a connection on which it waits for a task, and gives it up, in
-#: milliseconds. With Ray's own (300 s and 120 s), a job waits for five to seven minutes for a task
-#: whose result was lost by a network partition. Nodes accept one test per minute.
-KEEPALIVE = {
-    "RAY_grpc_client_keepalive_time_ms": 70_000,
-    "RAY_grpc_client_keepalive_timeout_ms": 20_000,
-}
-#: Exit codes: invalid input; stopped cleanly by Ctrl-C; stopped cleanly by SIGTERM.
-BAD_INPUT, INTERRUPTED, STOPPED = 2, 130, 143
 
 #: Parses the command line of one form of a verb, such as `add candidates`, and runs it. Its
 #: docstring is the help text.
@@ -62,16 +51,7 @@ def run(
         arguments: Command line, or None for that of this process.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # progress bars clutter logs
-    # Otherwise, a thread of Ray Data that outlives a stopped job starts another cluster.
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-    for name, milliseconds in KEEPALIVE.items():
-        os.environ.setdefault(name, str(milliseconds))
-    # Ray reads the mode on import, so that setting it later would only affect child processes. A
-    # cluster that the job joins has a mode of its own.
-    if "ray" not in sys.modules and not os.environ.get("RAY_ADDRESS"):
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        # Ray's setting for binding to the loopback interface only. Also read on import.
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    configure_ray()
     prepare_output()
     try:
         logs.configure()
@@ -79,21 +59,21 @@ def run(
             main(arguments)
         sys.stdout.flush()
     except (SpecError, MissingExtra) as error:
-        sys.exit(_report_error(error, BAD_INPUT))
+        sys.exit(report_error(error, BAD_INPUT))
     except ModuleNotFoundError as error:
         if (missing := as_missing_extra(error)) is error:
             raise
-        sys.exit(_report_error(missing, BAD_INPUT))
+        sys.exit(report_error(missing, BAD_INPUT))
     except (Stopped, KeyboardInterrupt) as stopped:
-        sys.exit(_stopped(stopped))
+        sys.exit(report_stop(stopped))
     except JobError as error:
-        sys.exit(_report_error(error, 1))
+        sys.exit(report_error(error, 1))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         if hasattr(error, "cause"):  # raised in a Ray task: its traceback matters
             raise
-        sys.exit(_report_error(error, 1))
+        sys.exit(report_error(error, 1))
 
 
 def run_form(forms: Mapping[str, Form], arguments: Sequence[str] | None) -> bool:
@@ -153,33 +133,6 @@ def _sigterm_as_stopped() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _stopped(error: Stopped | KeyboardInterrupt) -> int:
-    """Reports that the job has been stopped and returns the exit code."""
-    if isinstance(error, Stopped):
-        return _report_error(error, STOPPED)
-    return _report_error("interrupted", INTERRUPTED)
-
-
-def report_missing(sentences: Sequence[str]) -> int:
-    """Prints one sentence per missing file to stderr and returns the exit code."""
-    for sentence in sentences:
-        print(f"error: {sentence}", file=sys.stderr)
-    return BAD_INPUT
-
-
-def _report_error(error: object, code: int) -> int:
-    """Prints an error to stderr, or logs it as JSON, and returns `code`."""
-    close_display()
-    error = getattr(error, "cause", error)  # Ray wraps errors raised in tasks
-    is_stop = isinstance(error, Stopped)
-    if logs.is_json():
-        fields = {"event": "stopped" if is_stop else "failed", "exit_code": code}
-        log.log(logging.INFO if is_stop else logging.ERROR, str(error), extra=fields)
-    else:
-        print(error if is_stop else f"error: {error}", file=sys.stderr, flush=True)
-    return code
 
 
 class Parser(argparse.ArgumentParser):
@@ -344,156 +297,3 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
     return number
-
-
-@contextlib.contextmanager
-def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
-    """Connects to the Ray cluster at `RAY_ADDRESS`, or starts a local cluster if it is not set.
-
-    Args:
-        object_store_bytes: Memory of the object store if a cluster is started.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # The C++ core logs an error for every actor pool of Ray Data. Real errors are exceptions.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    local = {}
-    if address := os.environ.get("RAY_ADDRESS"):
-        _check_reachable(address)  # before Ray is imported, which takes seconds
-    else:
-        # While Ray starts, its own SIGTERM handler would drain the node for 30 s.
-        os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
-        # With Ray's own niceness of 15, other programs leave a job a third of a core.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        # Without the address, Ray would join a cluster of `ray start`, or fail if it has died.
-        local = {
-            "address": "local",
-            "include_dashboard": False,
-            "object_store_memory": object_store_bytes,
-        }
-    import ray
-    import ray.data
-
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are also raised
-    if ray.is_initialized():  # a test run shares its cluster
-        yield
-        return
-    _start_ray(local)
-    try:
-        with _ray_processes_watched() if local else contextlib.nullcontext():
-            yield
-    except (Stopped, KeyboardInterrupt) as stopped:
-        # While actors start, ray.shutdown() may end this process with code 1. The processes of a
-        # local cluster exit with this one.
-        code = _stopped(stopped)
-        sys.stdout.flush()
-        os._exit(code)
-    except BaseException:
-        ray.shutdown()
-        raise
-    ray.shutdown()
-
-
-def _start_ray(options: Mapping[str, Any]) -> None:
-    """Connects to Ray and restores the SIGTERM handler of this process, which Ray has replaced.
-
-    Raises:
-        SpecError: The cluster at `RAY_ADDRESS` cannot be joined.
-        JobError: No cluster can be started on this machine.
-        Stopped: SIGTERM arrived while Ray was starting.
-    """
-    import ray
-
-    address = os.environ.get("RAY_ADDRESS")
-    # Workers would import modules from the working directory first, in which another project may
-    # have folders named `jobs` or `pipeline`, even if this process does not (`maxray`).
-    is_separate = not address and not {"", os.getcwd()} & {*sys.path}
-    if is_separate or logs.is_json():
-        # Ray adds the working directory to the path of the workers except for jobs of Ray Client.
-        options = {**options, "job_config": ray.job_config.JobConfig(_client_job=is_separate)}
-    if logs.is_json():
-        # `ray.init(logging_config=...)` would configure the log of this process as well.
-        options["job_config"].set_py_logging_config(ray.LoggingConfig(encoding="JSON"))
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with _without_stderr():
-            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-    except SystemExit:  # raised by Ray's SIGTERM handler
-        raise Stopped("stopped by SIGTERM") from None
-    except Stopped:
-        raise
-    except Exception as error:  # TimeoutError, ConnectionError, RuntimeError and others
-        reason = config.first_line(error)
-        if address:
-            rule, problem = "the address of a running Ray cluster", f"cannot be joined ({reason})"
-            raise SpecError("RAY_ADDRESS", address, rule, problem) from None
-        raise JobError(f"Ray cannot be started on this machine: {reason}") from None
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
-
-
-def _check_reachable(address: str) -> None:
-    """Checks that a server listens at `host:port`. Without this check, Ray would retry for minutes.
-
-    Raises:
-        SpecError: Nothing accepts a connection at the address within 10 seconds.
-    """
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not host or not port.isdecimal():  # such as "auto", which Ray resolves
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-    except (OSError, OverflowError) as error:
-        rule, problem = "the address of a running Ray cluster", f"cannot be reached ({error})"
-        raise SpecError("RAY_ADDRESS", address, rule, problem) from None
-
-
-@contextlib.contextmanager
-def _ray_processes_watched() -> Iterator[None]:
-    """Exits with one sentence if the GCS server or the raylet of the local cluster dies.
-
-    Without this function, Ray notices their death after a minute. It then prints its logs and exits
-    from its C++ core, where no exception can be caught. The function requires pidfd, which is only
-    available on Linux.
-    """
-    if sys.platform != "linux":
-        yield
-        return
-    names = {}
-    for listed in Path("/proc/self/task").glob("*/children"):
-        for child in listed.read_text().split():
-            name = Path(f"/proc/{child}/comm").read_text().strip()
-            if name in ("gcs_server", "raylet"):
-                names[os.pidfd_open(int(child))] = name
-    end, ended = os.pipe()
-
-    def watch() -> None:
-        ready, _, _ = select.select([end, *names], [], [])
-        if end not in ready:
-            problem = f"Ray's {names[ready[0]]} died, perhaps because memory ran out"
-            sys.stdout.flush()
-            os._exit(_report_error(f"{problem}; rerun the same command to resume", 1))
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        os.close(ended)
-        watcher.join()
-        for descriptor in (end, *names):
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Hides the messages that Ray's C++ core prints about its log level."""
-    sys.stderr.flush()
-    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(devnull)

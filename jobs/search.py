@@ -22,8 +22,8 @@ Prints the hits with their best passages. The words that contribute most to the 
 followed by the box or the times of each passage. --json prints one JSON object per hit with all
 matches and passages, see docs/concepts/explanations.md.
 
---run writes a run in TREC format instead and prints the throughput of encoding and scoring.
---actors splits the index into N shards and searches each in a Ray actor.
+--run writes a run in TREC format instead and prints the throughput. --actors splits the index into
+N shards and searches each in a Ray actor.
 
 --candidates scores only the items that a candidate generator of `maxray add` finds, or several
 generators joined by + or :. The search is faster and may miss hits.

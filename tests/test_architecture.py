@@ -93,6 +93,12 @@ def test_test_files_mirror_modules(path: Path):
     assert exists != (name in UNMIRRORED.get(path.parent.name, "").split())
 
 
+@pytest.mark.parametrize("name", ["karpathy", "msrvtt", "multivent"])
+def test_items_of_collections_are_listed_without_torch(name):
+    code = f"import sys, pipeline.datasets.{name}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
 def test_core_runs_without_ray_and_lance():
     code = """
 import sys

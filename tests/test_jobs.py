@@ -363,7 +363,8 @@ def test_starts_its_own_cluster_after_another_has_died():
 def test_workers_of_its_own_cluster_have_the_priority_of_the_job():
     environment = {name: os.environ[name] for name in os.environ if name != "RAY_ADDRESS"}
     script = (
-        "import jobs, os, ray\nwith jobs.cluster(): print(ray.get(ray.remote(os.nice).remote(0)))"
+        "import jobs, os, ray\n"
+        "with jobs.cluster(): print(ray.get(ray.remote(lambda: os.nice(0)).remote()))"
     )
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)

@@ -6,7 +6,7 @@ Each module of this package implements one method from the literature, or a base
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
@@ -418,6 +418,20 @@ def memberships(groups_BN: torch.Tensor, num_groups: int) -> torch.Tensor:
 def large_parts(values: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
     """Splits a large tensor along a dimension into views of about `LARGE / 4` elements."""
     return values.split(max(1, values.shape[dim] * LARGE // (4 * values.numel())), dim)
+
+
+def in_parts(
+    function: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, dim: int
+) -> torch.Tensor:
+    """Computes `function(values)`, which has the same shape and type.
+
+    A large tensor without a gradient is split along `dim` and overwritten part by part.
+    """
+    if values.numel() <= LARGE or values.requires_grad:
+        return function(values)
+    for part in large_parts(values, dim):
+        part.copy_(function(part))
+    return values
 
 
 def first_minimum(values: torch.Tensor, dim: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from pipeline.compression import select
-from pipeline.compression.samer import Geometry, token_coordinates
+from pipeline.compression.geometry import Geometry, token_coordinates
 from pipeline.compression.seeds import (
     SeededBudget,
     SeededCompressor,

@@ -268,7 +268,7 @@ def coefficients(
     num_axes: int,
     has_sites: bool,
 ) -> torch.Tensor:
-    """Computes the vectors whose products with points are distances, see `samer.Geometry`.
+    """Computes the vectors whose products with points are distances, see `geometry.Geometry`.
 
     Args:
         sums_BKE: Sum of the points of each centroid, float32.

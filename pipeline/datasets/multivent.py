@@ -16,11 +16,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from pipeline import config, distributed
+from pipeline import config
 from pipeline.atomic import open_atomic, write_atomic
 from pipeline.config import MissingField, SpecError, Uri, within
 from pipeline.datasets.files import check_text, read_csv
@@ -37,16 +37,12 @@ from pipeline.sources import make_revision
 from pipeline.sources.audio import Audio
 from pipeline.sources.media import SIDECAR_BYTES, MediaFile, Member
 from pipeline.sources.video import Video
-from pipeline.tokens import AUDIO, TEXT
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
-from pipeline.training_data.rows import Listing, logger
+from pipeline.training_data.rows import Listing, warn
 from pipeline.training_data.tables import LINES, list_files, read_rows
-from pipeline.transcribe.precomputed import (
-    Precomputed,
-    PrecomputedSpeech,
-    PrecomputedText,
-    unreadable_files,
-)
+
+if TYPE_CHECKING:
+    from pipeline.transcribe.precomputed import Precomputed
 
 #: YouTube ids of the train set, and numbers of the test set. Some lists contain other lines.
 VIDEO_ID = re.compile(r"[A-Za-z0-9_-]{11}|\d+")
@@ -242,9 +238,9 @@ class Items(SelectedVideos):
     def _recognisers(self) -> dict[str, _Features]:
         found = {}
         if self.spec.ocr is not None:
-            found["ocr"] = _Features(self.spec.ocr, TEXT)
+            found["ocr"] = _Features(self.spec.ocr, is_speech=False)
         if self.spec.asr is not None:
-            found["asr"] = _Features(self.spec.asr, AUDIO)
+            found["asr"] = _Features(self.spec.asr, is_speech=True)
         return found
 
     def shards(self) -> Iterator[dict[str, Any]]:
@@ -373,14 +369,17 @@ class Items(SelectedVideos):
 class _Features:
     """Recognised text of videos in feature archives."""
 
-    def __init__(self, uri: str, kind: int):
-        self._spec = Precomputed.Spec(path=uri)
-        self._kind = kind
+    def __init__(self, uri: str, *, is_speech: bool):
+        from pipeline.transcribe import precomputed  # imports torch
+
+        self._class: type[Precomputed]
+        self._class = precomputed.PrecomputedSpeech if is_speech else precomputed.PrecomputedText
+        self._spec = precomputed.Precomputed.Spec(path=uri)
+        self._separator = " " if is_speech else "\n"
 
     @functools.cached_property
     def _recogniser(self) -> Precomputed:
-        recogniser = PrecomputedText if self._kind == TEXT else PrecomputedSpeech
-        return recogniser(self._spec, skip_unreadable=True)
+        return self._class(self._spec, skip_unreadable=True)
 
     def unreadable(self) -> list[tuple[str, str]]:
         """Returns the names and the problems of unreadable files.
@@ -388,13 +387,13 @@ class _Features:
         Raises:
             SpecError: The archive does not exist.
         """
-        return unreadable_files(self._spec, self._kind)
+        from pipeline.transcribe.precomputed import unreadable_files
+
+        return unreadable_files(self._spec, self._class.kind)
 
     def text(self, item: Item) -> str:
         """Returns the recognised text of an item."""
-        lines = self._recogniser.lines(item.row())
-        separator = "\n" if self._kind == TEXT else " "
-        return separator.join(line.text for line in lines)
+        return self._separator.join(line.text for line in self._recogniser.lines(item.row()))
 
 
 class Queries(CollectionQueries["Queries.Spec"]):
@@ -561,7 +560,7 @@ class Rows(RowData["Rows.Spec"]):
             rule = "a file with at least one relevance above 0"
             raise SpecError("judgments", files.judgments, rule, "contains no such relevance")
         num_judged = len({query_id for query_id, _ in pairs})
-        if num_judged < len(queries) and distributed.rank() == 0:
+        if num_judged < len(queries):
             message = "%d of %d queries of %s are left out: they have no relevant video"
-            logger.warning(message, len(queries) - num_judged, len(queries), files.path)
+            warn(message, len(queries) - num_judged, len(queries), files.path)
         return listing

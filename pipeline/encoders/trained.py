@@ -32,6 +32,8 @@ TRAINING = "training.json"
 METADATA = "compressor.json"
 TOKENS = "appended_tokens.safetensors"
 MODULE = "compressor.safetensors"
+#: File of a projection that was trained without the model.
+PROJECTION = "projection.safetensors"
 
 
 @dataclass(frozen=True)
@@ -303,16 +305,28 @@ def trained_encoder(folder: str, field: str) -> ComponentSpec:
     except (OSError, ValueError, KeyError, TypeError):
         rule = "the output folder of contrastive training"
         raise SpecError(field, folder, rule, f"has no readable {TRAINING}") from None
-    # The trained weights, see `pipeline.train.trainables`.
-    if trainable == "all":
-        fields |= {"model": folder, "revision": None, "adapter": None}
-        if fields.get("projection", "identity") != "identity":  # the model contains it
-            fields["projection"] = None
-    elif trainable == "lora":
-        fields["adapter"] = folder
-    elif Path(folder, "projection.safetensors").is_file():
-        fields["projection"] = folder
+    fields |= trained_fields(fields, trainable, folder)
     return ENCODERS.resolve({**fields, "appended_tokens": folder})
+
+
+def trained_fields(
+    encoder: Mapping[str, Any], trainable: str, folder: str
+) -> dict[str, str | None]:
+    """Returns the fields of an encoder's spec that load the weights after contrastive training.
+
+    Args:
+        encoder: Fields of the encoder before training.
+        trainable: Trained parameters, see `pipeline.train.trainables`.
+        folder: Output folder of training.
+    """
+    if trainable == "all":
+        fields: dict[str, str | None] = {"model": folder, "revision": None, "adapter": None}
+        if encoder.get("projection", "identity") != "identity":  # the model contains it
+            fields["projection"] = None
+        return fields
+    if trainable == "lora":
+        return {"adapter": folder}
+    return {"projection": folder} if Path(folder, PROJECTION).is_file() else {}
 
 
 @contextlib.contextmanager

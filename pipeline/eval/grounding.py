@@ -137,28 +137,37 @@ def generate_phrases(
     Raises:
         SpecError: No item has words with locations.
     """
-    infos = [index.representation(name) for name in names if _extents_column(index, name)]
-    rng = np.random.default_rng(spec.seed)
-    found: list[Phrase] = []
-    for info in infos[:1]:
-        spans, extents = (info.positions[kind] for kind in ("spans", "extents"))
-        has = combine_filters(filter, f"`{extents}` IS NOT NULL AND text IS NOT NULL")
-        ids = [i for batch in index.batches(["item_id"], filter=has) for i in batch[0].to_pylist()]
-        order = rng.permutation(len(ids)).tolist()
-        for start in range(0, len(order), spec.num_phrases):
-            if len(found) >= spec.num_phrases:
-                break
-            sample = [ids[i] for i in order[start : start + spec.num_phrases]]
-            rows = index.items(sample, ["item_id", "text", spans, extents]).to_pylist()
-            per_item = -(-spec.num_phrases // len(ids))
-            for row in rows:
-                words = _Words(row["text"], row[spans], row[extents])
-                phrases = words.phrases(spec.num_words, per_item, rng)
-                found += [Phrase(row["item_id"], text, boxes) for text, boxes in phrases]
+    info = next((index.representation(n) for n in names if _extents_column(index, n)), None)
+    found = [] if info is None else _sample_phrases(spec, index, info, filter)
     if not found:
         rule = "a file of phrases if no item has word positions"
         raise SpecError("grounding", spec.num_phrases, rule)
     return found[: spec.num_phrases]
+
+
+def _sample_phrases(
+    spec: GeneratedPhrases, index: Index, info: RepresentationInfo, filter: str | None
+) -> list[Phrase]:
+    spans, extents = (info.positions[kind] for kind in ("spans", "extents"))
+    has = combine_filters(filter, f"`{extents}` IS NOT NULL AND text IS NOT NULL")
+    # Sorted, because the order of the rows depends on the order in which units were written.
+    ids = sorted(
+        i for batch in index.batches(["item_id"], filter=has) for i in batch[0].to_pylist()
+    )
+    rng = np.random.default_rng(spec.seed)
+    order = rng.permutation(len(ids)).tolist()
+    found: list[Phrase] = []
+    for start in range(0, len(order), spec.num_phrases):
+        if len(found) >= spec.num_phrases:
+            break
+        sample = [ids[i] for i in order[start : start + spec.num_phrases]]
+        rows = index.items(sample, ["item_id", "text", spans, extents]).to_pylist()
+        per_item = -(-spec.num_phrases // len(ids))
+        for row in rows:
+            words = _Words(row["text"], row[spans], row[extents])
+            phrases = words.phrases(spec.num_words, per_item, rng)
+            found += [Phrase(row["item_id"], text, boxes) for text, boxes in phrases]
+    return found
 
 
 class _Words:

@@ -10,7 +10,6 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 from urllib.parse import quote, unquote
 
 import ir_measures
@@ -26,11 +25,18 @@ Grades = Mapping[str, int]
 
 DEFAULT_MEASURES = ("nDCG@5", "nDCG@10", "R@5", "R@10", "R@100", "RR@10", "AP")
 
-#: Providers of all metrics except nDCG and RR. Excluded are gdeval (a Perl script that rounds),
-#: accuracy (divides by zero if all hits are relevant) and pyndeval (needs subtopics).
+#: Providers of all metrics except nDCG. Excluded are gdeval (a Perl script that rounds), accuracy
+#: (divides by zero if all hits are relevant) and pyndeval (needs subtopics).
 PROVIDERS = FallbackProvider(
-    [ir_measures.pytrec_eval, ir_measures.cwl_eval, ir_measures.compat, ir_measures.judged]
+    [
+        ir_measures.pytrec_eval,
+        ir_measures.cwl_eval,
+        ir_measures.msmarco,  # RR@k
+        ir_measures.compat,
+        ir_measures.judged,
+    ]
 )
+NDCG = "nDCG"
 
 
 #: Median rank of the first relevant document (MdR), which ir-measures does not have. It is not a
@@ -58,11 +64,16 @@ def parse_measure(name: str) -> ir_measures.Measure:
         measure.validate_params()
     except (NameError, ValueError, TypeError, AssertionError):
         raise SpecError("measures", name, rule) from None
-    if measure.NAME not in BUILT_IN and not PROVIDERS.supports(measure):
+    if measure.NAME != NDCG and not PROVIDERS.supports(_unfiltered(measure)):
         raise SpecError("measures", name, rule, "is not supported")
     if measure.params.get("cutoff", 1) < 1:  # terminates the process in trec_eval
         raise SpecError("measures", name, rule)
     return measure
+
+
+def _unfiltered(measure: ir_measures.Measure) -> ir_measures.Measure:
+    """Returns a metric without `judged_only`, for which `per_query` filters the rankings."""
+    return measure(judged_only=False) if "judged_only" in measure.params else measure
 
 
 def per_query(
@@ -84,13 +95,17 @@ def per_query(
     rankings = {query_id: ranking(run[query_id]) for query_id in qrels if run.get(query_id)}
     values = {query_id: dict.fromkeys(measures, 0.0) for query_id in qrels}
     for name in measures:
-        measure = parse_measure(name)
+        measure, orders = parse_measure(name), rankings
+        if measure.params.get("judged_only"):
+            judged = ((q, [d for d in order if d in graded[q]]) for q, order in rankings.items())
+            orders = {query_id: order for query_id, order in judged if order}
+        measure = _unfiltered(measure)
         if name == MDR:
-            found = _first_ranks(rankings, graded)
-        elif compute := BUILT_IN.get(measure.NAME or ""):
-            found = {q: compute(order, graded[q], measure) for q, order in rankings.items()}
+            found = _first_ranks(orders, graded)
+        elif measure.NAME == NDCG:
+            found = {q: _ndcg(order, graded[q], measure) for q, order in orders.items()}
         else:
-            found = _provided(rankings, graded, measure)
+            found = _provided(orders, graded, measure)
         for query_id, value in found.items():
             values[query_id][name] = value
     return values
@@ -140,7 +155,7 @@ def _provided(
 
 
 def _ndcg(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) -> float:
-    """Computes nDCG from graded judgments.
+    """Computes nDCG from graded judgments. trec_eval takes minutes for a grade of 10^6.
 
     The gain of grade g is g, or `2^g - 1` if `dcg` is exp-log2 (SAP, equation 7). The discount of
     rank i, counted from 1, is `log2(i + 1)`. `gains` replaces grades by other grades.
@@ -156,18 +171,9 @@ def _ndcg(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) ->
         gains_K = np.exp2(grades_K - top) - np.exp2(-float(top)) if is_exponential else grades_K
         return float(gains_K @ (1 / np.log2(np.arange(len(gains_K)) + 2)))
 
-    ideal = dcg(sorted(grades.values(), reverse=True)[: _cutoff(measure)])
-    return dcg(grades.get(document, 0) for document in _truncated(order, grades, measure)) / (
-        ideal or 1.0
-    )
-
-
-def _reciprocal_rank(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) -> float:
-    """Computes 1 / rank of the first document with a grade of at least `rel`, or 0 without one."""
-    for rank, document_id in enumerate(_truncated(order, grades, measure), start=1):
-        if grades.get(document_id, -math.inf) >= measure["rel"]:
-            return 1 / rank
-    return 0.0
+    cutoff = measure.params.get("cutoff")
+    ideal = dcg(sorted(grades.values(), reverse=True)[:cutoff])
+    return dcg(grades.get(document, 0) for document in order[:cutoff]) / (ideal or 1.0)
 
 
 def _first_ranks(
@@ -181,22 +187,6 @@ def _first_ranks(
         ranks = (rank for rank, d in enumerate(order, start=1) if grades.get(d, 0) > 0)
         found[query_id] = float(next(ranks, last + 1))
     return found
-
-
-def _truncated(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) -> Sequence[str]:
-    """Returns the part of a ranking that a metric takes into account."""
-    if measure["judged_only"]:
-        order = [document_id for document_id in order if document_id in grades]
-    return order[: _cutoff(measure)]
-
-
-def _cutoff(measure: ir_measures.Measure) -> int | None:
-    return measure.params.get("cutoff")
-
-
-#: Metrics that are computed here, because for RR@k and exponential gains ir-measures uses providers
-#: that order ties differently from trec_eval.
-BUILT_IN: dict[str, Any] = {"nDCG": _ndcg, "RR": _reciprocal_rank}
 
 
 def means(values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -67,39 +67,41 @@ class Ranker:
 
     def key(self, row: Row) -> str:
         """Computes the cache key of `measure`, which is a hash of everything that it depends on."""
-        index = self._searcher.index
+        index, spec = self._searcher.index, self._spec
+        inputs: dict[str, Any] = {"judgments": self.judgments, "k": spec.k}
+        inputs["measures"] = spec.measures
         if row.score == BM25:
-            columns = ["item_id", "parent_id", self._spec.text, *self._filter_columns]
-            dependencies: dict[str, Any] = {
-                "content": index.content_key(columns),
-                "text": self._spec.text,
-            }
+            columns: list[str] = [spec.text]
+            inputs["bm25"] = [spec.text, spec.filter]
         else:
             info = index.representation(row.representation)
-            columns = ["item_id", "parent_id", *_columns(row, info), *self._filter_columns]
-            dependencies = {
-                "content": index.content_key(columns),
-                "encoder": info.encoder.fingerprint,
-                "vectors": self._vectors_hash,
-            }
-            if row.score != SINGLE_VECTOR:
-                dependencies |= {"codec": info.codec, "max_vectors": info.max_vectors}
-            if row.candidates is not None:
-                codes = index.content_key(self._codes_columns(row, row.candidates.generator))
-                dependencies["candidates"] = [codes, *row.candidates]
-            if row.score == FUSED:
-                codes = index.content_key(self._codes_columns(row, BM25_GENERATOR))
-                dependencies["fusion"] = [codes, dump(self._spec.fusion)]
-        return cache_key(
-            **dependencies,
-            score=row.score,
-            judgments=self.judgments,
-            measures=self._spec.measures,
-            k=self._spec.k,
-            filter=self._spec.filter,
-            weights=self.weights(row.score),
-            **({"rerank": self._rerank_key(row.rerank)} if row.rerank else {}),
-        )
+            columns = [*_columns(row, info), *self._codes_columns(row)]
+            name: str | None = row.representation
+            stored = [info.codec, *fitting_key(info)]
+            if row.score == SINGLE_VECTOR:  # all representations of an encoder share them
+                name, stored = info.pooled_column, []
+            inputs["options"] = dump(self._options(row, representation=name))
+            inputs["vectors"] = [self._vectors_hash, info.encoder.fingerprint, *stored]
+        if row.rerank is not None:
+            inputs["rerank"] = self._rerank_key(row.rerank)
+        columns = ["item_id", "parent_id", *columns, *self._filter_columns]
+        return cache_key(**inputs, content=index.content_key(columns))
+
+    def _options(self, row: Row, **changes: Any) -> SearchOptions:
+        """Returns the options of the first stage of a row, with changes."""
+        spec, depth = self._spec, self._k
+        if row.rerank is not None:
+            depth = max(depth, row.rerank.rerank_depth)
+        fields: dict[str, Any] = {"representation": row.representation, "score": row.score}
+        fields |= {"k": depth, "group_by": self._group_by, "filter": spec.filter}
+        if row.score == "hybrid":
+            fields["weights"] = spec.weights
+        if row.score == FUSED:
+            fields["fusion"] = spec.fusion
+        if row.candidates is not None:
+            number = max(row.candidates.number, depth)
+            fields |= {"candidates": row.candidates.generator, "num_candidates": number}
+        return parse(SearchOptions, {**fields, **changes})
 
     def reranker(self, spec: RerankSpec) -> Reranker:
         """Returns the reranker of a row, loaded once.
@@ -221,27 +223,28 @@ class Ranker:
         lengths = self._searcher.packed(name).lengths.cpu().numpy()
 
         def count(numbers: Sequence[int], pool: Pool) -> list[int]:
-            selection = {"filter": self._spec.filter, **self._restriction(pool)}
-            options = parse(SearchOptions, {"representation": name, **selection})
-            rows = self._searcher.items.select(options)
+            rows = self._searcher.items.select(self._options(row, **self._restriction(pool)))
             num_vectors = int((lengths if rows is None else lengths[rows]).sum())
             tokens = self._searcher.queries(self._queries(name, numbers), name).tokens
             return [len(query) * num_vectors for query in tokens]
 
         return float(sum(self._by_pool(count, range(len(self._judged.queries)))))
 
-    def _codes_columns(self, row: Row, generators: str) -> list[str]:
-        """Returns the columns of generators for the representation of a row."""
+    def _codes_columns(self, row: Row) -> list[str]:
+        """Returns the columns of the codes that a row reads."""
+        generators = [] if row.candidates is None else [row.candidates.generator]
+        generators += [BM25_GENERATOR] if row.score == FUSED else []
+        if not generators:  # such as the row of BM25
+            return []
         info = self._searcher.representation(row.representation)
-        return list(generator_columns(self._searcher.index, info, generators).values())
+        found = (generator_columns(self._searcher.index, info, name) for name in generators)
+        return [column for columns in found for column in columns.values()]
 
     def _row_sizes(self, row: Row) -> dict[str, float]:
         """Computes the bytes per item that a row reads, including the tokens of a reranker."""
         index, filter = self._searcher.index, self._spec.filter
         sizes = _sizes(index, row, filter)
-        columns = self._codes_columns(row, row.candidates.generator) if row.candidates else []
-        columns += self._codes_columns(row, BM25_GENERATOR) if row.score == FUSED else []
-        for column in columns:
+        for column in self._codes_columns(row):
             for name in ("vector_bytes", "all_bytes"):
                 sizes[name] += self._searcher.scorer.codes(column).item_bytes
         if row.rerank is not None and row.rerank.name == EDJE:
@@ -257,12 +260,12 @@ class Ranker:
         if not query_ids:
             return []
         numbers = {query_id: number for number, query_id in enumerate(self._judged.queries)}
-        name, keywords = result.representation, self._search_options(result.score)
+        name, score = result.representation, cast(Any, result.score)
+        row = Row(name, score)
+        fields = {"k": NUM_HITS + self._judged.num_removed, "explain": "matches"}
 
         def search(numbers: Sequence[int], pool: Pool) -> list[list[Hit]]:
-            k = NUM_HITS + self._judged.num_removed
-            fields = {"representation": name, "k": k, "explain": "matches", **keywords}
-            options = parse(SearchOptions, {**fields, **self._restriction(pool)})
+            options = self._options(row, **fields, **self._restriction(pool))
             return self._searcher.search_with(self.queries_with_texts(name, numbers), options)
 
         found = self._by_pool(search, [numbers[query_id] for query_id in query_ids])
@@ -304,17 +307,10 @@ class Ranker:
         candidates = EXACT if row.candidates is None else row.candidates.generator
         self._searcher.load(name, row.score, candidates)
         reranker = row.rerank
-        depth = self._k if reranker is None else max(self._k, reranker.rerank_depth)
-        options = {"k": depth, **self._search_options(row.score)}
-        if row.candidates is not None:
-            number = max(row.candidates.number, depth)
-            options |= {"candidates": candidates, "num_candidates": number}
 
         def rank(numbers: Sequence[int], pool: Pool) -> list[dict[str, float]]:
-            restricted = {**options, **self._restriction(pool)}
-            rankings = self._searcher.rank(
-                self.queries_with_texts(name, numbers), name, **restricted
-            )
+            options = self._options(row, **self._restriction(pool))
+            rankings = self._searcher.rank_with(self.queries_with_texts(name, numbers), options)
             if reranker is not None:
                 selected: Any = list(self._judged.inputs(self._query_ids[n] for n in numbers))
                 rankings = self.reranker(reranker).rerank(
@@ -325,13 +321,6 @@ class Ranker:
             return [ranking.scores_by_item() for ranking in rankings]
 
         return functools.partial(self._by_pool, rank)
-
-    def _search_options(self, score: str) -> dict[str, Any]:
-        options: dict[str, Any] = {"score": score, "group_by": self._group_by}
-        options["filter"] = self._spec.filter
-        if score == FUSED:
-            options["fusion"] = self._spec.fusion
-        return {**options, "weights": self.weights(score) or EQUAL_WEIGHTS}
 
     def queries_with_texts(self, representation: str, numbers: Sequence[int]) -> Queries:
         """Returns some of the judged queries as vectors, with their texts if they have any."""

@@ -117,6 +117,14 @@ class Searcher:
         See `search`.
         """
         options = options.resolve(self.index)
+        encoded, rankings = self._rank(queries, options, reranker)
+        explain = options.explain is not None
+        return self.hits(rankings, encoded, options.column, explain=explain)
+
+    def _rank(
+        self, queries: AnyQueries, options: SearchOptions, reranker: Reranker | None
+    ) -> tuple[Queries, list[Ranking]]:
+        """Returns the encoded queries and their rankings. The options must be resolved."""
         rows = self.items.select(options)  # reports an invalid filter before encoding
         if reranker is not None:
             texts_or_images = reranker.check(self.index, queries)
@@ -125,8 +133,7 @@ class Searcher:
         rankings = self.scorer.rank(encoded, options.first_stage(depth), rows)
         if reranker is not None:
             rankings = reranker.rerank(self, texts_or_images, rankings, options.k)
-        explain = options.explain is not None
-        return self.hits(rankings, encoded, options.column, explain=explain)
+        return encoded, rankings
 
     def rank(
         self,
@@ -138,15 +145,14 @@ class Searcher:
         options |= {"representation": representation}
         return self.rank_with(queries, parse(SearchOptions, options))
 
-    def rank_with(self, queries: AnyQueries, options: SearchOptions) -> list[Ranking]:
+    def rank_with(
+        self, queries: AnyQueries, options: SearchOptions, reranker: Reranker | None = None
+    ) -> list[Ranking]:
         """Returns the ranking of each query.
 
         See `rank`.
         """
-        options = options.resolve(self.index)
-        rows = self.items.select(options)
-        encoded = self.encoders.encode(queries, options.column)
-        return self.scorer.rank(encoded, options, rows)
+        return self._rank(queries, options.resolve(self.index), reranker)[1]
 
     def hits(
         self,

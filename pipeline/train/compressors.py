@@ -11,8 +11,8 @@ import torch
 
 from pipeline import config
 from pipeline.compression import Compressor
+from pipeline.compression.geometry import object_labels, token_coordinates
 from pipeline.compression.memtok import MemTok
-from pipeline.compression.samer import object_labels, token_coordinates
 from pipeline.config import SpecError, TrainedSpec
 from pipeline.encoders import Encoder
 from pipeline.encoders.trained import TrainedCompressor, appended_shape, load_parameters

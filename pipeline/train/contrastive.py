@@ -16,7 +16,7 @@ from pipeline import config, distributed
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError
 from pipeline.distributed import gather_rows, num_workers
-from pipeline.encoders.trained import weight_hashes, write_trained_compressor
+from pipeline.encoders.trained import trained_fields, weight_hashes, write_trained_compressor
 from pipeline.registry import ENCODERS
 from pipeline.tokens import TokenBatch
 from pipeline.train.compressors import Compressors, check_compressors
@@ -292,10 +292,11 @@ class Contrastive(Learner[ContrastiveSpec]):
         """
         if self.spec.score == "single_vector":
             _store_scale(self.model, self.log_scale.item())
-        trained = self.tuning.save(folder)
+        self.tuning.save(folder)
         if self.appended is None and self.compressor_module is None:
             return
         spec = self.spec.encoder
+        trained = trained_fields(config.dump(spec), self.spec.trainable, str(folder))
         write_trained_compressor(
             folder,
             config.dump(self.spec.compressor),

@@ -16,7 +16,11 @@ from pipeline.encoders import Encoder, Trainable
 from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_folder
 from pipeline.encoders.smart import Adapter
-from pipeline.encoders.trained import load_appended_tokens, supports_appended_tokens
+from pipeline.encoders.trained import (
+    PROJECTION,
+    load_appended_tokens,
+    supports_appended_tokens,
+)
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise
@@ -108,10 +112,9 @@ class FineTuning:
         """Computes token vectors with gradients, and attention statistics."""
         return self.encoder.tokens(inputs, taps)
 
-    def save(self, folder: Path) -> dict[str, str | None]:
-        """Writes the trained weights and returns the encoder's spec fields that load them."""
+    def save(self, folder: Path) -> None:
+        """Writes the trained weights. `trained_fields` returns the spec fields that load them."""
         self.encoder.save(folder)
-        return {"model": str(folder), "revision": None, "adapter": None, "projection": None}
 
 
 class FrozenModelTuning(FineTuning):
@@ -161,10 +164,9 @@ class LoraTuning(FrozenModelTuning):
         super().train(mode)
         lora.train(self.model, mode)
 
-    def save(self, folder: Path) -> dict[str, str | None]:
+    def save(self, folder: Path) -> None:
         """Writes the matrices in the form that the field `adapter` of an encoder reads."""
         lora.save(self.tuned, folder, self.encoder.checkpoint_prefix)
-        return {"adapter": str(folder)}
 
 
 class LastLayerTuning(FrozenModelTuning):
@@ -176,16 +178,15 @@ class LastLayerTuning(FrozenModelTuning):
         if self.encoder.has_projection:
             self.encoder.projection.requires_grad_(True)
 
-    def save(self, folder: Path) -> dict[str, str | None]:
+    def save(self, folder: Path) -> None:
         """Writes the projection in the form that the field `projection` of an encoder reads."""
         if not self.encoder.has_projection:
-            return {}
+            return
         weights = {
             name: tensor.detach().cpu().contiguous()
             for name, tensor in self.encoder.projection.state_dict().items()
         }
-        safetensors.torch.save_file(weights, folder / "projection.safetensors")
-        return {"projection": str(folder)}
+        safetensors.torch.save_file(weights, folder / PROJECTION)
 
 
 class TokenTuning(LastLayerTuning):
@@ -293,10 +294,9 @@ class AdapterTuning(HiddenStatesTuning):
         cache = spec.hidden_states_cache, spec.hidden_states_dtype
         self.frozen = FrozenEncoder(self.encoder, *cache)
 
-    def save(self, folder: Path) -> dict[str, str | None]:
+    def save(self, folder: Path) -> None:
         """Writes the adapter, which the encoder `smart` reads."""
         self.layer.save(folder, self.encoder.fingerprint)
-        return {}
 
 
 #: Classes by the value of the field `trainable`.

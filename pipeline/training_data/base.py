@@ -9,13 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import numpy as np
-import torch
 
 from pipeline.config import ComponentSpec, ComponentSpecT
-from pipeline.training_data.quality import Quality, ranking
+
+if TYPE_CHECKING:  # imported lazily, because the sources of published collections need no torch
+    import torch
+
+    from pipeline.training_data.quality import Quality
 
 #: Label of padding documents and queries.
 NO_LABEL = -1
@@ -137,6 +140,7 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
         By default, the labels of a query are the numbers of its positives, padded with `NO_LABEL`,
         and the label of a document is its number.
 
+        >>> import torch
         >>> TrainingData.relevant(torch.tensor([[7, -1], [8, 7]]), torch.tensor([[7], [9], [-1]]))
         tensor([[ True, False, False],
                 [ True, False, False]])
@@ -154,6 +158,8 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
             scores_QB: Scores of all validation queries and documents.
             validation: The validation data.
         """
+        from pipeline.training_data.quality import ranking
+
         device = scores_QB.device
         labels = validation.query_labels.to(device), validation.document_labels.to(device)
         return ranking(scores_QB, self.relevant(*labels))

@@ -11,17 +11,15 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 from pydantic import Field, field_validator
 
 from pipeline import config
 from pipeline.config import JobError, SpecError, Uri
 from pipeline.decoding import Unreadable
 from pipeline.decoding.image import decode
-from pipeline.encoders.batching import prefetch
 from pipeline.eval.boxes import NO_BOXES
 from pipeline.paths import open_file
 from pipeline.training_data.base import NO_LABEL, Batch, Phrases, TrainingData, worker_slice
@@ -38,6 +36,9 @@ from pipeline.training_data.rows import (
     stable_hash,
 )
 from pipeline.training_data.tables import ArchiveMember, ImageCell, ImageReader
+
+if TYPE_CHECKING:  # imported lazily, because the sources of published collections need no torch
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -226,6 +227,8 @@ class RowData(TrainingData[RowSpecT]):
             rows = [self._sample_negatives(row, epoch) for row in numbers]
             return self._batch(rows, worker, num_workers)
 
+        from pipeline.encoders.batching import prefetch
+
         for _, batch in prefetch(range(first, self.num_batches), read):
             yield batch
 
@@ -315,6 +318,8 @@ class RowData(TrainingData[RowSpecT]):
         Raises:
             JobError: None of several files can be read.
         """
+        import torch
+
         wanted = [None if n == NO_LABEL else listing.documents[n] for n in numbers]
         items = list(self._pool.map(self._load_item, wanted))
         documents = [
@@ -484,6 +489,8 @@ def teacher_scores(rows: Sequence[Row], numbers: Sequence[int]) -> torch.Tensor:
     >>> teacher_scores([Row("q", 3, (5,), (0.75, 0.25))], [5, 4, 3])
     tensor([[0.2500,    nan, 0.7500]])
     """
+    import torch
+
     columns = {number: column for column, number in enumerate(numbers)}
     scores_QB = torch.full((len(rows), len(numbers)), torch.nan)
     for query, row in enumerate(rows):

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import distributed
 from pipeline.config import SpecError
 from pipeline.eval.boxes import NO_BOXES
 from pipeline.sources.files import open_root
@@ -19,6 +18,14 @@ from pipeline.training_data.base import NO_LABEL
 from pipeline.training_data.tables import LINES, ArchiveMember, ImageCell, list_files, read_rows
 
 logger = logging.getLogger(__name__)
+
+
+def warn(message: str, *arguments: object) -> None:
+    """Logs a warning, in the first of several workers."""
+    from pipeline import distributed  # imports torch, which a source does not need
+
+    if distributed.rank() == 0:
+        logger.warning(message, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +193,9 @@ def drop_relevant_negatives(listing: Listing) -> Listing:
         indices = [i for i, number in enumerate(row.negatives) if labels[number] not in relevant]
         rows.append(row if len(indices) == len(row.negatives) else select_negatives(row, indices))
         num_dropped += len(row.negatives) - len(indices)
-    if num_dropped and distributed.rank() == 0:
+    if num_dropped:
         reason = "they are relevant documents of their query, or copies of one"
-        logger.warning("%d hard negatives are left out: %s", num_dropped, reason)
+        warn("%d hard negatives are left out: %s", num_dropped, reason)
     return listing.with_rows(rows)
 
 
@@ -251,17 +258,16 @@ def drop_missing_files(listing: Listing) -> Listing:
     if not rows:
         rule = f"data with existing {kind} files"
         raise SpecError("path", uri, rule, "does not exist", f" ({location})")
-    if distributed.rank() == 0:
-        logger.warning(
-            "%d of %d rows and %d of %d documents are left out: missing files, such as %s %s (%s)",
-            len(listing.rows) - len(rows),
-            len(listing.rows),
-            len(missing),
-            len(used),
-            kind,
-            uri,
-            location,
-        )
+    warn(
+        "%d of %d rows and %d of %d documents are left out: missing files, such as %s %s (%s)",
+        len(listing.rows) - len(rows),
+        len(listing.rows),
+        len(missing),
+        len(used),
+        kind,
+        uri,
+        location,
+    )
     return listing.with_rows(rows)
 
 

@@ -6,7 +6,8 @@ import torch
 
 from pipeline import compression
 from pipeline.compression import group_sums, memberships, samer
-from pipeline.compression.samer import SaMer, object_labels, soft_centroids, token_coordinates
+from pipeline.compression.geometry import object_labels, token_coordinates
+from pipeline.compression.samer import SaMer, soft_centroids
 from pipeline.config import SpecError, parse
 from pipeline.tokens import TokenBatch
 

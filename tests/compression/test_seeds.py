@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.compression.geometry import token_coordinates
 from pipeline.compression.random import Random
-from pipeline.compression.samer import SaMer, token_coordinates
+from pipeline.compression.samer import SaMer
 from pipeline.compression.seeds import degenerate_placement, lattice_positions
 from pipeline.compression.spatial import Spatial
 from pipeline.config import digest, dump

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline import compression
-from pipeline.compression import TIE_TOLERANCE, first_minimum, kcenter, samer
+from pipeline.compression import TIE_TOLERANCE, first_minimum, geometry, group_sums, kcenter, samer
 from pipeline.compression.kcenter import KCenter
 from pipeline.compression.samer import SaMer
 from pipeline.tokens import TokenBatch
@@ -123,7 +123,7 @@ def test_samer_equals_torch(axes, length, monkeypatch):
     large = TokenBatch(vectors, mask, normalised=False, extents=extents * 100)
     compressor = SaMer(SaMer.Spec(num_vectors=20, axes=axes))
     expected = [compressor.compress(tokens) for tokens in (batch, large)]
-    for module in (compression, samer):
+    for module in (compression, geometry, samer):
         monkeypatch.setattr(module, "kernel_module", lambda tensor: triton_kernels)
     monkeypatch.setattr(compression, "is_cpu", lambda tensor: False)
     for tokens, result in zip((batch, large), expected, strict=True):
@@ -158,10 +158,11 @@ def test_coefficients_equal_torch(num_axes, has_sites):
     if not has_sites:
         coords *= 100
     tokens, mask = torch.randn(3, 40, 10, generator=generator), torch.ones(3, 40, dtype=torch.bool)
-    geometry = samer.Geometry(tokens, coords, mask, gamma=1.0)
-    sums = geometry.sums(torch.randint(0, 6, (3, 40), generator=generator), 7)
+    points = geometry.Geometry(tokens, coords, mask, gamma=1.0)
+    groups = torch.randint(0, 6, (3, 40), generator=generator)
+    sums = group_sums(points.points_BNE, groups, 7)
     offsets = torch.rand(3, 7, generator=generator)
-    expected = geometry._coefficients(sums, offsets)
+    expected = points._coefficients(sums, offsets)
     found = triton_kernels.coefficients(
         sums.to(DEVICE), offsets.to(DEVICE), 10, num_axes, has_sites and num_axes > 0
     )

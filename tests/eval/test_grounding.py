@@ -177,6 +177,15 @@ def test_generate_phrases(uri):
         generate_phrases(spec, open_index(uri).index, ["full"], "modality = 'text'")
 
 
+def test_generated_phrases_are_independent_of_row_order(uri, monkeypatch):
+    index, spec = open_index(uri).index, GeneratedPhrases(num_phrases=2)
+    expected = generate_phrases(spec, index, ["full"], None)
+    batches = list(index.batches(["item_id"], filter="modality = 'page'"))
+    reverse = [batch.take(np.arange(len(batch))[::-1]) for batch in batches[::-1]]
+    monkeypatch.setattr(index, "batches", lambda *_, **options: reverse)
+    assert generate_phrases(spec, index, ["full"], None) == expected
+
+
 @pytest.mark.parametrize("name", ["full", "hpool_4", "random_4"])
 def test_metrics_follow_from_stored_columns(uri, name):
     searcher = open_index(uri)

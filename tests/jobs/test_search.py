@@ -79,7 +79,7 @@ def test_run_over_a_file(index_uri, query_file, tmp_path, group_by, capsys):
     }
     first, throughput, last = capsys.readouterr().out.splitlines()
     assert (first, last) == ("2 queries x 8 items", f"2 queries, 6 hits: {out}")
-    assert re.fullmatch(r"encoded [\d,.]+ queries/s, scored [\d,.]+ queries/s", throughput)
+    assert re.fullmatch(r"[\d,.]+ queries/s", throughput)
 
 
 def test_run_with_candidates(index_uri, query_file, tmp_path):
@@ -253,11 +253,7 @@ def test_queries_are_ranked_in_batches(index_uri, query_file, tmp_path, capsys, 
     monkeypatch.setattr(_runs, "QUERY_BATCH", 1)
     monkeypatch.setattr(_runs, "PROGRESS_SECONDS", 0.0)
     search.main([index_uri, "--queries", query_file, "--run", parts])
-    assert re.search(
-        r"^\S+ 1 of 2 queries; encoded \S+ queries/s, scored \S+ queries/s$",
-        capsys.readouterr().out,
-        re.M,
-    )
+    assert re.search(r"^\S+ 1 of 2 queries; \S+ queries/s$", capsys.readouterr().out, re.M)
     runs = [read_run(path) for path in (whole, parts)]
     assert {q: pytest.approx(scores, abs=1e-4) for q, scores in runs[0].items()} == runs[1]
     assert {q: list(scores) for q, scores in runs[0].items()} == {

@@ -115,8 +115,8 @@ with open_display() as display:
     time.sleep(0.6)
     mode = sys.argv[1]
     if mode == "exit":
-        import jobs
-        os._exit(jobs._report_error("stopped", 3))
+        from jobs._errors import report_error
+        os._exit(report_error("stopped", 3))
     if mode == "raise":
         raise ValueError("unexpected")
 print("after the display")

@@ -363,7 +363,7 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
          "(single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0, got [0, 0]"),
         (["--score", "hybrid", "--weights", "nan", "1"], "weights must be two numbers "
          "(single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0, got ['nan', 1]"),
-        (["--weights", "1", "2"], "weights must be (1.0, 1.0) for the score maxsim, "
+        (["--weights", "1", "2"], "weights must be [1.0, 1.0] for the score maxsim, "
          "got (1.0, 2.0)"),
         (["--weights", "1", "x"], "weights must be two numbers "
          "(single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0, got [1, 'x']"),
@@ -381,8 +381,8 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
         (["--fusion", "agreement=0"], "score must be fused if fusion is set, got 'maxsim'"),
         (["--score", "fused", "--fusion", "weights.bm=1"], "unknown field 'bm' in fusion.weights; "
          "did you mean 'bm25'? valid fields: maxsim, bm25, single_vector"),
-        (["--score", "fused", "--fusion", "gone.yaml"], "fusion must be the path of an existing "
-         "YAML file, got 'gone.yaml', which does not exist"),
+        (["--score", "fused", "--fusion", "gone.yaml"], "fusion must be a YAML file with a mapping "
+         "of fields to values, got 'gone.yaml', which does not exist"),
         (["--num-candidates", "9"], "num_candidates must be at least k = 10, got 9"),
         (["-k", "0"], "k must be greater than or equal to 1, got 0"),
         (["-k", "true"], "k must be a number, got True"),
@@ -391,7 +391,8 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
         (["--ids", "gone"], "ids must be the path of an existing file, got 'gone', which does"
                             " not exist"),
         (["--ids", "none"], "ids must be a file with at least one id, got 'none', which is empty"),
-        (["--run", "none/run.trec"], "run must be a path below a folder, got 'none/run.trec', "
+        (["--run", "none/run.trec"], "run must be the path of a file that can be written, got"
+        " 'none/run.trec', "
          "which is below the file none"),
         (["--run", "pipe"], "run must be the path of a file, got 'pipe', which is a device or"
                             " a pipe"),

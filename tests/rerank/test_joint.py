@@ -313,7 +313,7 @@ def test_bundled_model_gets_a_language_head():
         ({"model": "nowhere/at all"}, "^model must be .*'nowhere/at all', which is not a folder"),
         ({"max_text_tokens": 64}, "^max_text_tokens must be at most 40 for a model .*, got 64$"),
         ({"max_text_tokens": 2}, "^max_text_tokens must be greater than or equal to 3, got 2$"),
-        ({"positions": "none"}, "^positions must be one of text, .*sequence, got 'none'$"),
+        ({"positions": "none"}, "^positions must be 'text', .*'sequence', got 'none'$"),
     ],
 )
 def test_rejects_invalid_specs(tmp_path, spec, message):

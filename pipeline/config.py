@@ -307,10 +307,11 @@ def reading(
     except (SpecError, MissingExtra):
         raise
     except FileNotFoundError as error:
-        is_complete = is_uri(str(value)) or Path(str(value)).exists()
-        name = PurePath(error.filename or str(value)).name
-        is_part = is_complete and name != PurePath(str(value)).name
-        problem = f"has no {name}" if is_part else "does not exist"
+        name = PurePath(error.filename or "").name
+        if is_uri(str(value)) or not Path(str(value)).exists():
+            problem = "does not exist"
+        else:  # a folder without a file, which libraries do not always name
+            problem = f"has no {name}" if name else f"{problem} ({one_line(error)})"
         raise SpecError(field, value, rule, problem) from None
     except kinds as error:
         if "out of memory" in str(error).lower():

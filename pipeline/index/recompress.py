@@ -36,7 +36,7 @@ from pipeline.index.columns import (
     required_taps,
     taps_by_representation,
 )
-from pipeline.index.filters import matching_ids
+from pipeline.index.filters import check_matches, matching_ids
 from pipeline.index.fitting import (
     LearnedState,
     fit,
@@ -252,9 +252,7 @@ def check_sample(
     if spec.fit_filter is not None:
         with _errors_at("fit_filter", spec.fit_filter):
             item_ids = matching_ids(index, spec.fit_filter)
-        if not len(item_ids):
-            rule = "a condition that matches items"
-            raise SpecError("fit_filter", spec.fit_filter, rule, "matches no items")
+        check_matches(len(item_ids), spec.fit_filter, "fit_filter")
 
 
 @contextlib.contextmanager

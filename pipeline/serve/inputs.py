@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, reading
 from pipeline.decoding.image import without_comments
 from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
@@ -177,13 +176,11 @@ def _read_image(query: wire.Image, max_pixels: int) -> bytes:
         SpecError: The query is not a valid image, or it is too large.
     """
     rule = f"a PNG, JPEG or WebP file in base64 of at most {max_pixels:,} pixels"
-    try:
+    with reading("query.image", "the image", rule, ValueError, Image.DecompressionBombError):
         data = base64.b64decode(query.image, validate=True)
         file = io.BytesIO(without_comments(data))
         with Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
             width, height = image.size
-    except (binascii.Error, ValueError, OSError, Image.DecompressionBombError):
-        raise SpecError("query.image", "the image", rule, "cannot be read") from None
     if width * height > max_pixels:
         raise SpecError("query.image", f"{width} x {height} pixels", rule)
     return data

@@ -155,7 +155,7 @@ def test_unknown_keys_are_ignored():
 @pytest.mark.parametrize(
     ("changes", "detail"),
     [
-        ({"encoder": "minilm"}, "spec must be a valid dictionary .*"),
+        ({"encoder": "minilm"}, "spec must be a valid dictionary, .*"),
         ({"positions": None}, "AttributeError: .*"),
         ({"dim": "wide"}, "dim must be a valid integer, .*, got 'wide'"),
         ({"compressor": "none"}, "compressor must be a valid dictionary, got 'none'"),

@@ -147,7 +147,8 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         ),
         (
             "index={tmp}/spec.yaml",
-            "index must be the path of a folder, got '{tmp}/spec.yaml', which is a file",
+            "index must be the path of a folder that can be written, got '{tmp}/spec.yaml',"
+            " which is a file",
         ),
         (
             "index={tmp}/spec.yaml/index",

@@ -58,6 +58,9 @@ from pipeline.stage import Profile, Resources
 from pipeline.taps import APPENDED_STATISTICS, Tap
 from pipeline.tokens import TokenBatch, lists_of
 
+#: Seed of the sample of items to fit on.
+FIT_SEED = 0
+
 
 class RecompressSpec(Spec):
     """Spec of `maxray add representations`."""
@@ -74,8 +77,6 @@ class RecompressSpec(Spec):
     """Number of fragments per commit."""
     fit_items: PositiveInt = 256
     """Number of items on which compressors and codecs are fitted."""
-    fit_seed: int = Field(0, ge=0, lt=2**32)
-    """Seed of the sample of items."""
     fit_index: Uri | None = None
     """Index with a separate calibration sample. By default the sample is drawn from `index`."""
     fit_filter: str | None = None
@@ -322,7 +323,7 @@ def _fit(
 
     origin = {"index": spec.fit_index, "filter": spec.fit_filter}
     origin = {name: value for name, value in origin.items() if value is not None}
-    learned = fit(representation, encoder_info, sample, spec.fit_seed)
+    learned = fit(representation, encoder_info, sample, FIT_SEED)
     return learned._replace(sample=Sample(origin, content_N))
 
 
@@ -334,5 +335,5 @@ def _sample(index: Index, spec: RecompressSpec, columns: list[str]) -> pa.Table:
         item_ids = dataset.to_table(columns=["item_id"])["item_id"]
         matches = matching_ids(index, spec.fit_filter).combine_chunks()
         rows = np.flatnonzero(pa.compute.is_in(item_ids, matches).to_numpy())
-    sample = np.random.default_rng(spec.fit_seed).permutation(rows)[: spec.fit_items]
+    sample = np.random.default_rng(FIT_SEED).permutation(rows)[: spec.fit_items]
     return dataset.take(np.sort(sample).tolist(), columns=columns)

@@ -129,23 +129,27 @@ class ServedIndex(Spec):
         return self
 
 
+#: Maximum length of the text of a query, in characters.
+MAX_QUERY_CHARS = 4_000
+#: Maximum size of a query image, in pixels.
+MAX_IMAGE_PIXELS = 50_000_000
+#: Maximum total number of hits per request.
+MAX_BATCH_HITS = 20_000
+#: Maximum number of queued evaluations per access key.
+MAX_QUEUED_PER_KEY = 8
+
+
 class Limits(Spec):
     """Limits per request and per access key."""
 
     max_body_bytes: PositiveInt = 8 << 20
     """Maximum size of a request body, in bytes."""
-    max_query_chars: PositiveInt = 4_000
-    """Maximum length of the text of a query, in characters."""
     max_batch_chars: PositiveInt = 40_000
     """Maximum total length of the query texts of a request, in characters."""
-    max_image_pixels: PositiveInt = 50_000_000
-    """Maximum size of a query image, in pixels."""
     max_k: PositiveInt = 1_000
     """Maximum number of hits per query."""
     max_batch_queries: PositiveInt = 128
     """Maximum number of queries per request."""
-    max_batch_hits: PositiveInt = 20_000
-    """Maximum total number of hits per request."""
     max_rerank_pairs: PositiveInt = 2_000
     """Maximum number of (query, item) pairs per request that EDJE reranks."""
     max_in_flight_requests: PositiveInt = 128
@@ -206,8 +210,6 @@ class Evaluations(Spec):
     """Benchmarks by name."""
     max_queued: PositiveInt = 16
     """Maximum number of queued evaluations. Further evaluations are rejected (503)."""
-    max_queued_per_key: PositiveInt = 8
-    """Maximum number of queued evaluations per access key."""
     max_finished: PositiveInt = 1_000
     """Maximum number of finished evaluations to keep. The oldest are removed."""
 

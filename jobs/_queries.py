@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, reading
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.schema import Composed
@@ -53,11 +53,8 @@ def _read_image(uri: str) -> bytes:
     from pipeline.paths import open_file
 
     rule = f"a PNG, JPEG or WebP file of at most {MAX_IMAGE_BYTES:,} bytes"
-    try:
-        with open_file(uri) as file:
-            data = file.read(MAX_IMAGE_BYTES + 1)
-    except OSError as error:
-        raise SpecError("image", uri, rule, f"cannot be read ({error})") from None
+    with reading("image", uri, rule), open_file(uri) as file:
+        data = file.read(MAX_IMAGE_BYTES + 1)
     if len(data) > MAX_IMAGE_BYTES:
         raise SpecError("image", uri, rule, "is too large")
     return data

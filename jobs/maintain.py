@@ -121,11 +121,8 @@ def _read_ids(path: str) -> list[str]:
         SpecError: The file cannot be read or contains no ids.
     """
     rule = "a UTF-8 text file with one item id per line"
-    config.check_exists(path, "--ids", rule)
-    try:
+    with config.reading("--ids", path, rule, UnicodeDecodeError):
         ids = [line for line in Path(config.absolute(path)).read_text("utf-8").splitlines() if line]
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError("--ids", path, rule, f"cannot be read ({error})") from None
     if not ids:
         raise SpecError("--ids", path, rule, "is empty")
     return ids

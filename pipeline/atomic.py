@@ -35,24 +35,25 @@ def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
     if "file" not in filesystem.protocol:
         return
     target = Path(path)
-    if as_file and target.is_dir():
-        raise SpecError(field, uri, "the path of a file", "is a folder")
-    if not as_file and target.is_file():
-        raise SpecError(field, uri, "the path of a folder", "is a file")
-    # Devices such as /dev/null, and links to /proc such as /dev/stdout, would be replaced by a
-    # rename.
-    is_stream = target.is_symlink() and os.readlink(target).startswith("/proc/")
-    if as_file and (is_stream or (target.exists() and not target.is_file())):
-        raise SpecError(field, uri, "the path of a file", "is a device or a pipe")
+    rule, problem = f"the path of a {'file' if as_file else 'folder'} that can be written", None
     parent = target.parent if as_file else target
     while not parent.exists():
         parent = parent.parent
-    if not parent.is_dir():
-        raise SpecError(field, uri, "a path below a folder", f"is below the file {parent}")
-    if not os.access(parent, os.W_OK | os.X_OK) or parent.is_relative_to("/proc"):
-        raise SpecError(
-            field, uri, "a writable path", f"cannot be written ({parent} is not writable)"
-        )
+    # Devices such as /dev/null, and links to /proc such as /dev/stdout, would be replaced by a
+    # rename.
+    is_stream = target.is_symlink() and os.readlink(target).startswith("/proc/")
+    if as_file and target.is_dir():
+        problem = "is a folder"
+    elif not as_file and target.is_file():
+        problem = "is a file"
+    elif as_file and (is_stream or (target.exists() and not target.is_file())):
+        problem = "is a device or a pipe"
+    elif not parent.is_dir():
+        problem = f"is below the file {parent}"
+    elif not os.access(parent, os.W_OK | os.X_OK) or parent.is_relative_to("/proc"):
+        problem = f"cannot be written ({parent} is not writable)"
+    if problem:
+        raise SpecError(field, uri, rule, problem)
 
 
 def write_atomic(uri: str, data: str | bytes) -> None:

@@ -11,6 +11,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from pipeline.config import SpecError
 
+#: Errors of transformers and its libraries on invalid files, besides `OSError`.
+LOAD_ERRORS = (ValueError, KeyError, TypeError, AttributeError, ImportError)
+
 
 def find_checkpoint(model: str, revision: str | None, files: Sequence[str], rule: str) -> Path:
     """Returns the local folder of a checkpoint, which is downloaded from the hub if necessary.
@@ -37,3 +40,18 @@ def find_checkpoint(model: str, revision: str | None, files: Sequence[str], rule
         note = "; offline, use a folder or a model in the hub's cache (HF_HOME)"
         raise SpecError("model", model, rule, problem, note) from None
     return Path(folder)
+
+
+def check_safetensors(model: str, folder: Path) -> None:
+    """Checks that a checkpoint has weights that are not pickled.
+
+    Args:
+        model: Name of the checkpoint, used in messages.
+        folder: Folder of the checkpoint.
+
+    Raises:
+        SpecError: It has none.
+    """
+    if not any(folder.glob("*.safetensors")):
+        rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
+        raise SpecError("model", model, rule, "has no safetensors file")

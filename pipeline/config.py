@@ -14,10 +14,10 @@ import hashlib
 import itertools
 import json
 import os
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
-from types import UnionType
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from types import NoneType, UnionType
 from typing import (
     Annotated,
     Any,
@@ -34,8 +34,8 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     ValidationError,
-    ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
 )
@@ -163,6 +163,20 @@ class MissingField(SpecError):
         return f"field {name!r} is required{self._location()}{rule}"
 
 
+class InvalidValue(SpecError):
+    """Raised if pydantic rejects a value. `rule` is the message of pydantic.
+
+    >>> str(InvalidValue("k", 0, "Input should be greater than or equal to 1"))
+    'k must be greater than or equal to 1, got 0'
+    """
+
+    def _message(self) -> str:
+        message = self.rule.removesuffix(", got a number with a fractional part")
+        subject, _, rule = message.partition(" should ")
+        rule = f" must {rule}" if rule else f": {subject}"
+        return f"{self.field}{rule}, got {_shown(self.value)}"
+
+
 def _shown(value: Any) -> str:
     shown = repr(value)
     if len(shown) > MAX_SHOWN_CHARACTERS:  # queries can be long
@@ -206,6 +220,10 @@ class Spec(BaseModel):
             if key not in cls.model_fields:
                 names = ", ".join(cls.model_fields)
                 raise UnknownField(str(key), value, names, note=cls.unknown_field_note(str(key)))
+            if isinstance(value, bool):  # pydantic converts `true` to 1
+                types = set(_union_members(cls.model_fields[key].annotation))
+                if types <= {int, float, NoneType}:
+                    raise SpecError(key, value, "a number")
         return data
 
     @classmethod
@@ -213,13 +231,16 @@ class Spec(BaseModel):
         """Returns the end of the message about an unknown field."""
         return ""
 
-    @field_validator("*", mode="wrap")
-    @classmethod
-    def _reject_booleans_as_numbers(cls, value: Any, parse: ValidatorFunctionWrapHandler) -> Any:
-        parsed = parse(value)
-        if isinstance(value, bool) and isinstance(parsed, int | float) and parsed is not value:
-            raise SpecError("", value, "a number")  # pydantic converts `true` to 1
-        return parsed
+    def require(self, holds: bool, field: str, rule: str) -> None:
+        """Raises `SpecError` for a field that contradicts another one.
+
+        Args:
+            holds: True if the fields agree.
+            field: Name of the field.
+            rule: Valid values of the field, see `SpecError`.
+        """
+        if not holds:
+            raise SpecError(field, self.model_dump(mode="json", include={field})[field], rule)
 
 
 class ComponentSpec(Spec):
@@ -267,6 +288,37 @@ def absolute(uri: str) -> str:
     return local_path(uri)
 
 
+@contextlib.contextmanager
+def reading(
+    field: str, value: Any, rule: str, *errors: type[Exception], problem: str = "cannot be read"
+) -> Iterator[None]:
+    """Converts `OSError` and the given errors inside the block to a `SpecError`.
+
+    Args:
+        field: Field that names what is read, see `SpecError`.
+        value: Value of the field.
+        rule: Description of valid values.
+        errors: Other errors to convert.
+        problem: Description of what fails, which precedes the message of the error.
+    """
+    kinds: tuple[type[Exception], ...] = (OSError, *errors)
+    try:
+        yield
+    except (SpecError, MissingExtra):
+        raise
+    except FileNotFoundError as error:
+        name = PurePath(error.filename or "").name
+        if is_uri(str(value)) or not Path(str(value)).exists():
+            problem = "does not exist"
+        else:  # a folder without a file, which libraries do not always name
+            problem = f"has no {name}" if name else f"{problem} ({one_line(error)})"
+        raise SpecError(field, value, rule, problem) from None
+    except kinds as error:
+        if "out of memory" in str(error).lower():
+            raise
+        raise SpecError(field, value, rule, f"{problem} ({one_line(error)})") from None
+
+
 def check_exists(path: str, field: str, rule: str = "the path of an existing file") -> None:
     """Checks that a local path exists. Paths with a URI scheme are not checked.
 
@@ -281,14 +333,8 @@ def check_exists(path: str, field: str, rule: str = "the path of an existing fil
         raise SpecError(field, path, rule, "does not exist")
 
 
-def _uri(value: str) -> str:
-    if not value.strip():
-        raise SpecError("", value, "a path or URI", "is empty")
-    return absolute(value)
-
-
 #: Type of spec fields that contain a path or a URI. Local paths are made absolute.
-Uri = Annotated[str, AfterValidator(_uri)]
+Uri = Annotated[str, Field(min_length=1), AfterValidator(absolute)]
 
 
 @contextlib.contextmanager
@@ -322,49 +368,25 @@ fields: num_vectors
     try:
         return spec_class.model_validate(_with_types(data, spec_class))
     except ValidationError as error:
-        raise describe(error) from None
+        raise describe(error.errors()) from None
 
 
-def describe(error: ValidationError) -> SpecError:
-    """Converts the first error of a pydantic validation to a `SpecError`.
+def describe(errors: Sequence[Mapping[str, Any]], root: str = "spec") -> SpecError:
+    """Converts the first of several validation errors of pydantic to a `SpecError`.
 
-    An unknown name of a component precedes others, because the fields that are valid depend on it.
+    Missing fields come last, because those of a component depend on its name, which may be wrong.
+
+    Args:
+        errors: Errors of `ValidationError.errors`.
+        root: Name of the whole value in messages.
     """
-    errors = error.errors()
-    causes = [one.get("ctx", {}).get("error") for one in errors]
-    is_name = [isinstance(c, SpecError) and c.field.rpartition(".")[2] == "name" for c in causes]
-    number = is_name.index(True) if True in is_name else 0
-    first, cause = errors[number], causes[number]
-    field = field_path(*first["loc"])
+    first = min(errors, key=lambda error: error["type"] == "missing")
+    field, cause = field_path(*first["loc"]), first.get("ctx", {}).get("error")
     if isinstance(cause, SpecError):
         return cause.below(field)
     if first["type"] == "missing":
         return MissingField(field, None, "")
-    field = field or "spec"
-    if first["type"] == "literal_error":
-        expected = first["ctx"]["expected"]
-        names = re.findall(r"'([^']*)'", expected)
-        if len(names) == len(re.split(", | or ", expected)):  # all are names
-            return SpecError.unknown_name(field, first["input"], names)
-    return SpecError(field, first["input"], rule_text(first["msg"]))
-
-
-def rule_text(message: str) -> str:
-    """Converts a pydantic message to a phrase that can follow "must be".
-
-    >>> rule_text("Input should be a valid integer, unable to parse string as an integer")
-    'an integer'
-    >>> rule_text("Input should be a valid integer, got a number with a fractional part")
-    'an integer'
-    >>> rule_text("List should have at least 1 item after validation, not 0")
-    'a list with at least 1 item'
-    """
-    message = message.removeprefix("Value error, ").removeprefix("Input should be ")
-    message = re.sub(r"^(\w+) should have ", lambda kind: f"a {kind[1].lower()} with ", message)
-    dropped = r" after validation, not \d+$|, (unable to parse|got a number with a fractional) .*"
-    message = re.sub(dropped, "", message)
-    message = message.replace("a valid dictionary", "a mapping").replace("a valid int", "an int")
-    return message.replace("a valid ", "a ")
+    return InvalidValue(field or root, first["input"], first["msg"])
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -407,18 +429,14 @@ def read(path: str, role: str) -> dict[str, Any]:
         MissingExtra: The storage needs a package that is not installed.
         SpecError: The file is missing or not a YAML mapping; the error names `role`.
     """
-    try:
-        with open_file(path, "r") as file:
-            data = yaml.load(file, _UniqueKeyLoader)
-    except MissingExtra:
-        raise
-    except FileNotFoundError:
-        raise SpecError(role, path, "the path of an existing YAML file", "does not exist") from None
-    except (OSError, ValueError, ImportError, RecursionError, yaml.YAMLError) as error:
-        problem = f"cannot be read ({_one_line(error)})"
-        raise SpecError(role, path, "a YAML file", problem) from None
+    rule = "a YAML file with a mapping of fields to values"
+    with (
+        reading(role, path, rule, ValueError, ImportError, RecursionError, yaml.YAMLError),
+        open_file(path, "r") as file,
+    ):
+        data = yaml.load(file, _UniqueKeyLoader)
     if not isinstance(data, dict):
-        raise SpecError(role, path, "a YAML file with a mapping of fields to values", "has none")
+        raise SpecError(role, path, rule, "has none")
     return data
 
 
@@ -465,11 +483,9 @@ class Assigned(str):
         Raises:
             SpecError: The text is not YAML.
         """
-        try:
+        errors = (ValueError, RecursionError, yaml.YAMLError)
+        with reading("", str(self), "a YAML value", *errors, problem="cannot be parsed"):
             return yaml.load(self, _UniqueKeyLoader)
-        except (ValueError, RecursionError, yaml.YAMLError) as error:
-            problem = f"cannot be parsed ({_one_line(error)})"
-            raise SpecError("", str(self), "a YAML value", problem) from None
 
 
 def _with_types(value: Any, annotation: Any) -> Any:
@@ -624,5 +640,6 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def one_line(error: Exception) -> str:
+    """Returns an error message without line breaks, shortened, or the name of the error type."""
+    return textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__

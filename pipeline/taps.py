@@ -65,11 +65,13 @@ class Tap(NamedTuple):
         """
         parts = name.split("/")
         tap = cls(*parts) if len(parts) <= 3 else None
-        if tap is None or tap.statistic not in STATISTICS or tap.heads not in HEADS:
-            rule = f"STATISTIC/HEADS/LAYERS with {', '.join(STATISTICS)} and {', '.join(HEADS)}"
-            raise SpecError("", name, rule)
-        if not re.fullmatch(r"last|all|-?\d+(,-?\d+)*|[01](\.\d+)?-[01](\.\d+)?", tap.layers):
-            rule = f"STATISTIC/HEADS/LAYERS with layers last, all, 2,3 or a window such as {MIDDLE}"
+        layers = r"last|all|-?\d+(,-?\d+)*|[01](\.\d+)?-[01](\.\d+)?"
+        is_valid = tap is not None and tap.statistic in STATISTICS and tap.heads in HEADS
+        if tap is None or not is_valid or not re.fullmatch(layers, tap.layers):
+            rule = (
+                f"STATISTIC/HEADS/LAYERS with {', '.join(STATISTICS)}, {', '.join(HEADS)} and"
+                f" layers last, all, 2,3 or a window such as {MIDDLE}"
+            )
             raise SpecError("", name, rule)
         return tap
 

@@ -219,10 +219,10 @@ def test_assigned_values_are_not_shared():
 
 def test_errors_of_assignments():
     for assignment, message in (
-        ("layer=a #b", "layer must be an integer, got 'a'"),
+        ("layer=a #b", "layer must be a valid integer, unable to parse .*, got 'a'"),
         ("layer=[1", r"layer must be a YAML value, got '\[1', which cannot be parsed"),
         ("nested.ids={", r"nested.ids must be a YAML value, got '{', which cannot be parsed"),
-        ("mode=NO", "mode must be one of on, off, got 'NO'"),
+        ("mode=NO", "mode must be 'on' or 'off', got 'NO'"),
     ):
         with pytest.raises(SpecError, match=message):
             parse(Fields, override({}, [assignment]))

@@ -13,7 +13,7 @@ from pipeline import config
 from pipeline.codecs import Codec, Parts
 from pipeline.codecs.kmeans import kmeans
 from pipeline.codecs.packing import look_up, pack, packed_width
-from pipeline.config import SpecError
+from pipeline.config import within
 from pipeline.tokens import normalise
 
 #: Number of tokens per centroid and number of iterations of k-means.
@@ -77,9 +77,9 @@ class Residual(Codec["Residual.Spec"]):
         Raises:
             SpecError: The sample has fewer tokens than `num_centroids`.
         """
-        if len(sample_TD) < spec.num_centroids:
-            rule = f"at most {len(sample_TD)}, the number of vectors in the sample to fit on"
-            raise SpecError("codec.num_centroids", spec.num_centroids, rule)
+        rule = f"at most {len(sample_TD)}, the number of vectors in the sample to fit on"
+        with within("codec"):
+            spec.require(len(sample_TD) >= spec.num_centroids, "num_centroids", rule)
         sample_TD = np.ascontiguousarray(sample_TD, dtype=np.float32)
         centroids = kmeans(
             sample_TD,

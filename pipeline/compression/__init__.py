@@ -208,8 +208,8 @@ class Budget(ComponentSpec):
     def _check_budget(self) -> Self:
         if self.requires_budget and self.num_vectors is None and self.ratio is None:
             raise MissingField("num_vectors", None, "an integer >= 1 unless ratio is given")
-        if self.num_vectors is not None and self.ratio is not None:
-            raise SpecError("ratio", self.ratio, "null when num_vectors is given")
+        is_valid = self.num_vectors is None or self.ratio is None
+        self.require(is_valid, "ratio", "null when num_vectors is given")
         return self
 
     def budgets(self, lengths: torch.Tensor) -> torch.Tensor:

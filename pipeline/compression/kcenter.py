@@ -24,7 +24,6 @@ from pipeline.compression import (
 )
 from pipeline.compression.attention_clustering import nearest
 from pipeline.compression.seeds import farthest_order
-from pipeline.config import SpecError
 from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
@@ -88,9 +87,9 @@ class KCenter(Budgeted["KCenter.Spec"]):
 
         @model_validator(mode="after")
         def _check_oversampling(self) -> Self:
-            if self.oversampling not in (1, DEFAULT_OVERSAMPLING) and not self.merges:
-                cause = "max_radius" if self.output == "mean" else f"output: {self.output}"
-                raise SpecError("oversampling", self.oversampling, f"omitted with {cause}")
+            is_valid = self.merges or self.oversampling in (1, DEFAULT_OVERSAMPLING)
+            cause = "max_radius" if self.output == "mean" else f"output: {self.output}"
+            self.require(is_valid, "oversampling", f"omitted with {cause}")
             return self
 
         @property

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from pipeline.compression import Budget, Budgeted, largest, select
-from pipeline.config import SpecError
 from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
@@ -35,16 +34,14 @@ class Sap(Budgeted["Sap.Spec"]):
         """Aggregation over heads: SAP-Mean or SAP-Max."""
         window: tuple[float, float] = (0.4, 0.6)
         """First and last layer relative to the depth of the model, alpha and beta of eq. 5."""
-        layers: list[int] | None = None
+        layers: Annotated[list[int], Field(min_length=1)] | None = None
         """Layer indices that replace the window. Negative indices count from the end."""
 
         @model_validator(mode="after")
         def _check_layers(self):
             low, high = self.window
-            if not 0 <= low <= high <= 1:
-                raise SpecError("window", [low, high], "[alpha, beta] with 0 <= alpha <= beta <= 1")
-            if self.layers == []:
-                raise SpecError("layers", [], "a non-empty list, or null to use the window")
+            rule = "[alpha, beta] with 0 <= alpha <= beta <= 1"
+            self.require(0 <= low <= high <= 1, "window", rule)
             return self
 
     assignment_form = "indices"

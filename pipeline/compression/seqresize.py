@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 
 from pipeline.compression import Compressor, NumVectors
-from pipeline.config import SpecError, TrainedSpec
+from pipeline.config import TrainedSpec
 from pipeline.tokens import TokenBatch, masked_vectors, normalise
 
 #: Type of the sizes of the layers.
@@ -69,15 +69,12 @@ class SeqResize(Compressor["SeqResize.Spec"]):
 
         @model_validator(mode="after")
         def _check_sizes(self) -> Self:
-            if self.sequence_length < self.num_vectors:
-                rule = f"at least num_vectors={self.num_vectors}"
-                raise SpecError("sequence_length", self.sequence_length, rule)
+            is_valid = self.sequence_length >= self.num_vectors
+            self.require(is_valid, "sequence_length", f"at least num_vectors={self.num_vectors}")
             inputs = self.sequence_length + self.num_vectors
-            if self.hidden_size * inputs > MAX_WEIGHTS:
-                rule = (
-                    f"at most {MAX_WEIGHTS // inputs} with sequence_length={self.sequence_length}"
-                )
-                raise SpecError("hidden_size", self.hidden_size, f"{rule}, for 2^28 weights")
+            rule = f"at most {MAX_WEIGHTS // inputs} with sequence_length={self.sequence_length}"
+            is_valid = self.hidden_size * inputs <= MAX_WEIGHTS
+            self.require(is_valid, "hidden_size", f"{rule}, for 2^28 weights")
             return self
 
     assignment_form = None

@@ -11,8 +11,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter, ValidationError
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, describe, reading
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import open_file
 from pipeline.schema import is_blank
@@ -25,27 +26,32 @@ TABLE_SUFFIX = ".parquet"
 ROWS_PER_BATCH = 64
 
 
-def read_json(uri: str, field: str) -> Any:
+def read_json(uri: str, field: str, kind: Any = Any, rule: str = "a JSON file") -> Any:
     """Parses a JSON file.
 
     Args:
         uri: Path or URI of the file.
         field: Spec field that errors name.
+        kind: Type of the content, which pydantic validates.
+        rule: Description of the content, for errors.
 
     Raises:
-        SpecError: The file is missing or malformed. The error names the line.
+        SpecError: The file is missing, malformed or has another content. The error names the line
+            or the field.
     """
     data = read_file(uri, field)
     try:
-        return parse_line(data)
+        return TypeAdapter(kind).validate_python(parse_line(data))
     except json.JSONDecodeError as error:
         problem = f"is malformed in line {error.lineno}, column {error.colno} ({error.msg})"
         is_open = error.msg.startswith("Unterminated string")
         if is_open or not error.doc[error.pos :].strip():
             problem = f"ends in the middle of line {error.lineno}"
-        raise SpecError(field, uri, "a complete JSON file", problem) from None
+    except ValidationError as error:
+        problem = f"has another format ({describe(error.errors(), 'the file')})"
     except (ValueError, RecursionError) as error:
-        raise SpecError(field, uri, "a JSON file", f"cannot be parsed ({error})") from None
+        problem = f"cannot be parsed ({error})"
+    raise SpecError(field, uri, rule, problem)
 
 
 def read_file(uri: str, field: str) -> bytes:
@@ -59,10 +65,8 @@ def read_file(uri: str, field: str) -> bytes:
         SpecError: The file is missing or cannot be read.
     """
     fs, path = existing_root(uri, field)
-    try:
+    with reading(field, uri, "a readable file"):
         return fs.cat_file(path)
-    except OSError as error:
-        raise SpecError(field, uri, "a readable file", f"cannot be read ({error})") from None
 
 
 def check_text(text: Any, field: str, location: str) -> str:
@@ -103,10 +107,7 @@ def read_csv(
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next(rows, [])
-        for column in columns:
-            if column not in header:
-                problem = f"is not a column of {uri}"
-                raise SpecError.unknown_name(field, column, header, problem)
+        _check_columns(field, columns, header, uri)
         for row in filter(None, rows):
             location = f"line {rows.line_num} of {uri}"
             if len(row) != len(header):
@@ -143,22 +144,23 @@ def read_table(
         raise SpecError(field, uri, rule, "contains no such file")
     number = 0
     for path in paths:
-        try:
-            with open_file(fs, path) as stream:
-                table = pq.ParquetFile(stream)
-                names = table.schema_arrow.names
-                for column in columns:
-                    if column not in names:
-                        problem = f"is not a column of {path}"
-                        raise SpecError.unknown_name(field, column, names, problem)
-                wanted = [name for name in names if images or name != "image"]
-                for batch in table.iter_batches(ROWS_PER_BATCH, columns=wanted):
-                    for row in to_rows(batch):
-                        yield f"row {number} of {uri}", row
-                        number += 1
-        except (pa.ArrowException, OSError, Unreadable) as error:
-            problem = f"cannot be read ({type(error).__name__}: {error})"
-            raise SpecError(field, path, "a Parquet file", problem) from None
+        errors = (pa.ArrowException, Unreadable)
+        with reading(field, path, "a Parquet file", *errors), open_file(fs, path) as stream:
+            table = pq.ParquetFile(stream)
+            names = table.schema_arrow.names
+            _check_columns(field, columns, names, path)
+            wanted = [name for name in names if images or name != "image"]
+            for batch in table.iter_batches(ROWS_PER_BATCH, columns=wanted):
+                for row in to_rows(batch):
+                    yield f"row {number} of {uri}", row
+                    number += 1
+
+
+def _check_columns(field: str, columns: Collection[str], names: Collection[str], path: str) -> None:
+    """Raises `SpecError` if one of the columns is not in a file."""
+    for column in columns:
+        if column not in names:
+            raise SpecError.unknown_name(field, column, names, f"is not a column of {path}")
 
 
 def check_number(field: str, expected: int | None, found: int, what: str) -> None:

@@ -11,8 +11,9 @@ import json
 import posixpath
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from pipeline import config
 from pipeline.atomic import write_atomic
@@ -38,20 +39,16 @@ def read_sets(uri: str) -> dict[str, dict[str, str]]:
         SpecError: For `path`: the file is missing or malformed.
     """
     rule = 'ImageCoDe\'s {set: {"<index from 0 to 9>": caption}} or {set: [caption]}'
-    sets = read_json(uri, "path")
-    if not isinstance(sets, dict) or not sets:
-        raise SpecError("path", uri, rule, "has another format")
+    sets = read_json(uri, "path", Annotated[dict[str, Any], Field(min_length=1)], rule)
     found: dict[str, dict[str, str]] = {}
     for name, value in sets.items():
         valid = set(map(str, range(SET_SIZE)))
         if isinstance(value, list):
             value = {str(-1 - number): caption for number, caption in enumerate(value)}
             valid = set(value)
-        is_valid = isinstance(value, dict) and value.keys() <= valid
+        is_valid = isinstance(value, dict) and value.keys() <= valid and "/" not in name
         if not is_valid or not all(isinstance(c, str) and c.strip() for c in value.values()):
-            raise SpecError("path", {name: value}, rule, f"has invalid captions of the set {name}")
-        if PurePosixPath(name).name != name:
-            raise SpecError("path", name, "a set without slashes in its name")
+            raise SpecError("path", {name: value}, rule, f"has an invalid set {name}")
         found[name] = {index: " ".join(caption.split()) for index, caption in value.items()}
     return found
 

@@ -17,9 +17,9 @@ from pathlib import PurePosixPath
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import BaseModel, Field, PositiveInt, model_validator
 
-from pipeline.config import MissingField, SpecError, Uri, within
+from pipeline.config import MissingField, SpecError, Uri, reading, within
 from pipeline.datasets.files import check_text, read_file, read_json
 from pipeline.datasets.items import ListedImages, ListedImagesSpec
 from pipeline.datasets.queries import CollectionQueries, ImageFiles, QueriesSpec
@@ -99,11 +99,10 @@ def read_split(uri: str, split: str) -> list[CaptionedImage]:
     """
     images: dict[str, CaptionedImage] = {}
     for image in read_images(uri, [split], "split"):
-        note = f" ({image.location})"
-        if image.id in images:
-            raise SpecError("path", image.id, "a unique image id", "occurs twice", note)
-        if not image.captions:
-            raise SpecError("path", image.id, "an image with at least one caption", note=note)
+        if image.id in images or not image.captions:
+            rule = "the unique id of an image with at least one caption"
+            problem = "occurs twice" if image.id in images else "has no caption"
+            raise SpecError("path", image.id, rule, problem, f" ({image.location})")
         images[image.id] = image
     return list(images.values())
 
@@ -122,41 +121,51 @@ def read_ids(uri: str, entities: Entities | None) -> Iterator[CaptionedImage]:
 # -- boxes -----------------------------------------------------------------------------------------
 
 
-def read_coco_boxes(value: Any, file: str) -> dict[str, np.ndarray]:
+class _Size(BaseModel):
+    id: int | str
+    width: float
+    height: float
+
+
+class _Annotation(BaseModel):
+    id: int | str | None = None
+    image_id: int | str
+    bbox: tuple[float, float, float, float]
+    iscrowd: int = 0
+
+
+class _Instances(BaseModel):
+    images: list[_Size]
+    annotations: list[_Annotation]
+
+
+def read_coco_boxes(file: str) -> dict[str, np.ndarray]:
     """Returns the boxes of each image by its id, from COCO instances. Crowds are ignored.
 
     Args:
-        value: Parsed JSON file.
-        file: Path of the file, for errors.
+        file: Path or URI of the JSON file.
 
     Raises:
         SpecError: For `instances`: the file has another format, or a box is invalid.
     """
     rule = "COCO instances {images: [{id, width, height}], annotations: [{image_id, bbox}]}"
-    sizes: dict[str, tuple[float, float]] = {}
+    instances: _Instances = read_json(file, "instances", _Instances, rule)
+    sizes = {str(image.id): (image.width, image.height) for image in instances.images}
     boxes: dict[str, list[np.ndarray]] = {}
     largest = 0.0
-    try:
-        for image in value["images"]:
-            sizes[str(image["id"])] = float(image["width"]), float(image["height"])
-        for number, annotation in enumerate(value["annotations"]):
-            if annotation.get("iscrowd"):
-                continue
-            location = f"annotation {annotation.get('id', number)} of {file}"
-            image_id = str(annotation["image_id"])
-            x, y, width, height = map(float, annotation["bbox"])
-            largest = max(largest, x + width, y + height)
-            if image_id not in sizes:
-                rule = "the id of an image of the file"
-                raise SpecError("instances", image_id, rule, note=f" ({location})")
-            corners = [x, y, x + width, y + height]
-            box = normalise_box(corners, *sizes[image_id], "instances", location)
-            boxes.setdefault(image_id, []).append(box)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, SpecError):
-            raise
-        problem = f"has another format ({type(error).__name__}: {error})"
-        raise SpecError("instances", file, rule, problem) from None
+    for number, annotation in enumerate(instances.annotations):
+        if annotation.iscrowd:
+            continue
+        location = f"annotation {number if annotation.id is None else annotation.id} of {file}"
+        image_id = str(annotation.image_id)
+        if image_id not in sizes:
+            rule = "the id of an image of the file"
+            raise SpecError("instances", image_id, rule, note=f" ({location})")
+        x, y, width, height = annotation.bbox
+        largest = max(largest, x + width, y + height)
+        corners = [x, y, x + width, y + height]
+        box = normalise_box(corners, *sizes[image_id], "instances", location)
+        boxes.setdefault(image_id, []).append(box)
     if boxes and largest <= 1:
         rule = "a file with bbox: [x, y, width, height] in pixels"
         raise SpecError("instances", file, rule, "has relative boxes")
@@ -209,7 +218,8 @@ class Entities:
         In the annotations, pixels are numbered from 1, and boxes include their last pixel.
         """
         file = posixpath.join(self._folder, "Annotations", f"{image_id}.xml")
-        try:
+        rule = "an annotation file with size, and objects with name and bndbox"
+        with reading("entities", file, rule, ElementTree.ParseError, ValueError):
             root = ElementTree.fromstring(_read(file))
             width, height = (_number(root, f"size/{side}") for side in ("width", "height"))
             boxes: dict[str, list[np.ndarray]] = {}
@@ -222,11 +232,6 @@ class Entities:
                 box = normalise_box([x0 - 1, y0 - 1, x1, y1], width, height, "entities", file)
                 for chain in element.findall("name"):
                     boxes.setdefault(chain.text or "", []).append(box)
-        except (ElementTree.ParseError, ValueError) as error:
-            if isinstance(error, SpecError):
-                raise
-            rule = "an annotation file with size, and objects with name and bndbox"
-            raise SpecError("entities", file, rule, f"cannot be read ({error})") from None
         return {chain: drop_small_boxes(np.stack(found)) for chain, found in boxes.items()}
 
 
@@ -262,13 +267,9 @@ def _number(element: ElementTree.Element, path: str) -> float:
 
 
 def _read(file: str) -> bytes:
-    try:
-        with open_file(file) as stream:
-            return stream.read()
-    except OSError as error:
-        rule = "a folder with Sentences/<id>.txt and Annotations/<id>.xml for each image"
-        problem = f"cannot be read ({type(error).__name__})"
-        raise SpecError("entities", file, rule, problem) from None
+    rule = "a folder with Sentences/<id>.txt and Annotations/<id>.xml for each image"
+    with reading("entities", file, rule), open_file(file) as stream:
+        return stream.read()
 
 
 # -- items, queries, rows --------------------------------------------------------------------------
@@ -348,9 +349,8 @@ class Queries(CollectionQueries["Queries.Spec"]):
 
         @model_validator(mode="after")
         def _check_direction(self) -> Queries.Spec:
-            if self.images is not None and self.direction == "text_to_image":
-                rule = "null for the direction text_to_image, whose queries are captions"
-                raise SpecError("images", self.images, rule)
+            rule = "null for the direction text_to_image, whose queries are captions"
+            self.require(self.images is None or self.direction != "text_to_image", "images", rule)
             return self
 
     measure = "R@1"
@@ -369,9 +369,8 @@ class Queries(CollectionQueries["Queries.Spec"]):
                 pairs.append((captions, [image.id]))
             else:
                 pairs.append(({image.id: ""}, list(captions)))
-        if len(pairs) % spec.folds:
-            rule = f"a divisor of the {len(pairs):,} images of the split"
-            raise SpecError("folds", spec.folds, rule)
+        rule = f"a divisor of the {len(pairs):,} images of the split"
+        spec.require(len(pairs) % spec.folds == 0, "folds", rule)
         size = len(pairs) // spec.folds
         return [pairs[start : start + size] for start in range(0, len(pairs), size)]
 
@@ -481,7 +480,7 @@ class Rows(RowData["Rows.Spec"]):
         folder = spec.images or posixpath.dirname(uri)
         boxes = {}
         if spec.instances is not None:
-            boxes = read_coco_boxes(read_json(spec.instances, "instances"), spec.instances)
+            boxes = read_coco_boxes(spec.instances)
         entities = None if spec.entities is None else Entities(spec.entities)
         is_list = uri.endswith(".txt")
         images = read_ids(uri, entities) if is_list else read_images(uri, files.splits, "splits")

@@ -74,14 +74,12 @@ def candidates(row: dict[str, Any]) -> list[Candidate]:
     texts, images = row["tgt_text"] or [], row["tgt_img_path"] or []
     texts = texts or [""] * len(images)
     images = images or [""] * len(texts)
-    if not texts or len(texts) != len(images):
-        rule = "a row with as many tgt_text as tgt_img_path, and at least one"
+    found = [Candidate((t or "").strip(), i or "") for t, i in zip(texts, images, strict=False)]
+    is_filled = all(candidate.text or candidate.image for candidate in found)
+    if not found or len(texts) != len(images) or not is_filled:
+        rule = "a row with as many tgt_text as tgt_img_path, at least one, and none of them empty"
         problem = f"has {len(texts)} texts and {len(images)} images"
         raise SpecError("path", row.get("qry_text"), rule, problem)
-    found = [Candidate((t or "").strip(), i or "") for t, i in zip(texts, images, strict=True)]
-    if not all(candidate.text or candidate.image for candidate in found):
-        rule = "a row whose candidates have a text or an image"
-        raise SpecError("path", row.get("qry_text"), rule, "has an empty candidate")
     return found
 
 

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import BaseModel, Field, PositiveInt, model_validator
 
 from pipeline.config import SpecError, Uri
 from pipeline.datasets.files import check_number, check_text, read_csv, read_json
@@ -41,30 +41,32 @@ class Sentence(NamedTuple):
     location: str
 
 
+class _Video(BaseModel):
+    video_id: str = Field(min_length=1)
+    split: str = ""
+
+
+class _Caption(BaseModel):
+    video_id: str
+    caption: Any = None
+
+
+class _Data(BaseModel):
+    videos: list[_Video]
+    sentences: list[_Caption]
+
+
 def read_data(uri: str) -> tuple[dict[str, str], list[Sentence]]:
     """Reads `MSRVTT_data.json`: the split of each video, and all sentences."""
-    value = read_json(uri, "path")
     rule = "MSR-VTT's {videos: [{video_id, split}], sentences: [{video_id, caption}]}"
-    fields = value if isinstance(value, dict) else {}
-    videos, captions = fields.get("videos"), fields.get("sentences")
-    if not isinstance(videos, list) or not isinstance(captions, list):
-        raise SpecError("path", uri, rule, "has another format")
-    splits: dict[str, str] = {}
-    for number, video in enumerate(videos):
-        location = f"video {number} of {uri}"
-        video_id = video.get("video_id") if isinstance(video, dict) else video
-        if not isinstance(video_id, str) or not video_id or not isinstance(video, dict):
-            raise SpecError("path", video_id, rule, note=f" ({location})")
-        splits[video_id] = str(video.get("split", ""))
+    data: _Data = read_json(uri, "path", _Data, rule)
+    splits = {video.video_id: video.split for video in data.videos}
     sentences = []
-    for number, sentence in enumerate(captions):
+    for number, sentence in enumerate(data.sentences):
         location = f"sentence {number} of {uri}"
-        if not isinstance(sentence, dict):
-            raise SpecError("path", sentence, rule, note=f" ({location})")
-        video_id = sentence.get("video_id")
-        if not isinstance(video_id, str) or video_id not in splits:
+        if (video_id := sentence.video_id) not in splits:
             raise SpecError("path", video_id, "the video_id of a video", note=f" ({location})")
-        sentences.append(Sentence(str(number), video_id, sentence.get("caption"), location))
+        sentences.append(Sentence(str(number), video_id, sentence.caption, location))
     return splits, sentences
 
 
@@ -183,9 +185,8 @@ class Rows(RowData["Rows.Spec"]):
 
         @model_validator(mode="after")
         def _check_selection(self) -> Self:
-            if (self.ids is None) == (self.splits is None):
-                rule = "a file of ids such as MSRVTT_train.9k.csv, or null when splits is set"
-                raise SpecError("ids", self.ids, rule)
+            rule = "a file of ids such as MSRVTT_train.9k.csv, or null when splits is set"
+            self.require((self.ids is None) != (self.splits is None), "ids", rule)
             return self
 
     def rows(self, files: RowSpec | ValidationFiles) -> Listing:

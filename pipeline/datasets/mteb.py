@@ -21,7 +21,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from pipeline import config, extras
-from pipeline.config import SpecError
+from pipeline.config import SpecError, reading
 from pipeline.datasets import mteb_results
 from pipeline.datasets.queries import CollectionQueries
 from pipeline.decoding import Unreadable
@@ -251,11 +251,9 @@ def _choose(field: str, value: str | None, names: Sequence[str], task: str) -> s
     """Returns the selected subset or split, or the only one."""
     if value is None and len(names) == 1:
         return names[0]
-    if value is None:
-        rule = f"one of {', '.join(names)}, because the task {task} has several"
-        raise SpecError(field, None, rule)
-    if value not in names:
-        raise SpecError.unknown_name(field, value, names)
+    if value is None or value not in names:
+        problem = None if value is None else f"the task {task} does not have"
+        raise SpecError.unknown_name(field, value, names, problem)
     return value
 
 
@@ -691,11 +689,9 @@ class Queries(CollectionQueries["Queries.Spec"]):
                 continue  # some tasks have empty queries
             texts[query_id] = text
             if "image" in modalities:
-                try:
+                problem = f"has an unreadable image for the query {query_id!r}"
+                with reading("task", name, rule, Unreadable, problem=problem):
                     image = file_content(row.get("image"), "image")
-                except (Unreadable, OSError) as error:
-                    problem = f"has an unreadable image for the query {query_id!r} ({error})"
-                    raise SpecError("task", name, rule, problem) from None
                 if image is None:
                     raise SpecError("task", name, rule, f"has no image for the query {query_id!r}")
                 images[query_id] = image

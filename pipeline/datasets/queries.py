@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import PositiveInt
 
-from pipeline.config import ComponentSpec, ComponentSpecT, SpecError, within
+from pipeline.config import ComponentSpec, ComponentSpecT, SpecError, reading, within
 from pipeline.datasets.files import check_number
 from pipeline.eval import Benchmark, JudgedQueries
 from pipeline.paths import open_file
@@ -87,13 +87,9 @@ class ImageFiles(Mapping[str, bytes]):
     def __getitem__(self, query_id: str) -> bytes:
         uri = self._uris[query_id]
         rule = f"a benchmark with all query images, each of at most {MAX_IMAGE_BYTES:,} bytes"
-        try:
-            with open_file(uri) as file:
-                data = file.read(MAX_IMAGE_BYTES + 1)
-        except (FileNotFoundError, KeyError):  # KeyError: not a member of the archive
-            raise SpecError("benchmark", uri, rule, "does not exist") from None
-        except OSError as error:
-            raise SpecError("benchmark", uri, rule, f"cannot be read ({error})") from None
+        # KeyError: not a member of the archive
+        with reading("benchmark", uri, rule, KeyError), open_file(uri) as file:
+            data = file.read(MAX_IMAGE_BYTES + 1)
         if len(data) > MAX_IMAGE_BYTES:
             raise SpecError("benchmark", uri, rule, "is larger")
         return data

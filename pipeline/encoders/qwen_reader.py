@@ -20,7 +20,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.encoders.images import grid_extents, item_images
-from pipeline.encoders.loading import SETTINGS, check_patches, checkpoint_folder, load_processor
+from pipeline.encoders.loading import (
+    SETTINGS,
+    check_patches,
+    check_tokenizer,
+    checkpoint_folder,
+    load_processor,
+)
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.qwen_spec import CONTENT, QwenSpecT
 from pipeline.encoders.reader import Reader
@@ -72,9 +78,7 @@ class QwenReader(Reader[QwenSpecT]):
         names = self._marker_ids = self.tokenizer.get_added_vocab()
         self.vision_boundaries = self.token_ids(self.VISION_BOUNDARIES)
         self.token_ids(self.PADS)
-        if not self.tokenizer.is_fast:
-            rule = "a model with a fast tokenizer (which provides character offsets)"
-            raise SpecError("model", spec.model, rule, "has no fast tokenizer")
+        check_tokenizer(spec.model, self.tokenizer)
         pads = {getattr(settings, field) for field in self.PADS.values()}
         boundaries = {names[name] for name in BOUNDARIES if name in names}
         self.special = ({*self.tokenizer.all_special_ids} | boundaries) - pads

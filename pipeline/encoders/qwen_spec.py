@@ -30,12 +30,10 @@ PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>", "<|IMAGE|>", "<|VIDEO|>", "<|A
 
 
 def _check_prompt(prompt: str) -> str:
-    if prompt.count(CONTENT) != 1:
-        raise SpecError("", prompt, f"a text that contains {CONTENT} exactly once")
-    for placeholder in PLACEHOLDERS:
-        if placeholder in prompt:
-            rule = f"a text without other placeholders than {CONTENT}"
-            raise SpecError("", prompt, rule, f"contains {placeholder}")
+    others = [placeholder for placeholder in PLACEHOLDERS if placeholder in prompt]
+    if prompt.count(CONTENT) != 1 or others:
+        rule = f"a text that contains {CONTENT} exactly once, and no other placeholder"
+        raise SpecError("", prompt, rule, f"contains {others[0]}" if others else None)
     return prompt
 
 

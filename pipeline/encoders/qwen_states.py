@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
-from pipeline.encoders import AttentionInfo, EncodedQueries
+from pipeline.encoders import AttentionInfo, EncodedQueries, readable_query
 from pipeline.encoders.images import open_query_image
 from pipeline.encoders.layers import attention_info, check_layers, layer_states, make_bidirectional
 from pipeline.encoders.loading import NOT_IN_FINGERPRINTS, checkpoint_fingerprint
@@ -294,9 +294,5 @@ class StatesReader(QwenReader[StatesSpecT]):
         return self.with_token_names(self._read_query(text, images, is_composed=True), text)
 
     def _read_query(self, *read: Any, **options: Any) -> ModelInput:
-        try:
+        with readable_query(read[0]):
             return self._build(self.query_prompt, *read, **options)
-        except Unreadable as error:
-            raise SpecError(
-                "query", read[0], "a readable input", note=f" ({error.detail})"
-            ) from None

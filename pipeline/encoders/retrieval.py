@@ -17,8 +17,7 @@ from pydantic import Field, field_validator
 from transformers import PreTrainedModel, ProcessorMixin
 
 from pipeline import config
-from pipeline.config import SpecError
-from pipeline.encoders import AttentionInfo
+from pipeline.encoders import AttentionInfo, check_query_size
 from pipeline.encoders.appended import AppendedTokensSpec
 from pipeline.encoders.images import item_images
 from pipeline.encoders.layers import attention_info
@@ -30,6 +29,7 @@ from pipeline.encoders.loading import (
     WEIGHTS,
     CheckpointSpec,
     check_checkpoint,
+    check_tokenizer,
     checkpoint_fingerprint,
     checkpoint_folder,
     hash_files,
@@ -187,16 +187,14 @@ class RetrievalReader(Reader[RetrievalSpecT]):
         super().__init__(spec)
         for files in (PROCESSOR_FILES, TOKENIZER_FILES):
             require_one_of(spec, files)
-        self.settings = load_model_config(spec, checkpoint_folder(spec, SETTINGS)).vlm_config
+        self.settings = load_model_config(spec.model, checkpoint_folder(spec, SETTINGS)).vlm_config
         self.max_positions = self.settings.text_config.max_position_embeddings
         self.processor = processor = load_processor(spec, self.processor_class, **options)
         self.tokenizer = processor.tokenizer
         self._check_query_prefix(processor.query_prefix)
         if spec.query_prefix is not None:
             processor.query_prefix = spec.query_prefix
-        if processor.query_augmentation_token is None:
-            rule = "a checkpoint whose tokenizer has a pad_token"
-            raise SpecError("model", spec.model, rule, "has no pad_token")
+        check_tokenizer(spec.model, self.tokenizer, "pad_token")
 
     def _check_query_prefix(self, declared: str) -> None:
         """Checks that the prefix of queries does not contradict the files of the processor.
@@ -251,9 +249,7 @@ class RetrievalReader(Reader[RetrievalSpecT]):
         tokenizer = processor.tokenizer
         prefix = fill_template(processor.query_prefix, self.instruction)
         ids = ids_between(tokenizer, start + prefix, text, augmentation + end)
-        if len(ids) > self.max_positions:
-            rule = f"a text of at most {self.max_positions} tokens with the prompt"
-            raise SpecError("query", text, rule, f"has {len(ids)} tokens")
+        check_query_size(text, len(ids), self.max_positions, " with the prompt")
         query = ModelInput.create(self.query_inputs(ids), {}, text_kinds(tokenizer, ids))
         return query, token_names(tokenizer, query)
 

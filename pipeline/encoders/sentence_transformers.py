@@ -22,9 +22,9 @@ from PIL import Image
 from pydantic import Field, field_validator
 
 from pipeline import config, extras
-from pipeline.checkpoint import find_checkpoint
-from pipeline.config import SpecError
-from pipeline.encoders import EncodedQueries, Encoder, check_query_texts
+from pipeline.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
+from pipeline.config import SpecError, reading
+from pipeline.encoders import EncodedQueries, Encoder, check_query_size, check_query_texts
 from pipeline.encoders.batching import join_parts
 from pipeline.encoders.images import item_images, open_query_image
 from pipeline.encoders.loading import (
@@ -267,9 +267,7 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         prompt = self._prompt("query", self._query_prefix)
         with TOKENIZER_LOCK:
             size = len(self._model.tokenizer(prompt + text, verbose=False)["input_ids"])
-        if limit is not None and size > limit:
-            rule = f"a text of at most {limit} tokens with its prefix"
-            raise SpecError("query", text, rule, f"has {size} tokens")
+        check_query_size(text, size, limit, " with its prefix")
 
     def _encode_queries(self, parts: Sequence[Any], prefix: str | None) -> EncodedQueries:
         task = "query" if isinstance(parts[0], str) else "document"
@@ -356,16 +354,12 @@ def _load(spec: SentenceTransformers.Spec, folder: Path) -> Any:
         "attn_implementation": spec.attention,
         "use_safetensors": True,
     }
-    try:
+    rule = f"a checkpoint that {model_class.__name__} can load"
+    errors = (*LOAD_ERRORS, RuntimeError)
+    with reading("model", spec.model, rule, *errors, problem="cannot be loaded"):
         model = model_class(
             str(folder), trust_remote_code=False, local_files_only=True, model_kwargs=options
         )
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
-        if "out of memory" in str(error).lower():
-            raise
-        rule = f"a checkpoint that {model_class.__name__} can load"
-        problem = f"cannot be loaded ({str(error).splitlines()[0]})"
-        raise SpecError("model", spec.model, rule, problem) from None
     return model.eval()
 
 
@@ -385,9 +379,8 @@ def _check_files(spec: SentenceTransformers.Spec, folder: Path, with_weights: bo
             rule = "a checkpoint whose modules are part of sentence-transformers"
             raise SpecError("model", spec.model, rule, f"has the module {part['type']}")
         path = folder / part["path"]
-        if with_weights and any(path.glob("*.bin")) and not any(path.glob("*.safetensors")):
-            rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
-            raise SpecError("model", spec.model, rule, "has a module without a safetensors file")
+        if with_weights and any(path.glob("*.bin")):
+            check_safetensors(spec.model, path)
     library = load_json(folder / PROMPTS_FILE, spec.model) or {}
     architecture = ((settings or {}).get("architectures") or [""])[0]
     is_multi_vector = (

@@ -20,9 +20,13 @@ import pyarrow as pa
 import torch
 from transformers import PreTrainedModel
 
-from pipeline.config import SpecError
-from pipeline.decoding import Unreadable
-from pipeline.encoders import EncodedQueries, Trainable, batches_by_size, check_query_texts
+from pipeline.encoders import (
+    EncodedQueries,
+    Trainable,
+    batches_by_size,
+    check_query_texts,
+    readable_query,
+)
 from pipeline.encoders.appended import APPENDED, AppendedTokens, append_positions
 from pipeline.encoders.attention import input_layers, recording, tap_rows, tap_values
 from pipeline.encoders.batching import concatenate, group_passes, prefetch
@@ -191,11 +195,8 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         queries = []
         for data in images:
             image = open_query_image(data)
-            try:
+            with readable_query("the image"):
                 queries.append(self._reader.read_image_query(image))
-            except Unreadable as error:
-                note = f" ({error.detail})"
-                raise SpecError("query", "the image", "a readable image", note=note) from None
         return self._encode_inputs(queries)
 
     def _encode_inputs(self, queries: Sequence[tuple[ModelInput, list[str]]]) -> EncodedQueries:

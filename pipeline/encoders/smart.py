@@ -27,7 +27,7 @@ import safetensors.torch
 import torch
 
 from pipeline import config
-from pipeline.config import SpecError, Uri
+from pipeline.config import SpecError, Uri, reading
 from pipeline.encoders import AttentionInfo, EncodedQueries, Encoder
 from pipeline.encoders.loading import WEIGHTS, check_training_hashes, hash_files
 from pipeline.encoders.templates import Templates
@@ -96,20 +96,17 @@ class Adapter(torch.nn.Module):
         """
         size = _input_size(width, num_layers)
         rule = f"a folder with an adapter ({WEIGHTS_FILE}) for {size}"
-        path = Path(folder) / WEIGHTS_FILE
-        if not path.is_file():
-            raise SpecError("adapter", folder, rule, f"has no {WEIGHTS_FILE}")
+        check_adapter_file(folder, rule)
         check_training_hashes(folder, "adapter")
-        try:
+        path = Path(folder) / WEIGHTS_FILE
+        errors = (safetensors.SafetensorError, KeyError, ValueError, RuntimeError)
+        with reading("adapter", folder, rule, *errors):
             weights = safetensors.torch.load_file(path)
             with safetensors.safe_open(path, "pt") as file:
                 trained_on = (file.metadata() or {}).get("encoder")
             adapter_dim, adapter_width = weights["linear.weight"].shape
             adapter = cls(adapter_width, adapter_dim, len(weights.get("layers", [0])))
             adapter.load_state_dict(weights)
-        except (safetensors.SafetensorError, KeyError, ValueError, RuntimeError) as error:
-            problem = f"cannot be read ({str(error).splitlines()[0]})"
-            raise SpecError("adapter", folder, rule, problem) from None
         found = adapter.linear.in_features, adapter.num_layers
         if found != (width, num_layers):
             problem = f"has one for {_input_size(*found)}"
@@ -118,6 +115,12 @@ class Adapter(torch.nn.Module):
             rule = "a folder with an adapter trained on this encoder and layer"
             raise SpecError("adapter", folder, rule, "was trained on another")
         return adapter.eval().requires_grad_(False)
+
+
+def check_adapter_file(folder: Path | str, rule: str) -> None:
+    """Raises `SpecError` if a folder has no adapter."""
+    if not (Path(folder) / WEIGHTS_FILE).is_file():
+        raise SpecError("adapter", str(folder), rule, f"has no {WEIGHTS_FILE}")
 
 
 def _input_size(width: int, num_layers: int) -> str:
@@ -174,9 +177,7 @@ class Smart(Encoder["Smart.Spec"]):
         """
         with config.within("encoder"):
             cls._inner_class(spec).check(spec.encoder)
-        if not (Path(spec.adapter) / WEIGHTS_FILE).is_file():
-            rule = "a folder written by training with `trainable: adapter`"
-            raise SpecError("adapter", spec.adapter, rule, f"has no {WEIGHTS_FILE}")
+        check_adapter_file(spec.adapter, "a folder written by training with `trainable: adapter`")
 
     @classmethod
     def check_queries(cls, spec: Spec) -> None:

@@ -19,7 +19,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from pipeline.config import ComponentSpec, SpecError, TrainedSpec, dump
+from pipeline.config import ComponentSpec, SpecError, TrainedSpec, dump, reading
 from pipeline.encoders import Trainable
 from pipeline.encoders.appended import AppendedTokens, AppendedTokensSpec
 from pipeline.encoders.loading import hash_files, sha256
@@ -77,14 +77,9 @@ class TrainedCompressor:
         if (path / SUBFOLDER).is_dir():
             path = path / SUBFOLDER
         rule = "the folder of a trained compressor"
-        if not path.is_dir():
-            raise SpecError(field, folder, rule, "does not exist")
-        if not (path / METADATA).is_file():
-            raise SpecError(field, folder, rule, f"has no {METADATA}")
-        try:
+        errors = (ValueError, TypeError, RecursionError)
+        with reading(field, folder, rule, *errors, problem=f"has an invalid {METADATA}"):
             described = cls(**json.loads((path / METADATA).read_text("utf-8")))
-        except (OSError, ValueError, TypeError, RecursionError):
-            raise SpecError(field, folder, rule, f"has an invalid {METADATA}") from None
         if hash_files(path, ["*.safetensors"]) != described.sha256:
             raise SpecError(field, folder, rule, "has modified or corrupted weights")
         return described, path
@@ -101,12 +96,13 @@ class TrainedCompressor:
         Raises:
             SpecError: It was trained with another encoder.
         """
-        rule = "the folder of a compressor that was trained with the weights of the encoder"
-        if encoder != self.encoder:
-            raise SpecError(field, folder, rule, f"was trained with the encoder {self.encoder}")
-        if hashes != self.encoder_weights:
+        if (encoder, hashes) != (self.encoder, self.encoder_weights):
+            rule = "the folder of a compressor that was trained with the weights of the encoder"
+            problem = "was trained with other weights"
+            if encoder != self.encoder:
+                problem = f"was trained with the encoder {self.encoder}"
             note = "; the encoder must load the model, adapter and projection of the same run"
-            raise SpecError(field, folder, rule, "was trained with other weights", note)
+            raise SpecError(field, folder, rule, problem, note)
 
     def check_settings(self, compressor: TrainedSpec) -> None:
         """Checks that a compressor has the settings of the trained one.
@@ -279,11 +275,10 @@ def load_parameters(folder: str) -> dict[str, np.ndarray]:
         SpecError: For `weights`: the folder has none.
     """
     _, path = TrainedCompressor.read(folder, "weights")
-    try:
+    rule = "the folder of a trained compressor with parameters"
+    problem = f"has no readable {MODULE}"
+    with reading("weights", folder, rule, safetensors.SafetensorError, problem=problem):
         return safetensors.numpy.load_file(path / MODULE)
-    except (OSError, safetensors.SafetensorError):
-        rule = "the folder of a trained compressor with parameters"
-        raise SpecError("weights", folder, rule, f"has no readable {MODULE}") from None
 
 
 def trained_encoder(folder: str, field: str) -> ComponentSpec:
@@ -299,12 +294,10 @@ def trained_encoder(folder: str, field: str) -> ComponentSpec:
     described, _ = TrainedCompressor.read(folder, field)
     if TOKENS not in described.sha256:
         raise SpecError(field, folder, "the folder of a model with appended tokens", "has none")
-    try:
+    rule, problem = "the output folder of contrastive training", f"has an invalid {TRAINING}"
+    with reading(field, folder, rule, ValueError, KeyError, TypeError, problem=problem):
         learner = json.loads(Path(folder, TRAINING).read_text("utf-8"))["spec"]["learner"]
         fields, trainable = dict(learner["encoder"]), learner["trainable"]
-    except (OSError, ValueError, KeyError, TypeError):
-        rule = "the output folder of contrastive training"
-        raise SpecError(field, folder, rule, f"has no readable {TRAINING}") from None
     fields |= trained_fields(fields, trainable, folder)
     return ENCODERS.resolve({**fields, "appended_tokens": folder})
 
@@ -332,10 +325,10 @@ def trained_fields(
 @contextlib.contextmanager
 def _open_tokens(folder: str) -> Iterator[Any]:
     _, path = TrainedCompressor.read(folder, "appended_tokens")
-    try:
-        with safetensors.safe_open(path / TOKENS, "pt") as file:
-            yield file
-    except (OSError, ValueError, safetensors.SafetensorError):
-        rule = "the folder of a trained compressor with appended tokens"
-        problem = f"has no readable {TOKENS}"
-        raise SpecError("appended_tokens", folder, rule, problem) from None
+    rule = "the folder of a trained compressor with appended tokens"
+    errors, problem = (ValueError, safetensors.SafetensorError), f"has no readable {TOKENS}"
+    with (
+        reading("appended_tokens", folder, rule, *errors, problem=problem),
+        safetensors.safe_open(path / TOKENS, "pt") as file,
+    ):
+        yield file

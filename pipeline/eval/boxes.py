@@ -18,7 +18,7 @@ TOLERANCE = 1.0
 
 
 def check_boxes(boxes: Any, field: str, location: str) -> np.ndarray:
-    """Validates boxes x0 y0 x1 y1 relative to the image size. Small boxes are removed.
+    """Validates boxes x0 y0 x1 y1 relative to the image size.
 
     Args:
         boxes: Boxes to validate.
@@ -26,25 +26,27 @@ def check_boxes(boxes: Any, field: str, location: str) -> np.ndarray:
         location: Line or row of the boxes, for errors.
 
     Returns:
-        Boxes (M, 4) float32.
+        Boxes (M, 4) float64.
 
     Raises:
         SpecError: The boxes are in pixels, exceed the image, or are malformed.
     """
-    rule = "boxes [x0, y0, x1, y1] with 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1"
+    problem = None
     try:
         found = np.asarray(boxes, dtype=np.float64).reshape(len(boxes), 4)
     except (TypeError, ValueError):
-        raise SpecError(field, boxes, rule, note=f" ({location})") from None
-    is_pixels = bool((found > 2).any())
-    is_outside = not ((found >= -1e-3) & (found <= 1 + 1e-3)).all()  # True for NaN too
-    found = found.clip(0, 1)
-    if is_pixels or is_outside:
-        problem = "are in pixels" if is_pixels else "exceed the image"
+        found, problem = np.zeros((0, 4)), "are malformed"
+    clipped = found.clip(0, 1)
+    if (found > 2).any():
+        problem = "are in pixels"
+    elif not (abs(found - clipped) <= 1e-3).all():  # True for NaN too
+        problem = "exceed the image"
+    elif (clipped[:, :2] >= clipped[:, 2:]).any():
+        problem = "have no area"
+    if problem:
+        rule = "boxes [x0, y0, x1, y1] with 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1"
         raise SpecError(field, boxes, rule, problem, f" ({location})")
-    if (found[:, :2] >= found[:, 2:]).any():
-        raise SpecError(field, boxes, rule, "have no area", f" ({location})")
-    return drop_small_boxes(found)
+    return clipped
 
 
 def normalise_box(

@@ -70,16 +70,12 @@ def compare(output_a: str, output_b: str) -> Comparison:
         raise SpecError("OUT_B", output_b, rule, f"has other judged queries ({b.benchmark})")
     measures = [name for name in a.measures if name in b.measures]
     measures.sort(key=lambda name: name != a.headline)
-    if not measures:
-        raise SpecError(
-            "OUT_B", output_b, f"an evaluation by {', '.join(a.measures)}", "has no such measure"
-        )
     rows_a, rows_b = ({r.name: r for r in evaluation.results} for evaluation in (a, b))
     both = [name for name in rows_a if name in rows_b]
-    if not both:
-        raise SpecError(
-            "OUT_B", output_b, f"an evaluation of {', '.join(rows_a)}", "has no such row"
-        )
+    if not measures or not both:
+        rule = f"an evaluation of {', '.join(rows_a)} by {', '.join(a.measures)}"
+        problem = f"has no such {'row' if measures else 'measure'}"
+        raise SpecError("OUT_B", output_b, rule, problem)
     by_measure = {}
     for measure in measures:
         gains = [query_differences(rows_b[name], rows_a[name], measure) for name in both]

@@ -48,7 +48,7 @@ from pipeline.eval.results import (
     sort_results,
 )
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
-from pipeline.index.filters import filtering
+from pipeline.index.filters import check_matches, filtering
 from pipeline.index.fitting import load_fit_sample
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
@@ -567,8 +567,8 @@ def _count(index: Index, filter: str | None) -> int:
     """
     with filtering(index, filter) as condition:
         number = index.dataset.count_rows(filter=condition)
-    if filter is not None and not number:
-        raise SpecError("filter", filter, "a filter that matches items", "matches no items")
+    if filter is not None:
+        check_matches(number, filter)
     return number
 
 

@@ -17,6 +17,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from pipeline.config import Spec, SpecError
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import Box, Phrase
+from pipeline.eval.boxes import check_boxes
 from pipeline.eval.relevance_maps import (
     GroundingMetrics,
     grounding_metrics,
@@ -57,27 +58,14 @@ def read_phrases(path: str) -> list[Phrase]:
     """
     phrases = []
     form = 'a line {"item_id": "a", "phrase": "two words", "boxes": [[x0, y0, x1, y1], ...]}'
-    for number, line in read_lines(path, "grounding"):
-        note = f" (line {number} of {path})"
-        row = parse_row(line, "grounding", form, note)
-        try:
-            boxes = np.array(row["boxes"], float)
-            item_id, text = row["item_id"], row["phrase"]
-            whole = boxes.ndim == 2 and boxes.shape[1] == 4 and len(boxes) > 0
-            is_valid = (
-                isinstance(item_id, str) and isinstance(text, str) and not is_blank(text) and whole
-            )
-        except (ValueError, KeyError, TypeError):
-            is_valid = False
-        if not is_valid:
-            raise SpecError("grounding", line[:80], form, note=note)
-        inside = bool(((boxes >= 0) & (boxes <= 1)).all())
-        if not inside or not (boxes[:, :2] < boxes[:, 2:]).all():
-            limits = "boxes with 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1"
-            raise SpecError("grounding", row["boxes"], limits, note=note)
+    for number, line in read_lines(path, "grounding", "phrase"):
+        location = f"line {number} of {path}"
+        row = parse_row(line, "grounding", form, f" ({location})")
+        item_id, text = row.get("item_id"), row.get("phrase")
+        if not isinstance(item_id, str) or not isinstance(text, str) or is_blank(text):
+            raise SpecError("grounding", line[:80], form, note=f" ({location})")
+        boxes = check_boxes(row.get("boxes") or None, "grounding", location)
         phrases.append(Phrase(item_id, text, boxes.tolist()))
-    if not phrases:
-        raise SpecError("grounding", path, "a file with at least one phrase", "is empty")
     return phrases
 
 

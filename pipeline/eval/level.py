@@ -41,12 +41,8 @@ def judged_level(
         parents.update(parent for parent in batch["parent_id"].to_pylist() if parent in named)
     found = {"parent": set(parents), "item": items}
     if not items and not parents:
-        raise SpecError(
-            "judged",
-            level,
-            "a level whose ids are in the index (and match `filter`)",
-            f"has none of the {len(named):,} judged ids",
-        )
+        rule = "a level whose ids are in the index (and match `filter`)"
+        raise SpecError("judged", level, rule, f"has none of the {len(named):,} judged ids")
     if level != "auto":
         if not found[level]:
             (other,) = {"parent", "item"} - {level}
@@ -60,11 +56,7 @@ def judged_level(
     # If every judged id is on both levels, the levels differ when a parent has more than one item.
     has_more_items = any(number > 1 for number in parents.values())
     if only_items or (not only_parents and has_more_items):
-        raise SpecError(
-            "judged",
-            level,
-            "parent or item",
-            f"is ambiguous (of {len(named):,} judged ids, {len(parents):,} are parents and"
-            f" {len(items):,} are items)",
-        )
+        counts = f"{len(parents):,} are parents and {len(items):,} are items"
+        problem = f"is ambiguous (of {len(named):,} judged ids, {counts})"
+        raise SpecError("judged", level, "parent or item", problem)
     return "parent"

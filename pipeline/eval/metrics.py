@@ -6,6 +6,7 @@ are therefore equal to those that trec_eval computes from the file of the run.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import statistics
@@ -59,16 +60,14 @@ def parse_measure(name: str) -> ir_measures.Measure:
     if name == MDR:
         return _MedianRank()
     rule = f"{MDR} or an ir-measures name such as {', '.join(DEFAULT_MEASURES)}"
-    try:
+    with contextlib.suppress(NameError, ValueError, TypeError, AssertionError):
         measure = ir_measures.parse_measure(name)
         measure.validate_params()
-    except (NameError, ValueError, TypeError, AssertionError):
-        raise SpecError("measures", name, rule) from None
-    if measure.NAME != NDCG and not PROVIDERS.supports(_unfiltered(measure)):
-        raise SpecError("measures", name, rule, "is not supported")
-    if measure.params.get("cutoff", 1) < 1:  # terminates the process in trec_eval
-        raise SpecError("measures", name, rule)
-    return measure
+        is_supported = measure.NAME == NDCG or PROVIDERS.supports(_unfiltered(measure))
+        # A cutoff below 1 terminates the process in trec_eval.
+        if is_supported and measure.params.get("cutoff", 1) >= 1:
+            return measure
+    raise SpecError("measures", name, rule, "is not supported")
 
 
 def _unfiltered(measure: ir_measures.Measure) -> ir_measures.Measure:
@@ -257,16 +256,17 @@ def read_run(uri: str) -> dict[str, dict[str, float]]:
     """
     run: dict[str, dict[str, float]] = {}
     for number, line in read_lines(uri, "run"):
+        note = f" (line {number} of {uri})"
         try:
             query_id, _, document_id, _, value, _ = line.split()
             if math.isnan(score := float(value)):
                 raise ValueError
         except ValueError:
-            rule, note = "a line `query Q0 document rank score tag`", f" (line {number} of {uri})"
+            rule = "a line `query Q0 document rank score tag`"
             raise SpecError("run", line[:80], rule, note=note) from None
         scores, document_id = run.setdefault(_unescape(query_id), {}), _unescape(document_id)
         if document_id in scores:
-            rule, note = "the only line of its document", f" (line {number} of {uri})"
+            rule = "the only line of its document"
             raise SpecError("run", line[:80], rule, "occurs twice", note)
         scores[document_id] = score
     return run

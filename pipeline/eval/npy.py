@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from fsspec import AbstractFileSystem
 
-from pipeline.config import ComponentSpec, SpecError, absolute
+from pipeline.config import ComponentSpec, SpecError, absolute, reading
 from pipeline.decoding import Unreadable
 from pipeline.eval import Benchmark, JudgedQueries
 from pipeline.eval.topics import read_qrels
@@ -115,20 +115,18 @@ def _read_queries(fs: AbstractFileSystem, folder: str, path: str) -> dict[str, n
 
 
 def _check_lengths(lengths: np.ndarray, queries: np.ndarray, path: str) -> None:
-    if lengths.ndim != 1 or not lengths.size or lengths.min() < 1:
-        lowest = f" with a minimum of {lengths.min()}" if lengths.size else ""
-        problem = f"has {QUERY_LENGTHS} of shape {lengths.shape}{lowest}"
-        rule = f"a folder with {QUERY_LENGTHS} of shape (Q,) and lengths >= 1"
-        raise SpecError(FIELD, path, rule, problem)
     num_vectors = int(lengths.sum(dtype=object))  # Python integers do not overflow
-    if queries.ndim == 2 and num_vectors != len(queries):
-        problem = f"has {len(queries)} vectors and lengths of sum {num_vectors}"
-        rule = f"a folder whose {QUERY_LENGTHS} sums to the rows of {QUERIES}"
-        raise SpecError(FIELD, path, rule, problem)
-    if queries.ndim == 3 and (len(lengths) != len(queries) or lengths.max() > queries.shape[1]):
-        problem = f"has {len(lengths)} lengths up to {lengths.max()} and shape {queries.shape}"
-        rule = f"a folder with a length <= M in {QUERY_LENGTHS} per query of {QUERIES}"
-        raise SpecError(FIELD, path, rule, problem)
+    rule = f"a folder with a length >= 1 in {QUERY_LENGTHS} per query"
+    if queries.ndim == 2:
+        rule += f", whose sum is the number of rows of {QUERIES}"
+        fits = num_vectors == len(queries)
+    else:
+        rule += f", at most M of the shape (Q, M, D) of {QUERIES}"
+        fits = lengths.shape == queries.shape[:1] and lengths.max() <= queries.shape[1]
+    if lengths.ndim != 1 or not lengths.size or lengths.min() < 1 or not fits:
+        limits = f", from {lengths.min()} to {lengths.max()}" if lengths.size else ""
+        problem = f"has {QUERY_LENGTHS} of shape {lengths.shape} and sum {num_vectors}{limits},"
+        raise SpecError(FIELD, path, rule, f"{problem} and {QUERIES} of shape {queries.shape}")
 
 
 def _read_ids(fs: AbstractFileSystem, folder: str, num_queries: int, path: str) -> list[str]:
@@ -137,26 +135,21 @@ def _read_ids(fs: AbstractFileSystem, folder: str, num_queries: int, path: str) 
     if name is None:
         return [str(row) for row in range(num_queries)]
     array = _read(fs, folder, name, STRINGS | INTEGERS, path)
-    if array.shape != (num_queries,):
-        problem = f"has {num_queries} queries and {name} of shape {array.shape}"
-        raise SpecError(FIELD, path, f"a folder with one id in {name} per query", problem)
-    ids = [i.decode(errors="replace") if isinstance(i, bytes) else str(i) for i in array.tolist()]
+    values = array.ravel().tolist()
+    ids = [i.decode(errors="replace") if isinstance(i, bytes) else str(i) for i in values]
     ids = [query_id.strip() for query_id in ids]  # as in judgments
-    for query_id, number in Counter(ids).most_common(1):
-        if number > 1:
-            problem = f"has the id {query_id!r} more than once"
-            raise SpecError(FIELD, path, f"a folder with unique ids in {name}", problem)
+    (query_id, number), *_ = Counter(ids).most_common(1) or [("", 0)]
+    if array.shape != (num_queries,) or number > 1:
+        problem = f"has {num_queries} queries and {name} of shape {array.shape}"
+        problem = f"has the id {query_id!r} more than once" if number > 1 else problem
+        raise SpecError(FIELD, path, f"a folder with one unique id in {name} per query", problem)
     return ids
 
 
 def _read(
     fs: AbstractFileSystem, folder: str, name: str, dtypes: Mapping[str, str], path: str
 ) -> np.ndarray:
-    try:
+    rule, problem = f"a folder with {name}", f"has an unreadable {name}"
+    with reading(FIELD, path, rule, ValueError, Unreadable, problem=problem):
         array = NpyArray(fs, f"{folder}/{name}", dtypes)
         return array.values(0, math.prod(array.shape)).reshape(array.shape)
-    except FileNotFoundError:
-        raise SpecError(FIELD, path, f"a folder with {name}", f"contains no {name}") from None
-    except (OSError, ValueError, Unreadable) as error:
-        problem = f"has an unreadable {name} ({error})"
-        raise SpecError(FIELD, path, "a folder of npy", problem) from None

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from pipeline.config import SpecError, absolute, digest
+from pipeline.config import absolute, digest, reading
 from pipeline.eval.diagnostics import Diagnosis, Retention, mean_diagnosis
 from pipeline.eval.examples import Example
 from pipeline.eval.metrics import means
@@ -471,16 +471,13 @@ def read_results(output: str, field: str) -> Evaluation:
         SpecError: The results are missing or corrupted.
     """
     rule = "the output folder of jobs.evaluate"
-    try:
+    errors = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+    with reading(field, output, rule, *errors, problem=f"contains a corrupted {RESULTS}"):
         with open_file(posixpath.join(absolute(output), RESULTS), "r") as file:
             data = json.load(file)
         results = [_result(row) for row in data.pop("results")]
         data.pop("comparisons", None)  # follow from the other fields
         return Evaluation(**data, results=results)
-    except FileNotFoundError:
-        raise SpecError(field, output, rule, f"contains no {RESULTS}") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise SpecError(field, output, rule, f"contains a corrupted {RESULTS}") from None
 
 
 def _result(row: dict[str, Any]) -> Result:

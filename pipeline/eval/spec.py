@@ -42,8 +42,8 @@ class RerankSpec(Spec):
 
     @model_validator(mode="after")
     def _check_precision(self) -> RerankSpec:
-        if self.name == "blip" and self.precision is not None:
-            raise SpecError("precision", self.precision, "null for BLIP")
+        is_valid = self.name != "blip" or self.precision is None
+        self.require(is_valid, "precision", "null for BLIP")
         return self
 
     @property
@@ -173,15 +173,15 @@ class EvaluateSpec(Spec):
 
     @model_validator(mode="after")
     def _check_weights_used(self) -> EvaluateSpec:
-        if self.weights != EQUAL_WEIGHTS and self.scores and "hybrid" not in self.scores:
-            rule = f"{list(EQUAL_WEIGHTS)} unless hybrid is among the scores"
-            raise SpecError("weights", list(self.weights), rule)
+        is_used = not self.scores or "hybrid" in self.scores
+        rule = f"{list(EQUAL_WEIGHTS)} unless hybrid is among the scores"
+        self.require(is_used or self.weights == EQUAL_WEIGHTS, "weights", rule)
         return self
 
     @model_validator(mode="after")
     def _check_fusion_used(self) -> EvaluateSpec:
-        if self.fusion != DEFAULT_FUSION and FUSED not in self.scores:
-            raise SpecError("scores", self.scores, f"a list with {FUSED} if fusion is set")
+        is_used = self.fusion == DEFAULT_FUSION or FUSED in self.scores
+        self.require(is_used, "scores", f"a list with {FUSED} if fusion is set")
         if FUSED in self.scores:
             _ = self.fusion.component_weights  # must be set
         return self
@@ -190,8 +190,7 @@ class EvaluateSpec(Spec):
     def _check_k(self) -> EvaluateSpec:
         for name in self.measures:  # raises for an unknown metric
             depth = parse_measure(name).params.get("cutoff", 0)
-            if depth > self.k:
-                raise SpecError("k", self.k, f"at least {depth} for {name}")
+            self.require(depth <= self.k, "k", f"at least {depth} for {name}")
         for number, candidates in enumerate(self.candidates):
             if (smallest := min(candidates.num_candidates)) < self.k:
                 field = f"candidates[{number}].num_candidates"

@@ -6,7 +6,6 @@ Texts are JSON lines or tab-separated, vectors are .npy or Parquet.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, reading
 from pipeline.decoding import Unreadable
 from pipeline.eval import JudgedQueries
 from pipeline.paths import open_file
@@ -24,7 +23,7 @@ from pipeline.sources.text import parse_object
 _SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
 
-def read_lines(path: str, field: str) -> Iterator[tuple[int, str]]:
+def read_lines(path: str, field: str, required: str = "") -> Iterator[tuple[int, str]]:
     """Yields the non-blank lines of a UTF-8 text file with their numbers, which start from 1.
 
     Lines may begin with a byte order mark, as in concatenated files.
@@ -32,21 +31,21 @@ def read_lines(path: str, field: str) -> Iterator[tuple[int, str]]:
     Args:
         path: Path or URI of the file.
         field: Spec field that errors name.
+        required: What the lines are, if there must be at least one.
 
     Raises:
-        SpecError: The file is missing or not text. The error names the line.
+        SpecError: The file is missing, empty or not text. The error names the line.
     """
-    try:
-        with open_file(path, "r", errors="surrogateescape") as file:
-            for number, line in enumerate(file, start=1):
-                if _SURROGATES.search(line):
-                    raise SpecError(field, path, "a UTF-8 file", f"is malformed in line {number}")
-                if (line := line.removeprefix("\ufeff")).strip():
-                    yield number, line.rstrip("\r\n")
-    except FileNotFoundError:
-        raise SpecError(field, path, "the path of an existing file", "does not exist") from None
-    except OSError as error:
-        raise SpecError(field, path, "a UTF-8 file", f"cannot be read ({error})") from None
+    rule, is_empty = "a UTF-8 file", bool(required)
+    with reading(field, path, rule), open_file(path, "r", errors="surrogateescape") as file:
+        for number, line in enumerate(file, start=1):
+            if _SURROGATES.search(line):
+                raise SpecError(field, path, rule, f"is malformed in line {number}")
+            if (line := line.removeprefix("\ufeff")).strip():
+                is_empty = False
+                yield number, line.rstrip("\r\n")
+    if is_empty:
+        raise SpecError(field, path, f"a file with at least one {required}", "is empty")
 
 
 def parse_row(line: str, field: str, rule: str, note: str) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def read_queries(path: str, field: str = "queries") -> dict[str, str]:
     """
     queries: dict[str, str] = {}
     rule = 'a line {"_id": "1", "text": "..."} or id<TAB>text, neither empty'
-    for number, line in read_lines(path, field):
+    for number, line in read_lines(path, field, "query"):
         note = f" (line {number} of {path})"
         if line.lstrip().startswith("{"):
             row = parse_row(line, field, rule, note)
@@ -95,8 +94,6 @@ def read_queries(path: str, field: str = "queries") -> dict[str, str]:
         if query_id in queries:
             raise SpecError(field, query_id, "a unique id", "occurs twice", f" (line {number})")
         queries[query_id] = text
-    if not queries:
-        raise SpecError(field, path, "a file with at least one query", "is empty")
     return queries
 
 
@@ -127,6 +124,7 @@ def read_qrels(path: str, field: str = "qrels") -> dict[str, dict[str, int]]:
             continue
         if len(columns) == 4:
             del columns[1]
+        note = f" (line {number} of {path})"
         try:
             query_id, document_id, grade = map(str.strip, columns)
             if not query_id or not document_id or abs(int(grade)) > MAX_GRADE:
@@ -134,10 +132,9 @@ def read_qrels(path: str, field: str = "qrels") -> dict[str, dict[str, int]]:
             graded = qrels.setdefault(query_id, {}).setdefault(document_id, int(grade))
         except ValueError:
             rule = "a line query-id<TAB>corpus-id<TAB>32-bit integer or a line in TREC format"
-            note = f" (line {number} of {path})"
             raise SpecError(field, line[:80], rule, note=note) from None
         if graded != int(grade):
-            rule, note = "the only grade of its document", f" (line {number} of {path})"
+            rule = "the only grade of its document"
             raise SpecError(field, line[:80], rule, "differs from another", note)
     return qrels
 
@@ -241,10 +238,7 @@ def read_ids(path: str, field: str) -> list[str]:
     Raises:
         SpecError: The file is missing or empty.
     """
-    ids = list(dict.fromkeys(line.strip() for _, line in read_lines(path, field)))
-    if not ids:
-        raise SpecError(field, path, "a file with at least one id", "is empty")
-    return ids
+    return list(dict.fromkeys(line.strip() for _, line in read_lines(path, field, "id")))
 
 
 def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.ndarray]:
@@ -258,25 +252,20 @@ def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.
         SpecError: The file is missing or malformed.
     """
     rule = "a .npy of shape (query tokens, dim), or Parquet with the columns id and vectors"
-    try:
+    with reading(field, path, rule, ValueError, TypeError, EOFError, pa.ArrowException):
         with open_file(path) as file:
             if path.endswith(".npy"):
                 return {"1": np.load(file, allow_pickle=False)}
             table = pq.read_table(file, columns=["id", "vectors"])
-    except FileNotFoundError:
-        raise SpecError(field, path, rule, "does not exist") from None
-    except (OSError, ValueError, EOFError, pa.ArrowException):
-        raise SpecError(field, path, rule) from None
-    ids = [str(query_id).strip() for query_id in table["id"].to_pylist()]
-    if not all(ids) or not ids or table["id"].null_count:
-        raise SpecError(field, path, "a file of at least one query, each with an id")
-    for query_id, number in Counter(ids).most_common(1):
-        if number > 1:
-            raise SpecError(field, query_id, "a unique id", "occurs twice")
-    try:
         vectors = [np.array(value, dtype=np.float32) for value in table["vectors"].to_pylist()]
-    except (ValueError, TypeError):
-        raise SpecError(field, path, rule) from None
+    ids = [
+        "" if query_id is None else str(query_id).strip() for query_id in table["id"].to_pylist()
+    ]
+    if not ids or not all(ids) or len(set(ids)) < len(ids):
+        problem = "has an empty id" if len(set(ids)) == len(ids) else "has the same id twice"
+        problem = problem if ids else "is empty"
+        rule = "a file of at least one query, each with a unique id"
+        raise SpecError(field, path, rule, problem)
     return dict(zip(ids, vectors, strict=True))
 
 

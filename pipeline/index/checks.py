@@ -79,12 +79,9 @@ def check_same_encoder(schema: pa.Schema, encoder_info: EncoderInfo) -> None:
         stored.append((info.name, info.encoder.prefix, info.encoder.fingerprint))
     for name, prefix, fingerprint in stored:
         if prefix == encoder_info.prefix and fingerprint != encoder_info.fingerprint:
-            raise SpecError(
-                "encoder",
-                encoder_info.name,
-                f"the encoder that filled {name!r} (fingerprint {fingerprint})",
-                f"has the fingerprint {encoder_info.fingerprint}",
-            )
+            rule = f"the encoder that filled {name!r} (fingerprint {fingerprint})"
+            problem = f"has the fingerprint {encoder_info.fingerprint}"
+            raise SpecError("encoder", encoder_info.name, rule, problem)
 
 
 def _check_taps(spec: IndexSpec, attention: AttentionInfo | None) -> None:

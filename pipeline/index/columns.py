@@ -221,9 +221,8 @@ def all_representations(spec: ListsRepresentations) -> list[Representation]:
             with within("sweep"):
                 representations.append(parse(Representation, fields))
     if not representations:
-        raise SpecError(
-            "representations", [], "a non-empty list, unless `sweep` has representations"
-        )
+        rule = "a non-empty list, unless `sweep` has representations"
+        raise SpecError("representations", [], rule)
     names = [r.id for r in representations]
     for name in names:
         if names.count(name) > 1:
@@ -391,12 +390,11 @@ def check_same_settings(
     """Raises `SpecError` if a column with other settings is stored under the same name."""
     if setting := changed_setting(representation, encoder_info, stored):
         name, value, stored_value = setting
-        raise SpecError(
+        field, note = (
             f"representations.{representation.id}.{name}",
-            value,
-            f"{stored_value}, as in the index",
-            note="; set `id` to store it as another column",
+            "; set `id` to store it as another column",
         )
+        raise SpecError(field, value, f"{stored_value}, as in the index", note=note)
 
 
 def compressor_remarks(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from pydantic import model_validator
 
-from pipeline.config import MissingField, Spec, SpecError, Uri
+from pipeline.config import Spec, Uri
 from pipeline.index.filters import filtering
 from pipeline.index.listing import chunks
 from pipeline.index.reader import Index, id_filter
@@ -29,10 +29,8 @@ class DeleteSpec(Spec):
 
     @model_validator(mode="after")
     def _check_selection(self) -> DeleteSpec:
-        if self.ids is None and self.filter is None:
-            raise MissingField("filter", None, "a condition unless ids are given")
-        if self.ids is not None and self.filter is not None:
-            raise SpecError("filter", self.filter, "null when ids are given")
+        rule = "a condition unless ids are given, else null"
+        self.require((self.ids is None) != (self.filter is None), "filter", rule)
         return self
 
 

@@ -27,11 +27,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.atomic import check_writable
 from pipeline.config import SpecError, absolute
-from pipeline.extras import MissingExtra
-from pipeline.index.filters import filtering
+from pipeline.index.filters import check_matches, filtering
 from pipeline.index.info import PREFIX_SEPARATOR
 from pipeline.index.prefixes import first_vectors
-from pipeline.index.reader import Index, combine_filters, first_line
+from pipeline.index.reader import Index, access_errors, combine_filters
 from pipeline.paths import locate
 from pipeline.schema import ITEM, METADATA_KEY, column_metadata, vectors_type
 from pipeline.sources.vector_files import QRELS, QUERIES, QUERY_IDS, DocumentFiles
@@ -185,14 +184,9 @@ def _check_output(output: str, form: Form, overwrite: bool) -> tuple[AbstractFil
     if form == "parquet" and not output.lower().endswith(".parquet"):
         rule = "a path that ends in .parquet, unless --format npy is given"
         raise SpecError("output", output, rule)
-    try:
+    with access_errors(output, "output"):
         filesystem, path = locate(absolute(output))
         already_exists, is_folder = filesystem.exists(path), filesystem.isdir(path)
-    except (OSError, MissingExtra):
-        raise
-    except Exception as error:  # each storage library raises its own errors
-        problem = f"cannot be reached ({type(error).__name__}: {first_line(error)})"
-        raise SpecError("output", output, "a reachable URI", problem) from None
     check_writable(output, "output", as_file=form == "parquet")
     if not already_exists:
         return filesystem, path
@@ -212,9 +206,7 @@ def _count(index: Index, condition: str, filter: str | None, representation: str
         num_items = index.dataset.count_rows(condition)
     if num_items == 0:
         if filter is not None:
-            raise SpecError(
-                "filter", filter, "a condition that matches items with vectors", "matches no items"
-            )
+            check_matches(num_items, filter)
         rule = "a representation with vectors"
         raise SpecError("representation", representation, rule, "is empty")
     return num_items

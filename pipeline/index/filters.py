@@ -79,6 +79,18 @@ def matching_ids(
         return scanner.to_table()["item_id"]
 
 
+def check_matches(number: int, filter: str, field: str = "filter") -> None:
+    """Raises `SpecError` if a filter matches no items.
+
+    Args:
+        number: Number of matching items.
+        filter: The filter.
+        field: Field that errors name.
+    """
+    if not number:
+        raise SpecError(field, filter, "a condition that matches items", "matches no items")
+
+
 def _unusable(filter: str, error: Exception) -> SpecError:
     line = first_line(error).removeprefix("Invalid user input: ")
     return SpecError("filter", filter, FILTER_RULE, f"cannot be evaluated ({line})")

@@ -469,9 +469,7 @@ def format_versions(schema: pa.Schema) -> set[Any]:
 
 def _malformed(column: str, error: Exception) -> SpecError:
     """Builds the error for a column whose metadata cannot be parsed."""
+    detail = f"{type(error).__name__}: {error}"
     if isinstance(error, ValidationError):
-        cause = describe(error)
-        detail = f"{cause.field} must be {cause.rule}"
-    else:
-        detail = f"{type(error).__name__}: {error}"
+        detail = str(describe(error.errors()))
     return SpecError("index", column, "a column with valid metadata", f"is malformed ({detail})")

@@ -70,13 +70,9 @@ def plan_columns(spec: IndexSpec, encoder_info: EncoderInfo, writer: IndexWriter
     check_same_encoder(schema, encoder_info)
     added = [r for r in wanted if r.id not in schema.names]
     if added and not is_empty:
-        raise SpecError(
-            "representations",
-            added[0].id,
-            f"one of {', '.join(columns_with_role(schema, 'search'))}",
-            "is not in this index",
-            f"; add it with `maxray add representations {spec.index}`, then resume indexing",
-        )
+        rule = f"one of {', '.join(columns_with_role(schema, 'search'))}"
+        note = f"; add it with `maxray add representations {spec.index}`, then resume indexing"
+        raise SpecError("representations", added[0].id, rule, "is not in this index", note)
     if spec.rerank and RERANK_TOKENS in schema.names:
         check_same_adapter(spec.rerank, RerankInfo.from_schema(schema, RERANK_TOKENS))
         rerank = []

@@ -73,11 +73,16 @@ def check_location(uri: str) -> None:
     For remote stores only the scheme is checked.
     """
     scheme = _check_scheme(uri)
-    with _access_errors(uri):
+    with access_errors(uri):
         open_folder(uri)  # raises if the package of the storage is not installed
     if scheme != "file":
         return
     check_writable(uri, "index")
+    check_contents(uri)
+
+
+def check_contents(uri: str) -> None:
+    """Raises `SpecError` if the URI is neither an index nor new or empty."""
     if exists(uri) and not contains_index(uri):
         raise SpecError("index", uri, "an index, or a new or empty folder", "has other contents")
 
@@ -114,9 +119,7 @@ def open_dataset(uri: str, version: int | None = None) -> lance.LanceDataset:
             rule = f"a stored version from 1 to {last}"
             raise SpecError("version", version, rule, "does not exist") from None
         if contains_index(uri):
-            raise SpecError(
-                "index", uri, "an intact index", f"is corrupted ({first_line(error)})"
-            ) from None
+            raise _corrupted(uri, first_line(error)) from None
         raise missing_index(uri) from None
     for version in format_versions(dataset.schema) - {FORMAT_VERSION}:
         rule = f"an index of format {FORMAT_VERSION}"
@@ -145,26 +148,26 @@ def check_data_files(uri: str, dataset: lance.LanceDataset) -> None:
     resized = [n for n, size in expected_sizes.items() if size and size != sizes.get(n)]
     for problem, files in (("are missing", missing), ("have another size", resized)):
         if files:
-            detail = f"is corrupted ({len(files)} of {len(expected_sizes)} data files {problem})"
-            raise SpecError("index", uri, "an intact index", detail)
+            detail = f"{len(files)} of {len(expected_sizes)} data files {problem}"
+            raise _corrupted(uri, detail)
 
 
 def exists(uri: str) -> bool:
     """Checks whether the URI is a file or a folder that is not empty."""
-    with _access_errors(uri):
+    with access_errors(uri):
         filesystem, path = open_folder(uri)
         return filesystem.exists(path) and bool(filesystem.ls(path))
 
 
 def contains_index(uri: str) -> bool:
     """Checks whether the URI contains an index. The index may be incomplete."""
-    with _access_errors(uri):
+    with access_errors(uri):
         filesystem, path = open_folder(uri)
         return any(filesystem.exists(posixpath.join(path, name)) for name in PARTS)
 
 
 @contextlib.contextmanager
-def _access_errors(uri: str) -> Iterator[None]:
+def access_errors(uri: str, field: str = "index") -> Iterator[None]:
     """Translates the errors of storage libraries to `SpecError`.
 
     Each raises its own classes.
@@ -175,7 +178,7 @@ def _access_errors(uri: str) -> Iterator[None]:
         raise
     except Exception as error:
         problem = f"cannot be reached ({type(error).__name__}: {first_line(error)})"
-        raise SpecError("index", uri, "a reachable URI", problem) from None
+        raise SpecError(field, uri, "a reachable URI", problem) from None
 
 
 def first_line(error: Exception) -> str:
@@ -192,8 +195,12 @@ def corruption_errors(uri: str) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        problem = f"is corrupted ({first_line(error)})"
-        raise SpecError("index", uri, "an intact index", problem) from None
+        raise _corrupted(uri, first_line(error)) from None
+
+
+def _corrupted(uri: str, detail: str) -> SpecError:
+    """Returns the error for an index that cannot be read."""
+    return SpecError("index", uri, "an intact index", f"is corrupted ({detail})")
 
 
 class Edition(NamedTuple):
@@ -398,6 +405,17 @@ class Index:
         row_by_id = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
         rows = [row_by_id[item_id] for item_id in item_ids if item_id in row_by_id]
         return decode_positions(table.take(pa.array(rows, pa.int64())))
+
+    def item(self, item_id: str, columns: Sequence[str]) -> pa.Table:
+        """Returns the row of an item.
+
+        Raises:
+            SpecError: The item does not exist.
+        """
+        row = self.items([item_id], columns)
+        if not row.num_rows:
+            raise SpecError("item_id", item_id, "the id of an item in the index")
+        return row
 
     def content_key(self, columns: Iterable[str]) -> str:
         """Returns a hash that changes with the content of the columns. Unknown ones are skipped.

@@ -36,7 +36,7 @@ from pipeline.index.columns import (
     required_taps,
     taps_by_representation,
 )
-from pipeline.index.filters import matching_ids
+from pipeline.index.filters import check_matches, matching_ids
 from pipeline.index.fitting import (
     LearnedState,
     fit,
@@ -58,6 +58,9 @@ from pipeline.stage import Profile, Resources
 from pipeline.taps import APPENDED_STATISTICS, Tap
 from pipeline.tokens import TokenBatch, lists_of
 
+#: Seed of the sample of items to fit on.
+FIT_SEED = 0
+
 
 class RecompressSpec(Spec):
     """Spec of `maxray add representations`."""
@@ -74,8 +77,6 @@ class RecompressSpec(Spec):
     """Number of fragments per commit."""
     fit_items: PositiveInt = 256
     """Number of items on which compressors and codecs are fitted."""
-    fit_seed: int = Field(0, ge=0, lt=2**32)
-    """Seed of the sample of items."""
     fit_index: Uri | None = None
     """Index with a separate calibration sample. By default the sample is drawn from `index`."""
     fit_filter: str | None = None
@@ -252,9 +253,7 @@ def check_sample(
     if spec.fit_filter is not None:
         with _errors_at("fit_filter", spec.fit_filter):
             item_ids = matching_ids(index, spec.fit_filter)
-        if not len(item_ids):
-            rule = "a condition that matches items"
-            raise SpecError("fit_filter", spec.fit_filter, rule, "matches no items")
+        check_matches(len(item_ids), spec.fit_filter, "fit_filter")
 
 
 @contextlib.contextmanager
@@ -324,7 +323,7 @@ def _fit(
 
     origin = {"index": spec.fit_index, "filter": spec.fit_filter}
     origin = {name: value for name, value in origin.items() if value is not None}
-    learned = fit(representation, encoder_info, sample, spec.fit_seed)
+    learned = fit(representation, encoder_info, sample, FIT_SEED)
     return learned._replace(sample=Sample(origin, content_N))
 
 
@@ -336,5 +335,5 @@ def _sample(index: Index, spec: RecompressSpec, columns: list[str]) -> pa.Table:
         item_ids = dataset.to_table(columns=["item_id"])["item_id"]
         matches = matching_ids(index, spec.fit_filter).combine_chunks()
         rows = np.flatnonzero(pa.compute.is_in(item_ids, matches).to_numpy())
-    sample = np.random.default_rng(spec.fit_seed).permutation(rows)[: spec.fit_items]
+    sample = np.random.default_rng(FIT_SEED).permutation(rows)[: spec.fit_items]
     return dataset.take(np.sort(sample).tolist(), columns=columns)

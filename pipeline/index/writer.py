@@ -37,9 +37,9 @@ from pipeline.index.lease import Lease, LeaseFile
 from pipeline.index.reader import (
     ITEMS,
     REJECTS,
+    check_contents,
     check_data_files,
     check_location,
-    contains_index,
     exists,
     first_line,
     get_fragment,
@@ -102,9 +102,7 @@ class IndexWriter:
             self.dataset.update_config(lease.entry())
         except (OSError, CommitConflictError) as error:
             if not _is_conflict(error):
-                raise SpecError(
-                    "index", self.uri, "a writable URI", f"cannot be written ({first_line(error)})"
-                ) from None
+                raise _unwritable(self.uri, error) from None
             winner = Lease.from_dataset(open_dataset(self.uri))  # its first expiry
             holder = winner.describe() if winner else "another job"
             problem, note = f"is being written by {holder}", "; wait for it or stop it"
@@ -373,16 +371,15 @@ def open_or_create(uri: str) -> LanceDataset:
                 if not exists(uri):
                     raise
                 # Another job created it first.
-        elif not contains_index(uri):
-            raise SpecError(
-                "index", uri, "an index, or a new or empty folder", "has other contents"
-            )
+        check_contents(uri)
         for _ in range(10):  # another job may be creating it
             with contextlib.suppress(SpecError):
                 return open_dataset(uri)
             time.sleep(0.1)
         return open_dataset(uri)
     except OSError as error:
-        raise SpecError(
-            "index", uri, "a writable URI", f"cannot be written ({first_line(error)})"
-        ) from None
+        raise _unwritable(uri, error) from None
+
+
+def _unwritable(uri: str, error: Exception) -> SpecError:
+    return SpecError("index", uri, "a writable URI", f"cannot be written ({first_line(error)})")

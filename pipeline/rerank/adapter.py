@@ -17,7 +17,6 @@ from pydantic import Field, model_validator
 from torch.nn import functional
 
 from pipeline import config
-from pipeline.config import SpecError
 from pipeline.tokens import PROMPT, TokenBatch, pad
 
 ACTIVATIONS = {"gelu": torch.nn.GELU, "relu": torch.nn.ReLU, "silu": torch.nn.SiLU}
@@ -70,9 +69,8 @@ class Adapter(torch.nn.Module):
 
         @model_validator(mode="after")
         def _check_max_tokens(self) -> Self:
-            if self.kind == "compressed" and self.max_tokens < self.num_tokens:
-                rule = f"at least num_tokens={self.num_tokens}"
-                raise SpecError("max_tokens", self.max_tokens, rule)
+            fits = self.kind != "compressed" or self.max_tokens >= self.num_tokens
+            self.require(fits, "max_tokens", f"at least num_tokens={self.num_tokens}")
             return self
 
     def __init__(self, spec: Spec, width: int, dim: int):
@@ -84,9 +82,8 @@ class Adapter(torch.nn.Module):
                 torch.nn.Linear(width, spec.hidden), activation, torch.nn.Linear(spec.hidden, dim)
             )
             return
-        if width % spec.heads:
-            rule = f"a divisor of {width}, the dimension of the encoder's hidden states"
-            raise SpecError("heads", spec.heads, rule)
+        rule = f"a divisor of {width}, the dimension of the encoder's hidden states"
+        spec.require(width % spec.heads == 0, "heads", rule)
 
         def linear(is_enabled: bool = True) -> torch.nn.Module:
             if not is_enabled:

@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 
 from pipeline import config
-from pipeline.config import SpecError
+from pipeline.config import SpecError, reading
 from pipeline.encoders.loading import SETTINGS, hash_files
 from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.joint import JointEncoder
@@ -115,7 +115,8 @@ def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
     """
     rule = "a folder written by EDJE training"
     folder = Path(folder)
-    try:
+    errors = (ValueError, KeyError, TypeError, RecursionError)
+    with reading(field, str(folder), rule, *errors, problem=f"has a corrupted {METADATA}"):
         metadata = json.loads((folder / METADATA).read_text("utf-8"))
         if metadata["format"] != FORMAT:
             problem = f"has format {metadata['format']!r}"
@@ -123,13 +124,6 @@ def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
         current = {part: fingerprint(folder, part, metadata) for part in PARTS}
         changed = [part for part in PARTS if metadata["fingerprints"][part] != current[part]]
         _ = metadata["dim"], metadata["text_dim"], metadata["vision"]["dim"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, SpecError):
-            raise
-        problem = (
-            f"has no {METADATA}" if isinstance(error, OSError) else f"has a corrupted {METADATA}"
-        )
-        raise SpecError(field, str(folder), rule, problem) from None
     for part in changed:
         missing = [name for name in PARTS[part] if "*" not in name and name.endswith("safetensors")]
         missing = [name for name in missing if not (folder / name).is_file()]

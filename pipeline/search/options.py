@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from pipeline.config import Spec, SpecError
 from pipeline.scores import Score
@@ -80,16 +80,7 @@ def _are_texts(values: tuple[Any, ...]) -> bool:
 Ids = Annotated[tuple[str, ...] | None, BeforeValidator(_id_tuple)]
 
 
-def _check_method(value: Any, info: ValidationInfo) -> Any:
-    """Checks that options of a reranking method are only used together with this method."""
-    method = "edje" if info.field_name == "add_first_stage" else "vectors"
-    if value and info.data.get("method", method) != method:
-        raise ValueError(f"omitted unless method is {method!r}")
-    return value
-
-
 RerankMethod = Literal["vectors", "edje"]
-RerankRepresentation = Annotated[str | None, AfterValidator(_check_method)]
 
 
 class Rerank(Spec):
@@ -99,16 +90,24 @@ class Rerank(Spec):
     """Reranking method. `vectors` computes exact MaxSim scores with another representation. `edje`
     applies EDJE's joint encoder to the query and each hit. Hits that it cannot read keep their
     rank, and hits beyond `rerank_depth` follow the reranked ones in their original order."""
-    representation: RerankRepresentation = None
+    representation: str | None = None
     """Representation that `vectors` scores with, or a prefix `NAME@K`. Default: the default
     representation."""
     rerank_depth: int | None = Field(None, ge=1, le=10_000)
     """Number of first-stage hits to rerank. Default: 100 for `vectors`, 10 for `edje`."""
-    add_first_stage: Annotated[bool, AfterValidator(_check_method)] = False
+    add_first_stage: bool = False
     """Adds the first-stage score to the logit of `edje`."""
     optional: bool = False
     """If reranking fails, returns the hits of the first stage, and that they are not reranked,
     instead of an error."""
+
+    @model_validator(mode="after")
+    def _check_method(self) -> Rerank:
+        is_edje, rule = self.method == "edje", "omitted unless method is"
+        self.require(is_edje or not self.add_first_stage, "add_first_stage", f"{rule} edje")
+        has_name = self.representation is not None
+        self.require(not is_edje or not has_name, "representation", f"{rule} vectors")
+        return self
 
     @property
     def depth(self) -> int:
@@ -159,16 +158,14 @@ class SearchOptions(Spec):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> SearchOptions:
-        if self.score != "hybrid" and self.weights != EQUAL_WEIGHTS:
-            rule = f"{EQUAL_WEIGHTS} for the score {self.score}"
-            raise SpecError("weights", self.weights, rule)
-        if self.score != FUSED and self.fusion != DEFAULT_FUSION:
-            raise SpecError("score", self.score, f"{FUSED} if fusion is set")
-        if self.num_candidates is not None and self.num_candidates < self.k:
-            raise SpecError("num_candidates", self.num_candidates, f"at least k = {self.k}")
-        if self.score == "single_vector" and self.candidates != EXACT:
-            rule = f"{EXACT} for the score single_vector"
-            raise SpecError("candidates", self.candidates, rule)
+        is_default = self.score == "hybrid" or self.weights == EQUAL_WEIGHTS
+        self.require(is_default, "weights", f"{list(EQUAL_WEIGHTS)} for the score {self.score}")
+        is_default = self.score == FUSED or self.fusion == DEFAULT_FUSION
+        self.require(is_default, "score", f"{FUSED} if fusion is set")
+        is_enough = self.num_candidates is None or self.num_candidates >= self.k
+        self.require(is_enough, "num_candidates", f"at least k = {self.k}")
+        is_exact = self.score != "single_vector" or self.candidates == EXACT
+        self.require(is_exact, "candidates", f"{EXACT} for the score single_vector")
         return self
 
     def resolve(self, index: Index, **changes: Any) -> SearchOptions:
@@ -223,29 +220,29 @@ class SearchOptions(Spec):
             queries: Queries transformed for the representation.
             pooled_column: Column of the representation's single vectors, or None.
         """
+        weights = self.fusion.component_weights if self.score == FUSED else None
+        needs_single = self.score != "maxsim" if weights is None else bool(weights.single_vector)
+        rule, problem = "maxsim", None
         if self.score != "single_vector" and not all(map(len, queries.tokens)):
-            problem = "needs token vectors (the query has none)"
-            raise SpecError("score", self.score, "single_vector", problem)
-        if self.score == FUSED and self.fusion.component_weights.bm25 and queries.texts is None:
-            raise SpecError("score", self.score, "maxsim", "needs the text of the query")
-        if self.score == "maxsim" or (
-            self.score == FUSED and not self.fusion.component_weights.single_vector
-        ):
-            return
-        if pooled_column is None:
+            rule, problem = "single_vector", "needs token vectors (the query has none)"
+        elif weights is not None and weights.bm25 and queries.texts is None:
+            problem = "needs the text of the query"
+        elif needs_single and pooled_column is None:
             problem = "needs single vectors (the index has none)"
-            raise SpecError("score", self.score, "maxsim", problem)
-        if queries.pooled is None:
+        elif needs_single and queries.pooled is None:
             problem = "needs a pooled query vector (pass the query as text)"
-            raise SpecError("score", self.score, "maxsim", problem)
+        if problem:
+            raise SpecError("score", self.score, rule, problem)
 
     def check_candidates(self, queries: Queries) -> None:
         """Raises `SpecError` if the queries lack single vectors or texts that candidates need."""
         names = [name for steps in generator_steps(self.candidates) for name in steps]
+        problem = None
         if BM25 in names and queries.texts is None:
-            raise SpecError("candidates", self.candidates, EXACT, "needs the text of the query")
-        if SINGLE in names and queries.pooled is None:
+            problem = "needs the text of the query"
+        elif SINGLE in names and queries.pooled is None:
             problem = "needs a pooled query vector (pass the query as text)"
+        if problem:
             raise SpecError("candidates", self.candidates, EXACT, problem)
 
 

@@ -118,9 +118,7 @@ class Previews:
 
     def _read(self, item_id: str, read: Callable[[Source, dict[str, Any]], T]) -> T:
         columns = ["source", "parent_id", "modality", "span", "metadata", "revision"]
-        (item,) = self.index.items([item_id], columns).to_pylist() or [None]
-        if item is None:
-            raise SpecError("item_id", item_id, "the id of an item in the index")
+        (item,) = self.index.item(item_id, columns).to_pylist()
         item["metadata"] = json.loads(item["metadata"] or "{}")
         source = self._source(item["source"])
         try:

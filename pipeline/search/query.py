@@ -268,6 +268,20 @@ def check_texts(texts: Sequence[str]) -> None:
             raise query_error(text, "valid UTF-8 text", number, len(texts))
 
 
+def readable_queries(queries: AnyQueries, folder: str) -> list[str | bytes]:
+    """Returns the queries of a reranker that reads texts and images.
+
+    Raises:
+        SpecError: For `rerank`, whose value is `folder`: a query is neither of them.
+    """
+    inputs = queries if isinstance(queries, Sequence) else [queries]
+    readable = [query for query in inputs if isinstance(query, str | bytes)]
+    if len(readable) < len(inputs):
+        rule = "null unless every query is a text or an image"
+        raise SpecError("rerank", folder, rule, "does not support encoded queries")
+    return readable
+
+
 def query_error(value: object, rule: str, number: int, num_queries: int) -> SpecError:
     """Builds the error for an invalid query.
 

@@ -30,7 +30,5 @@ def representation_info(index: Index, name: str | None = None) -> Representation
             raise SpecError("index", index.uri, rule, problem)
         return infos["full"] if "full" in infos else next(iter(infos.values()))
     if name in index.rerank_columns:
-        raise SpecError(
-            "representation", name, f"one of {', '.join(infos)}", "is only for reranking"
-        )
+        raise SpecError.unknown_name("representation", name, infos, "is only for reranking")
     return index.representation(name)

@@ -33,7 +33,7 @@ from pipeline.rerank.edje import (
 )
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from pipeline.search.options import check_count
-from pipeline.search.query import AnyQueries
+from pipeline.search.query import AnyQueries, readable_queries
 from pipeline.search.results import JointScore
 from pipeline.search.score import Ranking
 from pipeline.tokens import flat_from_arrow, pad
@@ -106,11 +106,7 @@ class Reranker:
             SpecError: A query is neither a text nor an image, or the index lacks tokens of this
                 EDJE model.
         """
-        inputs = queries if isinstance(queries, Sequence) else [queries]
-        readable = [query for query in inputs if isinstance(query, str | bytes)]
-        if len(readable) < len(inputs):
-            rule = "null unless every query is a text or an image"
-            raise SpecError("rerank", self.folder, rule, "does not support encoded queries")
+        readable = readable_queries(queries, self.folder)
         if any(isinstance(query, str) for query in readable):
             check_stored(self.metadata, self.folder, index)
         return readable

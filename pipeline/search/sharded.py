@@ -17,7 +17,7 @@ from pipeline.config import JobError, SpecError, absolute
 from pipeline.index.reader import Index
 from pipeline.scores import Score
 from pipeline.search.candidates import EXACT
-from pipeline.search.options import SearchOptions
+from pipeline.search.options import SearchOptions, check_count
 from pipeline.search.query import Queries
 from pipeline.search.score import Ranking, Scorer
 from pipeline.search.searcher import Searcher
@@ -63,8 +63,7 @@ class ShardedSearcher(Searcher):
         max_restarts: int = 3,
         start_timeout_s: float = 300,
     ):
-        if num_shards < 1:
-            raise SpecError("num_shards", num_shards, "an integer >= 1")
+        check_count("num_shards", num_shards)
         super().__init__(Index(uri, version), cache=cache)
         num_gpus = float(device != "cpu") if num_gpus is None else num_gpus
         shards = [(i, num_shards) for i in range(num_shards)]

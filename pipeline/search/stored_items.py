@@ -103,9 +103,7 @@ def read_stored_item(index: Index, item_id: str, info: RepresentationInfo) -> St
     if info.pooled_column is not None:
         columns.append(info.pooled_column)
     stored = [column for column in columns if column is not None and column in names]
-    row = index.items([item_id], stored)
-    if not row.num_rows:
-        raise SpecError("item_id", item_id, "the id of an item in the index")
+    row = index.item(item_id, stored)
     if not row[info.column].is_valid()[0].as_py():
         rule = f"an item with vectors in {info.name}"
         raise SpecError("item_id", item_id, rule, "has no vectors")

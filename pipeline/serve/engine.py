@@ -164,9 +164,8 @@ class Engine:
             ApiError: A query is invalid, or the encoder does not support its kind.
         """
         info = served.representation(representation)
-        limits = self.settings.limits
         try:
-            read = [await asyncio.to_thread(read_query, query, info, limits) for query in queries]
+            read = [await asyncio.to_thread(read_query, query, info) for query in queries]
         except SpecError as error:
             raise from_spec_error(error) from None
         encoded = {i: query for i, query in enumerate(read) if isinstance(query, Queries)}
@@ -264,10 +263,10 @@ class Engine:
         key: str,
     ) -> list[Ranking]:
         """Reranks items with EDJE's joint encoder. Text and image queries need separate calls."""
-        limits, caller = self.settings.limits, Caller(key, self.settings.timeouts.rerank_s)
+        caller = Caller(key, self.settings.timeouts.rerank_s)
         options = options.without_selection()
         rerank = self._stages.edjes[served.name].rerank
-        inputs = [await asyncio.to_thread(read_unencoded, query, limits) for query in queries]
+        inputs = [await asyncio.to_thread(read_unencoded, query) for query in queries]
         groups = [[i for i, q in enumerate(inputs) if isinstance(q, k)] for k in (str, bytes)]
         arguments = [([inputs[i] for i in g], [rankings[i] for i in g]) for g in groups if g]
         results = await gather_or_cancel(
@@ -328,7 +327,7 @@ class Engine:
         """
         check_edje(served, [query], "method")
         try:
-            unencoded = await asyncio.to_thread(read_unencoded, query, self.settings.limits)
+            unencoded = await asyncio.to_thread(read_unencoded, query)
         except SpecError as error:
             raise from_spec_error(error) from None
         unique = list(dict.fromkeys(item_ids))

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.config import SpecError, field_path, rule_text
+from pipeline.config import SpecError, describe, field_path
 from pipeline.serve.wire import QUERY_KINDS, ErrorCode, ErrorResponse, Problem
 
 STATUS: dict[ErrorCode, int] = {
@@ -31,6 +31,8 @@ STATUS: dict[ErrorCode, int] = {
 assert set(STATUS) == set(get_args(ErrorCode))
 CODES = {status: code for code, status in STATUS.items()}
 
+#: Name of the request body in messages.
+BODY = "the body"
 #: Default of the `Retry-After` header, in seconds.
 RETRY_AFTER_SECONDS = 1
 
@@ -122,7 +124,7 @@ _PATH = re.compile(r"/?(?:[\w.-]+/){2,}[\w.-]*")
 def _message(field: str, error: SpecError) -> str:
     rule = _PATH.sub("...", error.rule)
     problem = error.problem and _PATH.sub("...", error.problem)
-    return str(SpecError(field, error.value, rule, problem, error.note))
+    return str(type(error)(field, error.value, rule, problem, error.note))
 
 
 def from_validation_errors(errors: list[dict[str, Any]]) -> ApiError:
@@ -138,18 +140,11 @@ def from_validation_errors(errors: list[dict[str, Any]]) -> ApiError:
     if tag and path[tag : tag + 1] and path[tag] in QUERY_KINDS:
         del path[tag]  # tag of the union, not a field of the request
     if first.get("type") == "json_invalid":
-        return ApiError("bad_request", f"the body must be JSON: {first['ctx']['error']}")
-    field = field_path(*path)
-    value = repr(first.get("input"))
-    value = value if len(value) <= 80 else value[:80] + "…"
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, SpecError):
-        cause = cause.below(field)
-        field, message = cause.field, str(cause)
-    elif first.get("type") == "extra_forbidden":
-        message = f"unknown field {field!r}"
-    elif first.get("type") == "missing":
-        message = f"field {field!r} is required" if field else "the body is required"
-    else:
-        message = f"{field or 'the body'} must be {rule_text(str(first['msg']))}, got {value}"
-    return ApiError("invalid_argument", message, field or None)
+        return ApiError("bad_request", f"{BODY} must be JSON: {first['ctx']['error']}")
+    if first.get("type") == "extra_forbidden":
+        field = field_path(*path)
+        return ApiError("invalid_argument", f"unknown field {field!r}", field)
+    if not path and first.get("type") == "missing":
+        return ApiError("invalid_argument", f"{BODY} is required")
+    cause = describe([{**first, "loc": path}], BODY)
+    return ApiError("invalid_argument", str(cause), None if cause.field == BODY else cause.field)

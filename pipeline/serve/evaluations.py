@@ -44,7 +44,13 @@ from pipeline.search.fusion import FUSED
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError
 from pipeline.serve.replica import bind_to_loopback
-from pipeline.serve.settings import NAME, Evaluations, ServeSpec
+from pipeline.serve.settings import (
+    MAX_QUERY_CHARS,
+    MAX_QUEUED_PER_KEY,
+    NAME,
+    Evaluations,
+    ServeSpec,
+)
 
 log = logging.getLogger("ray.serve")
 
@@ -111,7 +117,7 @@ class EvaluationStore:
         num_queued_by_key = sum(self._key(name) == key for name in queued)
         for number, maximum in (
             (len(queued), self._evaluations.max_queued),
-            (num_queued_by_key, self._evaluations.max_queued_per_key),
+            (num_queued_by_key, MAX_QUEUED_PER_KEY),
         ):
             if number >= maximum:
                 message = f"{number} evaluations are already queued"
@@ -156,8 +162,8 @@ class EvaluationStore:
                 "invalid_argument", f"k must be at most {limits.max_k}, got {request.k}", "k"
             )
         for name, text in (request.queries or {}).items():
-            if len(text) > limits.max_query_chars or is_blank(text):
-                rule = f"non-blank texts of at most {limits.max_query_chars:,} characters"
+            if len(text) > MAX_QUERY_CHARS or is_blank(text):
+                rule = f"non-blank texts of at most {MAX_QUERY_CHARS:,} characters"
                 value = f"{len(text):,} characters for {name!r}"
                 value = repr(text) if is_blank(text) else value
                 raise ApiError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, reading
 from pipeline.decoding.image import without_comments
 from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
@@ -22,7 +21,7 @@ from pipeline.search.query import Queries, Unencoded, check_texts, query_error
 from pipeline.serve import wire
 from pipeline.serve.errors import ApiError, from_spec_error
 from pipeline.serve.served import Served
-from pipeline.serve.settings import Limits
+from pipeline.serve.settings import MAX_BATCH_HITS, MAX_IMAGE_PIXELS, MAX_QUERY_CHARS, Limits
 
 
 def search_options(
@@ -75,7 +74,7 @@ def _check_depth(k: int, rerank_depth: int, num_queries: int, limits: Limits) ->
     """Raises `ApiError` if the first stage would have to return too many hits."""
     depth = max(k, rerank_depth)
     field = "k" if k >= depth else "rerank.rerank_depth"
-    maximum = min(limits.max_k, max(limits.max_batch_hits // num_queries, 1))
+    maximum = min(limits.max_k, max(MAX_BATCH_HITS // num_queries, 1))
     if depth > maximum:
         message = f"{field} must be at most {maximum}, got {depth}"
         raise ApiError("invalid_argument", message, field)
@@ -122,7 +121,7 @@ def check_edje(served: Served, queries: Sequence[wire.Query], field: str) -> Non
 
 
 def read_query(
-    query: wire.Query, info: RepresentationInfo, limits: Limits
+    query: wire.Query, info: RepresentationInfo
 ) -> Queries | Unencoded | wire.StoredItem:
     """Converts a query to vectors or to an input of the encoder of a representation.
 
@@ -135,7 +134,7 @@ def read_query(
         return _read_vectors(query)
     if isinstance(query, wire.StoredItem):
         return query
-    unencoded = read_unencoded(query, limits)
+    unencoded = read_unencoded(query)
     kind = "image" if isinstance(unencoded, bytes) else "composed"
     if not isinstance(unencoded, str) and kind not in info.encoder.query_kinds:
         raise unsupported_query(kind, info.encoder.query_kinds, f"the encoder of {info.name}")
@@ -151,7 +150,7 @@ def _read_vectors(query: wire.Vectors) -> Queries:
     return Queries.from_vectors([array])
 
 
-def read_unencoded(query: wire.Query, limits: Limits) -> Unencoded:
+def read_unencoded(query: wire.Query) -> Unencoded:
     """Converts the query of a request to a text, an image or a composed query.
 
     Raises:
@@ -159,31 +158,29 @@ def read_unencoded(query: wire.Query, limits: Limits) -> Unencoded:
     """
     text = wire.query_text(query)
     if text is not None:
-        if len(text) > limits.max_query_chars:
-            rule = f"at most {limits.max_query_chars:,} characters"
+        if len(text) > MAX_QUERY_CHARS:
+            rule = f"at most {MAX_QUERY_CHARS:,} characters"
             raise SpecError("query", f"{len(text):,} characters", rule)
         check_texts([text])
     if isinstance(query, str):
         return query
     assert isinstance(query, wire.Image)
-    image = _read_image(query, limits.max_image_pixels)
+    image = _read_image(query)
     return image if text is None else Composed(text, image)
 
 
-def _read_image(query: wire.Image, max_pixels: int) -> bytes:
+def _read_image(query: wire.Image) -> bytes:
     """Returns the image file of a query.
 
     Raises:
         SpecError: The query is not a valid image, or it is too large.
     """
-    rule = f"a PNG, JPEG or WebP file in base64 of at most {max_pixels:,} pixels"
-    try:
+    rule = f"a PNG, JPEG or WebP file in base64 of at most {MAX_IMAGE_PIXELS:,} pixels"
+    with reading("query.image", "the image", rule, ValueError, Image.DecompressionBombError):
         data = base64.b64decode(query.image, validate=True)
         file = io.BytesIO(without_comments(data))
         with Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
             width, height = image.size
-    except (binascii.Error, ValueError, OSError, Image.DecompressionBombError):
-        raise SpecError("query.image", "the image", rule, "cannot be read") from None
-    if width * height > max_pixels:
+    if width * height > MAX_IMAGE_PIXELS:
         raise SpecError("query.image", f"{width} x {height} pixels", rule)
     return data

@@ -29,7 +29,7 @@ from datetime import UTC, date, datetime
 import yaml
 from pydantic import Field, PositiveFloat
 
-from pipeline.config import Spec, SpecError, parse
+from pipeline.config import Spec, SpecError, parse, reading
 from pipeline.paths import locate
 
 PREFIX = "mr_"
@@ -177,11 +177,8 @@ def read_keys(text: str) -> list[Key]:
         SpecError: The text is invalid, or a name or hash is duplicated.
     """
     rule = "a list of entries with name and sha256"
-    try:
+    with reading("keys", "the file", rule, yaml.YAMLError, problem="is not valid YAML"):
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        reason = str(error).splitlines()[0]
-        raise SpecError("keys", "the file", rule, f"is not valid YAML ({reason})") from None
     if not isinstance(data, list | dict):
         raise SpecError("keys", "the file", rule, "contains no list")
     keys = parse(_File, {"keys": data} if isinstance(data, list) else data).keys

@@ -11,11 +11,10 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    ValidationInfo,
-    field_validator,
+    model_validator,
 )
 
-from pipeline.config import Spec, SpecError, Uri
+from pipeline.config import Spec, Uri, within
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import Precision
 from pipeline.search.fusion import DEFAULT_FUSION, FusionSpec
@@ -51,20 +50,14 @@ class Scale(Spec):
     max_queued_requests: PositiveInt = 64
     """Maximum number of calls that wait for a replica. Further calls are rejected (503)."""
 
-    @field_validator("max_replicas")
-    @classmethod
-    def _check_max_replicas(cls, maximum: int | None, info: ValidationInfo) -> int | None:
-        minimum = info.data.get("num_replicas", 1)
-        if maximum is not None and maximum < minimum:
-            raise SpecError("", maximum, f"at least num_replicas, {minimum}")
-        return maximum
-
-    @field_validator("target_queueing_delay_s")
-    @classmethod
-    def _check_autoscaling(cls, target_s: float | None, info: ValidationInfo) -> float | None:
-        if target_s is not None and info.data.get("max_replicas") is None:
-            raise SpecError("", target_s, "null without max_replicas")
-        return target_s
+    @model_validator(mode="after")
+    def _check_autoscaling(self) -> Scale:
+        maximum, delay = self.max_replicas, self.target_queueing_delay_s
+        is_valid = maximum is None or maximum >= self.num_replicas
+        self.require(is_valid, "max_replicas", f"at least num_replicas, {self.num_replicas}")
+        is_valid = maximum is not None or delay is None
+        self.require(is_valid, "target_queueing_delay_s", "null without max_replicas")
+        return self
 
     @property
     def max_num_replicas(self) -> int:
@@ -127,19 +120,23 @@ class ServedIndex(Spec):
     """Precision of the joint encoder: float32, bfloat16, float16 or (CPU only) int8; null: the
     precision stored with the model."""
 
-    @field_validator("device")
-    @classmethod
-    def _check_device(cls, device: str) -> str:
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-            raise SpecError("", device, "cpu, cuda or cuda:N")
-        return device
+    @model_validator(mode="after")
+    def _check_hardware(self) -> ServedIndex:
+        is_device = re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is not None
+        self.require(is_device, "device", "cpu, cuda or cuda:N")
+        is_valid = self.num_shards > 1 or not self.gang
+        self.require(is_valid, "gang", "false for an index with one shard")
+        return self
 
-    @field_validator("gang")
-    @classmethod
-    def _check_gang(cls, gang: bool, info: ValidationInfo) -> bool:
-        if gang and info.data.get("num_shards", 2) < 2:
-            raise SpecError("", gang, "false for an index with one shard")
-        return gang
+
+#: Maximum length of the text of a query, in characters.
+MAX_QUERY_CHARS = 4_000
+#: Maximum size of a query image, in pixels.
+MAX_IMAGE_PIXELS = 50_000_000
+#: Maximum total number of hits per request.
+MAX_BATCH_HITS = 20_000
+#: Maximum number of queued evaluations per access key.
+MAX_QUEUED_PER_KEY = 8
 
 
 class Limits(Spec):
@@ -147,18 +144,12 @@ class Limits(Spec):
 
     max_body_bytes: PositiveInt = 8 << 20
     """Maximum size of a request body, in bytes."""
-    max_query_chars: PositiveInt = 4_000
-    """Maximum length of the text of a query, in characters."""
     max_batch_chars: PositiveInt = 40_000
     """Maximum total length of the query texts of a request, in characters."""
-    max_image_pixels: PositiveInt = 50_000_000
-    """Maximum size of a query image, in pixels."""
     max_k: PositiveInt = 1_000
     """Maximum number of hits per query."""
     max_batch_queries: PositiveInt = 128
     """Maximum number of queries per request."""
-    max_batch_hits: PositiveInt = 20_000
-    """Maximum total number of hits per request."""
     max_rerank_pairs: PositiveInt = 2_000
     """Maximum number of (query, item) pairs per request that EDJE reranks."""
     max_in_flight_requests: PositiveInt = 128
@@ -219,8 +210,6 @@ class Evaluations(Spec):
     """Benchmarks by name."""
     max_queued: PositiveInt = 16
     """Maximum number of queued evaluations. Further evaluations are rejected (503)."""
-    max_queued_per_key: PositiveInt = 8
-    """Maximum number of queued evaluations per access key."""
     max_finished: PositiveInt = 1_000
     """Maximum number of finished evaluations to keep. The oldest are removed."""
 
@@ -258,26 +247,18 @@ class ServeSpec(Spec):
     """Runs all stages in the processes of the gateways instead of deployments of their own.
     Requests are faster, but stages do not scale separately, and only `gateway` has settings."""
 
-    @field_validator("single_process")
-    @classmethod
-    def _check_single_process(cls, single_process: bool, info: ValidationInfo) -> bool:
-        if not single_process:
-            return single_process
-        for name in ("encoder", "searcher", "reranker", "edje", "library"):
-            if info.data.get(name, Scale()) != Scale():
-                raise SpecError("", single_process, f"false with settings of {name}")
-        for name, served in info.data.get("indexes", {}).items():
-            if served.gang:
-                raise SpecError("", single_process, f"false with indexes.{name}.gang")
-        return single_process
-
-    @field_validator("gateway")
-    @classmethod
-    def _check_gateway(cls, gateway: Scale) -> Scale:
-        if gateway.target_queueing_delay_s is not None:
+    @model_validator(mode="after")
+    def _check_stages(self) -> ServeSpec:
+        names = ("encoder", "searcher", "reranker", "edje", "library")
+        scaled = [f"settings of {name}" for name in names if getattr(self, name) != Scale()]
+        scaled += [f"indexes.{name}.gang" for name, served in self.indexes.items() if served.gang]
+        is_valid = not (self.single_process and scaled)
+        self.require(is_valid, "single_process", f"false with {', '.join(scaled)}")
+        with within("gateway"):
+            is_valid = self.gateway.target_queueing_delay_s is None
             rule = "null for the gateway, which has no queue"
-            raise SpecError("target_queueing_delay_s", gateway.target_queueing_delay_s, rule)
-        return gateway
+            self.gateway.require(is_valid, "target_queueing_delay_s", rule)
+        return self
 
 
 def is_loopback(host: str | None) -> bool:

@@ -16,11 +16,12 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from pipeline.config import Spec, SpecError
 from pipeline.scores import Score
 from pipeline.search.fusion import Fusion
-from pipeline.search.options import RerankMethod, RerankRepresentation, SearchOptions
+from pipeline.search.options import RerankMethod, SearchOptions
 from pipeline.search.results import Hit, Response
 
 #: Id of an item, a parent or a query.
@@ -118,10 +119,10 @@ class StoredItem(Request):
 
     @model_validator(mode="after")
     def _check_order(self) -> StoredItem:
-        if self.box and (self.box[0] >= self.box[2] or self.box[1] >= self.box[3]):
-            raise SpecError("box", list(self.box), "x0, y0, x1, y1 with x0 < x1 and y0 < y1")
-        if self.times and self.times[0] >= self.times[1]:
-            raise SpecError("times", list(self.times), "a start before an end")
+        box, times = self.box, self.times
+        is_ordered = box is None or (box[0] < box[2] and box[1] < box[3])
+        self.require(is_ordered, "box", "x0, y0, x1, y1 with x0 < x1 and y0 < y1")
+        self.require(times is None or times[0] < times[1], "times", "a start before an end")
         return self
 
 
@@ -293,7 +294,7 @@ class RerankRequest(Request):
     method: RerankMethod = "vectors"
     """Scoring method: `vectors` computes exact MaxSim scores, `edje` applies EDJE's joint
     encoder."""
-    representation: RerankRepresentation = None
+    representation: str | None = None
     """Representation that `vectors` scores with, or a prefix `NAME@K`. Default: the default
     representation."""
     query: Query
@@ -302,6 +303,12 @@ class RerankRequest(Request):
     """Ids of the items to score."""
     k: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Maximum number of items to return. Null means all."""
+
+    @model_validator(mode="after")
+    def _check_method(self) -> RerankRequest:
+        is_valid = self.method == "vectors" or self.representation is None
+        self.require(is_valid, "representation", "omitted unless method is vectors")
+        return self
 
 
 class ScoredItem(Response):
@@ -490,7 +497,8 @@ class DeleteRequest(Request):
     @model_validator(mode="after")
     def _check_selection(self) -> DeleteRequest:
         if (self.item_ids is None) == (self.filter is None):
-            raise ValueError("a request with either item_ids or filter")
+            rule = "Input should be a request with either item_ids or filter"
+            raise PydanticCustomError("selection", rule)
         return self
 
 
@@ -551,7 +559,8 @@ class EvaluationRequest(Request):
         has_queries = self.queries is not None and self.qrels is not None
         is_partial = (self.queries is None) != (self.qrels is None)
         if has_queries == (self.benchmark is not None) or is_partial:
-            raise ValueError("a request with either benchmark or both queries and qrels")
+            rule = "Input should be a request with either benchmark or both queries and qrels"
+            raise PydanticCustomError("queries", rule)
         return self
 
 

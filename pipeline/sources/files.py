@@ -11,10 +11,9 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, reading
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import check_regular
-from pipeline.extras import MissingExtra
 from pipeline.paths import locate
 from pipeline.sources import NoFiles
 
@@ -36,12 +35,8 @@ def open_root(uri: str, field: str = "path") -> tuple[AbstractFileSystem, str]:
         SpecError: The scheme is unknown, or requires a package that is not installed.
     """
     rule = "a local path or the URI of an installed fsspec file system"
-    try:
+    with reading(field, uri, rule, ValueError, ImportError, problem="cannot be opened"):
         return locate(uri)
-    except MissingExtra:
-        raise
-    except (ValueError, ImportError) as error:
-        raise SpecError(field, uri, rule, f"cannot be opened ({error})") from None
 
 
 def existing_root(uri: str, field: str = "path") -> tuple[AbstractFileSystem, str]:
@@ -51,13 +46,11 @@ def existing_root(uri: str, field: str = "path") -> tuple[AbstractFileSystem, st
         SpecError: The path does not exist, cannot be read, or is not a regular file or folder.
     """
     fs, root = open_root(uri, field)
-    try:
+    rule = "an existing file or folder"
+    with reading(field, uri, rule, Exception):  # any of the library behind the file system
         exists = bool(uri) and (fs.exists(root) or fs.isdir(root))
-    except Exception as error:  # any exception of the library behind the file system
-        problem = f"cannot be read ({type(error).__name__}: {error})"
-        raise SpecError(field, uri, "a readable path", problem) from None
     if not exists:
-        raise SpecError(field, uri, "an existing file or folder", "does not exist")
+        raise SpecError(field, uri, rule, "does not exist")
     if not fs.isdir(root):
         try:
             check_regular(fs, root)
@@ -65,6 +58,12 @@ def existing_root(uri: str, field: str = "path") -> tuple[AbstractFileSystem, st
             kind = error.detail.rpartition(", ")[2]
             raise SpecError(field, uri, "a regular file or a folder", kind) from None
     return fs, root
+
+
+def check_suffix(fs: AbstractFileSystem, root: str, uri: str, suffixes: tuple[str, ...]) -> None:
+    """Raises `SpecError` if a path is neither a folder nor a file with one of the suffixes."""
+    if not fs.isdir(root) and not root.lower().endswith(suffixes):
+        raise SpecError("path", uri, f"a folder, or a file ending in {', '.join(suffixes)}")
 
 
 def resolve_folder(uri: str) -> tuple[AbstractFileSystem, str]:

@@ -20,7 +20,6 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
 
 from pipeline import config
-from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.decoding.untrusted import TAR_ERRORS, TarArchive, check_regular, open_file
@@ -28,6 +27,7 @@ from pipeline.schema import Item, Reject, detail_with_file, item_id_problem, pay
 from pipeline.sources import NO_PREVIEW, Source, make_revision
 from pipeline.sources.files import (
     SPECIAL_FILE_SIZE,
+    check_suffix,
     escape,
     existing_root,
     file_state,
@@ -194,9 +194,7 @@ class MediaSource(Source[MediaSpecT]):
         """Raises `SpecError` if there is nothing to read."""
         fs, root = existing_root(self.spec.path)
         suffixes = (*self.suffixes, *self.containers)
-        if not fs.isdir(root) and not root.lower().endswith((*suffixes, *self.lists)):
-            names = ", ".join((*suffixes, *self.lists))
-            raise SpecError("path", self.spec.path, f"a folder, or a file ending in {names}")
+        check_suffix(fs, root, self.spec.path, (*suffixes, *self.lists))
         rule = f"a folder with files ending in {', '.join(suffixes)}"
         first_file(self._files(), self.spec.path, rule)
 

@@ -15,13 +15,13 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
 
 from pipeline import config, extras
-from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.decoding.process import DecodingProcess, Limits, decoding_process
 from pipeline.decoding.untrusted import check_regular
 from pipeline.schema import Item, Reject, item_id_problem, payload_schema
 from pipeline.sources import ItemSize, Source, make_revision
 from pipeline.sources.files import (
+    check_suffix,
     escape,
     existing_root,
     file_state,
@@ -120,9 +120,7 @@ class Pages(Source["Pages.Spec"]):
         """
         extras.require("pypdfium2")
         fs, root = existing_root(self.spec.path)
-        if not fs.isdir(root) and not root.lower().endswith(SUFFIX):
-            rule = f"a folder, or a file ending in {SUFFIX}"
-            raise SpecError("path", self.spec.path, rule)
+        check_suffix(fs, root, self.spec.path, (SUFFIX,))
         first_file(self._files(), self.spec.path, f"a folder with {SUFFIX} files")
 
     def shards(self) -> Iterator[dict[str, Any]]:

@@ -22,6 +22,7 @@ from pipeline.schema import Item, Reject, item_id_problem
 from pipeline.sources import Source
 from pipeline.sources.files import (
     SPECIAL_FILE_SIZE,
+    check_suffix,
     escape,
     existing_root,
     first_file,
@@ -71,9 +72,8 @@ class Passages(config.Spec):
 
     @model_validator(mode="after")
     def _check_overlap(self) -> Passages:
-        if self.overlap_words >= self.max_words:
-            rule = f"an integer below max_words ({self.max_words})"
-            raise SpecError("overlap_words", self.overlap_words, rule)
+        rule = f"an integer below max_words ({self.max_words})"
+        self.require(self.overlap_words < self.max_words, "overlap_words", rule)
         return self
 
 
@@ -129,10 +129,8 @@ class Text(Source["Text.Spec"]):
         path = self.spec.path
         fs, root = existing_root(path)
         kinds = ", ".join(TEXT_SUFFIXES + LINES_SUFFIXES)
-        if not fs.isdir(root):
-            if not _is_text(root) and not _is_lines(root):
-                raise SpecError("path", path, f"a folder, or a file ending in {kinds}")
-        elif not self._corpus and fs.exists(f"{root}/queries.jsonl"):
+        check_suffix(fs, root, path, TEXT_SUFFIXES + LINES_SUFFIXES)
+        if fs.isdir(root) and not self._corpus and fs.exists(f"{root}/queries.jsonl"):
             raise SpecError(
                 "path", path, "a BEIR folder with its corpus", "contains no corpus.jsonl"
             )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config import Spec, SpecError
+from pipeline.config import Spec
 from pipeline.decoding import Unreadable
 from pipeline.schema import Item
 from pipeline.sources import ItemSize
@@ -53,12 +53,11 @@ class WindowSpec(MediaSpec, AudioSpec):
     @model_validator(mode="after")
     def _check_overlap(self) -> WindowSpec:
         if self.window_seconds is None:
-            if self.overlap_seconds:
-                rule = "0 when a whole file is one item"
-                raise SpecError("overlap_seconds", self.overlap_seconds, rule)
-        elif self.window_seconds - self.overlap_seconds < MIN_WINDOW_SECONDS:
+            rule, largest = "0 when a whole file is one item", 0.0
+        else:
             rule = f"at least {MIN_WINDOW_SECONDS:g} s less than `window_seconds`"
-            raise SpecError("overlap_seconds", self.overlap_seconds, rule)
+            largest = self.window_seconds - MIN_WINDOW_SECONDS
+        self.require(self.overlap_seconds <= largest, "overlap_seconds", rule)
         return self
 
 

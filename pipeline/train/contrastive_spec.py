@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from pipeline import config
-from pipeline.config import SpecError, Uri
+from pipeline.config import Uri
 from pipeline.registry import CompressorSpec
 from pipeline.scores import Score
 from pipeline.train.learner import BaseSpec
@@ -92,27 +92,23 @@ class ContrastiveSpec(BaseSpec):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.hidden_states_cache is not None and self.trainable not in FROZEN:
-            rule = f"null when trainable is {self.trainable}"
-            raise SpecError("hidden_states_cache", self.hidden_states_cache, rule)
-        if self.num_appended_tokens is not None and self.appended_folder is not None:
-            rule = "null when encoder.appended_tokens is given"
-            raise SpecError("num_appended_tokens", self.num_appended_tokens, rule)
-        if self.has_appended_tokens and self.hidden_states_cache is not None:
-            rule = "null with appended tokens, which pass through the model in each step"
-            raise SpecError("hidden_states_cache", self.hidden_states_cache, rule)
-        if self.has_appended_tokens and self.trainable in FROZEN:
-            raise SpecError(
-                "trainable", self.trainable, "one of all, lora, tokens if tokens are appended"
-            )
-        if self.lora is not None and self.trainable != "lora":
-            rule = "null unless trainable is lora"
-            raise SpecError("lora", config.dump(self.lora), rule)
-        if self.trainable == "projection" and self.score != "maxsim":
-            raise SpecError("score", self.score, "maxsim when only the projection is trained")
-        if self.contrastive_weight == 0 and self.distillation is None:
-            rule = "greater than 0 without distillation"
-            raise SpecError("contrastive_weight", self.contrastive_weight, rule)
+        is_uncached, is_frozen = self.hidden_states_cache is None, self.trainable in FROZEN
+        rule = f"null when trainable is {self.trainable}"
+        self.require(is_uncached or is_frozen, "hidden_states_cache", rule)
+        is_valid = self.num_appended_tokens is None or self.appended_folder is None
+        rule = "null when encoder.appended_tokens is given"
+        self.require(is_valid, "num_appended_tokens", rule)
+        has_no_tokens = not self.has_appended_tokens
+        rule = "null with appended tokens, which pass through the model in each step"
+        self.require(has_no_tokens or is_uncached, "hidden_states_cache", rule)
+        rule = "one of all, lora, tokens if tokens are appended"
+        self.require(has_no_tokens or not is_frozen, "trainable", rule)
+        is_valid = self.lora is None or self.trainable == "lora"
+        self.require(is_valid, "lora", "null unless trainable is lora")
+        is_valid = self.trainable != "projection" or self.score == "maxsim"
+        self.require(is_valid, "score", "maxsim when only the projection is trained")
+        has_loss = self.contrastive_weight > 0 or self.distillation is not None
+        self.require(has_loss, "contrastive_weight", "greater than 0 without distillation")
         return self
 
     @property

@@ -132,19 +132,17 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
 
         @model_validator(mode="after")
         def _fits_together(self) -> Self:
-            if self.itm == 0 and self.contrast == 0 and self.distillation is None:
-                rule = "greater than 0 unless distillation or contrast is set"
-                raise SpecError("itm", 0, rule)
-            if self.compressor.name != "none" and self.first_stage != "maxsim":
-                raise SpecError("first_stage", self.first_stage, "maxsim for compressed vectors")
-            if self.negatives == "sampled" and self.negatives_top_k < self.num_negatives:
-                rule = f"at least num_negatives={self.num_negatives}"
-                raise SpecError("negatives_top_k", self.negatives_top_k, rule)
+            has_loss = self.itm or self.contrast or self.distillation is not None
+            rule = "greater than 0 unless distillation or contrast is set"
+            self.require(bool(has_loss), "itm", rule)
+            is_valid = self.compressor.name == "none" or self.first_stage == "maxsim"
+            self.require(is_valid, "first_stage", "maxsim for compressed vectors")
+            is_valid = self.negatives != "sampled" or self.negatives_top_k >= self.num_negatives
+            rule = f"at least num_negatives={self.num_negatives}"
+            self.require(is_valid, "negatives_top_k", rule)
             for field in ("adapter", "joint"):
-                settings = getattr(self, field)
-                if self.init_from is not None and settings is not None:
-                    rule = "null when `init_from` is set"
-                    raise SpecError(field, config.dump(settings), rule)
+                is_valid = self.init_from is None or getattr(self, field) is None
+                self.require(is_valid, field, "null when `init_from` is set")
             return self
 
     def __init__(self, spec: Spec):

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import config, distributed
-from pipeline.config import JobError, SpecError
+from pipeline.config import JobError
 from pipeline.encoders.batching import prefetch
 from pipeline.registry import LEARNERS, TRAINING_DATA
 from pipeline.train import masters, sharding
@@ -37,12 +37,10 @@ def check(spec: TrainSpec) -> TrainingData:
     with config.within("learner"):
         LEARNERS.load(spec.learner.name).check(spec.learner)
     data = data_of(spec)
-    if data.num_batches < spec.gradient_accumulation_steps:
-        rule = f"at most {data.num_batches}, the number of batches of {spec.batch_size} per epoch"
-        if data.num_batches == 0:
-            rule = "at most the number of examples per epoch"
-            raise SpecError("batch_size", spec.batch_size, rule)
-        raise SpecError("gradient_accumulation_steps", spec.gradient_accumulation_steps, rule)
+    spec.require(data.num_batches > 0, "batch_size", "at most the number of examples per epoch")
+    rule = f"at most {data.num_batches}, the number of batches of {spec.batch_size} per epoch"
+    is_valid = spec.gradient_accumulation_steps <= data.num_batches
+    spec.require(is_valid, "gradient_accumulation_steps", rule)
     with config.within("learner"):
         LEARNERS.load(spec.learner.name).check_data(spec.learner, data)
     return data

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, field_validator
 
 from pipeline import config, extras
-from pipeline.config import SpecError
+from pipeline.config import SpecError, reading
 from pipeline.encoders.loading import ADAPTER_WEIGHTS
 
 #: Prefix of peft's names of weights.
@@ -34,12 +34,9 @@ class Lora(config.Spec):
     @field_validator("targets")
     @classmethod
     def _is_an_expression(cls, targets: str | None) -> str | None:
-        try:
+        problem = "does not compile"
+        with reading("", targets, "a regular expression", re.error, problem=problem):
             re.compile(targets or "")
-        except re.error as error:
-            raise SpecError(
-                "", targets, "a regular expression", f"does not compile ({error})"
-            ) from None
         return targets
 
 

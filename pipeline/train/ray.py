@@ -62,9 +62,9 @@ def _count(number: float, noun: str) -> str:
 def check_batches(runs: Sequence[study.Run], workers: Workers) -> None:
     """Raises `SpecError` if the workers cannot share the batches of a run equally."""
     for run in runs:
-        if run.spec.batch_size % workers.num_workers:
-            rule = f"a multiple of num_workers={workers.num_workers}"
-            raise SpecError("batch_size", run.spec.batch_size, rule)
+        is_multiple = run.spec.batch_size % workers.num_workers == 0
+        rule = f"a multiple of num_workers={workers.num_workers}"
+        run.spec.require(is_multiple, "batch_size", rule)
 
 
 def default_workers(nodes: Sequence[Mapping[str, Any]] | None = None) -> Workers:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline import config
 from pipeline.config import SpecError, Uri
-from pipeline.eval.boxes import NO_BOXES, check_boxes
+from pipeline.eval.boxes import NO_BOXES, check_boxes, drop_small_boxes
 from pipeline.paths import is_uri
 from pipeline.schema import is_blank
 from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
@@ -104,11 +104,9 @@ class PairData(RowData[PairsSpec]):
             if query is None and self.skips_rows_without_query:
                 num_skipped += 1
                 continue
-            if not isinstance(query, str) or is_blank(query):
-                rule = "a text with at least one word in each row"
-                raise SpecError(
-                    f"columns.query ({names.query})", query, rule, note=f" ({row.location})"
-                )
+            is_text = isinstance(query, str) and not is_blank(query)
+            self._require(is_text, row, "query", "a text with at least one word in each row")
+            assert isinstance(query, str)
             number = self._add_document(listing, row)
             boxes = self._row_boxes(row)
             rows.append((Row(query, number, boxes=boxes), row))
@@ -156,6 +154,13 @@ class PairData(RowData[PairsSpec]):
                     raise _no_column("columns", candidates, file, columns)
             yield from read_rows(file, tuple(names.model_dump().values()), names.image)
 
+    def _require(self, holds: object, row: TableRow, column: str, rule: str) -> None:
+        """Raises `SpecError` unless the value of a column in a row is valid."""
+        if not holds:
+            name = getattr(self.spec.columns, column)
+            field, note = f"columns.{column} ({name})", f" ({row.location})"
+            raise SpecError(field, row.fields.get(name), rule, note=note)
+
     # -- documents ---------------------------------------------------------------------------------
 
     @property
@@ -176,40 +181,33 @@ class PairData(RowData[PairsSpec]):
         if document_id in listing.numbers:
             return listing.numbers[document_id]
         rule = f"a row with a document ({', '.join(self._content)})"
-        if document_id is None:
-            raise SpecError("path", None, rule, note=f" ({row.location})")
-        rule = f"{rule} or the {names.document_id} of an earlier one or of one in `documents`"
-        raise SpecError("path", document_id, rule, "is unknown", f" ({row.location})")
+        problem = None
+        if document_id is not None:
+            rule += f" or the {names.document_id} of an earlier one or of one in `documents`"
+            problem = "is unknown"
+        raise SpecError("path", document_id, rule, problem, f" ({row.location})")
 
     def _document_id(self, row: TableRow) -> str | None:
         name = self.spec.columns.document_id
         value = row.fields.get(name)
         if value is None:
             return None
-        if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).strip():
-            rule = "a string or an integer"
-            raise SpecError(f"columns.document_id ({name})", value, rule, note=f" ({row.location})")
+        is_id = isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip()
+        self._require(is_id, row, "document_id", "a string or an integer")
         return str(value)
 
     def _document(self, row: TableRow, document_id: str | None) -> Document:
         names = self.spec.columns
         text, image = row.fields.get(names.text), row.fields.get(names.image)
         path = image.get("path") if isinstance(image, dict) else image
-        if text is not None and (not isinstance(text, str) or not text.strip()):
-            rule = "a text with at least one word, or null"
-            raise SpecError(f"columns.text ({names.text})", text, rule, note=f" ({row.location})")
+        is_text = text is None or (isinstance(text, str) and text.strip())
+        self._require(is_text, row, "text", "a text with at least one word, or null")
         image_path = path if isinstance(path, str) and path.strip() else None
-        if image is not None and row.cell is None and image_path is None:
-            rule = "the path of an image, or its bytes in Parquet"
-            raise SpecError(
-                f"columns.image ({names.image})", image, rule, note=f" ({row.location})"
-            )
+        is_image = image is None or row.cell is not None or image_path is not None
+        self._require(is_image, row, "image", "the path of an image, or its bytes in Parquet")
         video, audio = self._path("video", row), self._path("audio", row)
-        if image is not None and video is not None:
-            rule = f"null when {names.image} is given"
-            raise SpecError(
-                f"columns.video ({names.video})", video, rule, note=f" ({row.location})"
-            )
+        rule = f"null when {names.image} is given"
+        self._require(image is None or video is None, row, "video", rule)
         paths = [image_path or (row.location if row.cell else None), video, audio]
         if text is None and not any(paths):
             rule = f"the id of a document with content ({', '.join(self._content)})"
@@ -224,10 +222,8 @@ class PairData(RowData[PairsSpec]):
         """Returns the value of a column of paths."""
         name = getattr(self.spec.columns, field)
         path = row.fields.get(name)
-        if path is not None and (not isinstance(path, str) or not path.strip()):
-            raise SpecError(
-                f"columns.{field} ({name})", path, "a path or null", note=f" ({row.location})"
-            )
+        is_path = path is None or (isinstance(path, str) and path.strip())
+        self._require(is_path, row, field, "a path or null")
         return path
 
     def _uri(self, path: str, folder: str) -> str:
@@ -241,21 +237,19 @@ class PairData(RowData[PairsSpec]):
         names = self.spec.columns
         values = table_row.fields.get(names.negatives)
         scores = table_row.fields.get(names.scores)
-        note = f" ({table_row.location})"
         if values is None and scores is None:
             return row
         values = [] if values is None else values
-        field = f"columns.negatives ({names.negatives})"
-        if not isinstance(values, list) or not all(map(is_negative, values)):
-            rule = f"a list of {self.spec.negatives_are}, none of them empty"
-            raise SpecError(field, values, rule, note=note)
+        is_list = isinstance(values, list) and all(map(is_negative, values))
+        rule = f"a list of {self.spec.negatives_are}, none of them empty"
+        self._require(is_list, table_row, "negatives", rule)
         if scores is not None:
             is_list = isinstance(scores, list) and all(
                 isinstance(s, int | float) and abs(s) <= MAX_SCORE for s in scores
             )
-            if not is_list or len(scores) != 1 + len(values):
-                rule = f"{1 + len(values)} numbers, for the document and each negative"
-                raise SpecError(f"columns.scores ({names.scores})", scores, rule, note=note)
+            rule = f"{1 + len(values)} numbers, for the document and each negative"
+            is_complete = is_list and len(scores) == 1 + len(values)
+            self._require(is_complete, table_row, "scores", rule)
         negatives = []
         for value in map(str, values):
             if self.spec.negatives_are == "texts":
@@ -275,6 +269,7 @@ class PairData(RowData[PairsSpec]):
             elif value in listing.numbers:
                 negatives.append(listing.numbers[value])
             else:
+                field, note = f"columns.negatives ({names.negatives})", f" ({table_row.location})"
                 rule = "the id of a document in the rows or in `documents`"
                 raise SpecError(field, value, rule, note=note)
         teacher = None if scores is None else tuple(map(float, scores))
@@ -285,7 +280,7 @@ class PairData(RowData[PairsSpec]):
         boxes = row.fields.get(name)
         if boxes is None:
             return NO_BOXES
-        return check_boxes(boxes, f"columns.boxes ({name})", row.location)
+        return drop_small_boxes(check_boxes(boxes, f"columns.boxes ({name})", row.location))
 
 
 class Pairs(PairData):

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, reading
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import MAX_LINE_BYTES, buffered
 from pipeline.paths import is_uri, open_file
@@ -108,15 +108,13 @@ def list_files(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list
     """
     fs, root = open_root(uri, field)
     found = []
-    try:
+    with reading(field, uri, "a readable path"):
         if glob.has_magic(root) and not fs.exists(root):
             found = sorted(path for path in _glob(fs, root) if path.lower().endswith(suffixes))
         elif fs.isdir(root):
             found = [f"{root.rstrip('/')}/{file}" for file, _ in find_files(uri, suffixes)]
         elif root.lower().endswith(suffixes):
             found = [existing_root(uri, field)[1]]
-    except OSError as error:
-        raise SpecError(field, uri, "a readable path", f"cannot be read ({error})") from None
     if not found:
         rule = f"a file, folder or glob of {', '.join(suffixes)} files"
         raise SpecError(field, uri, rule, "matches none")
@@ -174,19 +172,17 @@ def _read_lines(file: str, columns: Collection[str] | None) -> Iterator[TableRow
 
 
 def _object(line: bytes, location: str) -> dict[str, Any]:
+    problem = None
     try:
         fields = parse_line(line)
+        if isinstance(fields, dict):
+            return fields
     except (ValueError, RecursionError) as error:
         problem = f"cannot be parsed ({error})"
         if not line.endswith(b"\n"):
             problem = "is truncated by the end of the file"
-        shown = line[:60].decode("utf-8", "replace")
-        raise SpecError(
-            "path", shown, "one JSON object per line", problem, f" ({location})"
-        ) from None
-    if not isinstance(fields, dict):
-        raise SpecError("path", fields, "one JSON object per line", note=f" ({location})")
-    return fields
+    shown = line[:60].decode("utf-8", "replace")
+    raise SpecError("path", shown, "one JSON object per line", problem, f" ({location})")
 
 
 def _read_table(
@@ -230,12 +226,9 @@ def table_columns(file: str) -> list[str] | None:
     """
     if not file.lower().endswith(TABLE):
         return None
-    try:
-        with open_file(file) as stream:
-            return pq.ParquetFile(stream).schema_arrow.names
-    except (pa.ArrowException, OSError, ValueError) as error:
-        problem = f"cannot be read ({' '.join(str(error).split())[:200]})"
-        raise SpecError("path", file, "a valid Parquet file", problem) from None
+    errors = (pa.ArrowException, ValueError)
+    with reading("path", file, "a valid Parquet file", *errors), open_file(file) as stream:
+        return pq.ParquetFile(stream).schema_arrow.names
 
 
 def _is_bytes(kind: pa.DataType) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pipeline.config import SpecError
+from pipeline.config import SpecError, reading
 from pipeline.decoding import Unreadable
 from pipeline.paths import open_file
 from pipeline.sources.text import parse_object
@@ -94,24 +94,24 @@ def read_samples(archive: str, caption_suffix: str) -> Iterator[Sample]:
         SpecError: The archive cannot be read.
     """
     samples: dict[str, Sample] = {}
-    try:
-        with open_file(archive) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
-            for member in tar:
-                folder, name = posixpath.split(member.name)
-                stem, _, suffix = name.partition(".")
-                if not member.isreg() or not suffix:
-                    continue
-                key = posixpath.join(folder, stem)
-                sample = samples.setdefault(key, Sample(key))
-                if suffix.lower() in IMAGES:
-                    sample.image = ArchiveMember(archive, member.offset_data, member.size)
-                elif suffix == caption_suffix and member.size <= MAX_CAPTION_BYTES:
-                    content = tar.extractfile(member)
-                    assert content is not None, "regular members have a content"
-                    sample.caption = content.read()
-    except (OSError, tarfile.TarError) as error:
-        problem = f"cannot be read ({type(error).__name__}: {error})"
-        raise SpecError("path", archive, "an uncompressed .tar archive", problem) from None
+    with (
+        reading("path", archive, "an uncompressed .tar archive", tarfile.TarError),
+        open_file(archive) as stream,
+        tarfile.open(fileobj=stream, mode="r:") as tar,
+    ):
+        for member in tar:
+            folder, name = posixpath.split(member.name)
+            stem, _, suffix = name.partition(".")
+            if not member.isreg() or not suffix:
+                continue
+            key = posixpath.join(folder, stem)
+            sample = samples.setdefault(key, Sample(key))
+            if suffix.lower() in IMAGES:
+                sample.image = ArchiveMember(archive, member.offset_data, member.size)
+            elif suffix == caption_suffix and member.size <= MAX_CAPTION_BYTES:
+                content = tar.extractfile(member)
+                assert content is not None, "regular members have a content"
+                sample.caption = content.read()
     yield from samples.values()
 
 
@@ -123,11 +123,9 @@ def _caption(content: bytes | None, field: str, location: str) -> str:
     """
     if content is None:
         return ""
-    try:
+    rule = f"a JSON object with the field {field}" if field else "text in UTF-8 or UTF-16"
+    with reading("caption", location, rule, ValueError, Unreadable):
         value: Any = parse_object(content).get(field) or "" if field else decode(content)
-    except (ValueError, Unreadable):
-        rule = f"a JSON object with the field {field}" if field else "text in UTF-8 or UTF-16"
-        raise SpecError("caption", location, rule) from None
     if not isinstance(value, str):
-        raise SpecError("caption", value, "a text", note=f" ({location})")
+        raise SpecError("caption", location, rule, f"has {value!r}")
     return value.strip()

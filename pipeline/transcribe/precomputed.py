@@ -28,7 +28,7 @@ from fsspec import AbstractFileSystem
 from pydantic import Field
 
 from pipeline import config
-from pipeline.config import SpecError
+from pipeline.config import SpecError, reading
 from pipeline.decoding import Unreadable
 from pipeline.decoding.untrusted import (
     MAX_LINE_BYTES,
@@ -37,7 +37,6 @@ from pipeline.decoding.untrusted import (
     check_regular,
     open_file,
 )
-from pipeline.extras import MissingExtra
 from pipeline.paths import locate
 from pipeline.tokens import AUDIO, TEXT
 from pipeline.transcribe import NAN, Line, Recogniser, Word, filter_words, make_line
@@ -267,27 +266,16 @@ def _connect(table: Path) -> sqlite3.Connection:
 def _files(spec: Precomputed.Spec) -> tuple[AbstractFileSystem, list[tuple[str, ...]]]:
     """Returns the file system and the files to read as (path, size, date), sorted by path."""
     suffixes = (*_parsers(spec), ZIP, *TARS)
-    try:
+    rule = f"a file or folder with {', '.join(suffixes)} files"
+    with reading("path", spec.path, rule, Exception):  # any of the library behind the file system
         fs, root = locate(spec.path)
         infos = fs.find(root, detail=True)
-    except MissingExtra:
-        raise
-    except Exception as error:  # any exception of the library behind the file system
-        problem = f"cannot be read ({type(error).__name__}: {error})"
-        raise SpecError("path", spec.path, "a readable path", problem) from None
-    if not infos:
-        rule = "a file or a non-empty folder"
-        raise SpecError("path", spec.path, rule, "does not exist or is empty")
+    problem = "contains no such file" if infos else "does not exist or is empty"
     is_file = list(infos) == [root]
     if not (is_file and spec.form):  # a file with an explicit `form` may have any name
         infos = {path: info for path, info in infos.items() if path.lower().endswith(suffixes)}
     if not infos:
-        raise SpecError(
-            "path",
-            spec.path,
-            f"a file or folder with {', '.join(suffixes)} files",
-            "contains no such file",
-        )
+        raise SpecError("path", spec.path, rule, problem)
     for path in infos:
         with contextlib.suppress(OSError):  # raised again on opening
             _check_regular(fs, path)
@@ -485,7 +473,7 @@ def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
     csv.field_size_limit(MAX_LINE_BYTES)  # one field may contain hours of speech
     text = io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline="")
     rows = csv.reader(line.replace("\0", "") for line in _lines(name, text))
-    try:
+    with reading("path", name, "a CSV file", csv.Error):
         header = [column.strip().lower() for column in next(filter(None, rows), [])]
         if not header:
             return
@@ -497,9 +485,6 @@ def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
             video = key or PurePosixPath(row["video_id"].strip()).stem
             if video and (content := _clean(row.get("text", "")).strip()):
                 yield (_clean(video), content, *no_location, frame, 1)
-    except csv.Error as error:
-        problem = f"cannot be read at line {rows.line_num} ({error})"
-        raise SpecError("path", name, "a CSV file", problem) from None
 
 
 def _clean(text: str) -> str:

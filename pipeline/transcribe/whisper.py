@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from pipeline import config
-from pipeline.checkpoint import find_checkpoint
-from pipeline.config import SpecError
+from pipeline.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
+from pipeline.config import SpecError, reading
 from pipeline.paths import local_path
 from pipeline.tokens import AUDIO
 from pipeline.transcribe import NAN, Line, Recogniser, Word, filter_words, make_line
@@ -222,27 +222,21 @@ def _check_folder(
     Returns:
         The generation config, and the id of the last token before the timestamp tokens.
     """
-    try:
+    rule = "a checkpoint with a config.json that names its model_type"
+    with reading("model", spec.model, rule, *LOAD_ERRORS):
         model_type = json.loads((folder / "config.json").read_bytes())["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        rule = "a checkpoint with a config.json that names its model_type"
-        raise SpecError("model", spec.model, rule, "has no model_type") from None
     if model_type != "whisper":
         raise SpecError("model", spec.model, "a Whisper checkpoint", f"is a {model_type}")
-    if with_weights and not any(folder.glob("*.safetensors")):
-        rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
-        raise SpecError("model", spec.model, rule, "has no safetensors file")
-    try:
+    if with_weights:
+        check_safetensors(spec.model, folder)
+    rule = (
+        "a checkpoint with no_timestamps_token_id in generation_config.json, a tokenizer and a"
+        " feature extractor"
+    )
+    with reading("model", spec.model, rule, *LOAD_ERRORS, problem="lacks one of them"):
         generation = GenerationConfig.from_pretrained(folder)
         WhisperProcessor.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        rule = "a checkpoint with generation_config.json, a tokenizer and a feature extractor"
-        problem = f"lacks one of them ({str(error).splitlines()[0]})"
-        raise SpecError("model", spec.model, rule, problem) from None
-    no_timestamps = getattr(generation, "no_timestamps_token_id", None)
-    if no_timestamps is None:
-        rule = "a checkpoint whose generation_config.json has no_timestamps_token_id"
-        raise SpecError("model", spec.model, rule, "has no such field")
+        no_timestamps = generation.to_dict()["no_timestamps_token_id"]
     if spec.language is not None:
         known = getattr(generation, "lang_to_id", None) or {}
         if f"<|{spec.language}|>" not in known:

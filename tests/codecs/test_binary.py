@@ -65,5 +65,5 @@ def test_ignores_padding_bits():
 
 
 def test_rejects_invalid_query():
-    with pytest.raises(SpecError, match=r"query must be one of float, binary, got 'hamming'"):
+    with pytest.raises(SpecError, match=r"query must be 'float' or 'binary', got 'hamming'"):
         build(query="hamming")

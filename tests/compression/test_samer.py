@@ -424,7 +424,7 @@ def test_precision_late_in_long_recordings(ragged, unit_items):
 def test_rejects_invalid_combinations():
     for fields, message in (
         ({"axes": ["x", "x"]}, r"axes must be a list of different axes, got \['x', 'x'\]"),
-        ({"axes": ["z"]}, r"axes\[0\] must be one of x, y, t, got 'z'"),
+        ({"axes": ["z"]}, r"axes\[0\] must be 'x', 'y' or 't', got 'z'"),
         (
             {"seconds_per_unit": 2.0},
             "seconds_per_unit must be null unless t is among the axes, got 2.0",

@@ -126,8 +126,8 @@ def test_keeps_first_of_equal_scores():
             {"window": [0.4, math.nan]},
             "window must be [alpha, beta] with 0 <= alpha <= beta <= 1, got [0.4, nan]",
         ),
-        ({"layers": []}, "layers must be a non-empty list, or null to use the window, got []"),
-        ({"heads": "median"}, "heads must be one of mean, max, got 'median'"),
+        ({"layers": []}, "layers must have at least 1 item after validation, not 0, got []"),
+        ({"heads": "median"}, "heads must be 'mean' or 'max', got 'median'"),
     ],
 )
 def test_rejects_invalid_fields(fields, message):

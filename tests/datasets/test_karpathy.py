@@ -96,7 +96,7 @@ def test_malformed_entities(tmp_path):
 
     assert message("12") == (
         "entities must be a folder with Sentences/<id>.txt and Annotations/<id>.xml for each image,"
-        f" got '{tmp_path}/Annotations/12.xml', which cannot be read (FileNotFoundError)"
+        f" got '{tmp_path}/Annotations/12.xml', which does not exist"
     )
     write_entities(tmp_path, xmin="-30")
     assert message() == (
@@ -121,10 +121,15 @@ def instances(*boxes, **fields):
     return {"images": [{"id": 7, "width": 200, "height": 100}], "annotations": annotations}
 
 
-def test_read_coco_boxes():
-    boxes = read_coco_boxes(instances([0, 0, 100, 50], [100, 50, 100.5, 50], [0, 0, 5, 5]), "file")
-    assert boxes["7"].tolist() == [[0, 0, 0.5, 0.5], [0.5, 0.5, 1, 1]]
-    assert read_coco_boxes(instances([0, 0, 100, 50], iscrowd=1), "file") == {}
+def coco_boxes(folder, value):
+    (folder / "instances.json").write_text(json.dumps(value))
+    return read_coco_boxes(str(folder / "instances.json"))
+
+
+def test_read_coco_boxes(tmp_path):
+    value = instances([0, 0, 100, 50], [100, 50, 100.5, 50], [0, 0, 5, 5])
+    assert coco_boxes(tmp_path, value)["7"].tolist() == [[0, 0, 0.5, 0.5], [0.5, 0.5, 1, 1]]
+    assert coco_boxes(tmp_path, instances([0, 0, 100, 50], iscrowd=1)) == {}
 
 
 @pytest.mark.parametrize(
@@ -133,29 +138,33 @@ def test_read_coco_boxes():
         (
             instances([150, 0, 100, 50]),
             "a box within the image of 200 x 100 pixels, got [150.0, 0.0, 250.0, 50.0]"
-            " (annotation 70"
-            " of file)",
+            " (annotation 70 of {})",
         ),
         (
             instances([0, 0, 0.5, 0.5]),
-            "a file with bbox: [x, y, width, height] in pixels, got 'file', which has"
-            " relative boxes",
+            "a file with bbox: [x, y, width, height] in pixels, got '{}', which has relative boxes",
         ),
         (
             {"images": [], "annotations": [{"id": 1, "image_id": 5, "bbox": [0, 0, 9, 9]}]},
-            "the id of an image of the file, got '5' (annotation 1 of file)",
+            "the id of an image of the file, got '5' (annotation 1 of {})",
         ),
         (
             [],
             "COCO instances {images: [{id, width, height}], annotations: [{image_id, bbox}]}, got"
-            " 'file', which has another format (TypeError: list indices must be integers or"
-            " slices, not str)",
+            " '{}', which has another format (the file must be a valid dictionary or instance of"
+            " _Instances, got [])",
+        ),
+        (
+            instances([0, 0, 100]),
+            "COCO instances {images: [{id, width, height}], annotations: [{image_id, bbox}]}, got"
+            " '{}', which has another format (field 'bbox[3]' is required in annotations[0])",
         ),
     ],
 )
-def test_malformed_instances(value, message):
+def test_malformed_instances(tmp_path, value, message):
     with pytest.raises(SpecError) as error:
-        read_coco_boxes(value, "file")
+        coco_boxes(tmp_path, value)
+    message = message.replace("{}", str(tmp_path / "instances.json"))
     assert str(error.value) == f"instances must be {message}"
 
 
@@ -292,12 +301,11 @@ def coco(**image):
     [
         (
             json.dumps(CAPTIONS, indent=1)[:3000],
-            "a complete JSON file, got '{}', which ends in the middle of line 102",
+            "a JSON file, got '{}', which ends in the middle of line 102",
         ),
         (
             '{"images":\n [}',
-            "a complete JSON file, got '{}', which is malformed in line 2, column 3"
-            " (Expecting value)",
+            "a JSON file, got '{}', which is malformed in line 2, column 3 (Expecting value)",
         ),
         ("[3]", "has another format (neither a list of objects nor COCO's"),
         (json.dumps(coco()), "a file with at least one caption, got '{}', which has no captions"),

@@ -105,11 +105,13 @@ FORM = "MSR-VTT's {videos: [{video_id, split}], sentences: [{video_id, caption}]
 BAD_MSRVTT = [
     (
         *("MSRVTT_data.json", lambda value: value.pop("videos")),
-        f"data.path must be {FORM}, got '{{}}/MSRVTT_data.json', which has another format",
+        f"data.path must be {FORM}, got '{{}}/MSRVTT_data.json', which has another format (field"
+        " 'videos' is required)",
     ),
     (
         *("MSRVTT_data.json", lambda value: value["videos"].append({"id": 9})),
-        f"data.path must be {FORM}, got None (video 3 of {{}}/MSRVTT_data.json)",
+        f"data.path must be {FORM}, got '{{}}/MSRVTT_data.json', which has another format (field"
+        " 'video_id' is required in videos[3])",
     ),
     (
         *("MSRVTT_data.json", lambda value: value["sentences"][3].update(video_id="video9")),

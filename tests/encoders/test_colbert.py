@@ -353,9 +353,9 @@ def test_fingerprints(build, encoder, family):
 @pytest.mark.parametrize(
     ("fields", "field", "message"),
     [
-        ({"query_length": 65}, "query_length", "at most 64"),
-        ({"document_length": 65}, "document_length", "at most 64"),
-        ({"document_length": 3}, "document_length", "at least 4"),
+        ({"query_length": 65}, "query_length", "from 1 to 64"),
+        ({"document_length": 65}, "document_length", "from 4 to 64"),
+        ({"document_length": 3}, "document_length", "from 4 to 64"),
         ({"projection": "/nowhere"}, "projection", "has no projection"),
     ],
 )

@@ -310,7 +310,7 @@ def test_check_rejects_unsupported_settings(checkpoint, family, fields, field):
         ("tokenizer.json", "one of tokenizer.json"),
         ("*processor_config.json", "one of preprocessor_config.json"),
         ("*.safetensors", "has no safetensors file"),
-        ("config.json", "has no config.json"),
+        ("config.json", "in its config.json"),
     ],
 )
 def test_missing_files(checkpoint, tmp_path, missing, message):

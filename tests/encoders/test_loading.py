@@ -42,7 +42,7 @@ def test_check_rejects_other_model_types(checkpoint):
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("config.json", "has no config.json"),
+        ("config.json", "in its config.json"),
         ("model.safetensors", "has no safetensors file"),
         ("processor_config.json", "preprocessor_config.json, processor_config.json"),
         ("tokenizer.json", "tokenizer.json"),
@@ -102,7 +102,7 @@ def test_rejects_weights_of_another_shape(folder):
     weights["embedding_proj_layer.weight"] = torch.zeros(3, 5)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        SpecError, match=r"\(16 x 32\), got .* has embedding_proj_layer.weight of shape 3 x 5"
+        SpecError, match="has embedding_proj_layer.weight of shape 3 x 5 instead of 16 x 32"
     ):
         ENCODERS.build(resolve(folder))
 
@@ -152,7 +152,7 @@ def test_check_rejects_contradictory_pixel_limits(checkpoint, name, family, limi
 @pytest.mark.parametrize("placeholder", ["<|image_pad|>", "<|AUDIO|>"])
 def test_rejects_placeholders_in_prompts(checkpoint, placeholder):
     with pytest.raises(
-        SpecError, match="document_prompt must be a text without other placeholders"
+        SpecError, match="document_prompt must be a text .* and no other placeholder"
     ):
         resolve(checkpoint("qwen2_vl"), name="qwen_vl", document_prompt=placeholder + "{content}")
 

@@ -392,7 +392,7 @@ def test_check_rejects_incomplete_checkpoints(tiny_folder, tmp_path):
     MiniLM.check(MiniLM.Spec(model=str(tiny_folder), window=128, layer=-3))
     for file, message in [
         ("model.safetensors", "no safetensors"),
-        ("config.json", "no config.json"),
+        ("config.json", "in its config.json"),
     ]:
         folder = tmp_path / file
         shutil.copytree(tiny_folder, folder)

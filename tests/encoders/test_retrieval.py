@@ -193,7 +193,7 @@ def test_check_rejects_tokenizer_without_query_tokens(checkpoint, tmp_path, name
     settings = json.loads(path.read_text())
     path.write_text(json.dumps(settings | {f"{token}_token": None}))
     spec = ENCODERS.resolve({"name": name, "model": str(tmp_path / "model")})
-    with pytest.raises(SpecError, match=f"whose tokenizer has a {token}_token"):
+    with pytest.raises(SpecError, match=f"that has a {token}_token"):
         ENCODERS.load(name).check(spec)
 
 

@@ -115,8 +115,7 @@ def test_loads_multi_layer_adapter(tmp_path):
         ),
         (
             {"name": "dual", "model": "x", "layer": [1, 2]},
-            r"^encoder.layer must be an"
-            r" integer, got \[1, 2\]",
+            r"^encoder.layer must be a valid integer, got \[1, 2\]",
         ),
         ({"name": "colpali", "model": "x", "layer": [1, 2]}, "^unknown field 'layer' in encoder"),
     ],

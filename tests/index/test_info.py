@@ -155,10 +155,10 @@ def test_unknown_keys_are_ignored():
 @pytest.mark.parametrize(
     ("changes", "detail"),
     [
-        ({"encoder": "minilm"}, "spec must be a mapping"),
+        ({"encoder": "minilm"}, "spec must be a valid dictionary, .*"),
         ({"positions": None}, "AttributeError: .*"),
-        ({"dim": "wide"}, "dim must be an integer"),
-        ({"compressor": "none"}, "compressor must be a mapping"),
+        ({"dim": "wide"}, "dim must be a valid integer, .*, got 'wide'"),
+        ({"compressor": "none"}, "compressor must be a valid dictionary, got 'none'"),
         ({"queries": None}, "query_kinds must be a .*"),
     ],
 )

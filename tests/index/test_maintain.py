@@ -212,10 +212,13 @@ def test_deletes_by_ids_and_by_filter(uri, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "field 'filter' is required"),
+        ([], "filter must be a condition unless ids are given, else null, got None"),
         (["--filter", "item_id = "], "filter must be"),
         (["--filter", "nothing = 1"], "filter must be"),
-        (["--filter", "item_id = 'a'", "--ids", "{ids}"], "filter must be null when ids are given"),
+        (
+            ["--filter", "item_id = 'a'", "--ids", "{ids}"],
+            "filter must be a condition unless ids are given, else null, got .item_id",
+        ),
         (["--ids", "/nowhere"], "--ids must be a UTF-8 text file .* got '/nowhere'"),
         (["--ids", "{empty}"], "--ids must be .* which is empty"),
         (["--ids", "{binary}"], "--ids must be .* which cannot be read"),

@@ -108,7 +108,7 @@ def test_job_measures_a_table_of_encoders(tmp_path, capsys):
         (["--form", "text"], "--form must be omitted, because"),
         (["rows.two.1.layer=9"], "rows.two[1].layer must be from -7 to 6"),
         (["rows.one.0.adapter=./nowhere"], "got './nowhere', which is not a folder"),
-        (["rows.one=[]"], "rows.one must be a list with at least 1 item, got []"),
+        (["rows.one=[]"], "rows.one must have at least 1 item after validation, not 0, got []"),
         (["form=rendered"], "got 'rendered', which is not supported by the encoder minilm"),
         (["side=1"], "side must be greater than or equal to 200, got 1"),
     ],

@@ -230,7 +230,7 @@ def run_as_user(*arguments: str) -> subprocess.CompletedProcess:
         ),
         (
             ["--representation", "full", "--filter", "parent_id = 'none'"],
-            'filter must be a condition that matches items with vectors, got "parent_id ='
+            'filter must be a condition that matches items, got "parent_id ='
             " 'none'\", which matches no items",
         ),
         ([], "the following arguments are required: --representation; see --help"),

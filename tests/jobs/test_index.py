@@ -86,7 +86,7 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
             " has '3' where the spec has a list of 1",
         ),
         ("source", "override must be of the form dotted.field=value, got 'source'"),
-        ("index=", "index must be a path or URI, got '', which is empty"),
+        ("index=", "index must have at least 1 character, got ''"),
         (
             "unit_items=0",
             "unit_items must be greater than or equal to 1, got 0",
@@ -147,11 +147,13 @@ def finish(*arguments: str, address: str | None = None) -> tuple[int, str, str]:
         ),
         (
             "index={tmp}/spec.yaml",
-            "index must be the path of a folder, got '{tmp}/spec.yaml', which is a file",
+            "index must be the path of a folder that can be written, got '{tmp}/spec.yaml',"
+            " which is a file",
         ),
         (
             "index={tmp}/spec.yaml/index",
-            "index must be a path below a folder, got '{tmp}/spec.yaml/index', which is below the"
+            "index must be the path of a folder that can be written, got '{tmp}/spec.yaml/index',"
+            " which is below the"
             " file {tmp}/spec.yaml",
         ),
         (
@@ -175,8 +177,8 @@ def test_invalid_spec(tmp_path, spec, override, message, dry):
     [
         (
             None,
-            "resources must be the path of an existing YAML file, got '{path}', which does"
-            " not exist",
+            "resources must be a YAML file with a mapping of fields to values, got '{path}', which"
+            " does not exist",
         ),
         (
             "encode: {num_cpus: -1}",
@@ -211,22 +213,19 @@ def test_missing_model_folder(tmp_path, spec):
     assert not (tmp_path / "index").exists()
 
 
+YAML_FORM = "spec must be a YAML file with a mapping of fields to values, got '{path}'"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            None,
-            "spec must be the path of an existing YAML file, got '{path}', which does not exist",
-        ),
-        ("", "spec must be a YAML file with a mapping of fields to values, got '{path}'"),
-        ("- a list", "spec must be a YAML file with a mapping of fields to values, got '{path}'"),
-        ("a: [1", "spec must be a YAML file, got '{path}', which cannot be read (while parsing"),
-        ("a: " + "[" * 9_999, "spec must be a YAML file, got '{path}', which cannot be read ("),
-        (b"\xff\xfe\xfa", "spec must be a YAML file, got '{path}', which cannot be read ("),
-        (
-            "index: a\nindex: b",
-            "spec must be a YAML file, got '{path}', which cannot be read (duplicate",
-        ),
+        (None, f"{YAML_FORM}, which does not exist"),
+        ("", YAML_FORM),
+        ("- a list", YAML_FORM),
+        ("a: [1", f"{YAML_FORM}, which cannot be read (while parsing"),
+        ("a: " + "[" * 9_999, f"{YAML_FORM}, which cannot be read ("),
+        (b"\xff\xfe\xfa", f"{YAML_FORM}, which cannot be read ("),
+        ("index: a\nindex: b", f"{YAML_FORM}, which cannot be read (duplicate"),
         ("encoder: minilm", "field 'index' is required"),
     ],
 )
@@ -267,7 +266,11 @@ def test_invalid_options(spec, arguments, message, capsys, tmp_path):
             "sweep={compressor.name: [hpool], compressor.num_vectors: [4, 0]}",
             "sweep.compressor.num_vectors must be greater than or equal to 1, got 0",
         ),
-        ("index", "index=/proc/index", "index must be a writable path, got '/proc/index', which "),
+        (
+            "index",
+            "index=/proc/index",
+            "index must be the path of a folder that can be written, got '/proc/index', which ",
+        ),
         ("index", "fit={", "fit must be a YAML value, got '{', which cannot"),
         (
             "add representations",

@@ -332,7 +332,11 @@ def test_rejects_invalid_query_files(index_uri, tmp_path, file, capsys, monkeypa
             "a numeric array of shape (query tokens, dim), got 'b', which has an array of shape"
             " (0,)",
         ),
-        (None, "a unique id, got 'a', which occurs twice"),
+        (
+            None,
+            "a file of at least one query, each with a unique id, got '{}', which has the same id"
+            " twice",
+        ),
     ],
 )
 def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, capsys):
@@ -342,7 +346,7 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
     pq.write_table(table, tmp_path / "queries.parquet")
     file, out = str(tmp_path / "queries.parquet"), str(tmp_path / "out")
     error = error_message([index_uri, "--query-vectors", file, "--run", out], capsys)
-    assert re.fullmatch(f"query.vectors must be {re.escape(message)}", error)
+    assert re.fullmatch(f"query.vectors must be {re.escape(message.replace('{}', file))}", error)
     assert not (tmp_path / "out").exists()
 
 
@@ -359,8 +363,8 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
          "(single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0, got [0, 0]"),
         (["--score", "hybrid", "--weights", "nan", "1"], "weights must be two numbers "
          "(single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0, got ['nan', 1]"),
-        (["--weights", "1", "2"], "weights must be (1.0, 1.0) for the score maxsim, "
-         "got (1.0, 2.0)"),
+        (["--weights", "1", "2"], "weights must be [1.0, 1.0] for the score maxsim, "
+         "got [1.0, 2.0]"),
         (["--weights", "1", "x"], "weights must be two numbers "
          "(single_vector, maxsim), each 0 or from 1e-6 to 1e6, and not both 0, got [1, 'x']"),
         (["--candidates", "lemur"], "candidates must be one of exact, single, got 'lemur', which "
@@ -377,8 +381,8 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
         (["--fusion", "agreement=0"], "score must be fused if fusion is set, got 'maxsim'"),
         (["--score", "fused", "--fusion", "weights.bm=1"], "unknown field 'bm' in fusion.weights; "
          "did you mean 'bm25'? valid fields: maxsim, bm25, single_vector"),
-        (["--score", "fused", "--fusion", "gone.yaml"], "fusion must be the path of an existing "
-         "YAML file, got 'gone.yaml', which does not exist"),
+        (["--score", "fused", "--fusion", "gone.yaml"], "fusion must be a YAML file with a mapping "
+         "of fields to values, got 'gone.yaml', which does not exist"),
         (["--num-candidates", "9"], "num_candidates must be at least k = 10, got 9"),
         (["-k", "0"], "k must be greater than or equal to 1, got 0"),
         (["-k", "true"], "k must be a number, got True"),
@@ -387,11 +391,14 @@ def test_rejects_invalid_query_vectors(index_uri, tmp_path, vectors, message, ca
         (["--ids", "gone"], "ids must be the path of an existing file, got 'gone', which does"
                             " not exist"),
         (["--ids", "none"], "ids must be a file with at least one id, got 'none', which is empty"),
-        (["--run", "none/run.trec"], "run must be a path below a folder, got 'none/run.trec', "
+        (["--run", "none/run.trec"], "run must be the path of a file that can be written, got"
+        " 'none/run.trec', "
          "which is below the file none"),
-        (["--run", "pipe"], "run must be the path of a file, got 'pipe', which is a device or"
+        (["--run", "pipe"], "run must be the path of a file that can be written, got"
+        " 'pipe', which is a device or"
                             " a pipe"),
-        (["--run", "stream"], "run must be the path of a file, got 'stream', which is a"
+        (["--run", "stream"], "run must be the path of a file that can be written, got"
+        " 'stream', which is a"
                               " device or a pipe"),
         (["--run", "x", "--json"], "--json cannot be combined with --run; see --help"),
     ],
@@ -411,7 +418,10 @@ def test_failed_run_writes_no_file(index_uri, tmp_path):
     (tmp_path / "queries.tsv").write_text("1\twing\n2\t \n")
     with pytest.raises(SpecError, match=r"\(line 2 of "):
         search.main([index_uri, "--queries", str(tmp_path / "queries.tsv"), "--run", str(tmp_path)])
-    with pytest.raises(SpecError, match="run must be the path of a file, got .* which is a folder"):
+    with pytest.raises(
+        SpecError,
+        match="run must be the path of a file that can be written, got .* which is a folder",
+    ):
         search.main([index_uri, "wing", "--run", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["queries.tsv"]
 

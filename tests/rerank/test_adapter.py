@@ -243,7 +243,7 @@ def test_gradients_reach_all_weights():
         ({"heads": 3}, "^heads must be a divisor of 8, the dimension of .* hidden states, got 3$"),
         ({"max_tokens": 3}, "^max_tokens must be at least num_tokens=4, got 3$"),
         ({"num_tokens": 0}, "^num_tokens must be greater than or equal to 1, got 0$"),
-        ({"kind": "linear"}, "^kind must be one of compressed, local, got 'linear'$"),
+        ({"kind": "linear"}, "^kind must be 'compressed' or 'local', got 'linear'$"),
     ],
 )
 def test_rejects_invalid_specs(spec, message):

@@ -313,7 +313,7 @@ def test_bundled_model_gets_a_language_head():
         ({"model": "nowhere/at all"}, "^model must be .*'nowhere/at all', which is not a folder"),
         ({"max_text_tokens": 64}, "^max_text_tokens must be at most 40 for a model .*, got 64$"),
         ({"max_text_tokens": 2}, "^max_text_tokens must be greater than or equal to 3, got 2$"),
-        ({"positions": "none"}, "^positions must be one of text, .*sequence, got 'none'$"),
+        ({"positions": "none"}, "^positions must be 'text', .*'sequence', got 'none'$"),
     ],
 )
 def test_rejects_invalid_specs(tmp_path, spec, message):
@@ -397,12 +397,12 @@ def test_rejects_missing_and_corrupted_folders(folder, tmp_path):
             with pytest.raises(SpecError, match=message):
                 load(path, "start")
 
-    with pytest.raises(SpecError, match=f"^edje must be .*nowhere', which has no {METADATA}$"):
+    with pytest.raises(SpecError, match="^edje must be .*nowhere', which does not exist$"):
         Edje.load(tmp_path / "nowhere")
     metadata = (path / METADATA).read_text("utf-8")
     for invalid in (metadata[:40], "{}", "[]"):
         (path / METADATA).write_text(invalid, "utf-8")
-        assert_rejected(f"has a corrupted {METADATA}")
+        assert_rejected(f"has a corrupted {METADATA} .*")
     (path / METADATA).write_text(metadata.replace('"format": 1', '"format": 9'), "utf-8")
     assert_rejected("has format 9", rule="an EDJE model of format 1")
     (path / METADATA).write_text(metadata.replace('"num_tokens": 3', '"num_tokens": 2'), "utf-8")

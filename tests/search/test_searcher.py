@@ -265,7 +265,7 @@ def test_default_representation_is_full(searcher):
         ("lift", {"representation": "hpool_9"}, "representation", "full, hpool_4, hpool_2"),
         ("lift", {"representation": "rerank_tokens"}, "representation", "full, hpool_4"),
         ("lift", {"k": 0}, "k", "greater than or equal to 1"),
-        ("lift", {"score": "best"}, "score", "maxsim, single_vector, hybrid"),
+        ("lift", {"score": "best"}, "score", "'maxsim', 'single_vector', 'hybrid'"),
         ("lift", {"group_by": "video"}, "group_by", "parent"),
         ("lift", {"filter": "lift of a wing"}, "filter", "does not parse near 'of' at character 6"),
         ("lift", {"filter": "colour = 'red'"}, "filter", "unknown column 'colour' at character 1"),

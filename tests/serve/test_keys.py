@@ -100,7 +100,7 @@ def test_reads_entries_with_and_without_keys_mapping():
     entry = f"  - name: ann\n    sha256: {'0' * 63}a\n"
     for text in (entry, "keys:\n" + entry, entry + entry.replace("ann", "bob").replace("0a", "0b")):
         assert read_keys(text)[0].name == "ann"
-    with pytest.raises(SpecError, match=r"keys\[0\].sha256 must be .*'xyz'"):
+    with pytest.raises(SpecError, match=r"keys\[0\].sha256 must match pattern .*, got 'xyz'"):
         read_keys("- {name: a, sha256: xyz}")
 
 

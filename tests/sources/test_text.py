@@ -403,7 +403,7 @@ def test_check_errors(tmp_path: Path):
     (tmp_path / "zero" / "corpus.jsonl").touch()
     (tmp_path / "a.pdf").touch()
     for path, words in {
-        "": "is empty",
+        "": "at least 1 character",
         tmp_path / "missing": "does not exist",
         tmp_path
         / "empty": r"\.txt, \.md, \.jsonl, \.jsonl\.gz files, got .* which contains no such files",
@@ -414,7 +414,7 @@ def test_check_errors(tmp_path: Path):
         "nosuch://a/b": "cannot be opened",
         "memory://nothing/here": "does not exist",
     }.items():
-        with pytest.raises(SpecError, match=f"^path must be .*{words}"):
+        with pytest.raises(SpecError, match=f"^path must .*{words}"):
             source(path).check()
 
 

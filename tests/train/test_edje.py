@@ -537,11 +537,11 @@ def test_training_stores_the_scale_of_a_dual_encoder(towers, tmp_path):
         ({"init_from": "nowhere"}, "learner.adapter must be null when `init_from` is set"),
         (
             {"init_from": "nowhere", "adapter": None, "joint": None},
-            "learner.init_from must be .*nowhere.* has no",
+            "learner.init_from must be .*nowhere.* does not exist",
         ),
         (
             {"distillation": {"teacher": "nowhere"}},
-            "learner.distillation.teacher must be .* has no",
+            "learner.distillation.teacher must be .* does not exist",
         ),
         ({"joint": {"model": "nowhere/at all"}}, "learner.joint.model must be .* is not a folder"),
         (

@@ -139,7 +139,7 @@ BAD_LINES = {
         """path must be one JSON object per line, got '{"query": "q", "te', which is truncated by"""
         " the end of the file (line 2 of {})"
     ),
-    "[1]": "path must be one JSON object per line, got [1] (line 2 of {})",
+    "[1]": "path must be one JSON object per line, got '[1]' (line 2 of {})",
     '{"text": "t"}': (
         "columns.query (query) must be a text with at least one word in each row, got None (line 2"
         " of {})"
@@ -212,7 +212,7 @@ BAD_LINES = {
     ),
     '{"query": "q", "text": "t", "boxes": [0.5]}': (
         "columns.boxes (boxes) must be boxes [x0, y0, x1, y1] with 0 <= x0 < x1 <= 1 and"
-        " 0 <= y0 < y1 <= 1, got [0.5] (line 2 of {})"
+        " 0 <= y0 < y1 <= 1, got [0.5], which are malformed (line 2 of {})"
     ),
 }
 

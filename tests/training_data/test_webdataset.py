@@ -90,7 +90,9 @@ def test_errors(tmp_path):
     write_archive(
         tmp_path / "0.tar", [("0.jpg", image(0)), ("0.json", json.dumps({"text": 1}).encode())]
     )
-    with pytest.raises(SpecError, match="caption must be a text, got 1"):
+    with pytest.raises(
+        SpecError, match="caption must be a JSON object with the field text, got .*, which has 1"
+    ):
         build_data(name="webdataset", path=tmp_path, caption="json.text")
     write_archive(tmp_path / "0.tar", [("0.jpg", image(0))])
     with pytest.raises(SpecError, match="archives with samples of an image and a member .txt"):

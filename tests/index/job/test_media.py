@@ -324,7 +324,7 @@ def test_truncated_video_is_indexed_and_reported(cluster, tmp_path):
         (
             "minilm",
             {"compressor": "none", "field": "title"},
-            r"representations\[0\].field must be one of content, caption, got 'title'",
+            r"representations\[0\].field must be 'content' or 'caption', got 'title'",
         ),
     ],
 )

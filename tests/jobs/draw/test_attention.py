@@ -222,7 +222,7 @@ def test_folder_of_a_trained_model(checkpoint, models, tmp_path, image):
         ("visual", "text.txt", "error: items must be files of the inputs of colpali (image), "),
         ("visual", "broken.png", "error: items must be an image file "),
         ("textual", "image.png", "error: items must be files of the inputs of minilm (text), "),
-        ("textual", "latin1.txt", "error: items must be an image or a text in UTF-8, "),
+        ("textual", "latin1.txt", "error: items must be an image, a text in UTF-8 or a PDF file, "),
         ("textual", "empty.txt", "error: items must be files with tokens that have a location, "),
         ("textual", "one.pdf#page=9", "error: items must be a page of a readable PDF file, got "),
         ("textual", "broken.pdf", "error: items must be a page of a readable PDF file, got "),

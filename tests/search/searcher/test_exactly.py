@@ -139,7 +139,7 @@ def test_weights_require_the_hybrid_score(make_index, rng):
     searcher, queries = make_index(random_rows(rng, 8)), random_queries(rng, 1)
     with pytest.raises(SpecError) as caught:
         searcher.rank(queries, NAME, weights=(1, 2))
-    assert str(caught.value) == ("weights must be (1.0, 1.0) for the score maxsim, got (1.0, 2.0)")
+    assert str(caught.value) == ("weights must be [1.0, 1.0] for the score maxsim, got [1.0, 2.0]")
     searcher.rank(queries, NAME, weights=[1, 1])
 
 
@@ -215,9 +215,9 @@ def test_rejects_invalid_queries(make_index, rng, query, message):
         (0, "greater than or equal to 1"),
         (-1, "greater than or equal to 1"),
         (True, "a number"),
-        (2.5, "an integer"),
-        ("ten", "an integer"),
-        (None, "an integer"),
+        (2.5, "a valid integer"),
+        ("ten", "a valid integer, unable to parse string as an integer"),
+        (None, "a valid integer"),
     ],
 )
 def test_rejects_invalid_k(make_index, rng, k, rule):

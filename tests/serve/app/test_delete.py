@@ -78,7 +78,7 @@ def test_servers_without_keys_do_not_delete():
     [
         ({}, None, "either item_ids or filter"),
         ({"item_ids": ["flow"], "filter": "true"}, None, "either item_ids or filter"),
-        ({"item_ids": []}, "item_ids", "item_ids must be"),
+        ({"item_ids": []}, "item_ids", "item_ids must have"),
         ({"item_ids": "flow"}, "item_ids", "item_ids must be"),
         ({"item_ids": [3]}, "item_ids[0]", "item_ids[0] must be"),
         ({"filter": "nothing = 1"}, "filter", "filter must be"),

@@ -474,7 +474,7 @@ def test_rejects_other_folders_before_loading(model, tmp_path):
         "learner.compressor.num_vectors must be 4, the number of tokens that the encoder was"
         " trained to append, got 3; MemTok cannot change its budget after training"
     )
-    assert error(AGC["compressor"], appended_tokens=seqresize) == (
+    assert error(AGC["compressor"], appended_tokens=seqresize).startswith(
         "learner.encoder.appended_tokens must be the folder of a trained compressor with appended"
         f" tokens, got '{seqresize}', which has no readable {TOKENS}"
     )

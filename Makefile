@@ -33,7 +33,7 @@ test-all: install
 	$(PYTEST)
 
 models: install
-	$(RUN) -m jobs.data.make_models
+	$(RUN) -m examples.papers.data.make_models
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -3,25 +3,27 @@
     maxray demo
 
 The first index holds abstracts, PDF pages, photos, video clips and a speech, and is searched for
-answers on a page, in speech and in a photo. The second part generates scenes of coloured shapes,
-indexes them with a small ColPali, with and without a projection trained with SaMer, searches them
-by text and by image, and reranks the results with a small EDJE. The demo needs neither a GPU nor a
-model hub. A second run reuses what is indexed and evaluated.
+answers on a page, in speech and in a photo. The second part indexes scenes of coloured shapes with
+a small ColPali, with and without a projection trained with SaMer, searches them by text and by
+image, and reranks the results with a small EDJE. The demo needs neither a GPU nor a model hub. A
+second run reuses what is indexed and evaluated.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jobs
-from jobs import draw, evaluate, index, search, shapes
+from jobs import draw, evaluate, index, search
 
 RESOURCES = "cluster/profiles/laptop.yaml"
 OUT = "out/demo"
 INDEX = f"{OUT}/index"
 SHAPES = f"{OUT}/shapes"
-NUM_SCENES = 200
+#: Scenes with captions, judgments and boxes.
+SCENES = "jobs/data/shapes"
 #: Query for the scenes.
 SCENE = "a large red circle above a small blue star"
 #: Query whose results are reranked: the caption of the first scene.
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         phase("search", search.main, INDEX, question, *options)
     for name in COLLECTIONS:
         phase(f"evaluate {name}", evaluate.main, f"jobs/specs/{name}_evaluate.yaml")
-    scenes(phase, SHAPES, NUM_SCENES)
+    scenes(phase, SCENES, SHAPES)
     print("\ntimes: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent))
     for name in COLLECTIONS:
         print(f"report: {OUT}/{name.replace('_', '-')}/report.html")
@@ -66,33 +68,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"maps:   {OUT}/maps, {SHAPES}/maps; before and after reranking: {SHAPES}/edje.png")
 
 
-def scenes(phase: Callable[..., None], folder: str, count: int) -> None:
-    """Draws scenes, indexes and evaluates them, and searches them by text and by image.
+def scenes(phase: Callable[..., None], data: str, folder: str) -> None:
+    """Indexes and evaluates scenes, and searches them by text and by image.
 
     Args:
         phase: Runs a job, given a name, the job's `main` and its arguments.
-        folder: Folder for the scenes, the indexes and the reports.
-        count: Number of scenes.
+        data: Folder of the scenes.
+        folder: Folder for the indexes and the reports.
     """
-    last = f"{folder}/images/scene-{count - 1:05d}.png"
-    phase("draw shapes", shapes.main, folder, "--count", str(count))
+    last = max(map(str, Path(data, "images").iterdir()))
     with jobs.cluster():  # one cluster for both jobs
         for spec, name in (("shapes", "index"), ("shapes_trained", "trained")):
-            at = [f"index={folder}/{name}", f"source.path={folder}/images"]
+            at = [f"index={folder}/{name}", f"source.path={data}/images"]
             options = ["--resources", RESOURCES]
             phase(f"index {spec}", index.main, f"jobs/specs/{spec}.yaml", *at, *options)
     for name, query in (("words", [SCENE]), ("image", ["--image", last])):
         options = ["--representation", "samer_16", "--k", "3"]
         options += ["--save-maps", f"{folder}/maps/{name}"]
         phase(f"search by {name}", search.main, f"{folder}/trained", *query, *options)
-    phrases = f"{folder}/phrases.jsonl"
+    phrases = f"{data}/phrases.jsonl"
     names = ["--index", f"{folder}/index", "full", "samer_16"]
     names += ["--index", f"{folder}/trained", "samer_16"]
     phase("map phrases", draw.main, "maps", phrases, f"{folder}/maps/phrases.png", *names)
     found = []
     for name, shown in (("index", SHOWN), ("trained", "")):
         found.append(f"{folder}/{name}_evaluation")
-        at = [f"index={folder}/{name}", f"benchmark.path={folder}", f"grounding={phrases}"]
+        at = [f"index={folder}/{name}", f"benchmark.path={data}", f"grounding={phrases}"]
         at += [f"representations=[{shown}]", f"output={found[-1]}"]
         at += [] if name == "index" else ["rerank=[]"]  # no rerank tokens stored
         phase(f"evaluate {name}", evaluate.main, "jobs/specs/shapes_evaluate.yaml", *at)

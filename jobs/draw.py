@@ -1,9 +1,8 @@
-"""Draws similarity maps, sheets of hits, attention, and positions of matched vectors.
+"""Draws similarity maps, sheets of hits, and attention.
 
     maxray draw maps PHRASES OUT.png --index INDEX NAME     # similarity maps of phrases
     maxray draw sheets EVALUATION                           # best hits of judged queries
     maxray draw attention OUT.png ITEM --model MODEL        # attention of appended tokens
-    maxray draw positions SPEC                              # matches of stored vectors
 
 `maxray draw DRAWING --help` describes the drawing and its arguments.
 """
@@ -15,7 +14,6 @@ import posixpath
 from collections.abc import Sequence
 
 import jobs
-from pipeline import config
 from pipeline.config import SpecError, check_exists
 from pipeline.index import check_index
 
@@ -200,47 +198,10 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _positions(arguments: Sequence[str]) -> None:
-    """Draws which stored vectors of trained models are matched, and how similar they are.
-
-        maxray draw positions jobs/specs/agc/shapes.yaml --row full --row agc_16
-        maxray draw positions SPEC --row "full > hpool num_vectors 16"
-
-    SPEC is a study that `jobs.train` has run. For each of its rows, or only those of `--row`, the
-    first run is evaluated on the validation data. The output folder of the spec receives:
-
-        positions.png   matching strength of each position of a document with the tokens of its
-                        relevant queries, and the mean cosine between positions (AGC paper, figure
-                        3)
-        positions.csv   share of the strongest tenth of the positions, and the mean cosine
-    """
-    parser = jobs.spec_parser(_positions.__doc__, "positions", profiles=False)
-    parser.add_argument(
-        "--row",
-        dest="rows",
-        action="append",
-        default=[],
-        metavar="ROW",
-        help="row of the study, as in study.csv; may be repeated (default: all)",
-    )
-    args = parser.parse(arguments)
-
-    from pipeline import extras
-    from pipeline.atomic import check_writable
-    from pipeline.train import positions, study
-
-    spec = config.load(study.StudySpec, args.spec, args.overrides)
-    extras.require("matplotlib")
-    check_writable(spec.output, "output")
-    print(positions.report(spec, study.runs_of(spec), args.rows))
-    print(f"{spec.output}/positions.png")
-
-
 FORMS: dict[str, jobs.Form] = {
     "maps": _maps,
     "sheets": _sheets,
     "attention": _attention,
-    "positions": _positions,
 }
 
 

@@ -1,6 +1,6 @@
 """Trains a model, a projection, an adapter or a reranker; mines hard negatives.
 
-    maxray train jobs/specs/training/shapes_samer.yaml
+    maxray train jobs/specs/training/flickr30k_samer.yaml
     maxray train SPEC optimiser.learning_rate=1e-4 epochs=3
     maxray train SPEC --resources cluster/profiles/train_gpus.yaml
     maxray train SPEC --in-process
@@ -14,9 +14,6 @@ The output folder of the spec receives:
     metrics.jsonl   losses and metrics by step
     checkpoints/    state from which the same command resumes
 
-A spec with a `sweep` trains one run per combination, each in a subfolder of `output`, and writes a
-table and plots of all runs. With --report, it only writes those of the evaluations so far.
-
 Training runs on Ray Train, on the cluster at RAY_ADDRESS or on a local cluster. By default, it has
 one worker, with a GPU if the cluster has one; --resources names a profile with more. Starting Ray
 and the worker takes several seconds, once per command. With --in-process, the same loop runs in
@@ -25,8 +22,10 @@ this process without Ray, with the same results. Either resumes a run that the o
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jobs
 from pipeline import config
@@ -34,66 +33,77 @@ from pipeline.config import SpecError
 from pipeline.index import check_index
 from pipeline.scores import VECTOR_SCORES
 
+if TYPE_CHECKING:
+    from pipeline.train.spec import TrainSpec
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and trains."""
     if jobs.run_form(FORMS, arguments):
         return
-    parser = jobs.spec_parser(__doc__)
+    args = parser(__doc__).parse(arguments)
+
+    from pipeline.train.spec import TrainSpec
+
+    spec = config.load(TrainSpec, args.spec, args.overrides)
+    train({spec.name: spec}, args)
+
+
+def parser(doc: str | None) -> jobs.Parser:
+    """Creates the parser of a job that trains runs."""
+    parser = jobs.spec_parser(doc)
     parser.add_argument(
         "--dry-run", action="store_true", help="check the spec and list the runs without training"
     )
     parser.add_argument(
-        "--report",
-        action="store_true",
-        help="write the table and plots of a study so far without training",
-    )
-    parser.add_argument(
         "--in-process", action="store_true", help="train in this process, without Ray"
     )
-    args = parser.parse(arguments)
-    if args.in_process and args.resources:
-        parser.error("--in-process cannot be combined with --resources")
+    return parser
 
-    from pipeline import extras
+
+def train(runs: Mapping[str, TrainSpec], args: argparse.Namespace) -> None:
+    """Checks and trains runs.
+
+    Args:
+        runs: The runs by title.
+        args: Arguments of `parser`. Resources are only for training on Ray.
+
+    Raises:
+        SpecError: A run is not possible here.
+    """
     from pipeline.atomic import check_writable
-    from pipeline.train import ray, study
+    from pipeline.train import loop, ray
     from pipeline.train.checkpoints import Checkpoints
-    from pipeline.train.loop import check
 
-    spec = config.load(study.StudySpec, args.spec, args.overrides)
     workers = None
+    if args.resources and args.in_process:
+        raise SpecError("--resources", args.resources, "omitted with --in-process")
     if args.resources:
         workers = config.load(ray.Workers, args.resources, role="profile")
-    if args.report and not spec.sweep:
-        raise SpecError("sweep", spec.sweep, "given with --report")
-    if spec.sweep:
-        extras.require("matplotlib")  # fail now rather than at the final plot
-    check_writable(spec.output, "output")
-    runs = study.runs_of(spec)
-    if args.report:
-        print(study.report(spec, runs))
-        return
-    if workers:
-        ray.check_batches(runs, workers)
-    for run in runs:
-        data = check(run.spec)
-        Checkpoints(run.spec).check_spec()  # before Ray starts
+        ray.check_batches(runs.values(), workers)
+    for run in runs.values():
+        check_writable(run.output, "output")
+        data = loop.check(run)
+        Checkpoints(run).check_spec()  # before Ray starts
     if args.dry_run:
-        for run in runs:
-            print(f"{run.title}: {study.described(run.spec)}")
+        for title, run in runs.items():
+            print(f"{title}: {_described(run)}")
         return
     started = time.monotonic()
     if args.in_process:
-        study.train(runs, jobs.say, data=data if len(runs) == 1 else None)
+        loop.train(runs, jobs.say, data=data if len(runs) == 1 else None)
     else:
         del data  # the worker loads its own
         jobs.say("start Ray")
         with jobs.cluster():
             ray.train(runs, workers or ray.default_workers(), jobs.say)
-    if spec.sweep:
-        print(study.report(spec, runs))
-    print(f"done in {(time.monotonic() - started) / 60:.1f} min")
+    jobs.say(f"trained for {(time.monotonic() - started) / 60:.1f} min")
+
+
+def _described(spec: TrainSpec) -> str:
+    """Returns a one-line description of a run."""
+    steps = f"at most {spec.max_steps} steps" if spec.max_steps else f"{spec.epochs} epochs"
+    return f"{steps} of {spec.batch_size} documents, seed {spec.seed}, to {spec.output}"
 
 
 def _mine(arguments: Sequence[str]) -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
@@ -35,6 +38,8 @@ else:
     ComponentSpec = Spec  # Specs of components in other packages may derive from Spec directly.
 
 T = TypeVar("T")
+#: An import path in the form `module:Class`.
+IMPORT_PATH = re.compile(r"[\w.]+:\w+")
 
 
 class Registry(Generic[T]):
@@ -45,16 +50,13 @@ class Registry(Generic[T]):
     Args:
         kind: Kind of the components, which is also the suffix of the entry point group.
         entries: Import path of each component in the form `module:Class`.
-        hidden: Names of components for tests and benchmarks, which are not listed.
+
+    Instead of a registered name, a spec can give the import path of a component of another package:
+    `class: my_module:Method`. Modules are also found in the working directory.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        entries: dict[str, str],
-        hidden: Sequence[str] = (),
-    ):
-        self.kind, self._entries, self._hidden = kind, entries, hidden
+    def __init__(self, kind: str, entries: dict[str, str]):
+        self.kind, self._entries = kind, entries
 
     @functools.cached_property
     def _all(self) -> dict[str, str]:
@@ -63,19 +65,34 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """Returns the names of the components that users can select, in alphabetical order."""
-        return sorted(self._all.keys() - set(self._hidden))
+        return sorted(self._all)
+
+    def _path(self, name: str) -> str:
+        """Returns the import path of a component, given its name or this path.
+
+        Raises:
+            SpecError: The name is unknown.
+        """
+        if IMPORT_PATH.fullmatch(name):
+            return name
+        if name not in self._all:
+            raise SpecError.unknown_name("name", name, self.names())
+        return self._all[name]
 
     def load(self, name: str) -> type[T]:
         """Imports the component that is registered as `name` and returns its class.
 
+        Args:
+            name: Name of the component, or its import path.
+
         Raises:
             MissingExtra: The component needs an extra that is not installed.
-            SpecError: The name is unknown, or the package that provides the component cannot be
-                imported.
+            SpecError: The name is unknown, the package that provides the component cannot be
+                imported, or it has no such class.
         """
-        if name not in self._all:
-            raise SpecError.unknown_name("name", name, self.names())
-        module, _, attribute = self._all[name].partition(":")
+        module, _, attribute = self._path(name).partition(":")
+        if (folder := os.getcwd()) not in sys.path:
+            sys.path.append(folder)
         try:
             return getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
@@ -83,6 +100,9 @@ class Registry(Generic[T]):
                 raise missing from None
             problem = f"needs the missing module {error.name!r}"
             raise SpecError("name", name, "an installed component", problem) from error
+        except AttributeError:
+            problem = f"{module} has no class {attribute!r}"
+            raise SpecError("name", name, "the import path of a class", problem) from None
 
     def spec_class(self, name: str) -> type[ComponentSpec]:
         """Returns the spec class of the component that is registered as `name`."""
@@ -98,6 +118,8 @@ class Registry(Generic[T]):
         if isinstance(value, ComponentSpec):
             return value
         value = {"name": value} if isinstance(value, str) else value
+        if isinstance(value, Mapping) and "class" in value:
+            value = {"name": value["class"], **{k: v for k, v in value.items() if k != "class"}}
         if isinstance(value, Mapping) and "name" not in value:
             raise MissingField("name", None, f"one of {', '.join(self.names())}")
         if not isinstance(value, Mapping) or not isinstance(value["name"], str):
@@ -110,13 +132,12 @@ class Registry(Generic[T]):
         Raises:
             UnknownField: The component has no field of that name.
         """
-        name: Any = component.get("name")
         try:
-            fields = field_names(self._all[name])
-        except (LookupError, OSError, TypeError):  # `resolve` checks it
+            fields = field_names(self._path(component.get("class", component.get("name"))))
+        except (LookupError, OSError, TypeError, SpecError):  # `resolve` checks it
             return
         for key, value in component.items():
-            if key not in fields and "." not in str(key):  # sweeps have dotted keys
+            if key not in ("class", *fields) and "." not in str(key):  # sweeps have dotted keys
                 raise UnknownField(str(key), value, ", ".join(fields))
 
     def build(self, spec: ComponentSpec, *args: Any, **kwargs: Any) -> T:
@@ -140,11 +161,9 @@ ENCODERS: Registry[Encoder[Any]] = Registry(
         "qwen_omni": "pipeline.encoders.qwen_omni:QwenOmni",
         "qwen_vl": "pipeline.encoders.qwen_vl:QwenVL",
         "sentence_transformers": "pipeline.encoders.sentence_transformers:SentenceTransformers",
-        "sleeping": "pipeline.encoders.sleeping:Sleeping",
         "smart": "pipeline.encoders.smart:Smart",
         "transcript": "pipeline.encoders.transcript:Transcript",
     },
-    hidden=["sleeping"],
 )
 COMPRESSORS: Registry[Compressor[Any]] = Registry(
     "compressors",
@@ -245,13 +264,11 @@ LEARNERS: Registry[Learner] = Registry(
 TRAINING_DATA: Registry[TrainingData] = Registry(
     "training data",
     {
-        "binding": "pipeline.synthetic.binding_data:Binding",
         "captions": "pipeline.datasets.karpathy:Rows",
         "colpali_train": "pipeline.training_data.pairs:ColPaliTrain",
         "msrvtt": "pipeline.datasets.msrvtt:Rows",
         "multivent": "pipeline.datasets.multivent:Rows",
         "pairs": "pipeline.training_data.pairs:Pairs",
-        "shapes": "pipeline.synthetic.shapes_data:Shapes",
         "webdataset": "pipeline.training_data.webdataset:WebDataset",
     },
 )

@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from pipeline.chaos.network import Network, Port
 from pipeline.config import JobError, parse
 from pipeline.index import ITEMS
 from pipeline.index.columns import Representation, encoder_fields, representation_fields
@@ -28,6 +27,7 @@ from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item, with_metadata
 from pipeline.serve.environment import PROXY_ENV
 from pipeline.stage import REUSE_PROCESSES
+from tests.chaos.network import Network, Port
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests must not access the hub
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -44,7 +44,7 @@ CRANFIELD = ROOT / "jobs/data/cranfield"
 #: are marked as slow.
 SLOW = [
     ROOT / "tests" / name
-    for name in ("jobs", "train", "test_examples.py", "test_extras.py", "test_jobs.py")
+    for name in ("examples", "jobs", "train", "test_examples.py", "test_extras.py", "test_jobs.py")
 ]
 
 
@@ -120,7 +120,7 @@ def actor_pools() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[[str], str]:
     """Function that returns the folder of a family's tiny checkpoint, written once per session."""
-    from pipeline.synthetic.checkpoints import FAMILIES
+    from tests.tiny.checkpoints import FAMILIES
 
     folder, paths = tmp_path_factory.mktemp("checkpoints"), {}
 

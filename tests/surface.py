@@ -18,10 +18,11 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from jobs.bench.__main__ import BENCHES
+from docs.extensions.parsers import commands, parser
 from pipeline import registry
 from pipeline.registry import Registry
 from tests.architecture import PIPELINE, ROOT, modules
+from tests.bench.__main__ import BENCHES
 
 #: Folders whose code ships in the wheel.
 SHIPPED = ("pipeline", "jobs")
@@ -33,8 +34,9 @@ LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, toke
 
 
 def files(*folders: str) -> list[Path]:
-    """Returns the Python files below folders, in order."""
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    """Returns the Python files below folders except for tests, in order."""
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for path in found if not path.name.startswith("test_"))
 
 
 def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
@@ -122,6 +124,7 @@ def counts() -> dict[str, int]:
     error_places, error_lines = errors()
     importers = Counter(name for others in modules().values() for name in others)
     packages = [path for path in PIPELINE.iterdir() if (path / "__init__.py").is_file()]
+    options = [o for command in commands() for o in parser(command)._actions if o.option_strings]
     jobs = ROOT / "jobs"
     verbs = [*jobs.glob("[!_]*.py"), *jobs.glob("*/__main__.py")]
     specs = list((jobs / "specs").rglob("*.yaml"))
@@ -134,6 +137,7 @@ def counts() -> dict[str, int]:
         "registries": len(registries()),
         "registry entries": sum(len(each.names()) for each in registries()),
         "verbs": len(verbs),
+        "flags of verbs": sum("--help" not in option.option_strings for option in options),
         "benches": len(BENCHES),
         "spec fields": spec_fields,
         "HTTP fields": http_fields,
@@ -141,6 +145,8 @@ def counts() -> dict[str, int]:
         "modules with one importer": sum(number == 1 for number in importers.values()),
         "places that compose errors": error_places,
         "lines that compose errors": error_lines,
+        "lines of code of the longest file": max(line_counts(p)[0] for p in files(*SHIPPED)),
+        "lines of the longest function": max(n for p in files(*SHIPPED) for n, _ in functions(p)),
     }
 
 

@@ -18,6 +18,8 @@ from pipeline.stage import PROFILE_JOBS, Profile
 from pipeline.train.ray import Workers
 from pipeline.training_data.media import Decoding, decoding_settings
 from tests.conftest import ROOT
+from tests.tiny import SLEEPING
+from tests.tiny.sleeping import Sleeping
 
 COLPALI = {
     "name": "colpali",
@@ -134,12 +136,23 @@ def test_fields_of_all_profiles_are_known():
     assert fields - common == PROFILE_JOBS.keys()
 
 
-def test_encoders_for_benchmarks_are_not_listed():
-    assert ENCODERS.resolve("sleeping").name == "sleeping"
-    assert "sleeping" not in ENCODERS.names()
-    with pytest.raises(SpecError) as caught:
-        ENCODERS.resolve("sleepin")
-    assert "sleeping" not in str(caught.value)
+def test_component_by_import_path():
+    spec = ENCODERS.resolve({"class": SLEEPING, "dim": 8})
+    assert ENCODERS.resolve(dump(spec)) == spec
+    assert isinstance(ENCODERS.build(spec), Sleeping)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere:Sleeping", "needs the missing module 'nowhere'"),
+        ("tests.tiny.sleeping:Sleepin", "tests.tiny.sleeping has no class 'Sleepin'"),
+        ("tests.tiny.sleeping", "must be one of colbert, .*, got 'tests.tiny.sleeping'"),
+    ],
+)
+def test_import_path_without_component(path, message):
+    with pytest.raises(SpecError, match=message):
+        ENCODERS.resolve({"class": path})
 
 
 class Nested(Spec):

@@ -19,9 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from docs.extensions.parsers import PROFILES, SPECS, parser
-from jobs.__main__ import forms
-from jobs.bench.__main__ import BENCHES
+from docs.extensions.parsers import PROFILES, SPECS, forms, parser
 from pipeline import config
 from pipeline.config import Spec
 from pipeline.serve import wire
@@ -54,6 +52,8 @@ PROGRAMS = {
     "sed",
     ".",
 }
+#: Packages that are run by `python -m` and whose arguments are checked.
+PACKAGES = ("examples.papers", "tests.bench", "tests.chaos")
 #: Languages of blocks that are not executed.
 SHOWN = {"console", "http", "json", "mermaid", "text", "toml", "yaml"}
 
@@ -84,9 +84,8 @@ def load(spec_class: type[Spec], path: str, overrides: list[str], files: Mapping
 
 
 def check_job(words: list[str], files: Mapping[str, str]) -> None:
-    """Checks the arguments of `maxray VERB`."""
-    names = BENCHES if words[0] == "bench" else forms(words[0])
-    size = 2 if {*words[1:2]} & {*names} else 1
+    """Checks the arguments of `maxray VERB`, or of a package."""
+    size = 2 if {*words[1:2]} & {*forms(words[0])} else 1
     command, arguments = tuple(words[:size]), words[size:]
     parsed = vars(parser(command).parse_intermixed_args(arguments))
     name = " ".join(command)
@@ -96,7 +95,7 @@ def check_job(words: list[str], files: Mapping[str, str]) -> None:
         overrides = [word for word in parsed["indexes"] if "=" in word]
         data = {"indexes": {"photos": {"uri": "out/photos/index"}}, "keys": parsed["keys"] or ""}
         config.parse(SPECS["serve"], config.override(data, overrides))
-    spec = parsed.get("table") if command[0] == "binding" else parsed.get("spec")
+    spec = parsed.get("table") if command[-1] == "binding" else parsed.get("spec")
     if spec and name in SPECS:
         overrides = [value for value in parsed.get("overrides", ()) if not is_placeholder(value)]
         load(SPECS[name], spec, overrides, files)
@@ -116,6 +115,8 @@ def check_command(words: list[str], files: Mapping[str, str]) -> None:
     elif Path(program).name in ("python", "python3"):
         if arguments[:1] == ["-m"] and (found := re.match(r"jobs\.(\w+)$", arguments[1])):
             check_job([found[1], *arguments[2:]], files)
+        elif arguments[:1] == ["-m"] and arguments[1] in PACKAGES:
+            check_job(arguments[1:], files)
         elif arguments[:1] == ["-m"]:
             assert importlib.util.find_spec(arguments[1]), words
         else:

@@ -102,7 +102,7 @@ def test_evaluation_and_training_report_missing_extra(index_uri, tmp_path):
             }
         )
     )
-    training = str(ROOT / "jobs/specs/training/binding_lora.yaml")
+    training = str(ROOT / "examples/papers/specs/training/binding_lora.yaml")
     assert_missing(
         *((module, "evaluate", [str(spec)]) for module in ("matplotlib", "jinja2", "bm25s")),
         ("peft", "train", [training, f"output={tmp_path / 'out'}", "--dry-run"]),
@@ -121,7 +121,7 @@ for registry in (
     for name in registry.names():
         registry.load(name)
 import pipeline.eval.evaluation, pipeline.index.job, pipeline.search, pipeline.serve.app
-import pipeline.serve.mteb, pipeline.train.study
+import pipeline.serve.mteb
 for verb in sys.argv[1:]:
     try:
         importlib.import_module(f"jobs.{verb}").main(["--help"])

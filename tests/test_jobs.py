@@ -32,6 +32,7 @@ from pipeline.index.status import status
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from tests.conftest import ROOT, start_job
 from tests.serve.conftest import free_port
+from tests.tiny import SLEEPING
 
 SLOW = ("lance", "pandas", "pyarrow", "ray", "torch", "transformers")
 RUN = """
@@ -41,7 +42,7 @@ slow, commands = json.loads(sys.argv[1])
 results = []
 for verb, *arguments in commands:
     output, code = io.StringIO(), 0
-    module = importlib.import_module("jobs.bench.__main__" if verb == "bench" else f"jobs.{verb}")
+    module = importlib.import_module(f"{verb}.__main__" if "." in verb else f"jobs.{verb}")
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             jobs.run(module.main, arguments)
@@ -91,9 +92,10 @@ WRONG = [
     (["add", "representations", f"{SPECS}_more.yaml", f"index={INDEX}"], "index"),
     (["add", "tokens", SPEC], "spec"),
     (["add", "tokens", f"{SPECS}.yaml", f"index={INDEX}"], "index"),
-    (["binding", "--encoder", SPEC], "--encoder"),
-    (["binding", "--table", SPEC], "--table"),
-    (["draw", "positions", SPEC], "spec"),
+    (["examples.papers", "binding", "--encoder", SPEC], "--encoder"),
+    (["examples.papers", "binding", "--table", SPEC], "--table"),
+    (["examples.papers", "positions", SPEC], "spec"),
+    (["examples.papers", "study", SPEC], "spec"),
     (["draw", "sheets", NOWHERE], "EVALUATION"),
     (["evaluate", SPEC], "spec"),
     (["evaluate", f"{SPECS}_evaluate.yaml", f"index={INDEX}"], "index"),
@@ -271,7 +273,12 @@ def spec(tmp_path: Path, collection) -> str:
     fields = {
         "index": str(tmp_path / "index"),
         "source": {"name": "text", "path": str(collection(**{f"d{i}": "x" for i in range(20)}))},
-        "encoder": {"name": "sleeping", "seconds": 1, "num_tokens": 4, "dim": 8},
+        "encoder": {
+            "class": SLEEPING,
+            "seconds": 1,
+            "num_tokens": 4,
+            "dim": 8,
+        },
         "representations": [{"compressor": "none"}],
         "unit_items": 1,
         "fragment_items": 1,
@@ -443,7 +450,12 @@ def test_submits_the_index_job(head, tmp_path, collection):
     spec = {
         "index": str(tmp_path / "index"),
         "source": {"name": "text", "path": str(collection(a="one", b="two"))},
-        "encoder": {"name": "sleeping", "seconds": 0.0, "num_tokens": 6, "dim": 8},
+        "encoder": {
+            "class": SLEEPING,
+            "seconds": 0.0,
+            "num_tokens": 6,
+            "dim": 8,
+        },
         "representations": [{"compressor": "none"}],
     }
     (tmp_path / "code").mkdir()

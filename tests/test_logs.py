@@ -20,9 +20,10 @@ from pipeline.index.writer import IndexWriter
 from pipeline.logs import FORMAT_VARIABLE, JsonFormatter
 from pipeline.stage import REUSE_PROCESSES
 from tests.conftest import run_jobs
+from tests.tiny import SLEEPING
 
 SPEC = {
-    "encoder": {"name": "sleeping", "seconds": 0.0, "num_tokens": 4, "dim": 8},
+    "encoder": {"class": SLEEPING, "seconds": 0.0, "num_tokens": 4, "dim": 8},
     "representations": [{"compressor": "none"}],
     "unit_items": 4,
     "fragment_items": 8,

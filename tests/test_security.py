@@ -32,7 +32,7 @@ ALLOWED = {
     ("pipeline/stage.py", "cloudpickle.loads"),
     ("pipeline/index/add.py", "pickle.loads"),
     ("pipeline/index/job.py", "pickle.loads"),
-    ("jobs/bench/driver.py", "pickle.loads"),
+    ("tests/bench/driver.py", "pickle.loads"),
 }
 
 

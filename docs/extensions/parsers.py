@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Collection
 from unittest import mock
 
 import jobs
-from jobs.__main__ import forms, verbs
-from jobs.bench.__main__ import BENCHES
+from examples.papers.__main__ import VERBS
+from examples.papers.studies.study import StudySpec
+from examples.papers.synthetic.binding_table import TableSpec
+from jobs.__main__ import forms as forms_of_verb
+from jobs.__main__ import verbs
 from pipeline.config import Spec
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index.recompress import RecompressResources, RecompressSpec
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.search.candidates_job import CandidatesResources
 from pipeline.serve.settings import ServeSpec
-from pipeline.synthetic.binding_table import TableSpec
 from pipeline.train.ray import Workers
-from pipeline.train.study import StudySpec
+from pipeline.train.spec import TrainSpec
+from tests.bench.__main__ import BENCHES
 
 #: The spec that a command reads.
 SPECS: dict[str, type[Spec]] = {
@@ -26,10 +30,11 @@ SPECS: dict[str, type[Spec]] = {
     "plan": IndexSpec,
     "add representations": RecompressSpec,
     "evaluate": EvaluateSpec,
-    "train": StudySpec,
-    "draw positions": StudySpec,
+    "train": TrainSpec,
     "serve": ServeSpec,
-    "binding": TableSpec,
+    "examples.papers study": StudySpec,
+    "examples.papers positions": StudySpec,
+    "examples.papers binding": TableSpec,
 }
 #: The resources profile that a command reads.
 PROFILES: dict[str, type[Spec]] = {
@@ -39,6 +44,7 @@ PROFILES: dict[str, type[Spec]] = {
     "add representations": RecompressResources,
     "add candidates": CandidatesResources,
     "train": Workers,
+    "examples.papers study": Workers,
 }
 
 
@@ -47,17 +53,29 @@ class _Captured(Exception):
 
 
 def commands() -> list[tuple[str, ...]]:
-    """Returns all commands: the verbs, their forms, and the benches."""
+    """Returns all commands: the verbs and their forms."""
     found: list[tuple[str, ...]] = []
     for verb in verbs():
-        found.append((verb,))
-        names = BENCHES if verb == "bench" else forms(verb)
-        found += [(verb, name) for name in names]
+        found += [(verb,), *((verb, name) for name in forms(verb))]
     return found
 
 
+def forms(verb: str) -> Collection[str]:
+    """Returns the names of the forms of a verb, or of the verbs of a package that is run."""
+    if verb == "tests.bench":
+        return BENCHES
+    if verb == "examples.papers":
+        return VERBS
+    return () if "." in verb else forms_of_verb(verb)
+
+
+def _module(verb: str) -> str:
+    """Returns the module of a verb, or the main module of a package."""
+    return f"{verb}.__main__" if "." in verb else f"jobs.{verb}"
+
+
 def parser(command: tuple[str, ...]) -> argparse.ArgumentParser:
-    """Returns the argument parser of a command.
+    """Returns the argument parser of a command: a verb, or a package that is run, and its form.
 
     Every command builds its parser in `main`, which is interrupted when it starts to parse.
     """
@@ -66,9 +84,9 @@ def parser(command: tuple[str, ...]) -> argparse.ArgumentParser:
         raise _Captured(parser)
 
     verb, *rest = command
-    module, arguments = f"jobs.{verb}", rest
-    if verb == "bench":
-        module, arguments = f"jobs.bench.{rest[0] if rest else '__main__'}", []
+    module, arguments = _module(verb), rest
+    if verb == "tests.bench" and rest:
+        module, arguments = f"tests.bench.{rest[0]}", []
     with (
         mock.patch.object(jobs.Parser, "parse", capture),
         mock.patch.object(jobs.SpecParser, "parse", capture),
@@ -78,6 +96,6 @@ def parser(command: tuple[str, ...]) -> argparse.ArgumentParser:
             importlib.import_module(module).main(arguments)
         except _Captured as captured:
             found: argparse.ArgumentParser = captured.args[0]
-            found.prog = " ".join(["maxray", *command])
+            found.prog = " ".join(["python -m" if "." in verb else "maxray", *command])
             return found
     raise RuntimeError(f"{module} parses no arguments")

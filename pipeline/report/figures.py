@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from examples.papers.studies.utilisation import Profile, lowest_similarity, utilisation_figure
 from pipeline.eval.results import OSR, Evaluation, Result
 from pipeline.eval.views import (
     CandidatesScan,
@@ -44,7 +45,6 @@ from pipeline.report.plot import (
 )
 from pipeline.report.tables import method
 from pipeline.report.text import p_equals
-from pipeline.report.utilisation import Profile, lowest_similarity, utilisation_figure
 from pipeline.taps import MIDDLE, Tap
 
 

@@ -2,7 +2,7 @@
 
 If only a projection or an adapter is trained, the model has to be run only once per query and
 document. An epoch then consists of reading the cache and a matrix product. The speed-up can be
-measured with `maxray bench train`.
+measured with `python -m tests.bench train`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,27 @@ def check(spec: TrainSpec) -> TrainingData:
 def data_of(spec: TrainSpec) -> TrainingData:
     """Returns the training data of a run."""
     return TRAINING_DATA.build(spec.data, batch_size=spec.batch_size, seed=spec.seed)
+
+
+def train(
+    runs: Mapping[str, TrainSpec],
+    say: Callable[[str], None] = print,
+    report: Callable[[int, dict[str, float]], None] | None = None,
+    data: TrainingData | None = None,
+) -> None:
+    """Trains runs in order, in this process or as one of several workers.
+
+    Args:
+        runs: The runs by title.
+        say: Called with one progress line at a time.
+        report: See `Loop`.
+        data: Training data of the only run, if they are loaded already.
+    """
+    for number, (title, spec) in enumerate(runs.items(), start=1):
+        if len(runs) > 1:
+            say(f"run {number} of {len(runs)}: {title}")
+        Loop(spec, say, report, data if len(runs) == 1 else None).run()
+        say(f"{spec.output}/model")
 
 
 class Loop:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import posixpath
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pipeline import config, distributed
 from pipeline.config import JobError, SpecError
 from pipeline.extras import MissingExtra
 from pipeline.stage import profile_note
-from pipeline.train import study
+from pipeline.train import loop
 from pipeline.train.spec import TrainSpec
 
 #: File with the progress lines of the first worker.
@@ -59,12 +59,12 @@ def _count(number: float, noun: str) -> str:
     return f"{number:g} {noun}{'' if number == 1 else 's'}"
 
 
-def check_batches(runs: Sequence[study.Run], workers: Workers) -> None:
+def check_batches(runs: Iterable[TrainSpec], workers: Workers) -> None:
     """Raises `SpecError` if the workers cannot share the batches of a run equally."""
     for run in runs:
-        is_multiple = run.spec.batch_size % workers.num_workers == 0
+        is_multiple = run.batch_size % workers.num_workers == 0
         rule = f"a multiple of num_workers={workers.num_workers}"
-        run.spec.require(is_multiple, "batch_size", rule)
+        run.require(is_multiple, "batch_size", rule)
 
 
 def default_workers(nodes: Sequence[Mapping[str, Any]] | None = None) -> Workers:
@@ -89,13 +89,15 @@ def default_workers(nodes: Sequence[Mapping[str, Any]] | None = None) -> Workers
     return Workers(num_cpus=num_cpus, num_gpus=1 if with_gpu else 0)
 
 
-def train(runs: Sequence[study.Run], workers: Workers, say: Callable[[str], None] = print) -> None:
+def train(
+    runs: Mapping[str, TrainSpec], workers: Workers, say: Callable[[str], None] = print
+) -> None:
     """Trains on a Ray cluster. All nodes must have access to the output folders at the same paths.
 
     The workers are started once for all runs.
 
     Args:
-        runs: The runs, in order.
+        runs: The runs by title, in order.
         workers: Number and resources of the workers.
         say: Called with one progress line at a time.
 
@@ -106,14 +108,14 @@ def train(runs: Sequence[study.Run], workers: Workers, say: Callable[[str], None
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    check_batches(runs, workers)
-    output = posixpath.commonpath([run.spec.output for run in runs])
+    check_batches(runs.values(), workers)
+    output = posixpath.commonpath([run.output for run in runs.values()])
     progress = Path(output) / PROGRESS
     has_gpu = workers.num_gpus > 0
     trainer = TorchTrainer(
         _train_worker,
         train_loop_config={
-            "runs": [(run.title, run.row, config.dump(run.spec)) for run in runs],
+            "runs": {title: config.dump(run) for title, run in runs.items()},
             "progress": str(progress),
         },
         scaling_config=ScalingConfig(
@@ -235,10 +237,7 @@ def _train_worker(settings: dict[str, Any]) -> None:
 
     if torch.cuda.is_available():
         torch.cuda.set_device(ray.train.torch.get_device())
-    runs = [
-        study.Run(title, row, config.parse(TrainSpec, fields))
-        for title, row, fields in settings["runs"]
-    ]
+    runs = {title: config.parse(TrainSpec, fields) for title, fields in settings["runs"].items()}
     progress = Path(settings["progress"])
 
     def say(line: str) -> None:
@@ -248,11 +247,11 @@ def _train_worker(settings: dict[str, Any]) -> None:
         ray.train.report({"step": step, **metrics})
 
     if distributed.rank() > 0:
-        study.train(runs, lambda line: None, report)
+        loop.train(runs, lambda line: None, report)
         return
     say(f"started {_count(distributed.num_workers(), 'worker')}")
     with _warnings(say):
-        study.train(runs, say, report)
+        loop.train(runs, say, report)
 
 
 @contextlib.contextmanager

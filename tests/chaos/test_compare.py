@@ -11,17 +11,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from pipeline.chaos.compare import (
+from pipeline.index.artefacts import save_artefact
+from pipeline.index.reader import ITEMS
+from pipeline.index.writer import IndexWriter
+from pipeline.schema import REJECT, column_metadata, with_metadata
+from tests.chaos.compare import (
     accounting,
     accounting_of_job,
     contents,
     differences,
     orphaned_leases,
 )
-from pipeline.index.artefacts import save_artefact
-from pipeline.index.reader import ITEMS
-from pipeline.index.writer import IndexWriter
-from pipeline.schema import REJECT, column_metadata, with_metadata
 from tests.conftest import TEXTS
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.chaos.faults import (
+from pipeline.config import SpecError
+from tests.chaos.faults import (
     DEFAULT_TARGETS,
     EARLY_FAULTS,
     NODE_TARGETS,
@@ -14,7 +15,6 @@ from pipeline.chaos.faults import (
     plan,
     rounds,
 )
-from pipeline.config import SpecError
 
 
 def test_plan_covers_every_target_of_every_phase():

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from pipeline.chaos.network import NAMESPACES, Network, Port, remove_abandoned
-from pipeline.chaos.processes import wait_until
 from pipeline.config import JobError
+from tests.chaos.network import NAMESPACES, Network, Port, remove_abandoned
+from tests.chaos.processes import wait_until
 
 #: Program that opens a connection to an address and port within a second.
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 1)"
@@ -25,7 +25,7 @@ LISTEN = (
 #: Program that is killed while a process of its network runs.
 KILLED = (
     "import os, signal, subprocess\n"
-    "from pipeline.chaos.network import Network\n"
+    "from tests.chaos.network import Network\n"
     "port = Network().add()\n"
     "silent = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.DEVNULL}\n"
     "subprocess.Popen(port.command(['sleep', '60']), **silent)\n"
@@ -79,7 +79,7 @@ def test_network_of_a_killed_process_is_removed(network):
 
 
 def test_missing_permission_is_one_sentence():
-    code = "import os; from pipeline.chaos.network import Network\n"
+    code = "import os; from tests.chaos.network import Network\n"
     code += "os.setuid(65534) if os.getuid() == 0 else None; Network()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     message = done.stderr.strip().splitlines()[-1]
@@ -88,6 +88,6 @@ def test_missing_permission_is_one_sentence():
 
 def test_missing_program_is_one_sentence(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("pipeline.chaos.network.FOLDERS", ())
+    monkeypatch.setattr("tests.chaos.network.FOLDERS", ())
     with pytest.raises(JobError, match="require `ip`"):
         Network()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from multiprocessing import shared_memory
 
-from pipeline.chaos.processes import (
+from tests.chaos.processes import (
     Process,
     children,
     descendants,

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from pipeline.chaos import report, run
-from pipeline.chaos.faults import Fault
-from pipeline.chaos.network import Network
 from pipeline.config import JobError
+from tests.chaos import report, run
+from tests.chaos.faults import Fault
+from tests.chaos.network import Network
 from tests.conftest import start_job
 
 PHASES = ["encoding", "committing", "candidates"]
@@ -20,7 +20,7 @@ PHASES = ["encoding", "committing", "candidates"]
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_jobs_survive_faults(tmp_path):
-    arguments = ["jobs.chaos", str(tmp_path / "suite"), "--faults", "6", "--nodes", "1"]
+    arguments = ["tests.chaos", str(tmp_path / "suite"), "--faults", "6", "--nodes", "1"]
     arguments += ["--seed", "5", "--out", str(tmp_path / "out.json")]
     arguments += ["--figure", str(tmp_path / "figure.png"), "--phases", *PHASES]
     job = start_job(*arguments)
@@ -44,7 +44,7 @@ def test_jobs_survive_partitions(tmp_path):
         Network().close()
     except JobError as error:
         pytest.skip(str(error))
-    arguments = ["jobs.chaos", str(tmp_path / "suite"), "--faults", "3", "--targets", "network"]
+    arguments = ["tests.chaos", str(tmp_path / "suite"), "--faults", "3", "--targets", "network"]
     arguments += ["--out", str(tmp_path / "out.json"), "--phases", "encoding", "candidates"]
     job = start_job(*arguments)
     output, error = job.communicate()

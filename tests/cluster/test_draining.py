@@ -11,12 +11,12 @@ from collections import Counter
 
 import pytest
 
-from jobs.bench.serve import COLUMN, QUERIES, write_index
-from pipeline.chaos.cluster import ChaosCluster
-from pipeline.chaos.compare import accounting, contents, differences, orphaned_leases
-from pipeline.chaos.processes import Process, wait_until
-from pipeline.chaos.run import Suite
-from pipeline.chaos.workload import corpus
+from tests.bench.serve import COLUMN, QUERIES, write_index
+from tests.chaos.cluster import ChaosCluster
+from tests.chaos.compare import accounting, contents, differences, orphaned_leases
+from tests.chaos.processes import Process, wait_until
+from tests.chaos.run import Suite
+from tests.chaos.workload import corpus
 from tests.cluster.conftest import RAY, free_port
 
 pytestmark = [
@@ -83,7 +83,7 @@ def test_index_job_leaves_a_drained_node(tmp_path):
 #: Program that serves an index with two replicas of each stage until its standard input is closed.
 SERVER = (
     "import sys, jobs\n"
-    "from jobs.bench.serve import Server\n"
+    "from tests.bench.serve import Server\n"
     "from jobs.serve import set_ray_serve_env\n"
     "set_ray_serve_env()\n"
     "with jobs.cluster():\n"
@@ -119,7 +119,7 @@ def test_server_leaves_a_drained_node_without_a_failed_request(tmp_path, monkeyp
         fields = {"url": f"http://127.0.0.1:{port}", "body": {"k": 5, "representation": COLUMN}}
         fields |= {"queries": QUERIES, "retries": False, "rate": 5, "seconds": LOAD_SECONDS}
         load = subprocess.Popen(
-            [sys.executable, "-m", "jobs.bench.serve_load", json.dumps(fields)],
+            [sys.executable, "-m", "tests.bench.serve_load", json.dumps(fields)],
             stdout=subprocess.PIPE,
             text=True,
         )

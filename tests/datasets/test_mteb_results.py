@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.bench.index_run import bare_loop
 from pipeline.config import SpecError, parse
 from pipeline.datasets.mteb import Queries
 from pipeline.datasets.mteb_results import MEASURES, measure_name
@@ -26,6 +25,7 @@ from pipeline.registry import BENCHMARKS, ENCODERS
 from pipeline.schema import Composed
 from pipeline.search.rerank import Reranker
 from pipeline.search.searcher import open_index
+from tests.bench.index_run import bare_loop
 from tests.datasets import mteb_data
 from tests.rerank.models import edje_of
 

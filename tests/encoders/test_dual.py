@@ -17,10 +17,10 @@ from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries
-from pipeline.synthetic.checkpoints import siglip
 from pipeline.taps import Tap
 from pipeline.tokens import SPECIAL, VISUAL, normalise
 from tests.images import make_images, noise, png
+from tests.tiny.checkpoints import siglip
 
 FAMILIES = ["siglip", "siglip2", "clip"]
 SIZES = [(50, 60), (100, 20), (33, 33), (64, 64)]

@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jobs.bench.index_run import bare_loop
 from pipeline.config import SpecError, parse
 from pipeline.index.checks import check
 from pipeline.index.job import run
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import ENCODERS
 from pipeline.search.searcher import open_index
+from tests.bench.index_run import bare_loop
 from tests.encoders.batches import assert_close, encode_items
 from tests.encoders.endpoints import MODEL, ImageModel, TextModel, serve
 from tests.images import noise, png

@@ -17,10 +17,10 @@ from pipeline.config import SpecError
 from pipeline.decoding import Unreadable
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME
-from pipeline.synthetic.checkpoints import JINA_RANK, JINA_TASKS
 from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
 from tests.images import make_images, noise, png
+from tests.tiny.checkpoints import JINA_RANK, JINA_TASKS
 
 SIZES = [(50, 60), (100, 20), (8, 8)]
 TEXTS = ["heat transfer in a cone", "lift"]

@@ -15,8 +15,8 @@ import pytest
 from pipeline.config import SpecError
 from pipeline.encoders.templates import PROMPTS_FILE, check_special_tokens
 from pipeline.registry import ENCODERS
-from pipeline.synthetic.checkpoints import FAMILIES
 from tests.images import noise, png
+from tests.tiny.checkpoints import FAMILIES
 
 #: Families of encoders. BLIP is a reranker.
 ENCODER_FAMILIES = [family for family in FAMILIES if family != "blip"]

@@ -9,8 +9,8 @@ from pipeline.datasets.queries import ImageFiles
 from pipeline.eval.pools import map_by_pool
 from pipeline.eval.query_images import IMAGES_PER_BATCH, encode_all
 from pipeline.registry import ENCODERS
-from pipeline.synthetic import checkpoints
 from tests.images import noise, png
+from tests.tiny import checkpoints
 
 
 def test_each_pool_is_ranked_once_and_the_order_is_kept():

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jobs.bench.harness import machine
+from tests.bench.harness import machine
 
 FOLDER = Path(__file__).parent
 #: Relative tolerance of numbers on another machine, and the tolerance of numbers near 0.

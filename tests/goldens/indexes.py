@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
+from examples.papers.synthetic.shapes_files import write_collection
 from pipeline.index.reader import Index
 from pipeline.registry import CANDIDATES, CODECS, COMPRESSORS
 from pipeline.schema import column_metadata
@@ -166,7 +167,7 @@ def methods() -> str:
 def shapes() -> str:
     """Creates the index `shapes`."""
     scenes, spec = folder() / "shapes-data", shipped("shapes")
-    job("shapes", scenes, "--count", 12)
+    write_collection(scenes, 12)
     spec["source"]["path"] = str(scenes / "images")
     for owner, name in ((spec["encoder"], "model"), (spec, "rerank")):
         owner[name] = str(ROOT / owner[name])

@@ -9,18 +9,24 @@ from typing import Any
 
 import torch
 
+from examples.papers.synthetic import SHAPES
 from pipeline import config
 from pipeline.registry import COMPRESSORS
-from pipeline.synthetic.checkpoints import FAMILIES
 from pipeline.train.loop import Loop
 from pipeline.train.spec import TrainSpec
 from tests.goldens.indexes import folder, inputs
 from tests.rerank.models import language_model
+from tests.tiny.checkpoints import FAMILIES
 from tests.train.contrastive.test_learned import text_lists
 
 #: Fields of all runs that do not set them.
 RUN = {
-    "data": {"name": "shapes", "num_scenes": 24, "captions": 2, "validation": 12},
+    "data": {
+        "class": SHAPES,
+        "num_scenes": 24,
+        "captions": 2,
+        "validation": 12,
+    },
     "batch_size": 8,
     "epochs": 20,
     "max_steps": 10,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 from typing import Any
 
-from tests.goldens.indexes import folder, job, number
-from tests.jobs.test_reproduce import DEFAULT
+from examples.papers.verbs import run
+from tests.examples.papers.verbs.test_run import DEFAULT
+from tests.goldens.indexes import folder, number
 
 
 def tables() -> dict[str, Any]:
     """Returns the cells of the tables, which share models and indexes."""
     found: dict[str, Any] = {}
     for paper, table in sorted(DEFAULT):
-        job("reproduce", paper, table, "--miniature", "--output", folder() / "miniatures")
+        output = str(folder() / "miniatures")
+        with contextlib.redirect_stdout(io.StringIO()):
+            run.main([paper, table, "--miniature", "--output", output])
         found[f"{paper} {table}"] = cells = {}
         path = folder() / f"miniatures/papers/{paper}/{table}/table.csv"
         with path.open(encoding="utf-8") as file:

@@ -14,6 +14,7 @@ from pipeline.index.artefacts import load_artefact, save_artefact
 from pipeline.index.reader import Index
 from pipeline.index.status import status
 from tests.conftest import ROOT, run_jobs
+from tests.tiny import SLEEPING
 
 #: Module of an external package whose compressor subtracts the mean of the corpus.
 CENTRED = """
@@ -76,7 +77,12 @@ def test_compressor_is_fitted_once_before_the_first_commit(tmp_path, collection,
     spec = {
         "index": str(tmp_path / "index"),
         "source": {"name": "text", "path": str(collection(**{f"d{i}": f"{i}" for i in range(9)}))},
-        "encoder": {"name": "sleeping", "seconds": 0.0, "num_tokens": 6, "dim": 8},
+        "encoder": {
+            "class": SLEEPING,
+            "seconds": 0.0,
+            "num_tokens": 6,
+            "dim": 8,
+        },
         "representations": [{"compressor": "none"}, centred],
         "unit_items": 2,
         "fit": {"num_items": 5, "seed": 3},

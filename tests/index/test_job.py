@@ -23,10 +23,11 @@ from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld
 from pipeline.planning.dry_run import dry_run
 from tests.conftest import actor_pools
+from tests.tiny import SLEEPING
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-SLEEPING = {"name": "sleeping", "seconds": 0.0, "num_tokens": 12, "dim": 16}
+SLEEPING = {"class": SLEEPING, "seconds": 0.0, "num_tokens": 12, "dim": 16}
 
 
 def spec(tmp_path: Path, source: Path | dict, **fields: Any) -> IndexSpec:

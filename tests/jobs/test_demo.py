@@ -1,4 +1,4 @@
-"""The demo's step of shapes, for real on few scenes: drawn, indexed, searched, lit, evaluated."""
+"""The demo's step of shapes, for real on few scenes: indexed, searched, lit, evaluated."""
 
 import csv
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from examples.papers.synthetic.shapes_files import write_collection
 from jobs import demo
 from pipeline.search.map_sheets import HIT_STEP, SHEET_STEP, TRUE_COLOUR
 
@@ -18,7 +19,8 @@ def test_scenes_are_indexed_searched_and_evaluated(cluster, tmp_path, capsys):
         run(arguments)
         shown[name] = capsys.readouterr().out
 
-    demo.scenes(phase, folder, 12)
+    write_collection(tmp_path / "scenes", 12)
+    demo.scenes(phase, f"{folder}/scenes", folder)
     # An image query finds the image itself.
     first = shown["search by image"].splitlines()[0]
     assert first.split()[::2] == ["1", "scene-00011.png"]

@@ -15,6 +15,7 @@ from pipeline.config import SpecError
 from pipeline.index.reader import Index
 from pipeline.index.writer import IndexWriter
 from tests.conftest import start_job
+from tests.tiny import SLEEPING
 
 
 @pytest.fixture
@@ -25,7 +26,12 @@ def spec(tmp_path, collection) -> Callable[..., str]:
         given = {
             "index": str(tmp_path / "index"),
             "source": {"name": "text", "path": str(collection(a="one", b="two words"))},
-            "encoder": {"name": "sleeping", "seconds": 0.0, "num_tokens": 6, "dim": 8},
+            "encoder": {
+                "class": SLEEPING,
+                "seconds": 0.0,
+                "num_tokens": 6,
+                "dim": 8,
+            },
             "representations": [{"compressor": "none"}],
             **fields,
         }
@@ -371,7 +377,7 @@ def test_status_as_text_and_as_json(cluster, tmp_path, spec, capsys):
     assert summary["version"] == Index(uri).version
     assert (summary["items"], summary["fragments"], summary["rejects"]) == (2, 1, {})
     assert re.fullmatch(r"the-holder on .*, process \d+", summary["lease"])
-    assert [encoder["name"] for encoder in summary["encoders"]] == ["sleeping"]
+    assert [encoder["name"] for encoder in summary["encoders"]] == [SLEEPING]
     full = summary["representations"]["full"]
     assert (full["method"], full["vectors"], full["filled"]) == ("none", 6.0, 1.0)
     assert full["bytes_vectors"] == full["bytes_all"] == 6 * 8 * 2

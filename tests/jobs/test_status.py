@@ -21,6 +21,7 @@ from pipeline.progress import Snapshot
 from pipeline.stage import REUSE_PROCESSES
 from tests.conftest import ROOT, start_job
 from tests.terminal import Terminal
+from tests.tiny import SLEEPING
 
 #: Items, and items per unit and fragment, of a job that takes about ten seconds.
 ITEMS, UNIT, FRAGMENT = 60, 2, 20
@@ -32,7 +33,13 @@ def spec(tmp_path: Path, collection) -> str:
     fields = {
         "index": str(tmp_path / "index"),
         "source": {"name": "text", "path": str(collection(**documents))},
-        "encoder": {"name": "sleeping", "seconds": 0.2, "batch_size": 1, "num_tokens": 4, "dim": 8},
+        "encoder": {
+            "class": SLEEPING,
+            "seconds": 0.2,
+            "batch_size": 1,
+            "num_tokens": 4,
+            "dim": 8,
+        },
         "representations": [{"compressor": "none"}],
         "unit_items": UNIT,
         "fragment_items": FRAGMENT,

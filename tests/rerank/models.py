@@ -22,7 +22,7 @@ from pipeline.registry import ENCODERS
 from pipeline.rerank.adapter import Adapter
 from pipeline.rerank.edje import Edje
 from pipeline.rerank.joint import JointEncoder
-from pipeline.synthetic.checkpoints import tokenizer
+from tests.tiny.checkpoints import tokenizer
 
 #: Configuration class, model class and extra settings of each checkpoint.
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from transformers import BlipForImageTextRetrieval, BlipProcessor
 
+from examples.papers.synthetic.shapes_files import write_collection
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.eval.evaluation import run
@@ -19,7 +20,6 @@ from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.report.files import write
 from pipeline.search.blip import BlipReranker
 from pipeline.search.searcher import open_index
-from pipeline.synthetic.shapes_files import write_collection
 from tests.conftest import ROOT
 
 MODEL = str(ROOT / "jobs/data/models/shapes_colpali")

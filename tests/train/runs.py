@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from examples.papers.synthetic import SHAPES
 from pipeline import config
 from pipeline.train.loop import Loop
 from pipeline.train.spec import TrainSpec
@@ -34,7 +35,12 @@ def spec_of(folder: Path, model: str, learner: dict[str, Any] | None = None, **m
             "temperature": 0.1,
             **(learner or {}),
         },
-        "data": {"name": "shapes", "num_scenes": 24, "captions": 2, "validation": 12},
+        "data": {
+            "class": SHAPES,
+            "num_scenes": 24,
+            "captions": 2,
+            "validation": 12,
+        },
         "batch_size": 8,
         "epochs": 2,
         "optimiser": {"learning_rate": 1e-3},

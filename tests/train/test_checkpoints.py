@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeline.config import JobError, SpecError
-from pipeline.synthetic import tiny
 from pipeline.train.checkpoints import replace, undo_half
+from tests.tiny import untrained as tiny
 from tests.train.runs import spec_of, trained
 
 

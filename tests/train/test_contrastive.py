@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.papers.synthetic import BINDING, SHAPES
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.registry import COMPRESSORS, ENCODERS
@@ -102,7 +103,13 @@ def projection_run(folder, model, states, compressor=SAMER, **more):
             "hidden_states_dtype": "float32",
             "compressor": compressor,
         },
-        data={"name": "shapes", "num_scenes": 24, "fresh": False, "captions": 2, "validation": 12},
+        data={
+            "class": SHAPES,
+            "num_scenes": 24,
+            "fresh": False,
+            "captions": 2,
+            "validation": 12,
+        },
         eval_every=3,
         **more,
     )
@@ -126,7 +133,12 @@ def test_cached_hidden_states_equal_those_of_the_model(model, tmp_path, compress
 def test_validation_with_other_compressors(model, tmp_path):
     """A model is evaluated with each compressor as a run with this compressor evaluates it."""
     hpool, sap = {"name": "hpool", "num_vectors": 4}, {"name": "sap", "num_vectors": 2}
-    data = {"name": "shapes", "num_scenes": 8, "captions": 2, "validation": 12}
+    data = {
+        "class": SHAPES,
+        "num_scenes": 8,
+        "captions": 2,
+        "validation": 12,
+    }
     options = {"data": data, "eval_every": 1, "max_steps": 1}
     several = {"validation_compressors": [hpool, sap]}
     trained(spec_of(tmp_path / "several", model, several, **options))
@@ -218,13 +230,25 @@ def test_rejects_invalid_specs_before_loading(model, checkpoint, tmp_path, learn
     if isinstance(learner.get("encoder"), dict):
         learner = {**learner, "encoder": {**learner["encoder"], "model": checkpoint("siglip")}}
     with pytest.raises(SpecError, match=message):
-        check(spec_of(tmp_path, model, learner, data={"name": "shapes", **data}))
+        check(
+            spec_of(
+                tmp_path,
+                model,
+                learner,
+                data={"class": SHAPES, **data},
+            )
+        )
 
 
 @pytest.mark.parametrize("data", [{"fresh": True}, {"single": [0.5, 0.0]}], ids=str)
 def test_cached_hidden_states_require_repeating_data(model, tmp_path, data):
     learner = {"trainable": "projection", "hidden_states_cache": str(tmp_path / "states")}
-    data = {"name": "shapes", "num_scenes": 24, "fresh": False, **data}
+    data = {
+        "class": SHAPES,
+        "num_scenes": 24,
+        "fresh": False,
+        **data,
+    }
     with pytest.raises(
         SpecError,
         match="learner.hidden_states_cache must be null for data whose queries or documents differ",
@@ -320,7 +344,13 @@ def test_adapter_trains_on_any_encoder(checkpoint, tmp_path, family, layer, scor
     encoder: dict = {"name": "minilm", "layer": layer}
     if family == "qwen3_vl":
         encoder |= {"name": "qwen_vl", "model": checkpoint(family), "dtype": "float32"}
-    data = {"name": "binding", "num_pairs": 4, "fresh": False, "queries": 2, "validation": 2}
+    data = {
+        "class": BINDING,
+        "num_pairs": 4,
+        "fresh": False,
+        "queries": 2,
+        "validation": 2,
+    }
     data |= {"form": "text" if family == "minilm" else "rendered"}
     learner = {"encoder": encoder, "trainable": "adapter", "adapter_dim": 8, "score": score}
     learner["compressor"] = {"name": "sap", "num_vectors": 8} if score == "maxsim" else "none"

@@ -13,20 +13,21 @@ import torch
 from PIL import Image
 from transformers import SiglipConfig, SiglipModel, SiglipProcessor
 
-from jobs.bench import rerank
+from examples.papers.studies.study import StudySpec, runs_of
+from examples.papers.synthetic import SHAPES
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.rerank.edje import load_adapter, load_joint
-from pipeline.synthetic import tiny
 from pipeline.tokens import unit_vectors
 from pipeline.train.edje import DEFAULT_TEMPERATURE, TEACHER, sample_positives, texts_of
 from pipeline.train.loop import Loop, check
 from pipeline.train.losses import late_scores
 from pipeline.train.spec import TrainSpec
-from pipeline.train.study import StudySpec, runs_of
+from tests.bench import rerank
 from tests.conftest import ROOT
 from tests.rerank.models import language_model
+from tests.tiny import untrained as tiny
 from tests.train.runs import assert_same, logged, run_workers, spec_of, trained, weights_of
 
 ADAPTER = {"num_tokens": 3, "hidden": 24, "heads": 2}
@@ -68,7 +69,12 @@ def run_of(towers, bert, tmp_path):
     def of(name: str, learner: dict[str, Any] | None = None, **more: Any):
         models = {"adapter": ADAPTER, "joint": {"model": bert, "max_text_tokens": 24}}
         models |= {"name": "edje", "encoder": towers, "rerank_depth": 4, **(learner or {})}
-        data = {"name": "shapes", "num_scenes": 24, "captions": 1, "validation": 12}
+        data = {
+            "class": SHAPES,
+            "num_scenes": 24,
+            "captions": 1,
+            "validation": 12,
+        }
         fields = {"data": {**data, "fresh": False}, **more}
         spec = spec_of(tmp_path / name, "", **fields)
         given = {**config.dump(spec), "learner": models}
@@ -169,7 +175,13 @@ def test_masked_words_attend_to_their_item(run_of):
 @pytest.mark.heavy
 @pytest.mark.parametrize(("kind", "precision"), [("compressed", "bfloat16"), ("local", "float32")])
 def test_loss_decreases_and_trained_model_reranks(run_of, tmp_path, kind, precision):
-    data = {"name": "shapes", "num_scenes": 8, "fresh": False, "captions": 1, "validation": 8}
+    data = {
+        "class": SHAPES,
+        "num_scenes": 8,
+        "fresh": False,
+        "captions": 1,
+        "validation": 8,
+    }
     spec = run_of(
         "run",
         {
@@ -271,7 +283,13 @@ def test_resumed_run_equals_uninterrupted_run(run_of, stop, monkeypatch):
 def test_contrastive_loss_equals_its_equation(run_of):
     """Number by number, from the states of texts alone and the tokens on."""
     learner = {"contrast": 0.5, "contrast_temperature": 0.2, "itm": 0, "mlm": 0, "recovery": 0}
-    data = {"name": "shapes", "num_scenes": 24, "captions": 2, "validation": 12, "single": [1, 1]}
+    data = {
+        "class": SHAPES,
+        "num_scenes": 24,
+        "captions": 2,
+        "validation": 12,
+        "single": [1, 1],
+    }
     loop = loop_of(run_of("run", learner, data=data))
     learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
     embedded = learner(learner.read(batch))
@@ -454,7 +472,12 @@ def test_recovery_without_single_vectors_uses_the_mean(run_of, tmp_path):
 
 
 def test_every_caption_of_a_scene_has_a_pair(run_of):
-    data = {"name": "shapes", "num_scenes": 24, "captions": 4, "validation": 12}
+    data = {
+        "class": SHAPES,
+        "num_scenes": 24,
+        "captions": 4,
+        "validation": 12,
+    }
     loop = loop_of(run_of("run", data=data))
     learner, batch = loop.learner, next(loop.data.batches(0, 0, 0, 1))
     relevant = loop.data.relevant(batch.query_labels, batch.document_labels)
@@ -475,7 +498,13 @@ def test_negatives_use_the_scale_of_the_encoder(run_of, towers, tmp_path):
         model.logit_scale.fill_(math.log(100))
     model.save_pretrained(folder)
     SiglipProcessor.from_pretrained(towers["model"]).save_pretrained(folder)
-    data = {"name": "shapes", "num_scenes": 64, "captions": 1, "validation": 12, "fresh": False}
+    data = {
+        "class": SHAPES,
+        "num_scenes": 64,
+        "captions": 1,
+        "validation": 12,
+        "fresh": False,
+    }
 
     def share_of_top_10(encoder: dict[str, Any], **learner: Any) -> float:
         """The share of the negative documents that are among the ten most similar."""
@@ -598,8 +627,8 @@ def test_shipped_spec_has_the_values_of_the_paper():
 
 
 def test_small_language_model_is_deterministic_and_covers_the_vocabulary(tmp_path):
+    from examples.papers.synthetic.shapes_data import validation_scenes
     from pipeline.rerank.joint import JointEncoder
-    from pipeline.synthetic.shapes_data import validation_scenes
 
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
         tiny.bert(tmp_path / name, seed)

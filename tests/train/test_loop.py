@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.papers.synthetic import SHAPES
 from pipeline import config
 from pipeline.config import JobError
 from pipeline.registry import ENCODERS
@@ -28,7 +29,13 @@ def test_loss_decreases_and_model_loads_as_encoder(model, tmp_path):
     spec = spec_of(
         tmp_path / "run",
         model,
-        data={"name": "shapes", "num_scenes": 8, "fresh": False, "captions": 2, "validation": 8},
+        data={
+            "class": SHAPES,
+            "num_scenes": 8,
+            "fresh": False,
+            "captions": 2,
+            "validation": 8,
+        },
         epochs=40,
         optimiser={"learning_rate": 5e-3, "warmup_ratio": 0},
         eval_every=20,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
+from examples.papers.synthetic import BINDING, SHAPES
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.registry import ENCODERS
@@ -96,7 +97,13 @@ def test_adapter_run_resumes_exactly(checkpoint, tmp_path, monkeypatch):
 
 # -- MiniLM ----------------------------------------------------------------------------------------
 
-TEXTS = {"name": "binding", "form": "text", "num_pairs": 4, "fresh": False, "queries": 2}
+TEXTS = {
+    "class": BINDING,
+    "form": "text",
+    "num_pairs": 4,
+    "fresh": False,
+    "queries": 2,
+}
 TEXTS["validation"] = 2
 #: Windows shorter than a report, so that its tokens are of several.
 MINILM = {"name": "minilm", "window": 128, "overlap_tokens": 32}
@@ -156,7 +163,12 @@ def test_training_continues_from_an_adapter(family, checkpoint, tmp_path):
     data = TEXTS
     if family == "qwen3_vl":
         learner = of_family(family, checkpoint)
-        data = {"name": "shapes", "num_scenes": 4, "captions": 2, "validation": 4}
+        data = {
+            "class": SHAPES,
+            "num_scenes": 4,
+            "captions": 2,
+            "validation": 4,
+        }
 
     def run(name, **more):
         given = {"batch_size": 4, "epochs": 1, "data": data}

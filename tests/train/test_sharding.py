@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from examples.papers.synthetic import SHAPES
 from pipeline.config import SpecError
 from pipeline.train import sharding
 from tests.train.runs import assert_same, logged, run_workers, spec_of, trained, weights_of
@@ -48,7 +49,12 @@ from tests.train.runs import assert_same, logged, run_workers, spec_of, trained,
             {
                 "fsdp": True,
                 "eval_every": 3,
-                "data": {"name": "shapes", "num_scenes": 24, "fresh": False, "validation": 12},
+                "data": {
+                    "class": SHAPES,
+                    "num_scenes": 24,
+                    "fresh": False,
+                    "validation": 12,
+                },
             },
             marks=pytest.mark.heavy,
         ),

@@ -15,9 +15,9 @@ from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import job
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.synthetic import checkpoints
 from tests import datasets
 from tests.conftest import ROOT
+from tests.tiny import checkpoints
 
 MODEL = str(ROOT / "jobs/data/models/shapes_colpali")
 

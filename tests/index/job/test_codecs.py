@@ -24,6 +24,7 @@ from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
 from pipeline.planning.dry_run import dry_run
 from pipeline.registry import CODECS
+from tests.tiny import SLEEPING
 
 FULL = {"compressor": "none"}
 CODEC = {"name": "residual", "num_centroids": 8}
@@ -36,7 +37,12 @@ def index_spec(uri: Path, collection: Path, *representations: dict, **fields: An
     given = {
         "index": str(uri),
         "source": {"name": "text", "path": str(collection)},
-        "encoder": {"name": "sleeping", "seconds": 0.0, "num_tokens": NUM_TOKENS, "dim": DIM},
+        "encoder": {
+            "class": SLEEPING,
+            "seconds": 0.0,
+            "num_tokens": NUM_TOKENS,
+            "dim": DIM,
+        },
         "representations": list(representations),
         "unit_items": 2,
         "fragment_items": 2,

@@ -8,9 +8,10 @@ import pytest
 import s3fs
 import yaml
 
-from pipeline.chaos.compare import accounting, contents, differences, orphaned_leases
 from tests import s3
+from tests.chaos.compare import accounting, contents, differences, orphaned_leases
 from tests.conftest import run_jobs
+from tests.tiny import SLEEPING
 
 IDS = [f"item{number}" for number in range(60)]
 #: Faults of one request in eight.
@@ -36,7 +37,12 @@ def commands(uri: str, folder) -> list[list[str]]:
     spec = {
         "index": uri,
         "source": {"name": "text", "path": str(folder / "corpus.jsonl")},
-        "encoder": {"name": "sleeping", "seconds": 0, "num_tokens": 8, "dim": 32},
+        "encoder": {
+            "class": SLEEPING,
+            "seconds": 0,
+            "num_tokens": 8,
+            "dim": 32,
+        },
         "representations": [
             {"compressor": "none"},
             {

@@ -11,13 +11,14 @@ import pytest
 import s3fs
 import yaml
 
-from pipeline.chaos.compare import accounting, contents, differences, orphaned_leases
-from pipeline.chaos.processes import wait_until
 from pipeline.config import SpecError
 from pipeline.index.reader import Index
 from pipeline.index.session import LEASE_VARIABLE
 from tests import s3
+from tests.chaos.compare import accounting, contents, differences, orphaned_leases
+from tests.chaos.processes import wait_until
 from tests.conftest import start_job
+from tests.tiny import SLEEPING
 
 IDS = [f"item{number}" for number in range(60)]
 LEASE_SECONDS = 5.0
@@ -41,7 +42,12 @@ def test_superseded_job_does_not_commit_when_it_reaches_the_storage_again(
     spec = {
         "index": "unset",
         "source": {"name": "text", "path": str(tmp_path / "corpus.jsonl")},
-        "encoder": {"name": "sleeping", "seconds": 0.5, "num_tokens": 8, "dim": 32},
+        "encoder": {
+            "class": SLEEPING,
+            "seconds": 0.5,
+            "num_tokens": 8,
+            "dim": 32,
+        },
         "representations": [{"compressor": "none"}],
         "unit_items": 1,
         "fragment_items": 2,

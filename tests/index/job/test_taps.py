@@ -19,6 +19,7 @@ from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.schema import column_metadata
 from tests.conftest import CRANFIELD, TEXTS
+from tests.tiny import SLEEPING
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -191,7 +192,7 @@ def test_recompression_from_stored_attention_statistics(tmp_path, collection, at
     ("fields", "message"),
     [
         (
-            {"encoder": {"name": "sleeping"}},
+            {"encoder": {"class": SLEEPING}},
             "representations.sap_4 must be an attention statistic that the encoder provides"
             " (none), got 'column_sums/mean/0.4-0.6', which is not provided by the encoder",
         ),

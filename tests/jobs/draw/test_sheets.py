@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from examples.papers.synthetic.shapes_files import write_collection
 from jobs import draw
 from pipeline import config
 from pipeline.config import SpecError
@@ -16,7 +17,6 @@ from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.report.files import write
 from pipeline.report.match_sheets import IRRELEVANT, RELEVANT
 from pipeline.search.map_sheets import SHEET_STEP
-from pipeline.synthetic.shapes_files import write_collection
 from tests.conftest import ROOT
 
 MODEL = str(ROOT / "jobs/data/models/shapes_colpali")

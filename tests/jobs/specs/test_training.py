@@ -10,13 +10,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from examples.papers.studies.study import StudySpec, runs_of
+from examples.papers.synthetic.binding_table import TableSpec
 from jobs import train
 from pipeline import config
 from pipeline.registry import ENCODERS
 from pipeline.rerank.edje import load_adapter, load_joint
-from pipeline.synthetic.binding_table import TableSpec
 from pipeline.train.spec import TrainSpec
-from pipeline.train.study import StudySpec, runs_of
 from tests.conftest import ROOT
 from tests.datasets.test_karpathy import OBJECTS, SENTENCE, write_karpathy
 from tests.rerank.models import language_model

@@ -1,0 +1,1 @@
+"""Examples, and the tables of the papers."""

@@ -1,0 +1,1 @@
+"""Scripts that make the shipped data and models, and training data of the studies."""

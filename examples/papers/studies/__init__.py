@@ -1,0 +1,1 @@
+"""Sweeps of training runs: their tables and figures."""

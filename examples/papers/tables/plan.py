@@ -1,0 +1,247 @@
+"""The jobs that a table needs: the specs of all steps, and the data and models that they read."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from examples.papers.tables.spec import SCORE, DataSet, Job, TableSpec, filled, step_job
+from pipeline import config
+from pipeline.config import SpecError
+
+#: Prefixes of paths in specs that are replaced by folders.
+DATA, OUTPUT, MINIATURE = "data/", "out/", "miniature/"
+#: Prefixes of paths in the repository.
+SHIPPED = ("jobs/", "examples/")
+#: Rows of an evaluation that are not representations.
+OTHER_ROWS = ("single_vector", "bm25", "edje", "blip")
+#: Prefix of a metric relative to that of the uncompressed representation.
+RELATIVE, FULL = "relative ", "full"
+
+
+class Folders(NamedTuple):
+    """Folders that replace prefixes of paths in specs.
+
+    Attributes:
+        data: Folder of the data sets.
+        output: Folder of the results.
+        root: Folder of the repository.
+    """
+
+    data: str
+    output: str
+    root: str
+
+    def resolve(self, value: Any) -> Any:
+        """Replaces the prefixes in all strings of a JSON value."""
+        if isinstance(value, Mapping):
+            return {key: self.resolve(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self.resolve(inner) for inner in value]
+        if not isinstance(value, str):
+            return value
+        prefixes = {
+            DATA: self.data,
+            OUTPUT: self.output,
+            MINIATURE: f"{self.output}/{MINIATURE.rstrip('/')}",
+        }
+        for prefix, folder in prefixes.items():
+            if value.startswith(prefix):
+                return f"{folder}/{value.removeprefix(prefix)}"
+        return f"{self.root}/{value}" if value.startswith(SHIPPED) else value
+
+
+class PlannedStep(NamedTuple):
+    """A job with its spec.
+
+    Attributes:
+        name: Name of the step.
+        job: The job.
+        fields: Fields of the spec of the job.
+    """
+
+    name: str
+    job: Job
+    fields: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """Text that is equal for equal steps."""
+        return json.dumps([self.job, self.fields], sort_keys=True)
+
+
+class Cell(NamedTuple):
+    """Origin of one number.
+
+    Attributes:
+        output: Output folder of the evaluation.
+        selection: Representation, score and measure.
+    """
+
+    output: str
+    selection: dict[str, str]
+
+
+class Plan(NamedTuple):
+    """Steps of a table, in the order in which they run, and the origin of each number.
+
+    Attributes:
+        steps: Distinct steps.
+        cells: Origins of the numbers of each cell, by row and column.
+    """
+
+    steps: list[PlannedStep]
+    cells: list[list[list[Cell]]]
+
+
+def plan(table: TableSpec, folders: Folders, miniature: bool) -> Plan:
+    """Returns the steps of a table.
+
+    Raises:
+        SpecError: A spec cannot be read, or a change does not fit it.
+    """
+    steps: dict[str, dict[str, PlannedStep]] = {name: {} for name in table.steps}
+    scores: dict[str, set[str]] = {}  # by output folder
+    cells: list[list[list[Cell]]] = []
+    planned: dict[str, list[PlannedStep]] = {}
+    for row in table.rows:
+        of_row = []
+        for column, number in zip(table.selections(), row.paper, strict=True):
+            of_cell: list[Cell] = []
+            if number is None:
+                of_row.append(of_cell)
+                continue
+            for variables, selection in table.cells(row, column, miniature):
+                key = json.dumps(variables, sort_keys=True)
+                if key not in planned:
+                    planned[key] = list(_steps(table, variables, folders, miniature))
+                for step in planned[key]:
+                    steps[step.name].setdefault(step.key, step)
+                output = planned[key][-1].fields["output"]
+                of_cell.append(Cell(output, selection))
+                score = selection.get(SCORE, "maxsim")
+                if score not in OTHER_ROWS or score == "single_vector":
+                    scores.setdefault(output, set()).add(score)
+            of_row.append(of_cell)
+        cells.append(of_row)
+    ordered = [step for by_key in steps.values() for step in by_key.values()]
+    for step in ordered:
+        if step.job == "evaluate":
+            _restrict(step.fields, scores)
+    return Plan(ordered, cells)
+
+
+def _restrict(fields: dict[str, Any], scores: Mapping[str, set[str]]) -> None:
+    """Restricts an evaluation to the scores that the table shows."""
+    if found := scores.get(fields["output"]):
+        fields["scores"] = sorted(found | set(fields.get("scores") or ()))
+    fields.setdefault("bm25", False)
+
+
+def _steps(
+    table: TableSpec, variables: Mapping[str, str], folders: Folders, miniature: bool
+) -> Iterator[PlannedStep]:
+    """Yields the steps for one combination of the values of the variables."""
+    for name, step in table.steps.items():
+        of_values = [
+            (f"variables.{variable}.{variables[variable]}", values[variables[variable]])
+            for variable, values in table.variables.items()
+        ]
+        if miniature:
+            of_values.append(("miniature", table.miniature))
+        changes: list[tuple[str, dict[str, Any] | None]] = [(f"steps.{name}.set", step.set)]
+        changes += [(f"{field}.steps.{name}", c.steps.get(name, {})) for field, c in of_values]
+        if miniature:
+            changes += [
+                (f"{field}.miniature.{name}", c.miniature.get(name, {})) for field, c in of_values
+            ]
+        if any(values is None for _, values in changes):
+            continue
+        base_file = folders.resolve(filled(step.base, variables))
+        base = _read(base_file, f"steps.{name}.base")
+        for field, values in changes:
+            with config.within(field):
+                assert values is not None
+                base = config.assign(base, filled(values, variables, typed=True).items())
+        yield PlannedStep(name, step_job(name, step), folders.resolve(base))
+
+
+@functools.lru_cache(maxsize=64)
+def _read(path: str, field: str) -> dict[str, Any]:
+    """Reads a spec, which many steps change, only once."""
+    return config.read(path, field)
+
+
+def required(table: TableSpec, miniature: bool) -> list[str]:
+    """Returns the data sets of a table, and those of the values of its variables that it uses."""
+    if miniature:
+        return []
+    names = dict.fromkeys(table.requires)
+    for row in table.rows:
+        for column, number in zip(table.selections(), row.paper, strict=True):
+            for values, _ in table.cells(row, column) if number is not None else ():
+                for variable, changes in table.variables.items():
+                    names |= dict.fromkeys(filled(changes[values[variable]].requires, values))
+    return list(names)
+
+
+def missing(
+    steps: list[PlannedStep],
+    required: list[str],
+    data_sets: Mapping[str, DataSet],
+    folders: Folders,
+) -> list[str]:
+    """Returns one sentence per missing file, folder or model, which says where to obtain it.
+
+    Args:
+        steps: Steps, whose models are checked.
+        required: Names of the data sets.
+        data_sets: Data sets by name.
+        folders: Folders of the data sets and of the results.
+
+    Raises:
+        SpecError: A data set is unknown.
+    """
+    sentences = []
+    for name in required:
+        if name not in data_sets:
+            raise SpecError.unknown_name("requires", name, data_sets)
+        for file in data_sets[name].files:
+            path = Path(folders.data, file)
+            if not path.exists():
+                sentences.append(f"{path} is missing: {data_sets[name].origin}.")
+    for model in dict.fromkeys(model for step in steps for model in _models(step.fields)):
+        if not _has_model(model, folders.output):
+            command = f"hf download {model}"
+            sentences.append(f"the model {model} is missing: download it with `{command}`.")
+    return list(dict.fromkeys(sentences))
+
+
+def _models(value: Any) -> Iterator[str]:
+    """Yields the names of models in the fields of a spec."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key == "model" and isinstance(inner, str):
+                yield inner
+            else:
+                yield from _models(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _models(inner)
+
+
+def _has_model(model: str, output: str) -> bool:
+    """Returns True if a model is in a folder, in the cache of the hub, or trained by a step."""
+    if model.startswith(output) or Path(model).exists():
+        return True
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(model, "config.json"), str | os.PathLike)
+    except HFValidationError:  # a path that does not exist
+        return False

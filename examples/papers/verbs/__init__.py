@@ -1,0 +1,1 @@
+"""Commands of `python -m examples.papers`, one per file."""

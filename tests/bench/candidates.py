@@ -1,0 +1,419 @@
+"""Benchmark of candidate generators against the exact search of the same index.
+
+    python -m tests.bench candidates
+    python -m tests.bench candidates --items 1000000 --generators lemur centroids --figure plot.png
+    python -m tests.bench candidates --vectors FOLDER --query-tokens 32
+    python -m tests.bench candidates --vectors FOLDER --unmodified --items 117659
+
+The items are derived from real token vectors: each interpolates the vectors of two random
+documents and adds noise. By default, these are the abstracts of jobs/data/cranfield, encoded by
+MiniLM and merged to 32 vectors. --vectors names a folder in the .npy layout of `jobs.export` with
+queries, such as those of examples/papers/specs/candidates/wordnet.yaml. Vectors are projected to
+128 dimensions by a random orthogonal map. Half of the queries are the log to which generators are
+fitted, of the other half 128 are searched.
+
+For each generator, the benchmark measures the time to build it, and by the number of candidates the
+recall of the exact results, the latency of single queries and the throughput in batches of 32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import jobs
+from tests.bench.harness import Bench, Repeats, recall, seconds_of, table
+
+#: Number of vectors per item and dimensions of the default vectors.
+NUM_VECTORS, DIM = 32, 128
+#: Standard deviation of the noise, relative to the norm of a vector.
+NOISE = 0.3
+#: Number of items that are generated together, and that a fragment of the index contains.
+FRAGMENT_ITEMS = 8192
+COLUMN = "full_int8"
+#: Depths of the measured recall, and number of queries per batch.
+DEPTHS, BATCH = (10, 100), 32
+#: Maximum number of queries whose exact search is timed, which takes seconds for a million items.
+NUM_EXACT = 16
+#: Settings of the generators of each step, by their name on the command line.
+GENERATORS: dict[str, list[dict[str, Any]]] = {
+    "lemur": [{"name": "lemur"}],
+    "lemur:pq": [{"name": "lemur"}, {"name": "pq"}],
+    "lemur-random": [{"name": "lemur", "features": "random"}],
+    "lemur-512": [{"name": "lemur", "num_features": 512}],
+    "lemur-unreduced": [{"name": "lemur", "num_features": 512, "num_dims": 512}],
+    "centroids": [{"name": "centroids"}],
+}
+
+
+class Vectors(NamedTuple):
+    """Token vectors of documents and queries.
+
+    Attributes:
+        documents: Vectors (n, D) of each document.
+        queries: Vectors (M, D) of each query.
+    """
+
+    documents: list[np.ndarray]
+    queries: list[np.ndarray]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and runs the benchmark."""
+    parser = jobs.parser(__doc__)
+    parser.add_argument("--items", type=jobs.positive, default=100_000, help="number of items")
+    parser.add_argument(
+        "--unmodified", action="store_true", help="search the first documents themselves"
+    )
+    parser.add_argument("--vectors", help="folder with documents.npy, doclens.npy and queries.npy")
+    parser.add_argument(
+        "--generators", nargs="+", choices=GENERATORS, default=list(GENERATORS), metavar="NAME"
+    )
+    parser.add_argument(
+        "--num-candidates", type=jobs.positive, nargs="+", default=[100, 400, 1600, 6400]
+    )
+    parser.add_argument(
+        "--query-tokens",
+        type=jobs.positive,
+        help="tokens per query: consecutive queries are joined and truncated",
+    )
+    parser.add_argument("--queries", type=jobs.positive, default=128, help="queries to search")
+    parser.add_argument(
+        "--selectivity",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="SHARE",
+        help="also measure filtered search in these shares of the items, such as 0.001 0.01 0.1",
+    )
+    parser.add_argument(
+        "--stopping", action="store_true", help="also simulate early termination of exact scoring"
+    )
+    parser.add_argument("--repeats", type=jobs.positive, default=3, help="repeats of throughput")
+    parser.add_argument(
+        "--folder", type=Path, help="folder to keep the index in for later runs (default: none)"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--figure", type=Path, help="PNG file for a plot of recall against latency")
+    arguments = list(arguments or [])
+    args = parser.parse_args(arguments)
+    bench = Bench("candidates", arguments, args.out)
+    vectors = read_vectors(args.vectors) if args.vectors else shipped_vectors()
+    if args.unmodified:
+        vectors = vectors._replace(documents=vectors.documents[: args.items])
+    vectors = project(vectors)
+    queries = vectors.queries
+    if args.query_tokens:
+        queries = join_queries(queries, args.query_tokens)
+    blocks = derived(vectors.documents, args.items)
+    if args.unmodified:
+        args.items = len(vectors.documents)
+        blocks = (
+            vectors.documents[first : first + FRAGMENT_ITEMS]
+            for first in range(0, args.items, FRAGMENT_ITEMS)
+        )
+    with contextlib.ExitStack() as stack:
+        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory())
+        os.environ["MAXRAY_CACHE"] = f"{folder}/cache"
+        uri = f"{folder}/index"
+        if not Path(uri).exists():
+            write_index(uri, blocks, DIM)
+        with jobs.cluster():
+            run(bench, args, uri, queries)
+
+
+def run(bench: Bench, args: Namespace, uri: str, queries: list[np.ndarray]) -> None:
+    """Measures the exact search and each generator, and reports a table."""
+    from pipeline.search.candidates import STEP
+    from pipeline.search.searcher import open_index
+
+    log, searched = queries[1::2], queries[::2][: args.queries]
+    searcher = open_index(uri)
+    searcher.load(COLUMN)
+    best = [r.item_ids for r in searcher.rank(searched, COLUMN, k=max(DEPTHS))]
+    p50, p99, rate = latencies(searcher, searched[:NUM_EXACT], args.repeats, {})
+    optional = Optional(bench, args, searched)
+    rows: list[list[Any]] = [["exact", "", "", "", 1.0, 1.0, p50, p99, str(rate)]]
+    figures: dict[str, Any] = {"exact": {"p50_ms": p50, "p99_ms": p99, "queries_per_s": rate}}
+    for name in args.generators:
+        costs = [build(uri, generator, log) for generator in GENERATORS[name]]
+        seconds, num_bytes = (sum(cost) for cost in zip(*costs, strict=True))
+        searcher = open_index(uri)
+        candidates = STEP.join(generator["name"] for generator in GENERATORS[name])
+        searcher.load(COLUMN, candidates=candidates)
+        for number in args.num_candidates:
+            options = {"candidates": candidates, "num_candidates": number}
+            k = min(max(DEPTHS), number)
+            found = searcher.rank(searched, COLUMN, k=k, **options)
+            recalls = [recall(best, [r.item_ids for r in found], depth) for depth in DEPTHS]
+            p50, p99, rate = latencies(searcher, searched, args.repeats, options)
+            cells = [name, f"{seconds:.1f}", num_bytes, number, *recalls, p50, p99, str(rate)]
+            rows.append(cells)
+            print(f"{name} {number}: recall {recalls}, {p50:.2f} ms", flush=True)
+            figures[f"{name} {number}"] = {
+                "build_seconds": seconds,
+                "bytes": num_bytes,
+                **{f"recall@{d}": value for d, value in zip(DEPTHS, recalls, strict=True)},
+                "p50_ms": p50,
+                "p99_ms": p99,
+                "queries_per_s": rate,
+            }
+        optional.measure(searcher, candidates)
+        if args.folder is None:
+            for generator in GENERATORS[name]:
+                drop(uri, generator)
+    optional.report()
+    lengths = [len(query) for query in searched]
+    title = (
+        f"{args.items:,} items {'of' if args.unmodified else 'derived from'} real vectors,"
+        f" {len(searched)} queries of {np.mean(lengths):.0f} tokens on average, int8; generators"
+        f" fitted to {len(log)} others"
+    )
+    header = ["generator", "build s", "B/item", "candidates"]
+    header += [*(f"recall@{depth}" for depth in DEPTHS), "p50 ms", "p99 ms", "queries/s"]
+    cells = [[f"{c:.3f}" if i in (4, 5) else c for i, c in enumerate(row)] for row in rows]
+    bench.add("candidates", title, figures, table(header, cells))
+    if args.figure:
+        _write_figure(args.figure, rows)
+
+
+class Optional:
+    """Optional measurements of each generator, which have tables of their own."""
+
+    def __init__(self, bench: Bench, args: Namespace, queries: list[np.ndarray]):
+        self._bench, self._args, self._queries = bench, args, queries
+        self._rows: dict[str, list[tuple[list[Any], dict[str, float]]]] = {}
+
+    def measure(self, searcher: Any, name: str) -> None:
+        """Measures a generator and prints each row."""
+        from tests.bench import candidates_filters, candidates_stopping
+
+        given, shares = (searcher, COLUMN, self._queries, name), self._args.selectivity
+        measurements = {"filtered search": candidates_filters.measure(*given, shares)}
+        if self._args.stopping and ":" not in name:
+            measurements["early termination"] = candidates_stopping.measure(*given)
+        for title, rows in measurements.items():
+            for cells, figures in rows:
+                print(*cells, flush=True)
+                self._rows.setdefault(title, []).append((cells, figures))
+
+    def report(self) -> None:
+        """Reports the tables."""
+        from tests.bench import candidates_filters, candidates_stopping
+
+        header = {
+            "filtered search": candidates_filters.HEADER,
+            "early termination": candidates_stopping.HEADER,
+        }
+        for title, rows in self._rows.items():
+            figures = {" ".join(map(str, cells[:2])): numbers for cells, numbers in rows}
+            text = table(header[title], [cells for cells, _ in rows])
+            self._bench.add(title, f"{title}, {self._args.items:,} items", figures, text)
+
+
+def _write_figure(path: Path, rows: Sequence[Sequence[Any]]) -> None:
+    """Plots the recall of each generator against the median latency, as PNG."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    from pipeline.report.plot import REFERENCE, STYLES, apply_style, to_png
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(DEPTHS), sharey=True)
+    (_, *_, exact_ms, _, _), *measured = rows
+    for i, (panel, depth) in enumerate(zip(panels, DEPTHS, strict=True)):
+        apply_style(panel)
+        for style, name in zip(STYLES, dict.fromkeys(row[0] for row in measured), strict=False):
+            points = [(row[6], row[4 + i]) for row in measured if row[0] == name]
+            panel.plot(*zip(*points, strict=True), label=name, **style)
+        panel.axvline(exact_ms, color=REFERENCE, linestyle="dotted", label="exact")
+        panel.set(xscale="log", xlabel="p50 latency, ms", ylabel=f"recall@{depth}")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.xaxis.set_minor_formatter(NullFormatter())
+    panels[0].legend()
+    path.write_bytes(to_png(figure))
+
+
+def build(uri: str, generator: dict[str, Any], log: list[np.ndarray]) -> tuple[float, float]:
+    """Builds a generator. Returns the seconds it takes and the bytes per item of its codes."""
+    from pipeline.config import parse
+    from pipeline.index import add
+    from pipeline.index.reader import Index
+    from pipeline.search import candidates_job
+
+    spec = parse(candidates_job.CandidatesJobSpec, {"index": uri, "generator": generator})
+    start = time.perf_counter()
+    add.run(
+        candidates_job.Candidates(spec, candidates_job.CandidatesResources(), queries=log),
+        job=jobs.job_id(),
+        report=jobs.say,
+    )
+    seconds = time.perf_counter() - start
+    index = Index(uri)
+    infos = index.candidates_columns.values()
+    (column,) = (info.name for info in infos if info.generator_name == generator["name"])
+    fitted = index.generator(column)
+    rows = index.dataset.to_table(columns=[column], limit=1000)
+    _, lengths = fitted.codec.unpack(rows[column], fitted.dim)
+    return seconds, fitted.codec.token_bytes(fitted.dim) * float(lengths.mean())
+
+
+def drop(uri: str, generator: dict[str, Any]) -> None:
+    """Drops a generator."""
+    from pipeline.config import parse
+    from pipeline.search import candidates_job
+
+    spec = parse(candidates_job.CandidatesJobSpec, {"index": uri, "generator": generator})
+    candidates_job.drop(spec, job=jobs.job_id(), report=jobs.say)
+
+
+def latencies(
+    searcher: Any, queries: list[np.ndarray], repeats: int, options: dict[str, Any]
+) -> tuple[float, float, Repeats]:
+    """Measures the median and 99th percentile of a query in ms, and queries per second in batches.
+
+    Queries are transformed beforehand, so that only candidate generation and scoring are measured.
+    """
+    encoded = [searcher.queries([query], COLUMN) for query in queries]
+    for query in encoded[: 3 if options else 1]:  # warm-up
+        searcher.rank(query, COLUMN, k=10, **options)
+    times = [seconds_of(lambda q=q: searcher.rank(q, COLUMN, k=10, **options)) for q in encoded]
+    batches = [
+        searcher.queries(queries[first : first + BATCH], COLUMN)
+        for first in range(0, len(queries), BATCH)
+    ]
+    rates = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for batch in batches:
+            searcher.rank(batch, COLUMN, k=10, **options)
+        rates.append(len(queries) / (time.perf_counter() - start))
+    p50, p99 = (1000 * float(np.percentile(times, p)) for p in (50, 99))
+    return p50, p99, Repeats(tuple(rates))
+
+
+# -- vectors -----------------------------------------------------------------------------------
+
+
+def shipped_vectors() -> Vectors:
+    """Encodes the shipped abstracts and their queries, and merges the vectors."""
+    import pyarrow as pa
+
+    from pipeline.compression.hpool import HPool
+    from pipeline.encoders.minilm import MiniLM
+    from pipeline.tokens import unit_vectors
+
+    folder = Path("jobs/data/cranfield")
+    texts, queries = (
+        [json.loads(line)["text"] for line in (folder / name).read_text().splitlines()]
+        for name in ("corpus.jsonl", "queries.jsonl")
+    )
+    encoder = MiniLM(MiniLM.Spec())
+    merge = HPool(HPool.Spec(num_vectors=NUM_VECTORS))
+    documents: list[np.ndarray] = []
+    table = pa.table({"item_id": [str(i) for i in range(len(texts))], "text": texts})
+    for _, batch in encoder.encode(table.filter(pa.compute.field("text") != "")):
+        merged = merge.compress(batch)
+        documents += [v[m].numpy() for v, m in zip(merged.vectors, merged.mask, strict=True)]
+    encoded = encoder.encode_queries(queries).tokens
+    tokens = zip(unit_vectors(encoded), encoded.mask, strict=True)
+    return Vectors(documents, [v[m].numpy() for v, m in tokens])
+
+
+def read_vectors(folder: str) -> Vectors:
+    """Reads documents and queries in the .npy layout."""
+    vectors = np.load(f"{folder}/documents.npy", mmap_mode="r")
+    ends = np.load(f"{folder}/doclens.npy").cumsum()
+    documents = [part for part in np.split(vectors, ends[:-1]) if len(part)]
+    queries = np.load(f"{folder}/queries.npy", mmap_mode="r")
+    return Vectors(documents, [query[np.any(query != 0, axis=1)] for query in queries])
+
+
+def project(vectors: Vectors) -> Vectors:
+    """Projects vectors of more than `DIM` dimensions, and normalises them."""
+    dim = vectors.documents[0].shape[1]
+    basis, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(dim, min(dim, DIM))))
+    basis = np.eye(dim, dtype=np.float32) if dim == DIM else basis.astype(np.float32)
+    return Vectors(*([_unit(part.astype(np.float32) @ basis) for part in x] for x in vectors))
+
+
+def join_queries(queries: list[np.ndarray], num_tokens: int) -> list[np.ndarray]:
+    """Joins consecutive queries to queries of `num_tokens` tokens."""
+    tokens = np.concatenate(queries)
+    count = len(tokens) // num_tokens
+    return list(tokens[: count * num_tokens].reshape(count, num_tokens, -1))
+
+
+def derived(documents: list[np.ndarray], num_items: int) -> Iterator[list[np.ndarray]]:
+    """Yields blocks of items that interpolate two documents, with noise."""
+    rng = np.random.default_rng(0)
+    for first in range(0, num_items, FRAGMENT_ITEMS):
+        block = []
+        for _ in range(min(FRAGMENT_ITEMS, num_items - first)):
+            one, other = (documents[i] for i in rng.integers(len(documents), size=2))
+            mixed = one + rng.uniform(0, 0.5) * other[rng.integers(len(other), size=len(one))]
+            noise = rng.normal(0, NOISE / np.sqrt(one.shape[1]), one.shape)
+            block.append(_unit(_unit(mixed) + noise))
+        yield block
+
+
+def write_index(uri: str, blocks: Iterator[list[np.ndarray]], dim: int) -> None:
+    """Writes an index of int8 vectors, in fragments as the index job does."""
+    import pyarrow as pa
+    import torch
+    from lance import LanceDataset, LanceOperation
+    from lance.fragment import write_fragments
+
+    from pipeline.codecs.int8 import Int8
+    from pipeline.config import parse
+    from pipeline.index.columns import Representation, representation_fields
+    from pipeline.index.info import EncoderInfo
+    from pipeline.index.reader import ITEMS, part_uri
+    from pipeline.index.writer import STORAGE_VERSION
+    from pipeline.schema import ITEM, Item
+
+    encoder_info = EncoderInfo(
+        spec={"name": "precomputed", "dim": dim, "label": "bench"},
+        fingerprint="bench",
+        dim=dim,
+        pooled_dim=None,
+        normalised=True,
+        has_spans=False,
+        has_extents=False,
+        prefix="precomputed",
+        query_kinds=(),
+    )
+    representation = parse(Representation, {"compressor": "none", "codec": "int8", "id": COLUMN})
+    fields = representation_fields(representation, encoder_info, None)
+    schema = pa.schema([*ITEM, *fields])
+    codec, fragments, number = Int8(Int8.Spec()), [], 0
+    for block in blocks:
+        names = [f"{i:09}" for i in range(number, number + len(block))]
+        number += len(block)
+        rows = pa.Table.from_pylist(
+            [Item(name, name, "bench", "text", "1").row() for name in names], schema=ITEM
+        )
+        vectors = torch.from_numpy(np.concatenate(block).astype(np.float32))
+        column = codec.encode_rows(vectors, np.array([len(item) for item in block]))
+        fragments += write_fragments(
+            rows.append_column(fields[0], column.cast(fields[0].type)).cast(schema),
+            part_uri(uri, ITEMS),
+            data_storage_version=STORAGE_VERSION,
+        )
+    LanceDataset.commit(part_uri(uri, ITEMS), LanceOperation.Overwrite(schema, fragments))
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    """Normalises vectors to unit length."""
+    vectors = np.asarray(vectors, np.float32)
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

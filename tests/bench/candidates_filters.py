@@ -1,0 +1,62 @@
+"""Filtered search for the benchmark of candidate generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from tests.bench.harness import recall, seconds_of
+
+HEADER = ["generator", "share", "items", "exact ms", "generator ms", "recall@10", "search"]
+
+
+def measure(
+    searcher: Any, column: str, queries: Sequence[np.ndarray], name: str, shares: Sequence[float]
+) -> Iterator[tuple[list[Any], dict[str, float]]]:
+    """Measures the search in random shares of the items, exactly and by a generator.
+
+    The result of the filter is given, because its evaluation does not depend on the generator.
+
+    Args:
+        searcher: Searcher of an index with the generator.
+        column: Representation to search.
+        queries: Token vectors of each query.
+        name: Registered name of the generator.
+        shares: Shares of the items that satisfy the filter.
+
+    Yields:
+        The cells of a row of the table, and its numbers.
+    """
+    from pipeline.search import score
+    from pipeline.search.options import SearchOptions
+
+    encoded = searcher.queries(queries, column).split()
+    exact, generator = (
+        SearchOptions(representation=column),
+        SearchOptions(representation=column, candidates=name),
+    )
+    rng = np.random.default_rng(0)
+    for share in shares:
+        rows = np.flatnonzero(rng.random(len(searcher.items)) < share)
+        reference, exact_ms = _rank(searcher.scorer, encoded, exact, rows)
+        with mock.patch.object(score, "EXACT_ITEMS", 0):
+            found, generator_ms = _rank(searcher.scorer, encoded, generator, rows)
+        best, ids = ([ranking.item_ids for ranking in side] for side in (reference, found))
+        share_found = recall(best, ids, 10)
+        search = "exact" if searcher.scorer.scores_all(generator, rows) else name
+        figures = {"exact_ms": exact_ms, "generator_ms": generator_ms, "recall@10": share_found}
+        times = f"{exact_ms:.2f}", f"{generator_ms:.2f}"
+        cells = [name, f"{share:.1%}", f"{len(rows):,}", *times, f"{share_found:.3f}", search]
+        yield cells, figures
+
+
+def _rank(
+    scorer: Any, queries: Sequence[Any], options: Any, rows: np.ndarray
+) -> tuple[list[Any], float]:
+    """Returns the ranking of each query, and the median time of a query in milliseconds."""
+    rankings = [scorer.rank(query, options, rows)[0] for query in queries]  # also a warm-up
+    times = [seconds_of(lambda q=q: scorer.rank(q, options, rows)) for q in queries]
+    return rankings, 1000 * float(np.median(times))

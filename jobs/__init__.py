@@ -23,15 +23,16 @@ from jobs._errors import BAD_INPUT, report_error, report_stop
 from jobs._errors import report_missing as report_missing
 from jobs._ray_cluster import cluster as cluster
 from jobs._ray_cluster import configure_ray
-from pipeline import config, logs
+from pipeline import config
 from pipeline.config import JobError, SpecError, Stopped
 from pipeline.extras import MissingExtra, as_missing_extra
 from pipeline.index import check_index
 from pipeline.index import job_id as job_id
 from pipeline.paths import is_uri
-from pipeline.progress import MODES
-from pipeline.progress import say as say
 from pipeline.registry import check_fields
+from pipeline.runtime import logs
+from pipeline.runtime.progress import MODES
+from pipeline.runtime.progress import say as say
 
 #: Parses the command line of one form of a verb, such as `add candidates`, and runs it. Its
 #: docstring is the help text.

@@ -6,9 +6,9 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from pipeline import logs
 from pipeline.config import Stopped
-from pipeline.progress import close_display
+from pipeline.runtime import logs
+from pipeline.runtime.progress import close_display
 
 log = logging.getLogger("maxray.jobs")
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from jobs._errors import report_error, report_stop
-from pipeline import config, logs
+from pipeline import config
 from pipeline.config import JobError, SpecError, Stopped
+from pipeline.runtime import logs
 
 #: Times after which the driver tests a connection on which it waits for a task, and gives it up, in
 #: milliseconds. With Ray's own (300 s and 120 s), a job waits for five to seven minutes for a task

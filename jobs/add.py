@@ -17,7 +17,7 @@ import jobs
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import check_index
-from pipeline.progress import Display, open_display
+from pipeline.runtime.progress import Display, open_display
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.index.add import AddedColumns

@@ -58,8 +58,8 @@ def _maps(arguments: Sequence[str]) -> None:
     for uri, *_ in args.indexes:
         check_index(uri)
 
-    from pipeline.atomic import check_writable, write_atomic
     from pipeline.eval.grounding import check_phrases, read_phrases
+    from pipeline.runtime.atomic import check_writable, write_atomic
     from pipeline.search.map_sheets import phrase_sheet
     from pipeline.search.searcher import open_index
 
@@ -110,11 +110,11 @@ def _sheets(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)  # `parse` does not support options with several values
     jobs.check_outputs([args.evaluation], "EVALUATION")
 
-    from pipeline.atomic import check_writable, write_atomic
     from pipeline.eval.metrics import read_run
+    from pipeline.eval.report.match_sheets import best_hits, changed_queries, match_sheet
     from pipeline.eval.results import read_results
     from pipeline.registry import BENCHMARKS
-    from pipeline.report.match_sheets import best_hits, changed_queries, match_sheet
+    from pipeline.runtime.atomic import check_writable, write_atomic
     from pipeline.search.searcher import open_index
 
     evaluation = read_results(args.evaluation, "EVALUATION")
@@ -183,7 +183,7 @@ def _attention(arguments: Sequence[str]) -> None:
     for path in args.models:
         check_exists(path, "model", "the folder of a trained model or a YAML file")
 
-    from pipeline.atomic import check_writable, write_atomic
+    from pipeline.runtime.atomic import check_writable, write_atomic
     from pipeline.search.attention_maps import attention_sheet
 
     check_writable(args.out, "OUT", as_file=True)

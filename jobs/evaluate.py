@@ -66,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
 
     from pipeline.eval.evaluation import run
+    from pipeline.eval.report.files import write
+    from pipeline.eval.report.summary import summary
+    from pipeline.eval.report.tables import candidates_table, comparisons_table, table
     from pipeline.eval.spec import EvaluateSpec
-    from pipeline.report.files import write
-    from pipeline.report.summary import summary
-    from pipeline.report.tables import candidates_table, comparisons_table, table
     from pipeline.search.map_images import hit_maps
 
     spec = config.load(EvaluateSpec, args.spec, args.overrides)
@@ -85,9 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _fit_fusion(path: str, overrides: Sequence[str], out: str) -> None:
     """Fits the settings of the fused score and writes them to a file."""
-    from pipeline.atomic import check_writable, write_atomic
     from pipeline.eval.fusion_fit import JudgedPools, fit_fusion
     from pipeline.eval.spec import EvaluateSpec
+    from pipeline.runtime.atomic import check_writable, write_atomic
 
     check_writable(out, "fit-fusion", as_file=True)
     fit = fit_fusion(JudgedPools.read(config.load(EvaluateSpec, path, overrides)))
@@ -114,10 +114,10 @@ def _compare(arguments: Sequence[str]) -> None:
     jobs.check_outputs([args.out_a], "OUT_A")
     jobs.check_outputs([args.out_b], "OUT_B")
 
-    from pipeline.atomic import check_writable
     from pipeline.eval.compare import compare
-    from pipeline.report.compare import table
-    from pipeline.report.files import write_comparison
+    from pipeline.eval.report.compare import table
+    from pipeline.eval.report.files import write_comparison
+    from pipeline.runtime.atomic import check_writable
 
     if args.output:
         check_writable(args.output, "--output")
@@ -159,10 +159,10 @@ def _pool(arguments: Sequence[str]) -> None:
         parser.error("at least two OUT are required")
     jobs.check_outputs(args.outputs, "OUT")
 
-    from pipeline.atomic import check_writable
     from pipeline.eval.pooled import pool
-    from pipeline.report.files import write_pooled
-    from pipeline.report.pooled import table
+    from pipeline.eval.report.files import write_pooled
+    from pipeline.eval.report.pooled import table
+    from pipeline.runtime.atomic import check_writable
 
     check_writable(args.output, "output")
     pooled = pool(args.outputs)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import jobs
 from pipeline import config
-from pipeline.progress import Display, open_display
+from pipeline.runtime.progress import Display, open_display
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -56,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace, display: Display) -> None:
+    from pipeline.eval.planning.dry_run import dry_run
     from pipeline.index import job
     from pipeline.index.checks import check
     from pipeline.index.spec import IndexResources, IndexSpec
-    from pipeline.planning.dry_run import dry_run
 
     spec = config.load(IndexSpec, args.spec, args.overrides)
     resources = jobs.load_profile(IndexResources, args.resources)

@@ -27,7 +27,7 @@ import jobs
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import check_index
-from pipeline.progress import open_display
+from pipeline.runtime.progress import open_display
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

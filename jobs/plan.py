@@ -59,11 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     fields = config.override(config.read(args.spec, "spec"), args.overrides)
     check_fields(fields)
 
-    from pipeline.atomic import check_writable
+    from pipeline.eval.planning.report import stage_table, storage_table, summary, write
+    from pipeline.eval.planning.run import is_complete, make_plan, stage_pools
+    from pipeline.eval.planning.spec import Assumptions
     from pipeline.index.spec import IndexResources, IndexSpec
-    from pipeline.planning.report import stage_table, storage_table, summary, write
-    from pipeline.planning.run import is_complete, make_plan, stage_pools
-    from pipeline.planning.spec import Assumptions
+    from pipeline.runtime.atomic import check_writable
 
     spec = config.parse(IndexSpec, fields)
     resources, assumptions = jobs.load_profile(IndexResources, args.resources), Assumptions()
@@ -146,10 +146,17 @@ def _recommend(arguments: Sequence[str]) -> None:
         parser.error("--validate requires --queries")
     fields = {name: value for name, value in args.items() if value is not None}
 
-    from pipeline.atomic import check_writable
-    from pipeline.recommend.report import SPEC, reason, recompress_spec, regret_table, table, write
-    from pipeline.recommend.run import recommend
-    from pipeline.recommend.spec import RecommendSpec
+    from pipeline.eval.recommend.report import (
+        SPEC,
+        reason,
+        recompress_spec,
+        regret_table,
+        table,
+        write,
+    )
+    from pipeline.eval.recommend.run import recommend
+    from pipeline.eval.recommend.spec import RecommendSpec
+    from pipeline.runtime.atomic import check_writable
 
     if queries is not None:
         fields = {**_query_fields(queries), **fields}

@@ -61,7 +61,7 @@ import jobs
 from jobs import _queries, _runs
 from pipeline.config import Assigned, SpecError, check_exists
 from pipeline.index import check_index
-from pipeline.scores import SCORES
+from pipeline.search.scores import SCORES
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.search.options import SearchOptions
@@ -149,7 +149,7 @@ def _options(args: Namespace) -> SearchOptions:
 
 def _check_outputs(args: Namespace) -> None:
     """Raises `SpecError` if one of the outputs cannot be written."""
-    from pipeline.atomic import check_writable
+    from pipeline.runtime.atomic import check_writable
 
     if args.run is not None:
         check_writable(args.run, "run", as_file=True)

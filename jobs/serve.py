@@ -34,7 +34,6 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import jobs
-from pipeline import logs, tracing
 from pipeline.config import (
     MissingField,
     SpecError,
@@ -49,6 +48,7 @@ from pipeline.config import (
 )
 from pipeline.extras import require
 from pipeline.index import check_index
+from pipeline.runtime import logs, tracing
 
 if TYPE_CHECKING:  # imported on use, so --help is fast
     from pipeline.serve.settings import ServeSpec
@@ -181,7 +181,7 @@ def _check_indexes(settings: ServeSpec) -> None:
                 except SpecError as error:
                     raise error.at("generator") from None
         if served.edje is not None:
-            from pipeline.rerank.edje import read_metadata
+            from pipeline.encoders.edje.model import read_metadata
             from pipeline.search.rerank import check_stored
 
             field = f"indexes.{index}.edje"

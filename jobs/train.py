@@ -31,7 +31,7 @@ import jobs
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.index import check_index
-from pipeline.scores import VECTOR_SCORES
+from pipeline.search.scores import VECTOR_SCORES
 
 if TYPE_CHECKING:
     from pipeline.train.spec import TrainSpec
@@ -71,7 +71,7 @@ def train(runs: Mapping[str, TrainSpec], args: argparse.Namespace) -> None:
     Raises:
         SpecError: A run is not possible here.
     """
-    from pipeline.atomic import check_writable
+    from pipeline.runtime.atomic import check_writable
     from pipeline.train import loop, ray
     from pipeline.train.checkpoints import Checkpoints
 
@@ -151,12 +151,12 @@ def _mine(arguments: Sequence[str]) -> None:
     else:
         jobs.check_paths({"data": {"path": args.queries}})
 
-    from pipeline.atomic import check_writable
     from pipeline.registry import TRAINING_DATA
+    from pipeline.runtime.atomic import check_writable
     from pipeline.search.searcher import open_index
+    from pipeline.train.data.mining import mine
+    from pipeline.train.data.row_data import RowData
     from pipeline.train.spec import TrainSpec
-    from pipeline.training_data.mining import mine
-    from pipeline.training_data.row_data import RowData
 
     check_writable(args.output, "output", as_file=True)
     if is_spec:

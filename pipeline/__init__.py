@@ -6,7 +6,7 @@ command `maxray` is not affected.
 
 from typing import Any
 
-from pipeline.version import __version__
+__version__ = "0.1.0"
 
 __all__ = ["Composed", "__version__", "open_index"]
 

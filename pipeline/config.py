@@ -1,7 +1,7 @@
 """Typed specs that are loaded from YAML files, with dotted overrides and sweeps.
 
 A spec defines *what* is computed. The numbers of CPUs, GPUs and actors are set in a separate
-resources profile (see `pipeline.stage`), which is chosen when a job is submitted. They affect
+resources profile (see `pipeline.index.stage`), which is chosen when a job is submitted. They affect
 neither the results nor the fingerprints.
 """
 

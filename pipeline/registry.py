@@ -7,33 +7,34 @@ Modules are imported when their component is first used.
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from pydantic import BeforeValidator, SerializeAsAny
 
 from pipeline.config import MissingField, Spec, SpecError, UnknownField, parse, within
 from pipeline.extras import as_missing_extra
-from pipeline.fields import field_names
 
 if TYPE_CHECKING:  # Components are imported on first use.
-    from pipeline.candidates import Generator
-    from pipeline.candidates.bm25 import Bm25
-    from pipeline.codecs import Codec
     from pipeline.compression import Compressor
+    from pipeline.compression.codecs import Codec
     from pipeline.config import ComponentSpec
+    from pipeline.data import Source
+    from pipeline.data.recognise import Recogniser
     from pipeline.encoders import Encoder
     from pipeline.eval import Benchmark
-    from pipeline.sources import Source
+    from pipeline.search.generators import Generator
+    from pipeline.search.generators.bm25 import Bm25
+    from pipeline.train.data.base import TrainingData
     from pipeline.train.learner import Learner
-    from pipeline.training_data.base import TrainingData
-    from pipeline.transcribe import Recogniser
 else:
     ComponentSpec = Spec  # Specs of components in other packages may derive from Spec directly.
 
@@ -189,54 +190,54 @@ COMPRESSORS: Registry[Compressor[Any]] = Registry(
 SOURCES: Registry[Source[Any]] = Registry(
     "sources",
     {
-        "audio": "pipeline.sources.audio:Audio",
-        "combined": "pipeline.sources.combined:Combined",
+        "audio": "pipeline.data.audio:Audio",
+        "combined": "pipeline.data.combined:Combined",
         "imagecode": "pipeline.datasets.imagecode:Items",
-        "images": "pipeline.sources.images:Images",
+        "images": "pipeline.data.images:Images",
         "ir_datasets": "pipeline.datasets.ir_datasets:Items",
         "karpathy": "pipeline.datasets.karpathy:Items",
         "mmeb": "pipeline.datasets.mmeb:Items",
         "msrvtt": "pipeline.datasets.msrvtt:Items",
         "mteb": "pipeline.datasets.mteb:Items",
         "multivent": "pipeline.datasets.multivent:Items",
-        "pages": "pipeline.sources.pages:Pages",
-        "text": "pipeline.sources.text:Text",
-        "vectors": "pipeline.sources.vectors:Vectors",
-        "video": "pipeline.sources.video:Video",
+        "pages": "pipeline.data.pages:Pages",
+        "text": "pipeline.data.text:Text",
+        "vectors": "pipeline.data.vectors:Vectors",
+        "video": "pipeline.data.video:Video",
     },
 )
 OCR: Registry[Recogniser[Any]] = Registry(
     "ocr",
     {
-        "precomputed": "pipeline.transcribe.precomputed:PrecomputedText",
-        "rapidocr": "pipeline.transcribe.rapid:Rapid",
+        "precomputed": "pipeline.data.recognise.precomputed:PrecomputedText",
+        "rapidocr": "pipeline.data.recognise.rapid:Rapid",
     },
 )
 SPEECH: Registry[Recogniser[Any]] = Registry(
     "speech",
     {
-        "pocketsphinx": "pipeline.transcribe.sphinx:Sphinx",
-        "precomputed": "pipeline.transcribe.precomputed:PrecomputedSpeech",
-        "whisper": "pipeline.transcribe.whisper:Whisper",
+        "pocketsphinx": "pipeline.data.recognise.sphinx:Sphinx",
+        "precomputed": "pipeline.data.recognise.precomputed:PrecomputedSpeech",
+        "whisper": "pipeline.data.recognise.whisper:Whisper",
     },
 )
 CODECS: Registry[Codec[Any]] = Registry(
     "codecs",
     {
-        "binary": "pipeline.codecs.binary:Binary",
-        "float16": "pipeline.codecs.floats:Float16",
-        "float32": "pipeline.codecs.floats:Float32",
-        "int8": "pipeline.codecs.int8:Int8",
-        "residual": "pipeline.codecs.residual:Residual",
+        "binary": "pipeline.compression.codecs.binary:Binary",
+        "float16": "pipeline.compression.codecs.floats:Float16",
+        "float32": "pipeline.compression.codecs.floats:Float32",
+        "int8": "pipeline.compression.codecs.int8:Int8",
+        "residual": "pipeline.compression.codecs.residual:Residual",
     },
 )
 CANDIDATES: Registry[Generator[Any] | Bm25] = Registry(
     "candidates",
     {
-        "bm25": "pipeline.candidates.bm25:Bm25",
-        "centroids": "pipeline.candidates.centroids:Centroids",
-        "lemur": "pipeline.candidates.lemur:Lemur",
-        "pq": "pipeline.candidates.pq:Pq",
+        "bm25": "pipeline.search.generators.bm25:Bm25",
+        "centroids": "pipeline.search.generators.centroids:Centroids",
+        "lemur": "pipeline.search.generators.lemur:Lemur",
+        "pq": "pipeline.search.generators.pq:Pq",
     },
 )
 BENCHMARKS: Registry[Benchmark] = Registry(
@@ -265,11 +266,11 @@ TRAINING_DATA: Registry[TrainingData] = Registry(
     "training data",
     {
         "captions": "pipeline.datasets.karpathy:Rows",
-        "colpali_train": "pipeline.training_data.pairs:ColPaliTrain",
+        "colpali_train": "pipeline.train.data.pairs:ColPaliTrain",
         "msrvtt": "pipeline.datasets.msrvtt:Rows",
         "multivent": "pipeline.datasets.multivent:Rows",
-        "pairs": "pipeline.training_data.pairs:Pairs",
-        "webdataset": "pipeline.training_data.webdataset:WebDataset",
+        "pairs": "pipeline.train.data.pairs:Pairs",
+        "webdataset": "pipeline.train.data.webdataset:WebDataset",
     },
 )
 
@@ -339,3 +340,60 @@ GeneratorSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(CANDIDA
 LearnerSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(LEARNERS.resolve)]
 TrainingDataSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(TRAINING_DATA.resolve)]
 BenchmarkSpec = Annotated[SerializeAsAny[ComponentSpec], BeforeValidator(BENCHMARKS.resolve)]
+
+
+def field_names(component: str) -> list[str]:
+    """Returns the names of the fields of a component's spec, read from its source code.
+
+    Importing an encoder imports torch and transformers, which takes seconds.
+
+    Args:
+        component: Import path of the component in the form `module:Class`.
+
+    Raises:
+        LookupError: The definition of the spec cannot be found.
+        OSError: The component belongs to another package.
+
+    >>> field_names("pipeline.compression.random:Random")
+    ['name', 'num_vectors', 'ratio', 'rounding', 'seed']
+    """
+    module, _, name = component.partition(":")
+    fields = (
+        ast.unparse(assignment.target)
+        for assignment in _assignments(module, f"{name}.Spec")
+        if "ClassVar" not in ast.unparse(assignment.annotation)
+    )
+    return list(dict.fromkeys(fields))  # a subclass may define a field again
+
+
+def _assignments(module: str, name: str) -> Iterator[ast.AnnAssign]:
+    """Yields the annotated assignments of a spec class, after those of its base classes."""
+    module, definition = _definition(module, name)
+    if (module, definition.name) != ("pipeline.config", "Spec"):
+        for base in reversed(definition.bases):
+            yield from _assignments(module, ast.unparse(base))
+        yield from (node for node in definition.body if isinstance(node, ast.AnnAssign))
+
+
+def _definition(module: str, name: str) -> tuple[str, ast.ClassDef]:
+    """Finds a class, `Class`, `Class.Spec` or `module.Class`, and the module that defines it."""
+    head, _, rest = name.partition(".")
+    for node in _body(module):
+        if isinstance(node, ast.ImportFrom) and any(head == alias.name for alias in node.names):
+            is_module = head.islower()
+            source = f"{node.module}.{head}" if is_module else str(node.module)
+            return _definition(source, rest if is_module else name)
+        if isinstance(node, ast.ClassDef) and node.name == head:
+            for inner in [node] if not rest else node.body:
+                if isinstance(inner, ast.ClassDef) and inner.name == (rest or head):
+                    return module, inner
+                if isinstance(inner, ast.Assign) and ast.unparse(inner.targets[0]) == rest:
+                    return _definition(module, ast.unparse(inner.value))  # `Spec = OtherSpec`
+    raise LookupError(f"{module}:{name}")
+
+
+@functools.cache
+def _body(module: str) -> list[ast.stmt]:
+    path = Path(__file__).parents[1].joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8")).body

@@ -29,7 +29,8 @@ def imports(path: Path) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and node.module:
             if node.module != "pipeline":
                 yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names = (alias.name for alias in node.names if not alias.name.startswith("__"))
+            yield from (f"{node.module}.{name}" for name in names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 

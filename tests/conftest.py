@@ -22,11 +22,11 @@ from pipeline.index import ITEMS
 from pipeline.index.columns import Representation, encoder_fields, representation_fields
 from pipeline.index.info import EncoderInfo
 from pipeline.index.positions import encode_positions
+from pipeline.index.stage import REUSE_PROCESSES
 from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.registry import ENCODERS
 from pipeline.schema import ITEM, Item, with_metadata
 from pipeline.serve.environment import PROXY_ENV
-from pipeline.stage import REUSE_PROCESSES
 from tests.chaos.network import Network, Port
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests must not access the hub

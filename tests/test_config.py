@@ -12,11 +12,11 @@ from pipeline.eval.results import method_name
 from pipeline.index.columns import Representation
 from pipeline.index.recompress import RecompressResources
 from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.index.stage import PROFILE_JOBS, Profile
 from pipeline.registry import ENCODERS, SOURCES
 from pipeline.search.candidates_job import CandidatesResources
-from pipeline.stage import PROFILE_JOBS, Profile
+from pipeline.train.data.media import Decoding, decoding_settings
 from pipeline.train.ray import Workers
-from pipeline.training_data.media import Decoding, decoding_settings
 from tests.conftest import ROOT
 from tests.tiny import SLEEPING
 from tests.tiny.sleeping import Sleeping

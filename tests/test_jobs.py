@@ -180,7 +180,7 @@ PRINTS = """
 import logging, sys
 import jobs
 from pipeline.config import SpecError
-from pipeline.progress import open_display
+from pipeline.runtime.progress import open_display
 
 def main(arguments):
     with open_display() as display:

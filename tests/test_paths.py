@@ -10,13 +10,13 @@ import fsspec
 import pytest
 
 from pipeline import config
-from pipeline.atomic import open_atomic, write_atomic
 from pipeline.config import Spec, SpecError, absolute
+from pipeline.data.files import existing_root, walk
 from pipeline.eval.topics import read_qrels, read_queries
 from pipeline.index.reader import check_location, open_folder, part_uri
 from pipeline.paths import locate, open_file
-from pipeline.sources.files import existing_root, walk
-from pipeline.training_data.tables import list_files
+from pipeline.runtime.atomic import open_atomic, write_atomic
+from pipeline.train.data.tables import list_files
 
 NAMES = ["keep::v2", "a::b::c", "a%20b", "a#b?c", "[ab]", "a*", "file:x", "s3:", "zip::x", "a b "]
 

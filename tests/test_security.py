@@ -29,7 +29,7 @@ DANGEROUS: dict[str, dict[str, bool]] = {
 FORBIDDEN = {"allow_pickle": True, "trust_remote_code": True, "shell": True, "verify": False}
 #: Calls that read what the same job has written to a task of its own.
 ALLOWED = {
-    ("pipeline/stage.py", "cloudpickle.loads"),
+    ("pipeline/index/stage.py", "cloudpickle.loads"),
     ("pipeline/index/add.py", "pickle.loads"),
     ("pipeline/index/job.py", "pickle.loads"),
     ("tests/bench/driver.py", "pickle.loads"),

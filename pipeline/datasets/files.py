@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.config import SpecError, describe, reading
-from pipeline.decoding import Unreadable
-from pipeline.decoding.untrusted import open_file
+from pipeline.data.decode import Unreadable
+from pipeline.data.decode.untrusted import open_file
+from pipeline.data.files import existing_root, walk
+from pipeline.data.rows import to_rows
+from pipeline.data.text import parse_line
 from pipeline.schema import is_blank
-from pipeline.sources.files import existing_root, walk
-from pipeline.sources.rows import to_rows
-from pipeline.sources.text import parse_line
 
 TABLE_SUFFIX = ".parquet"
 #: Number of table rows in memory at the same time.

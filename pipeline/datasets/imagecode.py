@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline import config
-from pipeline.atomic import write_atomic
 from pipeline.config import SpecError, Uri
 from pipeline.datasets.files import read_json
 from pipeline.datasets.items import ListedImages, ListedImagesSpec
 from pipeline.datasets.queries import CollectionQueries, QueriesSpec
 from pipeline.eval import BenchmarkRow
+from pipeline.runtime.atomic import write_atomic
 
 #: Number of images per set.
 SET_SIZE = 10

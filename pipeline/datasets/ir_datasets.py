@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from pipeline import config, extras
 from pipeline.config import SpecError, close_match
+from pipeline.data import Source, make_revision
+from pipeline.data.decode import Unreadable
+from pipeline.data.files import escape
+from pipeline.data.manifests import to_json_value
+from pipeline.data.text import join_title
 from pipeline.datasets.queries import CollectionQueries
-from pipeline.decoding import Unreadable
 from pipeline.schema import Item, Reject, is_blank, item_id_problem
-from pipeline.sources import Source, make_revision
-from pipeline.sources.files import escape
-from pipeline.sources.manifests import to_json_value
-from pipeline.sources.text import join_title
 
 #: Number of documents per shard.
 DOCUMENTS_PER_SHARD = 10_000

@@ -13,14 +13,14 @@ from pydantic import PositiveInt
 
 from pipeline import config
 from pipeline.config import SpecError
+from pipeline.data import make_revision
+from pipeline.data.files import existing_root, open_root, walk
+from pipeline.data.images import Images
+from pipeline.data.manifests import ROWS_PER_SHARD
+from pipeline.data.media import MediaFile
+from pipeline.data.video import Video
 from pipeline.datasets.files import check_number
 from pipeline.schema import Item, Reject, item_id_problem
-from pipeline.sources import make_revision
-from pipeline.sources.files import existing_root, open_root, walk
-from pipeline.sources.images import Images
-from pipeline.sources.manifests import ROWS_PER_SHARD
-from pipeline.sources.media import MediaFile
-from pipeline.sources.video import Video
 
 #: Treatment of missing files: an error, or the other files are indexed.
 MissingFiles = Literal["error", "skip"]

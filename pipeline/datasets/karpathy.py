@@ -20,17 +20,17 @@ import numpy as np
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 
 from pipeline.config import MissingField, SpecError, Uri, reading, within
+from pipeline.data.decode import Unreadable
+from pipeline.data.manifests import parse_rows
+from pipeline.data.texts import fold
 from pipeline.datasets.files import check_text, read_file, read_json
 from pipeline.datasets.items import ListedImages, ListedImagesSpec
 from pipeline.datasets.queries import CollectionQueries, ImageFiles, QueriesSpec
-from pipeline.decoding import Unreadable
 from pipeline.eval import Phrase
 from pipeline.eval.boxes import NO_BOXES, area, drop_small_boxes, normalise_box
 from pipeline.paths import open_file
-from pipeline.sources.manifests import parse_rows
-from pipeline.texts import fold
-from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
-from pipeline.training_data.rows import Document, Listing, Row
+from pipeline.train.data.row_data import RowData, RowSpec, ValidationFiles
+from pipeline.train.data.rows import Document, Listing, Row
 
 #: Phrase of a caption and its boxes (M, 4).
 BoxedPhrase = tuple[str, np.ndarray]

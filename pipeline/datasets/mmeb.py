@@ -25,15 +25,15 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.config import MissingField, SpecError
+from pipeline.data import make_revision
+from pipeline.data.decode import Unreadable
+from pipeline.data.decode.untrusted import open_file
+from pipeline.data.files import existing_root, open_root, walk
+from pipeline.data.images import Images
 from pipeline.datasets.files import read_table
 from pipeline.datasets.items import ListedImages, ListedImagesSpec
 from pipeline.datasets.queries import CollectionQueries, ImageFiles, QueriesSpec
-from pipeline.decoding import Unreadable
-from pipeline.decoding.untrusted import open_file
 from pipeline.schema import Item, Reject, item_id_problem
-from pipeline.sources import make_revision
-from pipeline.sources.files import existing_root, open_root, walk
-from pipeline.sources.images import Images
 
 #: Columns of the image tasks, and of the video retrieval tasks.
 IMAGE_COLUMNS = ("qry_text", "qry_img_path", "tgt_text", "tgt_img_path")

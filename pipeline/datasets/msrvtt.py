@@ -15,14 +15,14 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 
 from pipeline.config import SpecError, Uri
+from pipeline.data.media import MediaFile
+from pipeline.data.video import Video
 from pipeline.datasets.files import check_number, check_text, read_csv, read_json
 from pipeline.datasets.items import MissingFiles, SelectedVideos, check_files
 from pipeline.datasets.queries import CollectionQueries, QueriesSpec
 from pipeline.datasets.rows import list_videos
-from pipeline.sources.media import MediaFile
-from pipeline.sources.video import Video
-from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
-from pipeline.training_data.rows import Listing
+from pipeline.train.data.row_data import RowData, RowSpec, ValidationFiles
+from pipeline.train.data.rows import Listing
 
 
 class Sentence(NamedTuple):

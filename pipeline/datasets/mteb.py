@@ -22,20 +22,20 @@ from pydantic import Field
 
 from pipeline import config, extras
 from pipeline.config import SpecError, reading
+from pipeline.data import ItemSize, Source, make_revision
+from pipeline.data.audio import Audio
+from pipeline.data.decode import Unreadable
+from pipeline.data.images import Images
+from pipeline.data.manifests import to_json_value
+from pipeline.data.media import ByteStream, MediaFile, MediaSource
+from pipeline.data.video import FramesSpec, Video
+from pipeline.data.windows import AudioSpec
 from pipeline.datasets import mteb_results
 from pipeline.datasets.queries import CollectionQueries
-from pipeline.decoding import Unreadable
 from pipeline.eval import BenchmarkRow
 from pipeline.eval.topics import group_categories
 from pipeline.paths import is_uri
 from pipeline.schema import Item, Reject, is_blank, item_id_problem
-from pipeline.sources import ItemSize, Source, make_revision
-from pipeline.sources.audio import Audio
-from pipeline.sources.images import Images
-from pipeline.sources.manifests import to_json_value
-from pipeline.sources.media import ByteStream, MediaFile, MediaSource
-from pipeline.sources.video import FramesSpec, Video
-from pipeline.sources.windows import AudioSpec
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -21,28 +21,28 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import Field
 
 from pipeline import config
-from pipeline.atomic import open_atomic, write_atomic
 from pipeline.config import MissingField, SpecError, Uri, within
+from pipeline.data import make_revision
+from pipeline.data.audio import Audio
+from pipeline.data.decode import Unreadable
+from pipeline.data.decode.untrusted import open_file
+from pipeline.data.media import SIDECAR_BYTES, MediaFile, Member
+from pipeline.data.video import Video
 from pipeline.datasets.files import check_text, read_csv
 from pipeline.datasets.items import SelectedVideos
 from pipeline.datasets.queries import CollectionQueries, QueriesSpec
 from pipeline.datasets.rows import list_videos
-from pipeline.decoding import Unreadable
-from pipeline.decoding.untrusted import open_file
 from pipeline.eval import BenchmarkRow
 from pipeline.eval.metrics import Run, means, per_query
 from pipeline.eval.topics import group_categories
+from pipeline.runtime.atomic import open_atomic, write_atomic
 from pipeline.schema import Item, Reject
-from pipeline.sources import make_revision
-from pipeline.sources.audio import Audio
-from pipeline.sources.media import SIDECAR_BYTES, MediaFile, Member
-from pipeline.sources.video import Video
-from pipeline.training_data.row_data import RowData, RowSpec, ValidationFiles
-from pipeline.training_data.rows import Listing, warn
-from pipeline.training_data.tables import LINES, list_files, read_rows
+from pipeline.train.data.row_data import RowData, RowSpec, ValidationFiles
+from pipeline.train.data.rows import Listing, warn
+from pipeline.train.data.tables import LINES, list_files, read_rows
 
 if TYPE_CHECKING:
-    from pipeline.transcribe.precomputed import Precomputed
+    from pipeline.data.recognise.precomputed import Precomputed
 
 #: YouTube ids of the train set, and numbers of the test set. Some lists contain other lines.
 VIDEO_ID = re.compile(r"[A-Za-z0-9_-]{11}|\d+")
@@ -370,7 +370,7 @@ class _Features:
     """Recognised text of videos in feature archives."""
 
     def __init__(self, uri: str, *, is_speech: bool):
-        from pipeline.transcribe import precomputed  # imports torch
+        from pipeline.data.recognise import precomputed  # imports torch
 
         self._class: type[Precomputed]
         self._class = precomputed.PrecomputedSpeech if is_speech else precomputed.PrecomputedText
@@ -387,7 +387,7 @@ class _Features:
         Raises:
             SpecError: The archive does not exist.
         """
-        from pipeline.transcribe.precomputed import unreadable_files
+        from pipeline.data.recognise.precomputed import unreadable_files
 
         return unreadable_files(self._spec, self._class.kind)
 

@@ -6,9 +6,9 @@ import posixpath
 from collections.abc import Iterable
 
 from pipeline.config import SpecError
+from pipeline.data.files import existing_root, find_files
 from pipeline.eval.boxes import NO_BOXES
-from pipeline.sources.files import existing_root, find_files
-from pipeline.training_data.rows import Document, Listing, Row
+from pipeline.train.data.rows import Document, Listing, Row
 
 VIDEO, AUDIO = ".mp4", ".m4a"
 

@@ -15,7 +15,7 @@ from PIL import Image
 from pydantic import Field
 from transformers import ColQwen2ForRetrieval, ColQwen2Processor
 
-from pipeline.decoding import Unreadable
+from pipeline.data.decode import Unreadable
 from pipeline.encoders.images import grid_extents
 from pipeline.encoders.layers import make_bidirectional
 from pipeline.encoders.loading import check_patches

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from pipeline.config import SpecError
-from pipeline.decoding import Unreadable
+from pipeline.data.decode import Unreadable
 from pipeline.encoders import AttentionInfo, check_query_size
 from pipeline.encoders.images import grid_extents, item_images
 from pipeline.encoders.layers import attention_info, check_layers

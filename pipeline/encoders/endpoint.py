@@ -23,8 +23,8 @@ import numpy as np
 from pydantic import Field, PositiveFloat, field_validator
 
 from pipeline.config import ComponentSpec, JobError, SpecError
-from pipeline.decoding import Unreadable
-from pipeline.retries import is_transient, retry_delay
+from pipeline.data.decode import Unreadable
+from pipeline.runtime.retries import is_transient, retry_delay
 
 #: Paths of the supported interfaces.
 PATHS = {"embeddings": "/v1/embeddings", "pooling": "/pooling"}

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from pipeline.config import reading
-from pipeline.decoding import Unreadable
-from pipeline.decoding.image import decode, without_comments
+from pipeline.data.decode import Unreadable
+from pipeline.data.decode.image import decode, without_comments
 
 #: File formats of query images.
 QUERY_FORMATS = ("PNG", "JPEG", "WEBP")

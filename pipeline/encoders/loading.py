@@ -16,10 +16,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from pipeline import config, extras
-from pipeline.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
 from pipeline.config import SpecError, reading
 from pipeline.encoders.varlen import use_varlen_attention
 from pipeline.paths import local_path
+from pipeline.runtime.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
 
 WEIGHTS = ["*.safetensors"]
 #: Patterns of all other files of a checkpoint that affect the vectors.

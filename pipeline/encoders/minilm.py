@@ -28,7 +28,6 @@ from pydantic import Field, field_validator, model_validator
 from transformers import MODEL_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 
 from pipeline import config
-from pipeline.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
 from pipeline.config import SpecError, reading
 from pipeline.encoders import (
     AttentionInfo,
@@ -57,6 +56,7 @@ from pipeline.encoders.loading import (
     load_model,
     load_model_config,
 )
+from pipeline.encoders.taps import MODEL_STATISTICS, Tap
 from pipeline.encoders.templates import (
     DEFAULT_INSTRUCTION,
     INSTRUCTION_SLOT,
@@ -78,7 +78,7 @@ from pipeline.encoders.trained import (
 )
 from pipeline.encoders.words import Words
 from pipeline.paths import local_path
-from pipeline.taps import MODEL_STATISTICS, Tap
+from pipeline.runtime.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, normalise, pad
 
 BUNDLED = "bundled"

@@ -23,6 +23,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+from pipeline.data.recognise.audio import decode_samples
 from pipeline.encoders.images import grid_extents
 from pipeline.encoders.loading import check_checkpoint, load_processor
 from pipeline.encoders.model_inputs import ModelInput
@@ -31,7 +32,6 @@ from pipeline.encoders.qwen_reader import TEXT_TYPE, SequenceWriter, TimedImage
 from pipeline.encoders.qwen_spec import CONTENT, StatesSpec
 from pipeline.encoders.qwen_states import StatesEncoder, StatesReader
 from pipeline.tokens import AUDIO, SPECIAL, VISUAL
-from pipeline.transcribe.audio import decode_samples
 
 #: Model classes by model type. The speech decoder of the first type is not loaded.
 MODELS = dict.fromkeys(

@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 )
 
 from pipeline.config import SpecError
-from pipeline.decoding import Unreadable
+from pipeline.data.decode import Unreadable
 from pipeline.encoders.images import grid_extents, item_images
 from pipeline.encoders.loading import (
     SETTINGS,

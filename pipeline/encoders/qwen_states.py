@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pipeline.config import SpecError
-from pipeline.decoding import Unreadable
+from pipeline.data.decode import Unreadable
 from pipeline.encoders import AttentionInfo, EncodedQueries, readable_query
 from pipeline.encoders.images import open_query_image
 from pipeline.encoders.layers import attention_info, check_layers, layer_states, make_bidirectional
@@ -26,6 +26,7 @@ from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.qwen_reader import QwenReader, SequenceWriter, TimedImage
 from pipeline.encoders.qwen_spec import StatesSpecT
 from pipeline.encoders.sequences import SequenceEncoder
+from pipeline.encoders.taps import MODEL_STATISTICS
 from pipeline.encoders.templates import (
     DEFAULT_INSTRUCTION,
     check_special_tokens,
@@ -33,7 +34,6 @@ from pipeline.encoders.templates import (
 )
 from pipeline.encoders.trained import appended_hashes, check_appended_tokens
 from pipeline.schema import is_blank
-from pipeline.taps import MODEL_STATISTICS
 from pipeline.tokens import SPECIAL, VISUAL
 
 

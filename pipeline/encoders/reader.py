@@ -24,7 +24,7 @@ from pipeline.encoders.templates import (
     image_template,
     text_template,
 )
-from pipeline.progress import counted_rows
+from pipeline.runtime.progress import counted_rows
 from pipeline.schema import PAYLOAD
 from pipeline.tokens import VISUAL
 

@@ -22,7 +22,6 @@ from PIL import Image
 from pydantic import Field, field_validator
 
 from pipeline import config, extras
-from pipeline.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
 from pipeline.config import SpecError, reading
 from pipeline.encoders import EncodedQueries, Encoder, check_query_size, check_query_texts
 from pipeline.encoders.batching import join_parts
@@ -34,6 +33,7 @@ from pipeline.encoders.loading import (
     hash_files,
     load_json,
 )
+from pipeline.encoders.taps import Tap
 from pipeline.encoders.templates import (
     DEFAULT_INSTRUCTION,
     PROMPTS_FILE,
@@ -48,7 +48,7 @@ from pipeline.encoders.templates import (
 )
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.paths import local_path
-from pipeline.taps import Tap
+from pipeline.runtime.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
 from pipeline.tokens import TokenBatch
 
 #: Files of a checkpoint, including those of its modules in subfolders.

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pyarrow as pa
 
-from pipeline.candidates import bm25
 from pipeline.index.reader import Index, combine_filters
+from pipeline.search.generators import bm25
 from pipeline.search.top import top_rows
 
 #: Filter of the items that BM25 can find, by the name of the text column.
@@ -22,7 +22,7 @@ def has_texts(index: Index, column: str = "text", filter: str | None = None) -> 
 
 
 class Bm25:
-    """BM25 over a text column of an index, see `pipeline.candidates.bm25`.
+    """BM25 over a text column of an index, see `pipeline.search.generators.bm25`.
 
     The statistics are those of the searched items. Items that have no text or share no word with
     the query are not returned.

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from pipeline.atomic import write_atomic
 from pipeline.config import absolute, digest
 from pipeline.paths import is_uri, locate, open_file
+from pipeline.runtime.atomic import write_atomic
 
 #: Version of the code that computes the entries. Increase it when their values change.
 VERSION = 2

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from pipeline.codecs import Codec
+from pipeline.compression.codecs import Codec
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import JudgedQueries
 from pipeline.eval.diagnostics import (

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline import extras
-from pipeline.atomic import check_writable
+from pipeline import __version__, extras
 from pipeline.config import SpecError, dump
 from pipeline.eval import Benchmark, BenchmarkRow, JudgedQueries, Phrase, bm25
 from pipeline.eval.cache import Cache, Measurements, cache_key
@@ -34,7 +33,6 @@ from pipeline.eval.grounding import (
 )
 from pipeline.eval.level import judged_level
 from pipeline.eval.metrics import MDR, parse_measure, write_run
-from pipeline.eval.plan import Candidates, Row, planned_rows
 from pipeline.eval.ranker import Ranker, fitting_key
 from pipeline.eval.results import (
     BM25,
@@ -47,15 +45,16 @@ from pipeline.eval.results import (
     method_name,
     sort_results,
 )
+from pipeline.eval.rows import Candidates, Row, planned_rows
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.index.filters import check_matches, filtering
 from pipeline.index.fitting import load_fit_sample
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
 from pipeline.registry import BENCHMARKS
+from pipeline.runtime.atomic import check_writable
 from pipeline.search.fusion import FUSED
 from pipeline.search.searcher import Searcher, open_index
-from pipeline.version import __version__
 
 #: Recommended number of seeds of random pruning, as in SAP's appendix C.
 NUM_SEEDS = 5

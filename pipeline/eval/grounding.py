@@ -15,6 +15,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 
 from pipeline.config import Spec, SpecError
+from pipeline.data.texts import WORD
 from pipeline.encoders import EncodedQueries
 from pipeline.eval import Box, Phrase
 from pipeline.eval.boxes import check_boxes
@@ -30,7 +31,6 @@ from pipeline.index.reader import Index, combine_filters
 from pipeline.schema import is_blank
 from pipeline.search.explain import assigned_vectors, prefix_assignment
 from pipeline.search.searcher import Searcher
-from pipeline.texts import WORD
 
 #: Number of positions in the text that are tried per phrase.
 ATTEMPTS_PER_PHRASE = 20

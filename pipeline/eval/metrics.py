@@ -17,9 +17,9 @@ import ir_measures
 import numpy as np
 from ir_measures.providers import FallbackProvider
 
-from pipeline.atomic import open_atomic
 from pipeline.config import SpecError
 from pipeline.eval.topics import read_lines
+from pipeline.runtime.atomic import open_atomic
 
 Run = Mapping[str, Mapping[str, float]]
 Grades = Mapping[str, int]

@@ -12,18 +12,11 @@ import numpy as np
 from fsspec import AbstractFileSystem
 
 from pipeline.config import ComponentSpec, SpecError, absolute, reading
-from pipeline.decoding import Unreadable
+from pipeline.data.decode import Unreadable
+from pipeline.data.vector_files import FLOATS, INTEGERS, QUERIES, QUERY_IDS, STRINGS, NpyArray
 from pipeline.eval import Benchmark, JudgedQueries
 from pipeline.eval.topics import read_qrels
 from pipeline.paths import locate
-from pipeline.sources.vector_files import (
-    FLOATS,
-    INTEGERS,
-    QUERIES,
-    QUERY_IDS,
-    STRINGS,
-    NpyArray,
-)
 
 QUERY_LENGTHS = "querylens.npy"
 #: Alternative name of the file of the ids in published data sets.

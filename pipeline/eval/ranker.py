@@ -19,10 +19,10 @@ from pipeline.eval.diagnose import Diagnoser, uncompressed_representation
 from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.example_selection import NUM_HITS
 from pipeline.eval.metrics import per_query
-from pipeline.eval.plan import Row
 from pipeline.eval.pools import Pool, map_by_pool
 from pipeline.eval.query_images import encode_all
 from pipeline.eval.results import BM25, EDJE, SINGLE_VECTOR, SIZES, Result
+from pipeline.eval.rows import Row
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
 from pipeline.eval.topics import judged_query_vectors
 from pipeline.index.columns import RERANK_TOKENS

@@ -12,9 +12,9 @@ from pipeline.eval.grounding import GeneratedPhrases
 from pipeline.eval.metrics import DEFAULT_MEASURES, MDR, parse_measure
 from pipeline.registry import BenchmarkSpec
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
-from pipeline.scores import Score
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, FusionSpec
 from pipeline.search.options import EQUAL_WEIGHTS, Weights
+from pipeline.search.scores import Score
 
 
 class RerankSpec(Spec):

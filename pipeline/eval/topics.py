@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config import SpecError, reading
-from pipeline.decoding import Unreadable
+from pipeline.data.decode import Unreadable
+from pipeline.data.text import parse_object
 from pipeline.eval import JudgedQueries
 from pipeline.paths import open_file
 from pipeline.schema import is_blank
-from pipeline.sources.text import parse_object
 
 _SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
@@ -49,7 +49,7 @@ def read_lines(path: str, field: str, required: str = "") -> Iterator[tuple[int,
 
 
 def parse_row(line: str, field: str, rule: str, note: str) -> dict[str, Any]:
-    """Returns the JSON object of a line, with the checks of `pipeline.sources.text.parse_object`.
+    """Returns the JSON object of a line, with the checks of `pipeline.data.text.parse_object`.
 
     Args:
         line: The line.

@@ -22,13 +22,13 @@ import ray
 import torch
 from lance.fragment import FragmentMetadata
 
-from pipeline import logs, tracing
 from pipeline.config import Spec
 from pipeline.index.capacity import check_capacity
 from pipeline.index.reader import Index, get_fragment, part_uri
 from pipeline.index.session import Session, configure_ray_data, iter_rows
-from pipeline.progress import Totals
-from pipeline.stage import Profile, Resources, consecutive_starts, map_batches
+from pipeline.index.stage import Profile, Resources, consecutive_starts, map_batches
+from pipeline.runtime import logs, tracing
+from pipeline.runtime.progress import Totals
 
 log = logging.getLogger("maxray.index")
 

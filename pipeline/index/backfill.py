@@ -24,9 +24,9 @@ from pipeline.index.reader import Index, get_fragment
 from pipeline.index.rerank_tokens import check_same_adapter, rerank_field
 from pipeline.index.session import Session
 from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.index.stage import Stage, run_stage
 from pipeline.index.stages import Compress, Represent
 from pipeline.index.stream import encode_stage
-from pipeline.stage import Stage, run_stage
 
 #: Number of fragments per commit.
 COMMIT_FRAGMENTS = 8

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from pipeline.config import SpecError
-from pipeline.stage import Profile
+from pipeline.index.stage import Profile
 
 #: Pools that consist of tasks.
 TASKS = ("read", "fit")

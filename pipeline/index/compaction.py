@@ -18,8 +18,8 @@ from lance.optimize import (
 )
 
 from pipeline.index.session import checked_call
+from pipeline.index.stage import Resources
 from pipeline.index.writer import IndexWriter
-from pipeline.stage import Resources
 
 log = logging.getLogger("maxray.index")
 

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from lance.fragment import FragmentMetadata, write_fragments
 
+from pipeline.data import ItemSize
 from pipeline.index.positions import encode_positions
 from pipeline.index.reader import ITEMS, part_uri
+from pipeline.index.stage import Unit
 from pipeline.index.units import UnitLimits
-from pipeline.progress import meter
+from pipeline.runtime.progress import meter
 from pipeline.schema import REJECT
-from pipeline.sources import ItemSize
-from pipeline.stage import Unit
 
 #: Result of a write: a pickled `Pending`, which the driver needs for the commit.
 WRITTEN = pa.schema([pa.field("written", pa.large_binary())])

@@ -19,8 +19,8 @@ from typing import Any
 import ray
 import yaml
 
-from pipeline import logs, tracing
 from pipeline.config import JobError, SpecError
+from pipeline.data.combined import Combined
 from pipeline.index import JOBS, tasks
 from pipeline.index.capacity import check_capacity
 from pipeline.index.checks import check, check_reasons, check_resources
@@ -34,14 +34,14 @@ from pipeline.index.plan import ColumnPlan, plan_columns
 from pipeline.index.reader import Index, open_folder, quote
 from pipeline.index.session import Session, iter_rows
 from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.index.stage import FINISHED
 from pipeline.index.stream import encode_stage, written_fragments
 from pipeline.index.units import UnitRange
 from pipeline.index.writer import IndexWriter
-from pipeline.progress import Totals, read_board, start_board
 from pipeline.registry import ENCODERS, SOURCES
+from pipeline.runtime import logs, tracing
+from pipeline.runtime.progress import Totals, read_board, start_board
 from pipeline.schema import REJECT
-from pipeline.sources.combined import Combined
-from pipeline.stage import FINISHED
 
 log = logging.getLogger("maxray.index")
 

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 
 from lance import LanceDataset
 
-from pipeline.atomic import write_atomic
 from pipeline.paths import locate
+from pipeline.runtime.atomic import write_atomic
 
 #: Key of the config entry.
 LEASE_KEY = "maxray.lease"

@@ -24,12 +24,12 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config import ComponentSpec
+from pipeline.data import ItemSize, Source
 from pipeline.index.reader import ITEMS, REJECTS, corruption_errors, id_filter, part_uri, quote
 from pipeline.index.units import UnitLimits, UnitRange, unit_ranges
 from pipeline.paths import open_file
 from pipeline.registry import SOURCES
 from pipeline.schema import REJECT, Item, Reject
-from pipeline.sources import ItemSize, Source
 
 #: Statuses of a listed item.
 STATUSES = ("new", "changed", "done", "rejected", "duplicate", "foreign")

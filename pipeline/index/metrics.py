@@ -10,7 +10,7 @@ import functools
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from pipeline.progress import Snapshot
+from pipeline.runtime.progress import Snapshot
 
 COMMIT_SECONDS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 

@@ -18,7 +18,6 @@ import pyarrow as pa
 from fsspec import AbstractFileSystem
 
 from pipeline import config
-from pipeline.atomic import check_writable
 from pipeline.config import JobError, SpecError, absolute, digest, within
 from pipeline.extras import MissingExtra
 from pipeline.index import ITEMS, LEASE, PARTS, REJECTS, missing_index
@@ -39,10 +38,11 @@ from pipeline.index.positions import decode_positions
 from pipeline.index.prefixes import find_representation, first_vectors
 from pipeline.paths import is_uri, locate
 from pipeline.registry import CANDIDATES, CODECS
+from pipeline.runtime.atomic import check_writable
 from pipeline.schema import FORMAT_VERSION, REJECT
 
 if TYPE_CHECKING:  # these import torch, which most readers do not need
-    from pipeline.codecs import Codec
+    from pipeline.compression.codecs import Codec
 
 #: URI schemes of an index: those that both Lance and fsspec can write.
 SCHEMES = ("file", "s3", "gs", "az")

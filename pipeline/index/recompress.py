@@ -16,8 +16,9 @@ import ray
 import torch
 from pydantic import Field, PositiveInt
 
-from pipeline.codecs import Codec
+from pipeline.compression.codecs import Codec
 from pipeline.config import Spec, SpecError, Uri
+from pipeline.encoders.taps import APPENDED_STATISTICS, Tap
 from pipeline.index.add import (
     AddedColumns,
     FragmentActor,
@@ -50,12 +51,11 @@ from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.positions import decode_positions
 from pipeline.index.reader import Index
 from pipeline.index.session import Session
+from pipeline.index.stage import Profile, Resources
 from pipeline.index.stages import ColumnCollector, Compress
 from pipeline.index.token_columns import TAP, token_batches, with_taps
 from pipeline.index.trained import check_compressors
 from pipeline.registry import COMPRESSORS, ENCODERS
-from pipeline.stage import Profile, Resources
-from pipeline.taps import APPENDED_STATISTICS, Tap
 from pipeline.tokens import TokenBatch, lists_of
 
 #: Seed of the sample of items to fit on.

@@ -18,7 +18,7 @@ from pipeline.schema import FORMAT_VERSION, vectors_type, with_metadata
 from pipeline.tokens import ragged_to_arrow
 
 if TYPE_CHECKING:
-    from pipeline.rerank.adapter import Adapter
+    from pipeline.encoders.edje.adapter import Adapter
     from pipeline.tokens import TokenBatch
 
 
@@ -52,15 +52,17 @@ def rerank_field(folder: str, encoder_info: EncoderInfo) -> pa.Field:
 
 
 def read_edje(folder: str) -> dict[str, Any]:
-    """Reads the metadata of an EDJE model, see `pipeline.rerank.edje.read_metadata`."""
-    from pipeline.rerank.edje import read_metadata  # imports transformers, which few jobs need
+    """Reads the metadata of an EDJE model, see `pipeline.encoders.edje.model.read_metadata`."""
+    from pipeline.encoders.edje.model import (
+        read_metadata,  # imports transformers, which few jobs need
+    )
 
     return read_metadata(folder, "rerank")
 
 
 def check_same_adapter(folder: str, stored: RerankInfo) -> None:
     """Raises `SpecError` if the tokens in a stored column were computed by another adapter."""
-    from pipeline.rerank.edje import check_tokens
+    from pipeline.encoders.edje.model import check_tokens
 
     check_tokens(folder, stored.adapter, "rerank")
 

@@ -18,16 +18,16 @@ from typing import Any
 
 import ray
 
-from pipeline import logs, tracing
-from pipeline.atomic import write_atomic
 from pipeline.config import JobError, Spec, SpecError, Stopped, dump_yaml
 from pipeline.index import JOBS, PROGRESS
 from pipeline.index.metrics import JobMetrics
 from pipeline.index.reader import open_dataset, open_folder, part_uri
+from pipeline.index.stage import Profile
 from pipeline.index.writer import IndexWriter, LeaseLost
 from pipeline.paths import is_uri
-from pipeline.progress import Monitor, Snapshot
-from pipeline.stage import Profile
+from pipeline.runtime import logs, tracing
+from pipeline.runtime.atomic import write_atomic
+from pipeline.runtime.progress import Monitor, Snapshot
 
 log = logging.getLogger("maxray.session")
 

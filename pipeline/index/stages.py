@@ -11,10 +11,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.codecs import Codec
 from pipeline.compression import MAX_TOKENS, Compressor
+from pipeline.compression.codecs import Codec
 from pipeline.config import ComponentSpec, digest, dump
 from pipeline.encoders import Encoder
+from pipeline.encoders.taps import Tap
 from pipeline.index.columns import (
     RERANK_TOKENS,
     Representation,
@@ -25,6 +26,7 @@ from pipeline.index.columns import (
 from pipeline.index.fitting import LearnedState
 from pipeline.index.info import EncoderInfo
 from pipeline.index.rerank_tokens import tokens_column
+from pipeline.index.stage import Processed, Stage
 from pipeline.index.token_columns import (
     TAP,
     assignment_column,
@@ -35,11 +37,9 @@ from pipeline.index.token_columns import (
     token_columns,
     with_taps,
 )
-from pipeline.progress import counting
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
+from pipeline.runtime.progress import counting
 from pipeline.schema import ITEM, Reject, detail_with_file, metadata_file
-from pipeline.stage import Processed, Stage
-from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, ragged_to_arrow
 
 #: Prefix of the reject reason of items without tokens.
@@ -150,7 +150,7 @@ class Encode(Stage):
         prepares = self.prepare and needs_preparing(self.spec, self.item_fields)
         self._prepare = encoder.preprocessor(self.spec) if prepares else None
         if self.rerank is not None:
-            from pipeline.rerank.edje import load_adapter
+            from pipeline.encoders.edje.model import load_adapter
 
             self._adapter = load_adapter(self.rerank, "rerank")
         reason = encoder.empty_reason if "content" in self.item_fields else "no caption"

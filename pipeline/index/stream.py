@@ -11,7 +11,8 @@ import pyarrow as pa
 import ray
 from ray.data.block import DataBatch
 
-from pipeline.decoding.process import keep_memory
+from pipeline.data.decode.process import keep_memory
+from pipeline.encoders.taps import Tap, single_layer_taps
 from pipeline.index import unit_reader
 from pipeline.index.columns import (
     Representation,
@@ -28,12 +29,11 @@ from pipeline.index.listing import ListingJob
 from pipeline.index.reader import part_uri
 from pipeline.index.session import configure_ray_data
 from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.index.stage import Resources, Stage, Unit, chain, map_batches, packed_table
 from pipeline.index.stages import Compress, Encode, Prepare, Represent, needs_preparing
 from pipeline.index.units import UnitRange
-from pipeline.progress import meter
+from pipeline.runtime.progress import meter
 from pipeline.schema import ITEM
-from pipeline.stage import Resources, Stage, Unit, chain, map_batches, packed_table
-from pipeline.taps import Tap, single_layer_taps
 
 
 def stored_taps(spec: IndexSpec, encoder_info: EncoderInfo) -> tuple[Tap, ...]:

@@ -13,7 +13,7 @@ import ray
 import torch
 
 from pipeline.config import ComponentSpec, SpecError, dump, within
-from pipeline.decoding import Unreadable
+from pipeline.data.decode import Unreadable
 from pipeline.index import listing, unit_reader
 from pipeline.index.artefacts import Sample
 from pipeline.index.columns import Representation, all_representations, compressor_remarks

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipeline.data import Source, items_table
 from pipeline.index.listing import (
     CHANGED,
     DONE,
@@ -25,10 +26,9 @@ from pipeline.index.listing import (
     scan,
     shard_description,
 )
+from pipeline.index.stage import Unit
 from pipeline.index.units import UnitLimits, UnitRange
 from pipeline.schema import MEDIA, Item, Reject, detail_with_file
-from pipeline.sources import Source, items_table
-from pipeline.stage import Unit
 
 #: Shard of a source, and the positions and entries of some of its items.
 Chosen = tuple[dict[str, Any], list[tuple[int, Item]]]

@@ -30,7 +30,6 @@ from lance.dataset import CleanupStats
 from lance.fragment import FragmentMetadata
 from lance.optimize import Compaction, CompactionMetrics, RewriteResult
 
-from pipeline import logs
 from pipeline.config import JobError, SpecError
 from pipeline.index import LEASE
 from pipeline.index.lease import Lease, LeaseFile
@@ -47,6 +46,7 @@ from pipeline.index.reader import (
     open_dataset,
     part_uri,
 )
+from pipeline.runtime import logs
 from pipeline.schema import ITEM
 
 log = logging.getLogger("maxray.writer")

@@ -16,16 +16,16 @@ from PIL import Image, ImageDraw, ImageFont
 from pipeline import config, extras
 from pipeline.compression.agc import AGC, SALIENCY
 from pipeline.config import ComponentSpec, SpecError
-from pipeline.decoding import Unreadable
+from pipeline.data.decode import Unreadable
+from pipeline.data.texts import decode
 from pipeline.encoders import Encoder
 from pipeline.encoders.images import open_query_image, png_file
+from pipeline.encoders.taps import APPENDED_MATRIX, Tap, average_layers, single_layer_taps
 from pipeline.encoders.trained import TrainedCompressor, trained_encoder
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.schema import WORD_BOXES, WORD_SPANS
 from pipeline.search.map_images import BLACK, COLOUR, Colour, fill_boxes, strengths
 from pipeline.search.map_sheets import map_sheet
-from pipeline.taps import APPENDED_MATRIX, Tap, average_layers, single_layer_taps
-from pipeline.texts import decode
 
 #: Suffixes of files that are read as images. Other files than PDF are read as text.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -181,7 +181,7 @@ def read_item(path: str, spec: ComponentSpec) -> Item:
 def _read_page(path: str, file: str, number: int, kind: str) -> Item:
     """Reads a page of a PDF file as an image, or its words with their boxes on the image."""
     extras.require("pypdfium2")
-    from pipeline.decoding.pdf import describe, read_pages
+    from pipeline.data.decode.pdf import describe, read_pages
 
     rule, file = "a page of a readable PDF file", config.absolute(file)
     with config.reading("items", path, rule, Unreadable, problem="is unreadable"):

@@ -36,7 +36,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.codecs import Codec
+from pipeline.compression.codecs import Codec
 from pipeline.config import SpecError, absolute, digest, dump, within
 from pipeline.index.reader import Index, files_with
 from pipeline.paths import is_uri

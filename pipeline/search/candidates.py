@@ -1,4 +1,4 @@
-"""Selection of the items that are scored exactly, see `pipeline.candidates`."""
+"""Selection of the items that are scored exactly, see `pipeline.search.generators`."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ from pipeline.index.artefacts import save_artefact
 from pipeline.index.info import CandidatesInfo
 from pipeline.index.reader import Index
 from pipeline.index.session import Session
+from pipeline.index.stage import Profile, Resources
 from pipeline.registry import CANDIDATES, GeneratorSpec
 from pipeline.schema import with_metadata
 from pipeline.search.candidates import BM25
 from pipeline.search.candidates_sample import draw_sample
 from pipeline.search.query import AnyQuery
 from pipeline.search.representations import representation_info
-from pipeline.stage import Profile, Resources
 
 log = logging.getLogger("maxray.candidates")
 

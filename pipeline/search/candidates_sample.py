@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.candidates import Sample
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
+from pipeline.search.generators import Sample
 from pipeline.search.query import AnyQuery, QueryEncoders
 
 #: Number of words of the passages of items that are encoded as queries.

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from pipeline.data.texts import WORD, is_inside_word
 from pipeline.search.results import Box, Highlight, Location, Passage, Times
-from pipeline.texts import WORD, is_inside_word
 
 #: Maximum number of passages per hit.
 MAX_PASSAGES = 3

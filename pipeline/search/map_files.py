@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
+from pipeline.runtime.atomic import write_atomic
 from pipeline.schema import Composed
 from pipeline.search.explain import NO_SPAN, printable
 from pipeline.search.formatting import format_location

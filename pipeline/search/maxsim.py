@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from pipeline.kernels import triton_module
+from pipeline.runtime.kernels import triton_module
 from pipeline.search import native
 from pipeline.search.packed import PackedVectors, Segment
 

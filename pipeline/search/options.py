@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from pipeline.config import Spec, SpecError
-from pipeline.scores import Score
 from pipeline.search.candidates import (
     BM25,
     CANDIDATES_PER_HIT,
@@ -20,6 +19,7 @@ from pipeline.search.candidates import (
 )
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, Fusion
 from pipeline.search.representations import representation_info
+from pipeline.search.scores import Score
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
     from pipeline.index.info import RepresentationInfo

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.codecs import Codec
-from pipeline.codecs.floats import Float16
+from pipeline.compression.codecs import Codec
+from pipeline.compression.codecs.floats import Float16
 from pipeline.search.storage import Storage
 
 #: Bytes per copy to a device, which bounds the pages of a mapped file that are in host memory.

@@ -14,12 +14,12 @@ import yaml
 from PIL import Image
 
 from pipeline.config import ComponentSpec, SpecError, absolute, within
-from pipeline.decoding import Unreadable
+from pipeline.data import NO_PREVIEW, Source, content_hash
+from pipeline.data.decode import Unreadable
+from pipeline.data.files import existing_root
 from pipeline.index import JOBS
 from pipeline.index.reader import Index, first_line, open_folder
 from pipeline.registry import SOURCES
-from pipeline.sources import NO_PREVIEW, Source, content_hash
-from pipeline.sources.files import existing_root
 
 T = TypeVar("T")
 

@@ -19,18 +19,18 @@ import torch
 
 from pipeline.config import SpecError, absolute
 from pipeline.encoders import Encoder
-from pipeline.encoders.images import open_query_image, png_file
-from pipeline.index.columns import RERANK_TOKENS
-from pipeline.index.reader import Index
-from pipeline.registry import ENCODERS
-from pipeline.rerank.adapter import Adapter
-from pipeline.rerank.edje import (
+from pipeline.encoders.edje.adapter import Adapter
+from pipeline.encoders.edje.model import (
     check_adapter,
     load_adapter,
     load_joint,
     precision_fields,
     read_metadata,
 )
+from pipeline.encoders.images import open_query_image, png_file
+from pipeline.index.columns import RERANK_TOKENS
+from pipeline.index.reader import Index
+from pipeline.registry import ENCODERS
 from pipeline.schema import DEFAULT_RERANK_DEPTH, Precision
 from pipeline.search.options import check_count
 from pipeline.search.query import AnyQueries, readable_queries

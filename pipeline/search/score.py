@@ -27,11 +27,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.candidates.bm25 import Postings, encode
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import files_with
-from pipeline.scores import Score
+from pipeline.runtime.tracing import span
 from pipeline.search import pauses
 from pipeline.search.cache import packed_column
 from pipeline.search.candidates import (
@@ -43,14 +42,15 @@ from pipeline.search.candidates import (
     generator_steps,
 )
 from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, pool_rows
+from pipeline.search.generators.bm25 import Postings, encode
 from pipeline.search.maxsim import maxsim
 from pipeline.search.options import SearchOptions
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import Queries
 from pipeline.search.results import FirstStage, JointScore
+from pipeline.search.scores import Score
 from pipeline.search.selection import Items
 from pipeline.search.top import best_rows, top_rows
-from pipeline.tracing import span
 
 #: Number of queries per batch, which bounds the size of the (queries, items) score matrix.
 QUERY_BATCH = 64

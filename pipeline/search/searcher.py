@@ -9,7 +9,6 @@ from pipeline.config import parse
 from pipeline.encoders import Encoder
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
-from pipeline.scores import Score
 from pipeline.search.candidates import EXACT
 from pipeline.search.describe import describe
 from pipeline.search.options import SearchOptions
@@ -18,6 +17,7 @@ from pipeline.search.query import AnyQueries, AnyQuery, Queries, QueryEncoders
 from pipeline.search.representations import representation_info
 from pipeline.search.results import Hit
 from pipeline.search.score import Ranking, Scorer
+from pipeline.search.scores import Score
 from pipeline.search.selection import Items
 
 if TYPE_CHECKING:  # imports transformers, which a search without reranking does not need

@@ -15,11 +15,11 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from pipeline.config import JobError, SpecError, absolute
 from pipeline.index.reader import Index
-from pipeline.scores import Score
 from pipeline.search.candidates import EXACT
 from pipeline.search.options import SearchOptions, check_count
 from pipeline.search.query import Queries
 from pipeline.search.score import Ranking, Scorer
+from pipeline.search.scores import Score
 from pipeline.search.searcher import Searcher
 from pipeline.search.selection import Items
 from pipeline.search.shards import merge_rankings

@@ -41,7 +41,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeline.codecs.residual import Residual
+from pipeline.compression.codecs.residual import Residual
 from pipeline.search.packed import PackedVectors, Segment
 
 #: Target number of document tokens per program, which amortises loading its queries.

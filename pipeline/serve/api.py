@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from pipeline import __version__
 from pipeline.config import SpecError
 from pipeline.serve import browse, routes, search_page, wire
 from pipeline.serve.errors import (
@@ -26,7 +27,6 @@ from pipeline.serve.errors import (
 )
 from pipeline.serve.gateway import Gateway
 from pipeline.serve.guard import Guard
-from pipeline.version import __version__
 
 log = logging.getLogger("ray.serve")
 

@@ -26,7 +26,7 @@ from urllib.parse import quote
 import httpx2
 from pydantic import BaseModel, ValidationError
 
-from pipeline.retries import RETRIED_STATUSES, is_transient, retry_delay
+from pipeline.runtime.retries import RETRIED_STATUSES, is_transient, retry_delay
 from pipeline.schema import Composed
 from pipeline.serve import wire
 

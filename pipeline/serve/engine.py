@@ -14,6 +14,7 @@ from typing import Any, get_args
 import numpy as np
 
 from pipeline.config import SpecError
+from pipeline.runtime.tracing import span
 from pipeline.search.candidates import EXACT
 from pipeline.search.facets import IndexFacets
 from pipeline.search.options import SearchOptions
@@ -32,7 +33,6 @@ from pipeline.serve.scheduler import Caller, gather_or_cancel
 from pipeline.serve.served import Served, ServedIndexes
 from pipeline.serve.settings import ServeSpec
 from pipeline.serve.vectors import SearchVectors
-from pipeline.tracing import span
 
 log = logging.getLogger("ray.serve")
 

@@ -14,10 +14,10 @@ PROXY_ENV = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pipeline.serve.front:middlewares",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
 }
-#: Environment variables for the traces of Ray Serve, see `pipeline.tracing`. Its setting
+#: Environment variables for the traces of Ray Serve, see `pipeline.runtime.tracing`. Its setting
 #: `tracing_config` does not reach the proxies. With a ratio below 1, calls of a request that was
 #: not sampled are sampled again, as separate traces.
 TRACING_ENV = {
-    "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "pipeline.tracing:span_processors",
+    "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "pipeline.runtime.tracing:span_processors",
     "RAY_SERVE_TRACING_SAMPLING_RATIO": "1",
 }

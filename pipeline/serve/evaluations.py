@@ -37,8 +37,8 @@ import yaml
 from pipeline.config import SpecError, absolute, digest, dump, parse
 from pipeline.eval.results import RESULTS, read_results
 from pipeline.eval.results import Evaluation as EvaluationResults
-from pipeline.logs import FORMAT_VARIABLE
 from pipeline.paths import is_uri
+from pipeline.runtime.logs import FORMAT_VARIABLE
 from pipeline.schema import is_blank
 from pipeline.search.fusion import FUSED
 from pipeline.serve import wire

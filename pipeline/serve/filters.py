@@ -26,8 +26,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from pipeline.config import SpecError
-from pipeline.decoding.process import PipedProcess
-from pipeline.decoding.serve import send
+from pipeline.data.decode.process import PipedProcess
+from pipeline.data.decode.serve import send
 from pipeline.index.filters import matching_ids
 from pipeline.index.reader import Edition, Index, open_edition
 from pipeline.serve.scheduler import Caller

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from pipeline.config import SpecError, reading
-from pipeline.decoding.image import without_comments
+from pipeline.data.decode.image import without_comments
 from pipeline.encoders import QUERY_KINDS, unsupported_query
 from pipeline.index.info import RepresentationInfo
 from pipeline.schema import Composed

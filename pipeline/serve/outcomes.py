@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from pipeline.config import SpecError
-from pipeline.tracing import span
+from pipeline.runtime.tracing import span
 
 log = logging.getLogger("ray.serve")
 P = ParamSpec("P")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from pipeline.index.info import RepresentationInfo, RerankInfo
 from pipeline.schema import ITEM
-from pipeline.scores import VECTOR_SCORES
 from pipeline.search.candidates import BM25, EXACT, generators
 from pipeline.search.fusion import FUSED
+from pipeline.search.scores import VECTOR_SCORES
 from pipeline.serve import wire
 from pipeline.serve.served import Served
 

@@ -16,10 +16,10 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Edition, Index
-from pipeline.scores import Score
 from pipeline.search.candidates import EXACT, generators
 from pipeline.search.options import SearchOptions
 from pipeline.search.representations import representation_info
+from pipeline.search.scores import Score
 from pipeline.serve.calls import Handle, Stages
 from pipeline.serve.errors import ApiError, from_spec_error
 from pipeline.serve.outcomes import Failure, unwrap

@@ -29,6 +29,7 @@ from pipeline.config import SpecError, digest
 from pipeline.encoders import Encoder
 from pipeline.index.info import EncoderInfo
 from pipeline.index.reader import Edition, open_edition
+from pipeline.runtime.tracing import span
 from pipeline.search.describe import describe
 from pipeline.search.maps import SimilarityMap, similarity_map
 from pipeline.search.options import SearchOptions
@@ -47,7 +48,6 @@ from pipeline.serve.served import Served
 from pipeline.serve.settings import Scale, ServedIndex, Timeouts
 from pipeline.serve.vectors import SearchVectors
 from pipeline.serve.versions import Versions
-from pipeline.tracing import span
 
 log = logging.getLogger("ray.serve")
 

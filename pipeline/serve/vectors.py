@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipeline.scores import Score
 from pipeline.search.options import SearchOptions
+from pipeline.search.scores import Score
 
 
 class SearchVectors(NamedTuple):

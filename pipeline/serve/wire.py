@@ -19,10 +19,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from pipeline.config import Spec, SpecError
-from pipeline.scores import Score
 from pipeline.search.fusion import Fusion
 from pipeline.search.options import RerankMethod, SearchOptions
 from pipeline.search.results import Hit, Response
+from pipeline.search.scores import Score
 
 #: Id of an item, a parent or a query.
 Id = Annotated[str, StringConstraints(min_length=1, max_length=2048)]

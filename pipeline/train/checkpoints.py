@@ -15,9 +15,10 @@ from typing import Any, TextIO
 
 import torch
 
-from pipeline import config, distributed
+from pipeline import config
 from pipeline.config import JobError, SpecError
 from pipeline.encoders.loading import hash_files
+from pipeline.runtime import distributed
 from pipeline.train.sharding import load_state, whole, whole_state
 from pipeline.train.spec import TrainSpec
 

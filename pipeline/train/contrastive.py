@@ -12,20 +12,21 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from pipeline import config, distributed
-from pipeline.atomic import check_writable
+from pipeline import config
 from pipeline.config import SpecError
-from pipeline.distributed import gather_rows, num_workers
 from pipeline.encoders.trained import trained_fields, weight_hashes, write_trained_compressor
 from pipeline.registry import ENCODERS
+from pipeline.runtime import distributed
+from pipeline.runtime.atomic import check_writable
+from pipeline.runtime.distributed import gather_rows, num_workers
 from pipeline.tokens import TokenBatch
 from pipeline.train.compressors import Compressors, check_compressors
 from pipeline.train.contrastive_spec import ContrastiveSpec, Distillation
+from pipeline.train.data.base import NO_LABEL, Batch, Phrases, TrainingData
+from pipeline.train.data.quality import Quality, grounding, utilisation
 from pipeline.train.learner import Embedded, Learner, concatenate
 from pipeline.train.losses import LOWEST, info_nce, kl_divergence, late_scores, margin_mse
 from pipeline.train.trainables import TRAINABLES, Inputs
-from pipeline.training_data.base import NO_LABEL, Batch, Phrases, TrainingData
-from pipeline.training_data.quality import Quality, grounding, utilisation
 
 
 @dataclass(frozen=True)

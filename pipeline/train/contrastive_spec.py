@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from pipeline import config
 from pipeline.config import Uri
 from pipeline.registry import CompressorSpec
-from pipeline.scores import Score
+from pipeline.search.scores import Score
 from pipeline.train.learner import BaseSpec
 from pipeline.train.lora import Lora
 from pipeline.train.losses import Positives, Reduction

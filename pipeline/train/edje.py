@@ -12,23 +12,24 @@ import torch
 from pydantic import Field, model_validator
 from torch.utils.checkpoint import checkpoint
 
-from pipeline import config, distributed
-from pipeline.atomic import check_writable
+from pipeline import config
 from pipeline.config import SpecError, Uri
-from pipeline.distributed import gather_rows
+from pipeline.encoders.edje import objectives
+from pipeline.encoders.edje.adapter import Adapter
+from pipeline.encoders.edje.candidates import candidate_pairs, rerank_scores
+from pipeline.encoders.edje.joint import JointEncoder, Texts
+from pipeline.encoders.edje.model import Edje, read_metadata
 from pipeline.registry import COMPRESSORS, ENCODERS, CompressorSpec
-from pipeline.rerank import objectives
-from pipeline.rerank.adapter import Adapter
-from pipeline.rerank.candidates import candidate_pairs, rerank_scores
-from pipeline.rerank.edje import Edje, read_metadata
-from pipeline.rerank.joint import JointEncoder, Texts
+from pipeline.runtime import distributed
+from pipeline.runtime.atomic import check_writable
+from pipeline.runtime.distributed import gather_rows
 from pipeline.schema import DEFAULT_RERANK_DEPTH
 from pipeline.tokens import PROMPT, TokenBatch, normalise, unit_vectors
+from pipeline.train.data.base import NO_LABEL, Batch, TrainingData
+from pipeline.train.data.quality import Quality, ranking
 from pipeline.train.frozen import FrozenEncoder
 from pipeline.train.learner import BaseSpec, Embedded, Learner, concatenate
 from pipeline.train.losses import LOWEST, info_nce, late_scores
-from pipeline.training_data.base import NO_LABEL, Batch, TrainingData
-from pipeline.training_data.quality import Quality, ranking
 
 #: Prefix of the names of the teacher's tensors.
 TEACHER = "teacher_"

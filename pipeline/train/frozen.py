@@ -10,13 +10,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline import config, distributed
+from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders import Encoder
 from pipeline.encoders.batching import concatenate
-from pipeline.taps import Tap
+from pipeline.encoders.taps import Tap
+from pipeline.runtime import distributed
 from pipeline.tokens import TokenBatch
-from pipeline.training_data.base import Batch, TrainingData
+from pipeline.train.data.base import Batch, TrainingData
 
 if TYPE_CHECKING:
     from pipeline.train.hidden_states import HiddenStates

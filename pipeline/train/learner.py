@@ -11,8 +11,8 @@ import torch
 
 from pipeline.config import ComponentSpec, SpecError
 from pipeline.registry import ENCODERS, EncoderSpec
-from pipeline.training_data.base import Batch, TrainingData
-from pipeline.training_data.quality import Quality
+from pipeline.train.data.base import Batch, TrainingData
+from pipeline.train.data.quality import Quality
 
 #: Embeddings of a mini-batch or a batch, by name. Rows are queries or documents.
 Embedded = dict[str, torch.Tensor]

@@ -15,17 +15,18 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline import config, distributed
+from pipeline import config
 from pipeline.config import JobError
 from pipeline.encoders.batching import prefetch
 from pipeline.registry import LEARNERS, TRAINING_DATA
+from pipeline.runtime import distributed
 from pipeline.train import masters, sharding
 from pipeline.train.checkpoints import Checkpoints, only_one, random_state, set_random_state
+from pipeline.train.data.base import Batch, TrainingData
+from pipeline.train.data.quality import means
 from pipeline.train.learner import Embedded, Learner, concatenate
 from pipeline.train.metrics import Metrics
 from pipeline.train.spec import VALIDATION, TrainSpec
-from pipeline.training_data.base import Batch, TrainingData
-from pipeline.training_data.quality import means
 
 
 def check(spec: TrainSpec) -> TrainingData:

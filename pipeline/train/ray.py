@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from pipeline import config, distributed
+from pipeline import config
 from pipeline.config import JobError, SpecError
 from pipeline.extras import MissingExtra
-from pipeline.stage import profile_note
+from pipeline.index.stage import profile_note
+from pipeline.runtime import distributed
 from pipeline.train import loop
 from pipeline.train.spec import TrainSpec
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config import SpecError
-from pipeline.distributed import num_workers, rank
+from pipeline.runtime.distributed import num_workers, rank
 
 
 def layers_of(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:

@@ -225,7 +225,7 @@ def _write_figure(path: Path, rows: Sequence[Sequence[Any]]) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    from pipeline.report.plot import REFERENCE, STYLES, apply_style, to_png
+    from pipeline.eval.report.plot import REFERENCE, STYLES, apply_style, to_png
 
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     panels = figure.subplots(1, len(DEPTHS), sharey=True)
@@ -374,7 +374,7 @@ def write_index(uri: str, blocks: Iterator[list[np.ndarray]], dim: int) -> None:
     from lance import LanceDataset, LanceOperation
     from lance.fragment import write_fragments
 
-    from pipeline.codecs.int8 import Int8
+    from pipeline.compression.codecs.int8 import Int8
     from pipeline.config import parse
     from pipeline.index.columns import Representation, representation_fields
     from pipeline.index.info import EncoderInfo

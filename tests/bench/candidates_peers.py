@@ -125,7 +125,7 @@ class Exact:
     def __init__(self, documents: Sequence[np.ndarray]):
         import torch
 
-        from pipeline.codecs.int8 import Int8
+        from pipeline.compression.codecs.int8 import Int8
         from pipeline.search.packed import PackedVectors, Segment
 
         self._codec = Int8(Int8.Spec())

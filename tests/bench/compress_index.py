@@ -12,13 +12,13 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.config import parse
+from pipeline.data import items_table
 from pipeline.index.columns import Representation, encoder_fields, required_taps
 from pipeline.index.fitting import fit, needs_fit
 from pipeline.index.info import EncoderInfo
 from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.index.token_columns import with_taps
 from pipeline.registry import COMPRESSORS, ENCODERS, SOURCES
-from pipeline.sources import items_table
 from tests.bench.reading import decoded_items, listed_items
 
 NUM_VECTORS, RATIO, UNIT_ITEMS, NUM_FITTED = 32, 0.16, 64, 32

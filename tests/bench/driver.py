@@ -25,11 +25,11 @@ import ray
 
 import jobs
 from pipeline.index.session import configure_ray_data, iter_rows
+from pipeline.index.stage import Processed, Profile, Resources, Stage, Unit, chain
 from pipeline.index.stream import unit_dataset, write_units
 from pipeline.index.units import UnitRange
 from pipeline.index.writer import open_or_create
 from pipeline.schema import ITEM, Item
-from pipeline.stage import Processed, Profile, Resources, Stage, Unit, chain
 from tests.bench.harness import Bench, Repeats, cpu_seconds, table
 
 #: CPUs that each process reserves, so that 16 actors fit on one CPU. Empty units need none.

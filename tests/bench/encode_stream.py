@@ -27,15 +27,15 @@ from pyarrow import feather
 
 import jobs
 from pipeline.config import parse
+from pipeline.data import Source, items_table
 from pipeline.encoders.sequences import SequenceEncoder
+from pipeline.eval.planning.estimate import Pool, StageTime, estimate
 from pipeline.index.columns import Representation, encoder_fields, required_taps
 from pipeline.index.info import EncoderInfo
+from pipeline.index.stage import Resources, Unit, run_stage
 from pipeline.index.stages import Compress, Encode, Represent
-from pipeline.planning.estimate import Pool, StageTime, estimate
 from pipeline.registry import ENCODERS, SOURCES
 from pipeline.schema import Item
-from pipeline.sources import Source, items_table
-from pipeline.stage import Resources, Unit, run_stage
 from tests.bench import encode_models
 from tests.bench.harness import Bench, Repeats, table
 

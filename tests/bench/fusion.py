@@ -93,8 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _measure_bm25(num_items: int) -> dict[str, float]:
     """Returns the CPU times and sizes of BM25 over random texts."""
-    from pipeline.candidates.bm25 import Bm25, Postings, encode, statistics
     from pipeline.search.candidates import MIN_CANDIDATES
+    from pipeline.search.generators.bm25 import Bm25, Postings, encode, statistics
     from pipeline.search.top import best_rows
 
     rng = np.random.default_rng(0)
@@ -194,7 +194,7 @@ def _table(rows: Sequence[Comparison]) -> str:
 
 
 def _write_csv(path: Path, rows: Sequence[Comparison]) -> None:
-    from pipeline.report.text import Table
+    from pipeline.eval.report.text import Table
 
     cells = [[f"{v:.4f}" if isinstance(v, float) else v for v in row] for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ def _write_figure(path: Path, rows: Sequence[Comparison], args: Namespace) -> No
     """Plots the gains with their confidence intervals, one panel per collection."""
     from matplotlib.figure import Figure
 
-    from pipeline.report.plot import REFERENCE, STYLES, apply_style, to_png
+    from pipeline.eval.report.plot import REFERENCE, STYLES, apply_style, to_png
 
     names = list(dict.fromkeys(row.collection for row in rows))
     fusions = list(dict.fromkeys(row.fusion for row in rows))

@@ -20,7 +20,7 @@ from typing import Any
 
 import jobs
 from pipeline.config import SpecError
-from pipeline.report.text import Table
+from pipeline.eval.report.text import Table
 
 PACKAGES = ("ray", "pylance", "torch", "transformers", "pyarrow")
 

@@ -49,10 +49,10 @@ from pipeline.index.info import EncoderInfo
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import ITEMS, part_uri
 from pipeline.index.spec import IndexSpec
+from pipeline.index.stage import Unit, run_stage
 from pipeline.index.stages import Compress, Encode, Prepare, Represent, needs_preparing
 from pipeline.index.units import UnitRange
 from pipeline.registry import ENCODERS
-from pipeline.stage import Unit, run_stage
 from tests.bench import encode_models
 from tests.bench.commit_history import commits
 from tests.bench.harness import Bench, Repeats, run_apart, table

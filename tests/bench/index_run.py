@@ -28,11 +28,11 @@ from pipeline.index.info import EncoderInfo
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import part_uri
 from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.index.stage import run_stage
 from pipeline.index.stages import Compress, Encode, Represent
 from pipeline.index.units import UnitRange
 from pipeline.index.writer import IndexWriter
 from pipeline.registry import ENCODERS
-from pipeline.stage import run_stage
 from tests.bench.harness import peak_bytes
 
 

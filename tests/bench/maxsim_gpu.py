@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import jobs
-from pipeline.codecs.int8 import Int8
+from pipeline.compression.codecs.int8 import Int8
 from pipeline.config import SpecError
 from pipeline.search.maxsim import backends, maxsim
 from pipeline.search.packed import PackedVectors, Segment

@@ -25,10 +25,10 @@ import soundfile
 
 import jobs
 from pipeline.config import SpecError
+from pipeline.data.pages import Pages
+from pipeline.data.recognise.accuracy import word_errors
 from pipeline.registry import OCR, SPEECH
 from pipeline.schema import AUDIO, Item
-from pipeline.sources.pages import Pages
-from pipeline.transcribe.accuracy import word_errors
 from tests.bench.harness import Bench, Repeats, run_apart, table
 from tests.bench.reading import decoded_items, listed_items
 

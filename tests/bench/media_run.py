@@ -32,10 +32,10 @@ import soundfile
 import soxr
 
 import jobs
-from pipeline.sources import items_table
-from pipeline.sources.audio import Audio
-from pipeline.sources.video import Video
-from pipeline.stage import Unit
+from pipeline.data import items_table
+from pipeline.data.audio import Audio
+from pipeline.data.video import Video
+from pipeline.index.stage import Unit
 from tests.bench.harness import descendants, peak_bytes
 from tests.bench.loops import run_loops
 from tests.bench.reading import decoded_items, listed_items
@@ -62,8 +62,8 @@ def source_stage(kind: str, path: str, processes: int) -> dict[str, Any]:
     """Measures the source stage of the index job without its start-up time."""
     from pipeline.index import listing
     from pipeline.index.session import configure_ray_data, iter_rows
+    from pipeline.index.stage import Resources
     from pipeline.index.stream import read_units
-    from pipeline.stage import Resources
 
     source = source_of(kind, path)
     with tempfile.TemporaryDirectory() as folder, jobs.cluster():

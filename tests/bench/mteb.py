@@ -29,8 +29,8 @@ from PIL import Image, ImageDraw
 
 import jobs
 from pipeline import extras
+from pipeline.data.pages import Pages
 from pipeline.schema import Item
-from pipeline.sources.pages import Pages
 from tests.bench.harness import Bench, Repeats, descendants, proportional_bytes, table
 from tests.bench.pages import PDFS
 from tests.bench.reading import decoded_items, listed_items

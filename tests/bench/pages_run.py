@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import jobs
-from pipeline.decoding import pdf
-from pipeline.sources.pages import Pages
+from pipeline.data.decode import pdf
+from pipeline.data.pages import Pages
 from tests.bench.loops import run_loops
 
 NEEDS = ("text", "image")
@@ -37,8 +37,8 @@ def source_stage(spec: Pages.Spec, processes: int) -> dict[str, Any]:
     """Measures the source stage of the index job without its start-up time."""
     from pipeline.index import listing
     from pipeline.index.session import configure_ray_data, iter_rows
+    from pipeline.index.stage import Resources, from_ipc
     from pipeline.index.stream import read_units
-    from pipeline.stage import Resources, from_ipc
 
     with tempfile.TemporaryDirectory() as folder, jobs.cluster():
         listed = listing.ListingJob(f"{folder}/index", f"{folder}/job", spec, "", (), NEEDS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.data import Source
 from pipeline.schema import Item
-from pipeline.sources import Source
 
 
 def listed_items(source: Source[Any], shard: dict[str, Any]) -> list[tuple[int, Item]]:

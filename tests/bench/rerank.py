@@ -28,7 +28,7 @@ import torch
 
 import jobs
 from pipeline.config import SpecError, parse
-from pipeline.rerank.joint import JointEncoder, Texts
+from pipeline.encoders.edje.joint import JointEncoder, Texts
 from tests.bench import maxsim, maxsim_gpu
 from tests.bench.harness import Bench, Repeats, parse_on_device, table
 from tests.bench.rerank_run import median_p95, milliseconds, random_candidates, scores_on_cpu

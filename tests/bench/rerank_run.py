@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from pipeline.rerank.joint import JointEncoder
+from pipeline.encoders.edje.joint import JointEncoder
 from tests.bench import maxsim
 
 

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from examples.papers.studies.study import Row, Run, StudySpec, rows_of, runs_of, spread, with_spread
 from pipeline import config
-from pipeline.atomic import write_atomic
 from pipeline.config import MissingField, SpecError
-from pipeline.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
-from pipeline.rerank.edje import METADATA, load_joint, read_metadata
+from pipeline.encoders.edje.model import METADATA, load_joint, read_metadata
+from pipeline.eval.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
+from pipeline.runtime.atomic import write_atomic
 from tests.bench.harness import Bench, table
 from tests.bench.rerank_run import median_p95, milliseconds, random_candidates, scores_on_cpu
 

@@ -115,9 +115,9 @@ def serving(uri: str, args: argparse.Namespace, edje: str | None = None) -> Iter
 
 def write_edje(folder: str) -> None:
     """Writes an EDJE whose joint encoder is the embedded MiniLM, with random heads."""
-    from pipeline.rerank.adapter import Adapter
-    from pipeline.rerank.edje import Edje
-    from pipeline.rerank.joint import JointEncoder
+    from pipeline.encoders.edje.adapter import Adapter
+    from pipeline.encoders.edje.joint import JointEncoder
+    from pipeline.encoders.edje.model import Edje
 
     encoder = MiniLM(MiniLM.Spec())
     vision = {"spec": dump(encoder.spec), "fingerprint": encoder.fingerprint}

@@ -26,10 +26,10 @@ from examples.papers.synthetic import SHAPES
 from pipeline import config
 from pipeline.config import ComponentSpec
 from pipeline.train.contrastive import Contrastive
+from pipeline.train.data.base import Batch, TrainingData
 from pipeline.train.learner import Learner
 from pipeline.train.loop import Loop
 from pipeline.train.spec import TrainSpec
-from pipeline.training_data.base import Batch, TrainingData
 from tests.bench import encode_models
 from tests.bench.harness import Bench, Repeats, parse_on_device, table
 

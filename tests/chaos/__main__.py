@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if sys.platform != "linux":
         raise JobError("the chaos suite requires Linux")
 
-    from pipeline.atomic import check_writable, write_atomic
+    from pipeline.runtime.atomic import check_writable, write_atomic
 
     check_writable(args.folder, "FOLDER")
     for option in ("out", "figure"):

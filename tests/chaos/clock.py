@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from pipeline.atomic import write_atomic
+from pipeline.runtime.atomic import write_atomic
 
 SOURCE = Path(__file__).with_suffix(".c")
 #: Size of a jump, in seconds: longer than any lease.

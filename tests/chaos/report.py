@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.report.text import Table
+from pipeline.eval.report.text import Table
 from tests.chaos.faults import ACTIONS, PHASES
 from tests.chaos.run import Outcome, Round
 
@@ -99,7 +99,7 @@ def figure(rounds: Sequence[Round]) -> bytes:
     """Draws the recovery times by process, one point per fault, as PNG."""
     from matplotlib.figure import Figure
 
-    from pipeline.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
+    from pipeline.eval.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
 
     found = outcomes(rounds)
     targets = [target for target in ACTIONS if any(o.fault.target == target for o in found)]

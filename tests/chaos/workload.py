@@ -14,11 +14,11 @@ import yaml
 from transformers.utils.logging import disable_progress_bar
 
 from pipeline import config
-from pipeline.atomic import write_atomic
+from pipeline.encoders.edje.adapter import Adapter
+from pipeline.encoders.edje.joint import JointEncoder
+from pipeline.encoders.edje.model import Edje
 from pipeline.registry import ENCODERS
-from pipeline.rerank.adapter import Adapter
-from pipeline.rerank.edje import Edje
-from pipeline.rerank.joint import JointEncoder
+from pipeline.runtime.atomic import write_atomic
 from tests.chaos.compare import Contents, contents
 from tests.tiny import SLEEPING
 from tests.tiny import untrained as tiny

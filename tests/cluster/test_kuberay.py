@@ -12,11 +12,11 @@ import yaml
 
 from docs.extensions.parsers import PROFILES, SPECS, parser
 from pipeline import config
+from pipeline.runtime.tracing import ENDPOINT_VARIABLES
 from pipeline.search.candidates_job import CandidatesJobSpec
 from pipeline.serve.environment import TRACING_ENV
 from pipeline.serve.routes import public
 from pipeline.serve.settings import Scale, ServeSpec
-from pipeline.tracing import ENDPOINT_VARIABLES
 from tests.cluster import manifests
 from tests.conftest import ROOT
 from tests.documentation import blocks, commands

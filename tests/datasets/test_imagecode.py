@@ -13,7 +13,7 @@ from pipeline.config import SpecError
 from pipeline.eval import BenchmarkRow
 from tests import datasets
 from tests.datasets.loading import benchmark, load
-from tests.sources.listing import build, read
+from tests.files.listing import build, read
 
 IMAGE = ("image", "text")
 

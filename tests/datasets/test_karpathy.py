@@ -13,8 +13,8 @@ from pipeline.config import SpecError
 from pipeline.datasets.karpathy import Entities, read_coco_boxes
 from tests import datasets
 from tests.datasets.loading import benchmark, load
-from tests.sources.listing import build, read
-from tests.training_data.files import CAPTIONS, IMAGES, NAMES, PHOTOS, build_data, epoch_batches
+from tests.files.listing import build, read
+from tests.train.data.files import CAPTIONS, IMAGES, NAMES, PHOTOS, build_data, epoch_batches
 
 IMAGE = ("image", "text")
 

@@ -8,7 +8,7 @@ from pipeline.config import SpecError
 from pipeline.schema import Composed
 from tests import datasets
 from tests.datasets.loading import load
-from tests.sources.listing import build, read
+from tests.files.listing import build, read
 
 IMAGE = ("image", "text")
 

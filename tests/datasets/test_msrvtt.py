@@ -9,9 +9,9 @@ import pytest
 from pipeline.config import SpecError
 from tests import datasets
 from tests.datasets.loading import load
-from tests.sources.listing import build, read
-from tests.training_data.files import build_data
-from tests.training_data.media import write_msrvtt
+from tests.files.listing import build, read
+from tests.train.data.files import build_data
+from tests.train.data.media import write_msrvtt
 
 
 def test_videos_of_a_split(tmp_path):

@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 
 from pipeline.config import SpecError
+from pipeline.data import content_hash, items_table
 from pipeline.datasets.mteb import document_text, query_text
 from pipeline.registry import BENCHMARKS, SOURCES
 from pipeline.schema import Item, Reject
-from pipeline.sources import content_hash, items_table
 from tests.datasets import mteb_data
 
 pytestmark = mteb_data.NEEDS_MTEB

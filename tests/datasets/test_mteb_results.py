@@ -27,7 +27,7 @@ from pipeline.search.rerank import Reranker
 from pipeline.search.searcher import open_index
 from tests.bench.index_run import bare_loop
 from tests.datasets import mteb_data
-from tests.rerank.models import edje_of
+from tests.encoders.edje.models import edje_of
 
 pytestmark = mteb_data.NEEDS_MTEB
 

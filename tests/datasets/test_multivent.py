@@ -13,10 +13,10 @@ from pipeline.eval import BenchmarkRow
 from pipeline.eval.metrics import means, per_query
 from tests import datasets
 from tests.datasets.loading import benchmark, load
+from tests.files.listing import build, read
 from tests.media import frequency, tone_at
-from tests.sources.listing import build, read
-from tests.training_data.files import build_data
-from tests.training_data.media import QUERY, write_audio, write_clip, write_multivent
+from tests.train.data.files import build_data
+from tests.train.data.media import QUERY, write_audio, write_clip, write_multivent
 
 
 def test_shard_with_features(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.decoding import Unreadable
+from pipeline.data.decode import Unreadable
 from pipeline.encoders import endpoint
 from pipeline.encoders.endpoint import Endpoint, EndpointError, ResponseError, read_vectors
 from pipeline.registry import ENCODERS
@@ -26,7 +26,7 @@ def running(checkpoint):
 
 @pytest.fixture
 def server(running, monkeypatch):
-    monkeypatch.setattr("pipeline.retries.INITIAL_DELAY_S", 0.01)
+    monkeypatch.setattr("pipeline.runtime.retries.INITIAL_DELAY_S", 0.01)
     monkeypatch.setattr(endpoint, "OUTAGE_S", 0.2)
     yield running
     running.reset()

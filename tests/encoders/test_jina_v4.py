@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from pipeline.config import SpecError
-from pipeline.decoding import Unreadable
+from pipeline.data.decode import Unreadable
+from pipeline.encoders.taps import Tap
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME
-from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
 from tests.images import make_images, noise, png
 from tests.tiny.checkpoints import JINA_RANK, JINA_TASKS

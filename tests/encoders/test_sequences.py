@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from pipeline.config import SpecError
-from pipeline.decoding import Unreadable
+from pipeline.data.decode import Unreadable
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME
 from pipeline.tokens import VISUAL

@@ -10,10 +10,10 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.eval.evaluation import run
 from pipeline.eval.metrics import read_run
+from pipeline.eval.report.files import write
 from pipeline.eval.results import read_results
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.registry import COMPRESSORS
-from pipeline.report.files import write
 from tests.conftest import ROOT, write_index
 
 QUERIES = {"1": "the lift of a wing", "b": "how to bake bread", "h": "heat at the nose of a body"}

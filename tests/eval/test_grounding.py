@@ -22,10 +22,10 @@ from pipeline.eval.relevance_maps import (
     region_mask,
     relevance_map,
 )
+from pipeline.eval.report import html
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.report import html
 from tests.pdfs import Page, pdf
 
 pytestmark = pytest.mark.heavy

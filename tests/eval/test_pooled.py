@@ -8,7 +8,7 @@ import pytest
 from jobs import evaluate
 from pipeline.config import SpecError
 from pipeline.eval.pooled import pool, query_retention
-from pipeline.report.pooled import table
+from pipeline.eval.report.pooled import table
 from tests.eval.evaluations import DIAGNOSIS, evaluation_of, result
 
 #: OSR by method in three collections; sap is higher than random in all 12 pairs.

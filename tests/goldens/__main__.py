@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jobs
-from pipeline.stage import REUSE_PROCESSES
+from pipeline.index.stage import REUSE_PROCESSES
 from tests.conftest import ROOT
 from tests.goldens import files, http, indexes, learners, surface, tables
 

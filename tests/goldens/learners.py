@@ -14,8 +14,8 @@ from pipeline import config
 from pipeline.registry import COMPRESSORS
 from pipeline.train.loop import Loop
 from pipeline.train.spec import TrainSpec
+from tests.encoders.edje.models import language_model
 from tests.goldens.indexes import folder, inputs
-from tests.rerank.models import language_model
 from tests.tiny.checkpoints import FAMILIES
 from tests.train.contrastive.test_learned import text_lists
 

@@ -11,9 +11,9 @@ from pipeline.index import compaction
 from pipeline.index.compaction import FragmentMerger, plan_compaction
 from pipeline.index.fragments import write_table
 from pipeline.index.reader import ITEMS, Index, part_uri
+from pipeline.index.stage import Resources
 from pipeline.index.writer import IndexWriter
 from pipeline.schema import ITEM, Item
-from pipeline.stage import Resources
 
 
 def write(writer: IndexWriter, prefix: str, num_fragments: int, num_items: int = 2) -> None:

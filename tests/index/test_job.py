@@ -15,13 +15,13 @@ import pytest
 
 from pipeline import config
 from pipeline.config import JobError, SpecError
+from pipeline.eval.planning.dry_run import dry_run
 from pipeline.index import job
 from pipeline.index.counts import Counts
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
 from pipeline.index.writer import IndexWriter, LeaseHeld
-from pipeline.planning.dry_run import dry_run
 from tests.conftest import actor_pools
 from tests.tiny import SLEEPING
 

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from pipeline.config import parse
+from pipeline.data import images, text
 from pipeline.index import listing, unit_reader
 from pipeline.index import units as index_units
 from pipeline.index.fragments import write_table
@@ -24,7 +25,6 @@ from pipeline.index.reader import part_uri
 from pipeline.index.units import UnitLimits, UnitRange
 from pipeline.index.writer import IndexWriter, open_or_create
 from pipeline.schema import ITEM, REJECT, Item, Reject
-from pipeline.sources import images, text
 
 
 @pytest.fixture
@@ -392,7 +392,7 @@ def test_sample_depends_only_on_its_seed(folder):
 def test_listing_loads_no_torch():
     """Each job starts by launching listing processes, whose imports delay everything else."""
     code = (
-        "import sys, pipeline.index.listing, pipeline.sources.text;"
+        "import sys, pipeline.index.listing, pipeline.data.text;"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,6 +16,7 @@ from jobs import index as index_job
 from jobs import status as status_job
 from pipeline import config, open_index
 from pipeline.config import SpecError
+from pipeline.encoders.edje.model import load_adapter
 from pipeline.index import add, backfill, job
 from pipeline.index.counts import Counts
 from pipeline.index.reader import Index
@@ -23,14 +24,13 @@ from pipeline.index.rerank_tokens import tokens_column
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.writer import IndexWriter
 from pipeline.registry import ENCODERS
-from pipeline.rerank.edje import load_adapter
 from pipeline.schema import column_metadata
 from pipeline.tokens import PROMPT, VISUAL, TokenBatch
 from pipeline.train.frozen import encoded
 from tests.conftest import actor_pools
+from tests.encoders.edje.models import edje
 from tests.images import noise, png
 from tests.media import frame_times, write_video
-from tests.rerank.models import edje
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -16,10 +16,10 @@ import ray
 
 from pipeline.config import JobError
 from pipeline.index.session import configure_ray_data, iter_rows
+from pipeline.index.stage import Processed, Profile, Resources, Stage, Unit, chain
 from pipeline.index.stream import unit_dataset
 from pipeline.index.units import UnitRange
 from pipeline.schema import ITEM, Item
-from pipeline.stage import Processed, Profile, Resources, Stage, Unit, chain
 
 NUM_UNITS = 12
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pipeline.data import ItemSize
 from pipeline.index import units
 from pipeline.index.units import UnitLimits, UnitRange, unit_ranges
-from pipeline.sources import ItemSize
 
 
 def literal_units(positions: list[int], sizes: list[ItemSize], limits: UnitLimits) -> list[int]:

@@ -19,6 +19,7 @@ from pipeline.config import SpecError
 from pipeline.eval.bm25 import Bm25
 from pipeline.eval.evaluation import run
 from pipeline.eval.metrics import means, per_query, read_run
+from pipeline.eval.report.files import write
 from pipeline.eval.results import read_results
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.eval.topics import read_qrels
@@ -26,7 +27,6 @@ from pipeline.index.artefacts import Sample, save_artefact
 from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import ITEMS, Index
 from pipeline.registry import ENCODERS
-from pipeline.report.files import write
 from pipeline.schema import with_metadata
 from pipeline.search.fusion import Fusion, FusionWeights
 from pipeline.search.searcher import Searcher, open_index

@@ -13,6 +13,7 @@ import pytest
 
 from jobs import export
 from pipeline.config import SpecError, parse
+from pipeline.data.vectors import Vectors
 from pipeline.eval.evaluation import run as run_evaluation
 from pipeline.eval.metrics import read_run
 from pipeline.eval.spec import EvaluateSpec
@@ -23,7 +24,6 @@ from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.schema import METADATA_KEY
 from pipeline.search.searcher import open_index
-from pipeline.sources.vectors import Vectors
 
 
 def read_back(path, dim=384):

@@ -16,9 +16,9 @@ import yaml
 from jobs import status
 from pipeline.index import PROGRESS
 from pipeline.index.reader import Index
+from pipeline.index.stage import REUSE_PROCESSES
 from pipeline.index.writer import IndexWriter
-from pipeline.progress import Snapshot
-from pipeline.stage import REUSE_PROCESSES
+from pipeline.runtime.progress import Snapshot
 from tests.conftest import ROOT, start_job
 from tests.terminal import Terminal
 from tests.tiny import SLEEPING

@@ -14,10 +14,10 @@ from examples.papers.synthetic.shapes_files import write_collection
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.eval.evaluation import run
+from pipeline.eval.report.files import write
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.report.files import write
 from pipeline.search.blip import BlipReranker
 from pipeline.search.searcher import open_index
 from tests.conftest import ROOT

@@ -22,16 +22,16 @@ from pipeline import config, open_index
 from pipeline.config import SpecError
 from pipeline.eval.evaluation import run
 from pipeline.eval.metrics import read_run
+from pipeline.eval.report.files import write
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.eval.views import depth_scans
 from pipeline.index.reader import Index
-from pipeline.report.files import write
 from pipeline.schema import Composed
 from pipeline.search.map_sheets import HIT_STEP
 from pipeline.search.rerank import NO_TEXT, NO_TOKENS, Reranker
 from pipeline.search.sharded import ShardedSearcher
+from tests.encoders.edje.models import edje_of
 from tests.images import index_captioned, noise, png
-from tests.rerank.models import edje_of
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

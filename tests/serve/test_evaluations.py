@@ -11,8 +11,8 @@ import yaml
 
 from pipeline.config import parse
 from pipeline.eval.evaluation import run as evaluate
+from pipeline.eval.report.files import write
 from pipeline.eval.spec import EvaluateSpec
-from pipeline.report.files import write
 from pipeline.serve import wire
 from pipeline.serve.client import Client, ServerError
 from pipeline.serve.errors import ApiError

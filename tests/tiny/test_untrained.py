@@ -16,14 +16,14 @@ from examples.papers.synthetic.shapes_files import write_collection
 from examples.papers.verbs import shapes
 from pipeline import config
 from pipeline.encoders.batching import concatenate
+from pipeline.encoders.edje.candidates import candidate_pairs, rerank_scores
+from pipeline.encoders.edje.model import load_adapter, load_joint, read_metadata
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import COMPRESSORS, ENCODERS
-from pipeline.rerank.candidates import candidate_pairs, rerank_scores
-from pipeline.rerank.edje import load_adapter, load_joint, read_metadata
 from pipeline.search.searcher import open_index
+from pipeline.train.data.quality import ranking
 from pipeline.train.losses import late_scores
-from pipeline.training_data.quality import ranking
 from tests.conftest import ROOT
 from tests.tiny import untrained as tiny
 

@@ -14,8 +14,8 @@ from pipeline.config import SpecError
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.tokens import TokenBatch, normalise
 from pipeline.train.compressors import with_objects
+from pipeline.train.data.quality import ranking
 from pipeline.train.loop import Loop, check
-from pipeline.training_data.quality import ranking
 from tests.train.runs import assert_same, logged, spec_of, trained, weights_of
 
 

@@ -17,8 +17,8 @@ from examples.papers.studies.study import StudySpec, runs_of
 from examples.papers.synthetic import SHAPES
 from pipeline import config
 from pipeline.config import SpecError
+from pipeline.encoders.edje.model import load_adapter, load_joint
 from pipeline.registry import COMPRESSORS, ENCODERS
-from pipeline.rerank.edje import load_adapter, load_joint
 from pipeline.tokens import unit_vectors
 from pipeline.train.edje import DEFAULT_TEMPERATURE, TEACHER, sample_positives, texts_of
 from pipeline.train.loop import Loop, check
@@ -26,7 +26,7 @@ from pipeline.train.losses import late_scores
 from pipeline.train.spec import TrainSpec
 from tests.bench import rerank
 from tests.conftest import ROOT
-from tests.rerank.models import language_model
+from tests.encoders.edje.models import language_model
 from tests.tiny import untrained as tiny
 from tests.train.runs import assert_same, logged, run_workers, spec_of, trained, weights_of
 
@@ -628,7 +628,7 @@ def test_shipped_spec_has_the_values_of_the_paper():
 
 def test_small_language_model_is_deterministic_and_covers_the_vocabulary(tmp_path):
     from examples.papers.synthetic.shapes_data import validation_scenes
-    from pipeline.rerank.joint import JointEncoder
+    from pipeline.encoders.edje.joint import JointEncoder
 
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
         tiny.bert(tmp_path / name, seed)

@@ -17,8 +17,8 @@ from pathlib import Path
 import jobs
 from examples.papers.data.make_text_pairs import first_words, write_pairs
 from pipeline.config import absolute
-from pipeline.decoding import Unreadable
-from pipeline.decoding.pdf import describe, read_pages
+from pipeline.data.decode import Unreadable
+from pipeline.data.decode.pdf import describe, read_pages
 
 PAGES = Path(__file__).parents[3] / "jobs/data/pages"
 #: Minimum and maximum number of words of a sentence that is a query.

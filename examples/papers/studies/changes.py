@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from pipeline.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
+from pipeline.eval.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
 
 #: Mean before training, mean after training, and standard deviation over runs after training.
 Change = tuple[float, float, float]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from pipeline.report.plot import STYLES, apply_style, legend_below, to_png
+from pipeline.eval.report.plot import STYLES, apply_style, legend_below, to_png
 
 #: Steps (T,) of the evaluations, and the values (S, T) of a metric by run.
 Curve = tuple[np.ndarray, np.ndarray]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from pipeline.report.plot import STYLES, apply_style, legend_below, to_png
+from pipeline.eval.report.plot import STYLES, apply_style, legend_below, to_png
 
 
 class Point(NamedTuple):

@@ -11,23 +11,23 @@ import numpy as np
 import torch
 
 from examples.papers.studies.study import Run, StudySpec
-from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
 from pipeline.eval.diagnostics import (
     inter_token_similarity,
     matching_strength,
     strength_profile,
 )
+from pipeline.eval.report.text import Table
 from pipeline.registry import LEARNERS
-from pipeline.report.text import Table
+from pipeline.runtime.atomic import write_atomic
 from pipeline.tokens import TokenBatch
 from pipeline.train.checkpoints import Checkpoints
 from pipeline.train.compressors import compressor_label
 from pipeline.train.contrastive import Contrastive
+from pipeline.train.data.base import Batch, TrainingData
+from pipeline.train.data.quality import relevant_matches
 from pipeline.train.learner import Embedded
 from pipeline.train.loop import check
-from pipeline.training_data.base import Batch, TrainingData
-from pipeline.training_data.quality import relevant_matches
 
 
 class Positions(NamedTuple):
@@ -66,7 +66,7 @@ def report(spec: StudySpec, runs: Sequence[Run], names: Sequence[str] = ()) -> s
         SpecError: A row does not exist, or a run is not trained or has no MaxSim scores.
     """
     from examples.papers.studies.utilisation import Profile, utilisation_figure
-    from pipeline.report.plot import to_png  # matplotlib is an extra
+    from pipeline.eval.report.plot import to_png  # matplotlib is an extra
 
     found = positions_of(runs, names)
     profiles = [

@@ -13,10 +13,10 @@ import numpy as np
 from pydantic import Field
 
 from pipeline import config
-from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
+from pipeline.eval.report.text import Table, p_value
 from pipeline.eval.significance import holm, randomisation_p
-from pipeline.report.text import Table, p_value
+from pipeline.runtime.atomic import write_atomic
 from pipeline.train.spec import VALIDATION, TrainSpec
 
 if TYPE_CHECKING:

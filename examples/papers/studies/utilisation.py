@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.report.plot import COLORS, REFERENCE, apply_style
+from pipeline.eval.report.plot import COLORS, REFERENCE, apply_style
 
 #: Maximum number of columns.
 MAX_COLUMNS = 5

@@ -16,15 +16,15 @@ from examples.papers.synthetic.binding_data import Form, payload
 from pipeline.config import SpecError
 from pipeline.encoders import Encoder
 from pipeline.encoders.batching import concatenate
+from pipeline.eval.report.plot import COLORS, REFERENCE, apply_style, to_png
+from pipeline.eval.report.text import Table
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS
-from pipeline.report.plot import COLORS, REFERENCE, apply_style, to_png
-from pipeline.report.text import Table
 from pipeline.schema import ITEM, Item, payload_schema
-from pipeline.scores import Score
+from pipeline.search.scores import Score
 from pipeline.tokens import TokenBatch, unit_vectors
+from pipeline.train.data.quality import pairwise
 from pipeline.train.losses import late_scores
-from pipeline.training_data.quality import pairwise
 
 #: Scores in the order of the table.
 SCORES: tuple[Score, ...] = ("single_vector", "maxsim", "hybrid")

@@ -13,8 +13,8 @@ from examples.papers.synthetic import BINDING
 from examples.papers.synthetic.binding import MIN_SIDE, PANELS, SIDE, Pair, Report, generate_pair
 from examples.papers.synthetic.shapes_data import VALIDATION_SERIES, png
 from pipeline import config
-from pipeline.training_data.base import Batch, TrainingData, worker_slice
-from pipeline.training_data.quality import Quality, pairwise
+from pipeline.train.data.base import Batch, TrainingData, worker_slice
+from pipeline.train.data.quality import Quality, pairwise
 
 Form = Literal["text", "rendered"]
 #: Number of pairs in the benchmark (SMART, section 4.1).

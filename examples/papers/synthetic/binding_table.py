@@ -13,11 +13,11 @@ from examples.papers.synthetic.binding import MIN_SIDE, PANELS, SIDE, Pair
 from examples.papers.synthetic.binding_accuracy import SCORES, check_form, pair_scores
 from examples.papers.synthetic.binding_data import Form
 from pipeline import config
+from pipeline.eval.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
+from pipeline.eval.report.text import Table
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS, EncoderSpec
-from pipeline.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
-from pipeline.report.text import Table
-from pipeline.training_data.quality import pairwise
+from pipeline.train.data.quality import pairwise
 
 
 class TableSpec(config.Spec):

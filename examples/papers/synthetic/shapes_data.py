@@ -24,7 +24,7 @@ from examples.papers.synthetic.shapes import (
 )
 from pipeline import config
 from pipeline.config import SpecError, digest
-from pipeline.training_data.base import Batch, Phrases, TrainingData, worker_slice
+from pipeline.train.data.base import Batch, Phrases, TrainingData, worker_slice
 
 #: First validation series. Training series are smaller. Series fit into one 32-bit word of a seed,
 #: so that the words of a series and a scene number are unique.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.papers.synthetic.shapes_data import first_phrases, png, validation_scenes
-from pipeline.atomic import write_atomic
+from pipeline.runtime.atomic import write_atomic
 
 
 def write_collection(folder: Path, count: int, series: int = 0) -> None:

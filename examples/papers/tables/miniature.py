@@ -15,9 +15,9 @@ import torch
 
 from examples.papers.synthetic import shapes_files
 from examples.papers.tables.plan import MINIATURE
-from pipeline.atomic import write_atomic
 from pipeline.config import SpecError
-from pipeline.report.text import Table
+from pipeline.eval.report.text import Table
+from pipeline.runtime.atomic import write_atomic
 from tests.tiny import checkpoints
 from tests.tiny import untrained as tiny
 from tests.tiny.checkpoints import CRANFIELD

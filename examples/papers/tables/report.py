@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from examples.papers.tables.plan import Plan
 from examples.papers.tables.spec import MEASURE, TableSpec
 from examples.papers.tables.values import cell_value, read_evaluation
-from pipeline.atomic import write_atomic
 from pipeline.eval.evaluation import versions
-from pipeline.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
-from pipeline.report.text import Table
+from pipeline.eval.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
+from pipeline.eval.report.text import Table
+from pipeline.runtime.atomic import write_atomic
 
 #: Sentence above the table of a miniature.
 MINIATURE_NOTE = (

@@ -10,13 +10,13 @@ from pathlib import Path
 from examples.papers.studies import study
 from examples.papers.tables.plan import PlannedStep
 from pipeline import config
-from pipeline.atomic import write_atomic
 from pipeline.eval import evaluation
+from pipeline.eval.report import files
 from pipeline.eval.results import RESULTS
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import add, job, recompress
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.report import files
+from pipeline.runtime.atomic import write_atomic
 from pipeline.train import loop, ray
 from pipeline.train.spec import TrainSpec
 

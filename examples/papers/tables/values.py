@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from examples.papers.tables.plan import FULL, OTHER_ROWS, RELATIVE, Cell
 from examples.papers.tables.spec import MEASURE, REPRESENTATION, SCORE
 from pipeline.config import SpecError
+from pipeline.eval.report.tables import GROUNDING_COLUMNS
 from pipeline.eval.results import Evaluation, Result, read_results
-from pipeline.report.tables import GROUNDING_COLUMNS
 
 #: Numbers of a row that are not metrics, by name.
 OTHER: Mapping[str, Callable[[Result], float | None]] = {

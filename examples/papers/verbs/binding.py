@@ -28,7 +28,7 @@ from pipeline.config import SpecError
 if TYPE_CHECKING:
     from examples.papers.synthetic.binding import Pair
     from examples.papers.synthetic.binding_data import Form
-    from pipeline.report.text import Table
+    from pipeline.eval.report.text import Table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from examples.papers.synthetic.binding import MIN_SIDE, SIDE
     from examples.papers.synthetic.binding_data import evaluation_pairs
-    from pipeline.atomic import check_writable
+    from pipeline.runtime.atomic import check_writable
 
     side = args.side or SIDE
     if side < MIN_SIDE:
@@ -116,7 +116,7 @@ def _accuracy(args: argparse.Namespace, pairs: Sequence[Pair], side: int) -> Non
 
 def _write(folder: str, table: Table, png: bytes) -> None:
     """Writes the table and the plot."""
-    from pipeline.atomic import write_atomic
+    from pipeline.runtime.atomic import write_atomic
 
     files: dict[str, str | bytes] = {"binding.csv": table.csv(), "binding.png": png}
     for name, data in files.items():

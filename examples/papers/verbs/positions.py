@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import jobs
 from pipeline import config, extras
-from pipeline.atomic import check_writable
+from pipeline.runtime.atomic import check_writable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

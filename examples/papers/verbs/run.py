@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from examples.papers.tables import plan as planning
     from examples.papers.tables import spec as specs
     from pipeline import extras
-    from pipeline.atomic import check_writable
+    from pipeline.runtime.atomic import check_writable
 
     if args.table is None:
         for paper, tables in _tables(args.paper).items():

@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from examples.papers.synthetic.shapes_data import VALIDATION_SERIES
     from examples.papers.synthetic.shapes_files import write_collection
-    from pipeline.atomic import check_writable
     from pipeline.config import SpecError
+    from pipeline.runtime.atomic import check_writable
 
     if not 0 <= args.series < VALIDATION_SERIES:
         raise SpecError("series", args.series, f"an integer from 0 to {VALIDATION_SERIES - 1}")

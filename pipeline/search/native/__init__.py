@@ -38,9 +38,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.codecs import Codec
-from pipeline.codecs.centroid_codes import CentroidCodes
-from pipeline.codecs.product_codes import MAX_CENTROIDS, ProductCodes, split
+from pipeline.compression.codecs import Codec
+from pipeline.compression.codecs.centroid_codes import CentroidCodes
+from pipeline.compression.codecs.product_codes import MAX_CENTROIDS, ProductCodes, split
 from pipeline.search.native.documents import (
     BINARY,
     CODES,

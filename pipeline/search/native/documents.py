@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.codecs import Codec
-from pipeline.codecs.residual import Residual
+from pipeline.compression.codecs import Codec
+from pipeline.compression.codecs.residual import Residual
 from pipeline.search.packed import PackedVectors, Segment
 
 #: Numbers of the kinds of vectors in the library.

@@ -13,12 +13,12 @@ from examples.papers.data import make_page_pairs, make_text_pairs
 from examples.papers.studies.study import StudySpec, runs_of
 from examples.papers.verbs import study
 from pipeline import config
+from pipeline.eval.planning.dry_run import dry_run
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.planning.dry_run import dry_run
 from tests.conftest import ROOT
-from tests.training_data.files import IMAGE_TYPE, IMAGES, NAMES, write_lines, write_pages
-from tests.training_data.media import write_clip, write_msrvtt, write_multivent
+from tests.train.data.files import IMAGE_TYPE, IMAGES, NAMES, write_lines, write_pages
+from tests.train.data.media import write_clip, write_msrvtt, write_multivent
 
 SPECS = ROOT / "examples/papers/agc/specs"
 

@@ -12,6 +12,7 @@ import torch
 
 from pipeline import config, open_index
 from pipeline.config import SpecError
+from pipeline.eval.planning.dry_run import dry_run
 from pipeline.index import add, job, recompress
 from pipeline.index.add import Progress
 from pipeline.index.artefacts import Sample, load_artefact
@@ -22,7 +23,6 @@ from pipeline.index.listing import CONTENT, content_hashes
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.status import status
-from pipeline.planning.dry_run import dry_run
 from pipeline.registry import CODECS
 from tests.tiny import SLEEPING
 

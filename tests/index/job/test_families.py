@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from pipeline import config, open_index
+from pipeline.eval.planning.dry_run import dry_run
 from pipeline.index import job
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.planning.dry_run import dry_run
 from pipeline.search.map_images import highlight
 from pipeline.search.maps import similarity_map
 from pipeline.search.previews import Previews

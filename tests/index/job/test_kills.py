@@ -26,8 +26,8 @@ from pipeline.index import job
 from pipeline.index.lease import Lease
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec
+from pipeline.index.stage import REUSE_PROCESSES
 from pipeline.index.status import status
-from pipeline.stage import REUSE_PROCESSES
 from tests.conftest import CRANFIELD, ROOT
 
 NUM_ITEMS = 120

@@ -17,6 +17,7 @@ import jobs
 from jobs import draw
 from pipeline import config
 from pipeline.encoders.appended import AppendedTokens
+from pipeline.encoders.taps import Tap
 from pipeline.encoders.trained import trained_encoder, weight_hashes, write_trained_compressor
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.search.attention_maps import (
@@ -30,7 +31,6 @@ from pipeline.search.attention_maps import (
 )
 from pipeline.search.map_images import COLOUR, MAX_OPACITY
 from pipeline.search.map_sheets import SHEET_STEP
-from pipeline.taps import Tap
 from tests.conftest import ROOT
 from tests.images import noise, png
 

@@ -11,11 +11,11 @@ from jobs import draw
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.eval.evaluation import run
+from pipeline.eval.report.files import write
+from pipeline.eval.report.match_sheets import IRRELEVANT, RELEVANT
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index import job
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.report.files import write
-from pipeline.report.match_sheets import IRRELEVANT, RELEVANT
 from pipeline.search.map_sheets import SHEET_STEP
 from tests.conftest import ROOT
 

@@ -8,8 +8,8 @@ import pytest
 
 from pipeline import config
 from pipeline.config import SpecError
+from pipeline.eval.planning.dry_run import dry_run
 from pipeline.index.spec import IndexResources, IndexSpec
-from pipeline.planning.dry_run import dry_run
 from pipeline.registry import ENCODERS
 from tests.conftest import ROOT
 from tests.encoders.endpoints import MODEL, ImageModel, serve

@@ -14,14 +14,14 @@ from examples.papers.studies.study import StudySpec, runs_of
 from examples.papers.synthetic.binding_table import TableSpec
 from jobs import train
 from pipeline import config
+from pipeline.encoders.edje.model import load_adapter, load_joint
 from pipeline.registry import ENCODERS
-from pipeline.rerank.edje import load_adapter, load_joint
 from pipeline.train.spec import TrainSpec
 from tests.conftest import ROOT
 from tests.datasets.test_karpathy import OBJECTS, SENTENCE, write_karpathy
-from tests.rerank.models import language_model
-from tests.training_data.files import IMAGES, NAMES, write_pages
-from tests.training_data.media import write_msrvtt, write_multivent
+from tests.encoders.edje.models import language_model
+from tests.train.data.files import IMAGES, NAMES, write_pages
+from tests.train.data.media import write_msrvtt, write_multivent
 
 SPECS = ROOT / "jobs/specs/training"
 

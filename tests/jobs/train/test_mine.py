@@ -9,7 +9,7 @@ import pytest
 from jobs import train
 from pipeline import open_index
 from pipeline.config import SpecError
-from tests.training_data.files import build_data, write_lines
+from tests.train.data.files import build_data, write_lines
 
 FULL = ("--representation", "full")
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from pipeline.codecs.centroid_codes import CentroidCodes
+from pipeline.compression.codecs.centroid_codes import CentroidCodes
 from pipeline.search import native
 from pipeline.search.maxsim import backends, best_tokens, maxsim
 from pipeline.search.packed import PackedVectors, Segment

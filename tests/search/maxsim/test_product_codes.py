@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from pipeline.codecs.product_codes import ProductCodes
+from pipeline.compression.codecs.product_codes import ProductCodes
 from pipeline.search import native
 from pipeline.search.maxsim import backends, best_tokens, maxsim
 from pipeline.search.packed import PackedVectors, Segment

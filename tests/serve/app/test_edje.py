@@ -28,8 +28,8 @@ from pipeline.serve import stages
 from pipeline.serve.client import Client, ServerError
 from pipeline.serve.mteb import Endpoint
 from pipeline.serve.settings import Scale, ServedIndex, ServeSpec, Timeouts
+from tests.encoders.edje.models import edje_of
 from tests.images import index_captioned, noise, png
-from tests.rerank.models import edje_of
 from tests.serve.conftest import at_once
 
 pytestmark = pytest.mark.heavy  # its servers take a minute to start

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from pipeline import config
 from pipeline.config import JobError, SpecError
+from pipeline.encoders.taps import average_layers, single_layer_taps
 from pipeline.encoders.trained import MODULE, SUBFOLDER, TOKENS
 from pipeline.registry import COMPRESSORS, ENCODERS
-from pipeline.taps import average_layers, single_layer_taps
 from pipeline.train.loop import Loop, check
 from pipeline.train.spec import TrainSpec
+from tests.train.data.files import write_lines
 from tests.train.runs import assert_same, logged, run_workers, spec_of
-from tests.training_data.files import write_lines
 
 AGC = {"compressor": {"name": "agc", "num_vectors": 3}, "num_appended_tokens": 4}
 MEMTOK = {"compressor": {"name": "memtok", "num_vectors": 4}, "num_appended_tokens": 4}

@@ -1,0 +1,122 @@
+"""Combination of several sources, which a spec defines as a list of sources."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import pyarrow as pa
+from pydantic import Field, field_validator
+
+from pipeline import config
+from pipeline.config import ComponentSpec, SpecError, within
+from pipeline.data import ItemSize, NoFiles, Source
+from pipeline.registry import SOURCES, SourceSpec
+from pipeline.schema import Item, Reject
+
+
+class Combined(Source["Combined.Spec"]):
+    """The items of several sources, in the order of the sources.
+
+    The spec is `source: [{name: text, ...}, {name: pages, ...}]`. Each source has its own
+    `collection`. An id that several sources list belongs to the first of them.
+    """
+
+    class Spec(config.ComponentSpec):
+        """Options of the combined source."""
+
+        name: Literal["combined"] = "combined"
+        sources: list[SourceSpec] = Field(min_length=1)
+        """The sources, in the order in which they are listed."""
+
+        @field_validator("sources")
+        @classmethod
+        def _check_collections(cls, sources: list[ComponentSpec]) -> list[ComponentSpec]:
+            first: dict[str, int] = {}
+            for number, spec in enumerate(sources):
+                for name in SOURCES.load(spec.name)(spec).collections:
+                    if first.setdefault(name, number) != number:
+                        field, rule = f"[{number}].collection", "unique for each source"
+                        note = f", first in source[{first[name]}]; set `collection` of one of them"
+                        raise SpecError(field, name, rule, "occurs twice", note)
+            return sources
+
+    provides = ()  # checked for each of its sources
+
+    def __init__(self, spec: Spec, wants: tuple[str, ...] = ("text",)):
+        super().__init__(spec, wants)
+        self._sources: list[Source] = [SOURCES.build(s, wants) for s in spec.sources]
+
+    @property
+    def stores_listing(self) -> bool:
+        """True if at least one of the sources stores its listing."""
+        return any(source.stores_listing for source in self._sources)
+
+    @classmethod
+    def leaf_specs(cls, spec: Spec) -> list[ComponentSpec]:
+        """Returns the specs of the sources."""
+        return [leaf for s in spec.sources for leaf in SOURCES.load(s.name).leaf_specs(s)]
+
+    def unit_limit(self, shard: dict[str, Any]) -> int:
+        """Returns the limit of the source that the shard belongs to."""
+        return self._sources[shard["source"]].unit_limit(shard["shard"])
+
+    def item_size(self, shard: dict[str, Any], item: Item) -> ItemSize:
+        """Returns the size of an item according to its source."""
+        return self._sources[shard["source"]].item_size(shard["shard"], item)
+
+    @property
+    def copies_files(self) -> bool:
+        """True if at least one of the sources copies whole files."""
+        return any(source.copies_files for source in self._sources)
+
+    @property
+    def collections(self) -> tuple[str, ...]:
+        """The collections of all sources."""
+        return tuple(name for source in self._sources for name in source.collections)
+
+    @functools.cached_property
+    def payload(self) -> pa.Schema:
+        """The payload columns of all sources."""
+        columns = {f.name: f for source in self._sources for f in source.payload}
+        return pa.schema(list(columns.values()))
+
+    def check(self) -> None:
+        """Raises `SpecError` if at least one of the sources contains no items."""
+        for error in self.empty():
+            raise error
+
+    def check_some(self) -> None:
+        """Raises `SpecError` if a path is missing, or if no folder has files of its types.
+
+        With it, a spec stays valid while folders change.
+        """
+        empty = list(self.empty())
+        if len(empty) == len(self._sources):
+            raise empty[0]
+
+    def empty(self) -> Iterator[NoFiles]:
+        """Yields the errors of the sources whose folder has no files of their types."""
+        for number, source in enumerate(self._sources):
+            try:
+                with within(f"[{number}]"):
+                    source.check()
+            except NoFiles as error:
+                yield error
+
+    def shards(self) -> Iterator[dict[str, Any]]:
+        """Yields the shards of all sources as `{"source": number of the source, "shard": ...}`."""
+        for number, source in enumerate(self._sources):
+            for shard in source.shards():
+                yield {"source": number, "shard": shard}
+
+    def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
+        """Yields the items of a shard."""
+        return self._sources[shard["source"]].scan(shard["shard"])
+
+    def decode(
+        self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
+    ) -> Iterator[Item | Reject]:
+        """Yields the requested items. The payload of each item is loaded by its source."""
+        return self._sources[shard["source"]].decode(shard["shard"], items)

@@ -1,0 +1,100 @@
+"""Report files of an evaluation, of a comparison and of pooled evaluations."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+
+import yaml
+
+from pipeline.eval.compare import Comparison
+from pipeline.eval.report import html
+from pipeline.eval.report.compare import full_table
+from pipeline.eval.report.figures import figures
+from pipeline.eval.report.quality_bytes import quality_bytes_png
+from pipeline.eval.report.tables import (
+    candidates_table,
+    comparisons_table,
+    document_categories_csv,
+    metrics_csv,
+    per_query_csv,
+    query_categories_csv,
+    table,
+)
+from pipeline.eval.report.text import Table
+from pipeline.eval.results import RESULTS, Evaluation
+from pipeline.eval.views import candidates_scans
+from pipeline.runtime.atomic import write_atomic
+
+
+def write(evaluation: Evaluation, folder: str) -> list[str]:
+    """Writes the report of an evaluation, its results and its spec, and returns their paths."""
+    files: dict[str, str | bytes] = {
+        "report.html": html.report([evaluation]),
+        "metrics.csv": metrics_csv(evaluation),
+        "per_query.csv": per_query_csv(evaluation),
+        **_category_tables(evaluation),
+        **_candidates_tables(evaluation),
+        **_comparisons_tables(evaluation),
+        "table.md": table(evaluation).markdown(),
+        "quality_bytes.png": quality_bytes_png(evaluation),
+        **_figures(evaluation),
+        RESULTS: evaluation.to_json(),
+        "spec.yaml": yaml.safe_dump(evaluation.spec, sort_keys=False, allow_unicode=True),
+    }
+    return _write(files, folder)
+
+
+def write_comparison(compared: Comparison, folder: str) -> list[str]:
+    """Writes the page and the table of a comparison, and returns their paths."""
+    files = {
+        "compare.html": html.comparison(compared),
+        "compare.csv": full_table(compared).csv(),
+    }
+    return _write(files, folder)
+
+
+def write_pooled(pooled: Evaluation, table: Table, folder: str) -> list[str]:
+    """Writes the table and the figures of pooled evaluations, and returns their paths.
+
+    Args:
+        pooled: Pooled evaluation.
+        table: Table of the pooled evaluations.
+        folder: Path or URI of the folder to write to.
+    """
+    tables = {"table.md": table.markdown(), "pooled.csv": table.csv()}
+    return _write({**tables, **_figures(pooled)}, folder)
+
+
+def _category_tables(evaluation: Evaluation) -> dict[str, str]:
+    tables = {}
+    if evaluation.document_categories:
+        tables["document_categories.csv"] = document_categories_csv(evaluation)
+    if evaluation.query_categories:
+        tables["query_categories.csv"] = query_categories_csv(evaluation)
+    return tables
+
+
+def _candidates_tables(evaluation: Evaluation) -> dict[str, str]:
+    if not candidates_scans(evaluation):
+        return {}
+    table = candidates_table(evaluation)
+    return {"candidates.csv": table.csv(), "candidates.md": table.markdown()}
+
+
+def _comparisons_tables(evaluation: Evaluation) -> dict[str, str]:
+    if not evaluation.planned_comparisons:
+        return {}
+    table = comparisons_table(evaluation)
+    return {"comparisons.csv": table.csv(), "comparisons.md": table.markdown()}
+
+
+def _figures(evaluation: Evaluation) -> dict[str, bytes]:
+    return {f"{figure.name}.png": figure.png() for figure in figures(evaluation)}
+
+
+def _write(files: Mapping[str, str | bytes], folder: str) -> list[str]:
+    paths = [posixpath.join(folder, name) for name in files]
+    for path, data in zip(paths, files.values(), strict=True):
+        write_atomic(path, data)
+    return paths

@@ -1,0 +1,1 @@
+"""Files, logs, progress, traces, retries, and processes that compute together."""

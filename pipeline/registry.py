@@ -39,7 +39,7 @@ else:
     ComponentSpec = Spec  # Specs of components in other packages may derive from Spec directly.
 
 T = TypeVar("T")
-#: An import path in the form `module:Class`.
+#: Import path of a class, with a colon between the module and the class.
 IMPORT_PATH = re.compile(r"[\w.]+:\w+")
 
 

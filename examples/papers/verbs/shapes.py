@@ -1,8 +1,9 @@
-"""Generates the shapes benchmark: images of coloured shapes, captions, judgments and boxes.
+r"""Generates the shapes benchmark: images of coloured shapes, captions, judgments and boxes.
 
     python -m examples.papers shapes out/shapes --count 1000
-    maxray index jobs/specs/shapes.yaml
-    maxray evaluate jobs/specs/shapes_evaluate.yaml
+    maxray index jobs/specs/shapes.yaml source.path=out/shapes/images
+    maxray evaluate jobs/specs/shapes_evaluate.yaml benchmark.path=out/shapes \
+grounding=out/shapes/phrases.jsonl
 
 The shipped models were not trained on these images. The output depends only on count and series.
 """

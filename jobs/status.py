@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jobs
-from pipeline.eval.report.text import Table
 from pipeline.index import JOBS, PROGRESS, check_index
 from pipeline.runtime.progress import Display, Snapshot, open_display
+from pipeline.runtime.text import Table
 
 #: Interval between reads of the progress of a job, in seconds.
 POLL_SECONDS = 1.0

@@ -19,7 +19,7 @@ ORDER = [
     ("config",),
     ("runtime",),
     ("schema",),
-    ("registry", "tokens"),
+    ("registry", "taps", "tokens"),
     ("data",),
     ("encoders",),
     ("compression",),

@@ -16,8 +16,8 @@ import torch
 from pydantic import Field, model_validator
 
 from pipeline.config import ComponentSpec, ComponentSpecT, MissingField, SpecError
-from pipeline.encoders.taps import Tap
 from pipeline.runtime.kernels import triton_module
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, unit_vectors
 
 #: Maximum number of tokens per item. Assignments are stored as uint16, where 65535 means "none".

@@ -13,8 +13,8 @@ from pipeline import config
 from pipeline.compression import Budgeted, Compressor, NumVectors, pack_left
 from pipeline.compression.kcenter import covering_radii
 from pipeline.config import SpecError
-from pipeline.encoders.taps import Tap
 from pipeline.registry import COMPRESSORS, CompressorSpec
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
 #: Number of bisection steps. It is sufficient to determine theta with float64 precision.

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.compression import Compressor, pack_left, select
-from pipeline.encoders.taps import Tap
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
 TAP = Tap("eos_row")

@@ -10,7 +10,7 @@ from pydantic import Field
 from pipeline.compression import Budget, Budgeted, largest, select, top_positions
 from pipeline.compression.attention_clustering import weighted_clusters
 from pipeline.compression.random import random_draws
-from pipeline.encoders.taps import Tap
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
 #: Attention statistic that is the saliency, by reading.

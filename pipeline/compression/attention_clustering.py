@@ -18,7 +18,7 @@ from pipeline.compression import (
     pack_outputs,
     top_positions,
 )
-from pipeline.encoders.taps import Tap, TapName
+from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, masked_vectors, normalise, unit_vectors
 
 
@@ -42,7 +42,7 @@ class AttentionClustering(Budgeted["AttentionClustering.Spec"]):
 
         name: Literal["attention_clustering"] = "attention_clustering"
         saliency: TapName = "pooled_row/mean/last"
-        """Attention statistic that is used as the saliency, see `pipeline.encoders.taps`."""
+        """Attention statistic that is used as the saliency, see `pipeline.taps`."""
         reading: Literal["paper", "code"] = "paper"
         """Computation of alpha. "code" follows the reference implementation, which applies a second
         softmax to the attention and thereby makes alpha almost uniform.

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from pipeline.compression import Budget, Budgeted, largest, select
-from pipeline.encoders.taps import Tap
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
 

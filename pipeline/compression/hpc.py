@@ -13,7 +13,7 @@ from pipeline.compression import Budget, Budgeted, blocks, first_minimum, larges
 from pipeline.compression.cluster import order_by_first
 from pipeline.compression.random import sample_tokens
 from pipeline.config import SpecError
-from pipeline.encoders.taps import Tap, TapName
+from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
 #: Number of tokens per centroid to which the codebook is fitted. Additional tokens are not used.
@@ -44,7 +44,7 @@ class HPC(Budgeted["HPC.Spec"]):
 
         name: Literal["hpc"] = "hpc"
         saliency: TapName = "eos_row/mean/last"
-        """Attention statistic that is used as the saliency, see `pipeline.encoders.taps`."""
+        """Attention statistic that is used as the saliency, see `pipeline.taps`."""
         num_centroids: int = Field(256, ge=1, le=65536)
         """Number of centroids C."""
         seed: int = Field(0, ge=0, lt=2**31)

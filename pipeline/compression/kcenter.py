@@ -24,7 +24,7 @@ from pipeline.compression import (
 )
 from pipeline.compression.attention_clustering import nearest
 from pipeline.compression.seeds import farthest_order
-from pipeline.encoders.taps import Tap, TapName
+from pipeline.taps import Tap, TapName
 from pipeline.tokens import TokenBatch, normalise, unit_vectors
 
 #: Maximum number of centres whose groups are merged. The costs of merges are quadratic in it.
@@ -78,7 +78,7 @@ class KCenter(Budgeted["KCenter.Spec"]):
         """
         saliency: TapName | None = None
         """Attention statistic whose values weight the distances in the selection of centres and
-        the tokens in the means, see `pipeline.encoders.taps`.
+        the tokens in the means, see `pipeline.taps`.
         """
         max_radius: float | None = Field(None, gt=0, le=2)
         """Covering radius at which no more centres are selected, so that items of little content

@@ -19,9 +19,9 @@ import torch
 from pipeline.config import ComponentSpec, ComponentSpecT, SpecError
 from pipeline.data.decode import Unreadable
 from pipeline.encoders.appended import AppendedTokens
-from pipeline.encoders.taps import Tap
 from pipeline.encoders.templates import Templates
 from pipeline.schema import is_blank
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
 #: Kinds of queries, with their names in messages.
@@ -29,7 +29,7 @@ QUERY_KINDS = {"text": "a text", "image": "an image", "composed": "a text with a
 
 
 class AttentionInfo(NamedTuple):
-    """Attention statistics that an encoder can compute. See `pipeline.encoders.taps`.
+    """Attention statistics that an encoder can compute. See `pipeline.taps`.
 
     Attributes:
         statistics: Names of the statistics.

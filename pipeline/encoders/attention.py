@@ -24,8 +24,8 @@ from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pipeline.encoders.taps import APPENDED_MATRIX, APPENDED_STATISTICS, Tap
 from pipeline.runtime.kernels import triton_module
+from pipeline.taps import APPENDED_MATRIX, APPENDED_STATISTICS, Tap
 from pipeline.tokens import AUDIO, TEXT, VISUAL
 
 #: Maximum number of elements per block of probabilities. On a CPU the block fits into the caches.

@@ -49,7 +49,6 @@ from pipeline.encoders.loading import (
 from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.reader import Reader
 from pipeline.encoders.sequences import SequenceEncoder
-from pipeline.encoders.taps import Tap
 from pipeline.encoders.templates import (
     PROMPTS_FILE,
     TemplateSpec,
@@ -60,6 +59,7 @@ from pipeline.encoders.templates import (
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.encoders.trained import appended_hashes, check_appended_tokens, check_positions
 from pipeline.encoders.words import Words
+from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch
 
 TYPES = ("bert", "modernbert")

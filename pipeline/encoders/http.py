@@ -26,8 +26,8 @@ from pipeline.encoders.batching import join_parts
 from pipeline.encoders.endpoint import Endpoint, EndpointSpec
 from pipeline.encoders.images import item_images, open_query_image, png_file
 from pipeline.encoders.qwen_spec import CONTENT, Prompt
-from pipeline.encoders.taps import Tap
 from pipeline.encoders.templates import DEFAULT_INSTRUCTION, Templates, fill_template
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
 #: Fields that do not affect query vectors.

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator
 
 from pipeline.config import ComponentSpec, SpecError
 from pipeline.encoders import AttentionInfo
-from pipeline.encoders.taps import APPENDED_STATISTICS
+from pipeline.taps import APPENDED_STATISTICS
 from pipeline.tokens import normalise
 
 

@@ -56,7 +56,6 @@ from pipeline.encoders.loading import (
     load_model,
     load_model_config,
 )
-from pipeline.encoders.taps import MODEL_STATISTICS, Tap
 from pipeline.encoders.templates import (
     DEFAULT_INSTRUCTION,
     INSTRUCTION_SLOT,
@@ -79,6 +78,7 @@ from pipeline.encoders.trained import (
 from pipeline.encoders.words import Words
 from pipeline.paths import local_path
 from pipeline.runtime.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
+from pipeline.taps import MODEL_STATISTICS, Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, TokenBatch, normalise, pad
 
 BUNDLED = "bundled"

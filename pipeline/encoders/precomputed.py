@@ -12,7 +12,7 @@ from pydantic import Field
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders import EncodedQueries, Encoder, batches_by_size
-from pipeline.encoders.taps import Tap
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, flat_from_arrow, normalise, pad
 
 

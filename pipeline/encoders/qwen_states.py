@@ -26,7 +26,6 @@ from pipeline.encoders.model_inputs import ModelInput
 from pipeline.encoders.qwen_reader import QwenReader, SequenceWriter, TimedImage
 from pipeline.encoders.qwen_spec import StatesSpecT
 from pipeline.encoders.sequences import SequenceEncoder
-from pipeline.encoders.taps import MODEL_STATISTICS
 from pipeline.encoders.templates import (
     DEFAULT_INSTRUCTION,
     check_special_tokens,
@@ -34,6 +33,7 @@ from pipeline.encoders.templates import (
 )
 from pipeline.encoders.trained import appended_hashes, check_appended_tokens
 from pipeline.schema import is_blank
+from pipeline.taps import MODEL_STATISTICS
 from pipeline.tokens import SPECIAL, VISUAL
 
 

@@ -33,7 +33,6 @@ from pipeline.encoders.loading import (
     hash_files,
     load_json,
 )
-from pipeline.encoders.taps import Tap
 from pipeline.encoders.templates import (
     DEFAULT_INSTRUCTION,
     PROMPTS_FILE,
@@ -49,6 +48,7 @@ from pipeline.encoders.templates import (
 from pipeline.encoders.tokenizing import TOKENIZER_LOCK
 from pipeline.paths import local_path
 from pipeline.runtime.checkpoint import LOAD_ERRORS, check_safetensors, find_checkpoint
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
 #: Files of a checkpoint, including those of its modules in subfolders.

@@ -40,9 +40,9 @@ from pipeline.encoders.loading import (
 )
 from pipeline.encoders.model_inputs import Collated, ModelInput, collate, unpack_column
 from pipeline.encoders.reader import MODEL_INPUTS, Reader
-from pipeline.encoders.taps import Tap
 from pipeline.encoders.templates import Templates
 from pipeline.encoders.trained import load_appended_tokens
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise, pad
 
 

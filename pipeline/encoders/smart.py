@@ -30,9 +30,9 @@ from pipeline import config
 from pipeline.config import SpecError, Uri, reading
 from pipeline.encoders import AttentionInfo, EncodedQueries, Encoder
 from pipeline.encoders.loading import WEIGHTS, check_training_hashes, hash_files
-from pipeline.encoders.taps import Tap
 from pipeline.encoders.templates import Templates
 from pipeline.registry import ENCODERS, EncoderSpec
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise
 
 #: File name of an adapter's weights, whose shapes define the adapter.

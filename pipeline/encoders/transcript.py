@@ -22,11 +22,11 @@ from pipeline.config import SpecError, within
 from pipeline.data.recognise import Line, Recogniser, Word
 from pipeline.encoders import AttentionInfo, EncodedQueries, Encoder
 from pipeline.encoders.minilm import MiniLM
-from pipeline.encoders.taps import Tap
 from pipeline.encoders.templates import Templates
 from pipeline.registry import OCR, SPEECH, OcrSpec, Registry, SpeechSpec
 from pipeline.runtime.progress import counted_rows
 from pipeline.schema import ITEM, WORD_BOXES, WORD_CONFIDENCES, WORD_KINDS, WORD_SPANS, WORD_TIMES
+from pipeline.taps import Tap
 from pipeline.tokens import TEXT, TokenBatch
 
 #: Columns that only recognisers read.

@@ -9,7 +9,6 @@ import pyarrow as pa
 from pipeline.config import ComponentSpec, SpecError, within
 from pipeline.data.combined import Combined
 from pipeline.encoders import AttentionInfo
-from pipeline.encoders.taps import Tap
 from pipeline.index.columns import all_representations, represented_fields, taps_by_representation
 from pipeline.index.info import EncoderInfo, pooled_infos, representation_infos
 from pipeline.index.reader import Index, check_location, contains_index, exists
@@ -17,6 +16,7 @@ from pipeline.index.rerank_tokens import read_edje
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.index.trained import check_compressors
 from pipeline.registry import ENCODERS, SOURCES
+from pipeline.taps import Tap
 
 
 def check(spec: IndexSpec) -> None:

@@ -22,11 +22,11 @@ from pipeline.config import (
     parse,
     within,
 )
-from pipeline.encoders.taps import Tap, single_layer_taps
 from pipeline.index.info import EncoderInfo, RepresentationInfo
 from pipeline.index.positions import decode_positions, stored_type
 from pipeline.registry import CODECS, COMPRESSORS, CodecSpec, CompressorSpec
 from pipeline.schema import FORMAT_VERSION, ITEM, with_metadata
+from pipeline.taps import Tap, single_layer_taps
 
 if TYPE_CHECKING:  # without torch, processes that list or read items start faster
     import lance

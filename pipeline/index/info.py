@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 
 from pipeline.config import WEIGHTS_HASH, SpecError, describe, digest, dump
-from pipeline.encoders.taps import Tap
 from pipeline.index.positions import EXTENTS
 from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
+from pipeline.taps import Tap
 
 if TYPE_CHECKING:  # reading an index does not need torch
     from pipeline.encoders import Encoder

@@ -18,7 +18,6 @@ from pydantic import Field, PositiveInt
 
 from pipeline.compression.codecs import Codec
 from pipeline.config import Spec, SpecError, Uri
-from pipeline.encoders.taps import APPENDED_STATISTICS, Tap
 from pipeline.index.add import (
     AddedColumns,
     FragmentActor,
@@ -56,6 +55,7 @@ from pipeline.index.stages import ColumnCollector, Compress
 from pipeline.index.token_columns import TAP, token_batches, with_taps
 from pipeline.index.trained import check_compressors
 from pipeline.registry import COMPRESSORS, ENCODERS
+from pipeline.taps import APPENDED_STATISTICS, Tap
 from pipeline.tokens import TokenBatch, lists_of
 
 #: Seed of the sample of items to fit on.

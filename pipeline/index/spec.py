@@ -9,13 +9,13 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from pipeline.config import Spec, Uri, digest, dump
 from pipeline.data import Source
-from pipeline.encoders.taps import TapName
 from pipeline.index.columns import Representation, Sweep, all_representations, represented_fields
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import part_uri
 from pipeline.index.stage import Profile, Resources
 from pipeline.index.units import UnitLimits
 from pipeline.registry import ENCODERS, SOURCES, EncoderSpec, SourceSpec
+from pipeline.taps import TapName
 
 Items = Annotated[int, Field(ge=1, le=1_000_000)]
 Bytes = Annotated[int, Field(ge=1 << 20, le=1 << 40)]

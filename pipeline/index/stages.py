@@ -15,7 +15,6 @@ from pipeline.compression import MAX_TOKENS, Compressor
 from pipeline.compression.codecs import Codec
 from pipeline.config import ComponentSpec, digest, dump
 from pipeline.encoders import Encoder
-from pipeline.encoders.taps import Tap
 from pipeline.index.columns import (
     RERANK_TOKENS,
     Representation,
@@ -40,6 +39,7 @@ from pipeline.index.token_columns import (
 from pipeline.registry import CODECS, COMPRESSORS, ENCODERS
 from pipeline.runtime.progress import counting
 from pipeline.schema import ITEM, Reject, detail_with_file, metadata_file
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, ragged_to_arrow
 
 #: Prefix of the reject reason of items without tokens.

@@ -12,7 +12,6 @@ import ray
 from ray.data.block import DataBatch
 
 from pipeline.data.decode.process import keep_memory
-from pipeline.encoders.taps import Tap, single_layer_taps
 from pipeline.index import unit_reader
 from pipeline.index.columns import (
     Representation,
@@ -34,6 +33,7 @@ from pipeline.index.stages import Compress, Encode, Prepare, Represent, needs_pr
 from pipeline.index.units import UnitRange
 from pipeline.runtime.progress import meter
 from pipeline.schema import ITEM
+from pipeline.taps import Tap, single_layer_taps
 
 
 def stored_taps(spec: IndexSpec, encoder_info: EncoderInfo) -> tuple[Tap, ...]:

@@ -10,9 +10,9 @@ import pyarrow as pa
 import torch
 
 from pipeline.compression import MAX_TOKENS, Compressor
-from pipeline.encoders.taps import Tap, average_layers
 from pipeline.index.columns import ITEM_FIELDS, TOKEN_COLUMNS, token_column
 from pipeline.index.info import EncoderInfo
+from pipeline.taps import Tap, average_layers
 from pipeline.tokens import TokenBatch, flat_from_arrow, pad, ragged_to_arrow
 
 #: Maximum number of padded values per batch of a compressing actor: 256 MiB of float32.

@@ -1,1 +1,1 @@
-"""Files, logs, progress, traces, retries, and processes that compute together."""
+"""Files, logs, progress, traces, retries, tables, and processes that compute together."""

@@ -20,12 +20,12 @@ from pipeline.data.decode import Unreadable
 from pipeline.data.texts import decode
 from pipeline.encoders import Encoder
 from pipeline.encoders.images import open_query_image, png_file
-from pipeline.encoders.taps import APPENDED_MATRIX, Tap, average_layers, single_layer_taps
 from pipeline.encoders.trained import TrainedCompressor, trained_encoder
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.schema import WORD_BOXES, WORD_SPANS
 from pipeline.search.map_images import BLACK, COLOUR, Colour, fill_boxes, strengths
 from pipeline.search.map_sheets import map_sheet
+from pipeline.taps import APPENDED_MATRIX, Tap, average_layers, single_layer_taps
 
 #: Suffixes of files that are read as images. Other files than PDF are read as text.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")

@@ -130,7 +130,7 @@ def _message(field: str, error: SpecError) -> str:
 def from_validation_errors(errors: list[dict[str, Any]]) -> ApiError:
     """Converts the first of several validation errors to an error of the API.
 
-    >>> error = {"loc": ("body", "k"), "msg": "Input should be < 5", "input": 9}
+    >>> error = {"type": "less_than", "loc": ("body", "k"), "msg": "Should be < 5", "input": 9}
     >>> from_validation_errors([error]).field
     'k'
     """

@@ -15,9 +15,9 @@ from pipeline.compression.geometry import object_labels, token_coordinates
 from pipeline.compression.memtok import MemTok
 from pipeline.config import SpecError, TrainedSpec
 from pipeline.encoders import Encoder
-from pipeline.encoders.taps import APPENDED_STATISTICS, Tap, average_layers, single_layer_taps
 from pipeline.encoders.trained import TrainedCompressor, appended_shape, load_parameters
 from pipeline.registry import COMPRESSORS, CompressorSpec
+from pipeline.taps import APPENDED_STATISTICS, Tap, average_layers, single_layer_taps
 from pipeline.tokens import TokenBatch, pad
 from pipeline.train.contrastive_spec import ContrastiveSpec
 

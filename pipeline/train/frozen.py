@@ -14,8 +14,8 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders import Encoder
 from pipeline.encoders.batching import concatenate
-from pipeline.encoders.taps import Tap
 from pipeline.runtime import distributed
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 from pipeline.train.data.base import Batch, TrainingData
 

@@ -16,13 +16,13 @@ from pipeline.encoders import Encoder, Trainable
 from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.loading import ADAPTER_SETTINGS, WEIGHTS, adapter_folder
 from pipeline.encoders.smart import Adapter
-from pipeline.encoders.taps import Tap
 from pipeline.encoders.trained import (
     PROJECTION,
     load_appended_tokens,
     supports_appended_tokens,
 )
 from pipeline.registry import COMPRESSORS, ENCODERS
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise
 from pipeline.train import lora, sharding
 from pipeline.train.contrastive_spec import ContrastiveSpec

@@ -55,8 +55,8 @@ from pipeline.encoders.attention import (
 )
 from pipeline.encoders.minilm import MiniLM
 from pipeline.encoders.sequences import SequenceEncoder
-from pipeline.encoders.taps import MIDDLE, Tap, single_layer_taps
 from pipeline.registry import ENCODERS
+from pipeline.taps import MIDDLE, Tap, single_layer_taps
 from tests.bench import encode_models
 from tests.bench.encode_stream import pass_times, pipeline, stages, timed, wait
 from tests.bench.harness import Bench, Repeats, parse_on_device, table

@@ -194,7 +194,7 @@ def _table(rows: Sequence[Comparison]) -> str:
 
 
 def _write_csv(path: Path, rows: Sequence[Comparison]) -> None:
-    from pipeline.eval.report.text import Table
+    from pipeline.runtime.text import Table
 
     cells = [[f"{v:.4f}" if isinstance(v, float) else v for v in row] for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import jobs
 from pipeline.config import SpecError
-from pipeline.eval.report.text import Table
+from pipeline.runtime.text import Table
 
 PACKAGES = ("ray", "pylance", "torch", "transformers", "pyarrow")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.eval.report.text import Table
+from pipeline.runtime.text import Table
 from tests.chaos.faults import ACTIONS, PHASES
 from tests.chaos.run import Outcome, Round
 

@@ -6,8 +6,8 @@ import torch
 from pipeline.compression.eos import Eos
 from pipeline.compression.sap import Sap
 from pipeline.config import SpecError
-from pipeline.encoders.taps import Tap, average_layers, single_layer_taps
 from pipeline.registry import COMPRESSORS
+from pipeline.taps import Tap, average_layers, single_layer_taps
 from pipeline.tokens import TokenBatch
 
 NUM_TOKENS, NUM_VISUAL, NUM_HEADS, NUM_LAYERS, K = 14, 10, 3, 7, 4

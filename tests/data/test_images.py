@@ -16,7 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from tests.files.decode.test_image import (
+
+from pipeline.config import SpecError, parse
+from pipeline.data import items_table, manifests
+from pipeline.data.decode import Unreadable
+from pipeline.data.images import Images
+from pipeline.schema import ITEM, Item, Reject
+from tests.conftest import ROOT
+from tests.data.decode.test_image import (
     NOISE,
     PAGES,
     bomb,
@@ -26,13 +33,6 @@ from tests.files.decode.test_image import (
     tiff,
     two_colours,
 )
-
-from pipeline.config import SpecError, parse
-from pipeline.data import items_table, manifests
-from pipeline.data.decode import Unreadable
-from pipeline.data.images import Images
-from pipeline.schema import ITEM, Item, Reject
-from tests.conftest import ROOT
 
 PHOTOS = ROOT / "jobs/data/photos"
 JPEG, PNG = encode_image(two_colours()), encode_image(two_colours(size=(30, 20)), "PNG")

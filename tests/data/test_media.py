@@ -14,13 +14,13 @@ import fsspec
 import numpy as np
 import pytest
 import soundfile
-from tests.files.test_audio import read, samples, stored
 
 from pipeline.config import SpecError
 from pipeline.data import media
 from pipeline.data.audio import Audio
 from pipeline.data.media import read_members, read_zip_members
 from pipeline.schema import Item, Reject
+from tests.data.test_audio import read, samples, stored
 from tests.media import frequency, make_tar
 
 

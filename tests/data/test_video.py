@@ -11,12 +11,12 @@ import fsspec
 import numpy as np
 import pytest
 from PIL import Image
-from tests.files.test_audio import read, samples, stored
 
 from pipeline.config import SpecError, parse
 from pipeline.data.decode import Unreadable
 from pipeline.data.video import Video
 from pipeline.schema import Item, Reject
+from tests.data.test_audio import read, samples, stored
 from tests.media import (
     frame_times,
     frequency,

@@ -7,12 +7,12 @@ import zipfile
 
 import numpy as np
 import pytest
-from tests.files.listing import build, read
 
 from pipeline.data.decode import Unreadable
 from pipeline.data.media import member_stream
 from pipeline.data.zip_members import zip_members
 from tests import datasets
+from tests.data.listing import build, read
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])

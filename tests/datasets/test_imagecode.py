@@ -12,8 +12,8 @@ from PIL import Image
 from pipeline.config import SpecError
 from pipeline.eval import BenchmarkRow
 from tests import datasets
+from tests.data.listing import build, read
 from tests.datasets.loading import benchmark, load
-from tests.files.listing import build, read
 
 IMAGE = ("image", "text")
 

@@ -12,8 +12,8 @@ from PIL import Image
 from pipeline.config import SpecError
 from pipeline.datasets.karpathy import Entities, read_coco_boxes
 from tests import datasets
+from tests.data.listing import build, read
 from tests.datasets.loading import benchmark, load
-from tests.files.listing import build, read
 from tests.train.data.files import CAPTIONS, IMAGES, NAMES, PHOTOS, build_data, epoch_batches
 
 IMAGE = ("image", "text")

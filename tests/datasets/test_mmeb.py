@@ -7,8 +7,8 @@ import pytest
 from pipeline.config import SpecError
 from pipeline.schema import Composed
 from tests import datasets
+from tests.data.listing import build, read
 from tests.datasets.loading import load
-from tests.files.listing import build, read
 
 IMAGE = ("image", "text")
 

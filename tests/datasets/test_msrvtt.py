@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.config import SpecError
 from tests import datasets
+from tests.data.listing import build, read
 from tests.datasets.loading import load
-from tests.files.listing import build, read
 from tests.train.data.files import build_data
 from tests.train.data.media import write_msrvtt
 

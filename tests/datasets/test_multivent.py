@@ -12,8 +12,8 @@ from pipeline.datasets.multivent import MEASURES, Judgments, read_judgments, spl
 from pipeline.eval import BenchmarkRow
 from pipeline.eval.metrics import means, per_query
 from tests import datasets
+from tests.data.listing import build, read
 from tests.datasets.loading import benchmark, load
-from tests.files.listing import build, read
 from tests.media import frequency, tone_at
 from tests.train.data.files import build_data
 from tests.train.data.media import QUERY, write_audio, write_clip, write_multivent

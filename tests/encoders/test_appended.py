@@ -15,7 +15,6 @@ from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders.appended import AppendedTokens
 from pipeline.encoders.attention import recording
-from pipeline.encoders.taps import Tap
 from pipeline.encoders.trained import (
     SUBFOLDER,
     supports_appended_tokens,
@@ -23,6 +22,7 @@ from pipeline.encoders.trained import (
     write_trained_compressor,
 )
 from pipeline.registry import ENCODERS
+from pipeline.taps import Tap
 from tests.encoders.batches import assert_close, encode_items
 from tests.images import make_images
 

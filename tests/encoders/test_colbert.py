@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
 from pipeline.config import SpecError
-from pipeline.encoders.taps import Tap
 from pipeline.registry import ENCODERS
 from pipeline.schema import WORD_BOXES, WORD_KINDS, WORD_SPANS
+from pipeline.taps import Tap
 from pipeline.tokens import AUDIO, PROMPT, SPECIAL, TEXT, normalise
 
 FAMILIES = ["colbert_bert", "colbert_modernbert"]

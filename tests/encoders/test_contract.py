@@ -21,12 +21,13 @@ from pipeline.schema import vectors_type
 from pipeline.tokens import KINDS, unit_vectors
 from tests.encoders.endpoints import MODEL, TextModel, serve
 from tests.images import noise, png
+from tests.tiny import SLEEPING
 
 #: Small specs of encoders, without their names.
 SPECS = {
     "minilm": {"window": 32, "overlap_tokens": 8},
     "precomputed": {"dim": 4, "label": "random"},
-    "sleeping": {"seconds": 0, "batch_size": 3, "num_tokens": 6, "dim": 4},
+    SLEEPING: {"seconds": 0, "batch_size": 3, "num_tokens": 6, "dim": 4},
     "transcript": {"text": {"window": 32, "overlap_tokens": 8}},
 }
 
@@ -82,7 +83,7 @@ def server(checkpoint):
         yield server
 
 
-@pytest.fixture(scope="module", params=[*ENCODERS.names(), "sleeping"])
+@pytest.fixture(scope="module", params=[*ENCODERS.names(), SLEEPING])
 def encoder(request, checkpoint, tmp_path_factory):
     given = SPECS.get(request.param)
     if request.param == "http":
@@ -260,7 +261,7 @@ def test_queries_and_items_are_encoded_in_two_threads(encoder, monkeypatch):
 def test_templates(encoder):
     """The templates have slots in place of the content."""
     templates = encoder.templates()
-    if encoder.spec.name in ("precomputed", "sleeping"):
+    if encoder.spec.name in ("precomputed", SLEEPING):
         assert templates is None
         return
     assert templates.query.count("{query}") == 1

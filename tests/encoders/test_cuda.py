@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from pipeline.encoders.taps import Tap
 from pipeline.registry import ENCODERS
+from pipeline.taps import Tap
 from tests.encoders.test_contract import CHECKPOINTS, ITEMS
 
 pytestmark = pytest.mark.gpu

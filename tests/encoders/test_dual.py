@@ -13,11 +13,11 @@ import torch
 from pipeline.config import SpecError
 from pipeline.data.decode import Unreadable
 from pipeline.encoders.dual import CLASSES
-from pipeline.encoders.taps import Tap
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.search.options import SearchOptions
 from pipeline.search.query import Queries
+from pipeline.taps import Tap
 from pipeline.tokens import SPECIAL, VISUAL, normalise
 from tests.images import make_images, noise, png
 from tests.tiny.checkpoints import siglip

@@ -15,9 +15,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from pipeline.config import SpecError
 from pipeline.data.decode import Unreadable
-from pipeline.encoders.taps import Tap
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME
+from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
 from tests.images import make_images, noise, png
 from tests.tiny.checkpoints import JINA_RANK, JINA_TASKS

@@ -17,8 +17,8 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, T5Conf
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders.minilm import BUNDLED, CPU_PASS_TOKENS, MiniLM, _find_folder
-from pipeline.encoders.taps import Tap
 from pipeline.encoders.templates import DEFAULT_INSTRUCTION
+from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT
 
 FOLDER = _find_folder(MiniLM.Spec(), [])

@@ -22,10 +22,10 @@ from pipeline.config import SpecError
 from pipeline.data.decode import Unreadable
 from pipeline.encoders.qwen_omni import num_audio_tokens
 from pipeline.encoders.qwen_spec import DOCUMENT_PROMPT, QUERY_PROMPT
-from pipeline.encoders.taps import Tap
 from pipeline.registry import ENCODERS
 from pipeline.schema import AUDIO as AUDIO_TYPE
 from pipeline.schema import FRAME, SPAN
+from pipeline.taps import Tap
 from pipeline.tokens import AUDIO, PROMPT, SPECIAL, TEXT, VISUAL
 from tests.encoders.batches import assert_close, encode_items, unit
 from tests.images import make_images, noise, png

@@ -24,10 +24,10 @@ from pipeline.config import SpecError
 from pipeline.data.decode import Unreadable
 from pipeline.encoders.qwen_spec import CHAT, DOCUMENT_PROMPT, QUERY_PROMPT
 from pipeline.encoders.qwen_vl import QwenVL
-from pipeline.encoders.taps import Tap
 from pipeline.encoders.templates import fill_template
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
+from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, SPECIAL, TEXT, VISUAL
 from tests.encoders.batches import assert_close, encode_items, unit
 from tests.images import make_images, noise, png

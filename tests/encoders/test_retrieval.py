@@ -19,11 +19,11 @@ from pipeline.data.decode import Unreadable
 from pipeline.data.decode.image import decode
 from pipeline.data.images import Images
 from pipeline.encoders.images import open_query_image
-from pipeline.encoders.taps import Tap
 from pipeline.registry import ENCODERS
 from pipeline.schema import FRAME, SPAN
 from pipeline.search.maxsim import maxsim
 from pipeline.search.packed import PackedVectors
+from pipeline.taps import Tap
 from pipeline.tokens import PROMPT, VISUAL
 from tests.encoders.batches import encode_items
 from tests.images import make_images, noise, png

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pytest
 
 from pipeline.config import SpecError, parse
-from pipeline.encoders.taps import Tap
 from pipeline.index.columns import Representation, encoder_fields, representation_fields
 from pipeline.index.info import (
     EncoderInfo,
@@ -24,6 +23,7 @@ from pipeline.index.info import (
     tap_names,
 )
 from pipeline.schema import FORMAT_VERSION, column_metadata, with_metadata
+from pipeline.taps import Tap
 
 #: Metadata of a representation.
 STORED = {

@@ -308,7 +308,7 @@ def test_rejects_index_of_another_encoder(tmp_path, collection):
     other = spec(tmp_path, collection(a="one", b="two"), encoder={**SLEEPING, "dim": 24})
     with pytest.raises(
         SpecError,
-        match="encoder must be the encoder that filled .*, got 'sleeping', which has the fingerpr",
+        match="encoder must be the encoder that filled .*, got '.*:Sleeping', which has the finger",
     ):
         run(other)
     assert set(rows(other)) == {"a"}

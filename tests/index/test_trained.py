@@ -16,7 +16,6 @@ from pipeline.compression import Compressor
 from pipeline.compression.seqresize import SequenceMLP
 from pipeline.config import SpecError
 from pipeline.encoders.appended import AppendedTokens
-from pipeline.encoders.taps import Tap
 from pipeline.encoders.trained import SUBFOLDER, weight_hashes, write_trained_compressor
 from pipeline.index import add, job, recompress
 from pipeline.index.columns import Representation
@@ -26,6 +25,7 @@ from pipeline.index.status import status
 from pipeline.index.trained import check_compressors
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.search.maps import similarity_map
+from pipeline.taps import Tap
 from tests.conftest import TEXTS
 
 NUM_TOKENS = 3

@@ -393,7 +393,11 @@ def test_does_not_modify_other_files(tmp_path, location):
     with pytest.raises(SpecError) as error:
         IndexWriter(uri, "job")
     is_file = location.endswith(".txt")
-    rule = "the path of a folder" if is_file else "an index, or a new or empty folder"
+    rule = (
+        "the path of a folder that can be written"
+        if is_file
+        else "an index, or a new or empty folder"
+    )
     problem = "is a file" if is_file else "has other contents"
     assert str(error.value) == f"index must be {rule}, got {uri!r}, which {problem}"
     with pytest.raises(

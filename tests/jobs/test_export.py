@@ -174,7 +174,8 @@ def test_other_files_are_never_overwritten(index_uri, tmp_path):
         export.main([index_uri, str(tmp_path), *options, "--format", "npy"])
     (tmp_path / "a.parquet").mkdir()
     with pytest.raises(
-        SpecError, match="^output must be the path of a file, got .*, which is a folder"
+        SpecError,
+        match="^output must be the path of a file that can be written, got .*, which is a folder",
     ):
         export.main([index_uri, str(tmp_path / "a.parquet"), *options])
     with pytest.raises(

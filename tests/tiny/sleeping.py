@@ -14,7 +14,7 @@ from pydantic import Field
 from pipeline import config
 from pipeline.config import SpecError
 from pipeline.encoders import EncodedQueries, Encoder
-from pipeline.encoders.taps import Tap
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch, normalise, pad
 from tests.tiny import SLEEPING
 

@@ -655,7 +655,7 @@ def test_small_language_model_is_deterministic_and_covers_the_vocabulary(tmp_pat
 )
 def test_shapes_specs_build_on_each_other(name, runs):
     """Each run starts from the output of another, and all use the same scenes."""
-    folder = ROOT / "jobs" / "specs" / "training"
+    folder = ROOT / "examples/papers/specs/training"
 
     def of(name: str) -> list[TrainSpec]:
         return [run.spec for run in runs_of(config.load(StudySpec, f"{folder}/{name}.yaml"))]

@@ -17,9 +17,9 @@ from pipeline.eval.diagnostics import (
     matching_strength,
     strength_profile,
 )
-from pipeline.eval.report.text import Table
 from pipeline.registry import LEARNERS
 from pipeline.runtime.atomic import write_atomic
+from pipeline.runtime.text import Table
 from pipeline.tokens import TokenBatch
 from pipeline.train.checkpoints import Checkpoints
 from pipeline.train.compressors import compressor_label

@@ -14,9 +14,9 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.eval.report.text import Table, p_value
 from pipeline.eval.significance import holm, randomisation_p
 from pipeline.runtime.atomic import write_atomic
+from pipeline.runtime.text import Table, p_value
 from pipeline.train.spec import VALIDATION, TrainSpec
 
 if TYPE_CHECKING:

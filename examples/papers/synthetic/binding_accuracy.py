@@ -17,9 +17,9 @@ from pipeline.config import SpecError
 from pipeline.encoders import Encoder
 from pipeline.encoders.batching import concatenate
 from pipeline.eval.report.plot import COLORS, REFERENCE, apply_style, to_png
-from pipeline.eval.report.text import Table
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS
+from pipeline.runtime.text import Table
 from pipeline.schema import ITEM, Item, payload_schema
 from pipeline.search.scores import Score
 from pipeline.tokens import TokenBatch, unit_vectors

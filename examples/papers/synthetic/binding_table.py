@@ -14,9 +14,9 @@ from examples.papers.synthetic.binding_accuracy import SCORES, check_form, pair_
 from examples.papers.synthetic.binding_data import Form
 from pipeline import config
 from pipeline.eval.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
-from pipeline.eval.report.text import Table
 from pipeline.eval.significance import bootstrap_interval
 from pipeline.registry import ENCODERS, EncoderSpec
+from pipeline.runtime.text import Table
 from pipeline.train.data.quality import pairwise
 
 

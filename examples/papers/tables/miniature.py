@@ -16,8 +16,8 @@ import torch
 from examples.papers.synthetic import shapes_files
 from examples.papers.tables.plan import MINIATURE
 from pipeline.config import SpecError
-from pipeline.eval.report.text import Table
 from pipeline.runtime.atomic import write_atomic
+from pipeline.runtime.text import Table
 from tests.tiny import checkpoints
 from tests.tiny import untrained as tiny
 from tests.tiny.checkpoints import CRANFIELD

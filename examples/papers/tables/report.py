@@ -17,8 +17,8 @@ from examples.papers.tables.spec import MEASURE, TableSpec
 from examples.papers.tables.values import cell_value, read_evaluation
 from pipeline.eval.evaluation import versions
 from pipeline.eval.report.plot import COLORS, REFERENCE, apply_style, legend_below, to_png
-from pipeline.eval.report.text import Table
 from pipeline.runtime.atomic import write_atomic
+from pipeline.runtime.text import Table
 
 #: Sentence above the table of a miniature.
 MINIATURE_NOTE = (

@@ -28,7 +28,7 @@ from pipeline.config import SpecError
 if TYPE_CHECKING:
     from examples.papers.synthetic.binding import Pair
     from examples.papers.synthetic.binding_data import Form
-    from pipeline.eval.report.text import Table
+    from pipeline.runtime.text import Table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from pipeline.eval.planning.estimate import CPU_CORES
 from pipeline.eval.planning.run import Plan
 from pipeline.eval.report.plot import COLORS, REFERENCE, apply_style, to_png
-from pipeline.eval.report.text import Table, percentage
 from pipeline.runtime.atomic import write_atomic
+from pipeline.runtime.text import Table, percentage
 
 STORED = "index on disk"
 

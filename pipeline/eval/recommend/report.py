@@ -16,9 +16,9 @@ from pipeline.eval.recommend.queries import MEASURE
 from pipeline.eval.recommend.run import Recommendation
 from pipeline.eval.recommend.validation import Regret
 from pipeline.eval.report.plot import REFERENCE, STYLES, apply_style, legend_below, to_png
-from pipeline.eval.report.text import Table, decimal, percentage
 from pipeline.index.columns import codec_name
 from pipeline.runtime.atomic import write_atomic
+from pipeline.runtime.text import Table, decimal, percentage
 
 #: Name of the file with the spec of `maxray add representations`.
 SPEC = "recompress.yaml"

@@ -12,13 +12,13 @@ import pyarrow.compute as pc
 import torch
 
 from pipeline.config import SpecError
-from pipeline.encoders.taps import Tap
 from pipeline.index.filters import matching_ids
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.positions import decode_positions
 from pipeline.index.reader import Index
 from pipeline.index.recompress import with_vectors
 from pipeline.index.token_columns import TAP, token_batches
+from pipeline.taps import Tap
 from pipeline.tokens import TokenBatch
 
 #: Maximum number of padded values per batch, which bounds the memory for compressing it: 64 MiB of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.eval.compare import Comparison
-from pipeline.eval.report.text import Table, p_value
+from pipeline.runtime.text import Table, p_value
 
 
 def table(compared: Comparison) -> Table:

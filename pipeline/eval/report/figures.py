@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from examples.papers.studies.utilisation import Profile, lowest_similarity, utilisation_figure
-from pipeline.encoders.taps import MIDDLE, Tap
 from pipeline.eval.report.plot import (
     REFERENCE,
     STYLES,
@@ -27,7 +26,6 @@ from pipeline.eval.report.plot import (
     to_svg,
 )
 from pipeline.eval.report.tables import method
-from pipeline.eval.report.text import p_equals
 from pipeline.eval.results import OSR, Evaluation, Result
 from pipeline.eval.views import (
     CandidatesScan,
@@ -46,6 +44,8 @@ from pipeline.eval.views import (
     retention_measure,
     scanned_rows,
 )
+from pipeline.runtime.text import p_equals
+from pipeline.taps import MIDDLE, Tap
 
 
 class ReportFigure(NamedTuple):

@@ -21,10 +21,10 @@ from pipeline.eval.report.tables import (
     query_categories_csv,
     table,
 )
-from pipeline.eval.report.text import Table
 from pipeline.eval.results import RESULTS, Evaluation
 from pipeline.eval.views import candidates_scans
 from pipeline.runtime.atomic import write_atomic
+from pipeline.runtime.text import Table
 
 
 def write(evaluation: Evaluation, folder: str) -> list[str]:

@@ -29,9 +29,9 @@ from pipeline.eval.report.tables import (
     spread,
     summary_diagnostics,
 )
-from pipeline.eval.report.text import decimal, p_equals, p_value, percentage
 from pipeline.eval.results import ALPHA, OSR, Evaluation
 from pipeline.eval.views import correlations, scanned_rows
+from pipeline.runtime.text import decimal, p_equals, p_value, percentage
 
 
 def report(evaluations: Sequence[Evaluation]) -> str:

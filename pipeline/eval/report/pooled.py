@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from pipeline.eval.pooled import retention_p_values
 from pipeline.eval.report.tables import budget
-from pipeline.eval.report.text import Table, decimal, p_value
 from pipeline.eval.results import OSR, Evaluation
 from pipeline.eval.views import maxsim_rows
+from pipeline.runtime.text import Table, decimal, p_value
 
 
 def table(evaluation: Evaluation, against: Sequence[str]) -> Table:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.eval.report.text import p_equals, percentage
 from pipeline.eval.results import BM25, FULL, QUALITY_THRESHOLD, Evaluation, Result, RowComparison
+from pipeline.runtime.text import p_equals, percentage
 
 
 def summary(evaluation: Evaluation) -> Iterator[str]:

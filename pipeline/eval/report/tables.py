@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.eval.relevance_maps import GroundingMetrics
-from pipeline.eval.report.text import Table, decimal, p_value, percentage
 from pipeline.eval.results import BM25, COSTS, FULL, OSR, Evaluation, Result
 from pipeline.eval.views import CandidatesScan, candidates_scans
+from pipeline.runtime.text import Table, decimal, p_value, percentage
 
 
 def table(evaluation: Evaluation) -> Table:

@@ -220,7 +220,7 @@ export function parseCsv(text) {
     else if (character !== "\r") row[row.length - 1] += character;
   }
   const [names, ...rest] = rows.filter((row) => row.length > 1 || row[0]);
-  const formula = /^'(?='*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20])/; // see pipeline/eval/report/text.py
+  const formula = /^'(?='*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20])/; // see pipeline/runtime/text.py
   const cell = (value = "") => value.replace(formula, "");
   return rest.map((row) => Object.fromEntries(names.map((name, i) => [name, cell(row[i])])));
 }

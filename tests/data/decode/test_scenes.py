@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
-from tests.files.decode.test_video import read_window
 
 from tests.conftest import ROOT
+from tests.data.decode.test_video import read_window
 from tests.media import frame_times, write_video
 
 # A slide is displayed for 4 s, and ten frames per second are stored.

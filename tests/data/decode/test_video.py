@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tests.files.decode.test_audio import peak
 
 from pipeline.data.decode import Unreadable
 from pipeline.data.decode.process import DecodingProcess, Limits
@@ -24,6 +23,7 @@ from pipeline.data.decode.video import (
     read_windows,
 )
 from tests.conftest import ROOT
+from tests.data.decode.test_audio import peak
 from tests.media import (
     corrupt_frames,
     frame_times,

@@ -17,7 +17,6 @@ import jobs
 from jobs import draw
 from pipeline import config
 from pipeline.encoders.appended import AppendedTokens
-from pipeline.encoders.taps import Tap
 from pipeline.encoders.trained import trained_encoder, weight_hashes, write_trained_compressor
 from pipeline.registry import COMPRESSORS, ENCODERS
 from pipeline.search.attention_maps import (
@@ -31,6 +30,7 @@ from pipeline.search.attention_maps import (
 )
 from pipeline.search.map_images import COLOUR, MAX_OPACITY
 from pipeline.search.map_sheets import SHEET_STEP
+from pipeline.taps import Tap
 from tests.conftest import ROOT
 from tests.images import noise, png
 
@@ -210,7 +210,7 @@ def test_folder_of_a_trained_model(checkpoint, models, tmp_path, image):
     (folder / "training.json").write_text(json.dumps({"spec": {"learner": learner}}))
     assert trained_encoder(str(folder), "model").adapter == str(folder)
     (folder / "training.json").write_text("{}")
-    with pytest.raises(config.SpecError, match="no readable training.json"):
+    with pytest.raises(config.SpecError, match="has an invalid training.json"):
         trained_encoder(str(folder), "model")
 
 

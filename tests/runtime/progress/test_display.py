@@ -97,7 +97,7 @@ def test_live_needs_a_terminal():
 
 PROGRAM = """
 import logging, os, sys, time
-from pipeline import logs
+from pipeline.runtime import logs
 from pipeline.runtime.progress import Snapshot, open_display
 SNAPSHOT = Snapshot.from_json(sys.argv[2])
 logs.configure()

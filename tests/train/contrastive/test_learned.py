@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from pipeline import config
 from pipeline.config import JobError, SpecError
-from pipeline.encoders.taps import average_layers, single_layer_taps
 from pipeline.encoders.trained import MODULE, SUBFOLDER, TOKENS
 from pipeline.registry import COMPRESSORS, ENCODERS
+from pipeline.taps import average_layers, single_layer_taps
 from pipeline.train.loop import Loop, check
 from pipeline.train.spec import TrainSpec
 from tests.train.data.files import write_lines

@@ -4,7 +4,7 @@ import csv
 import io
 
 from pipeline.eval.report.tables import table
-from pipeline.eval.report.text import Table
+from pipeline.runtime.text import Table
 
 
 def test_text_and_markdown(evaluation):

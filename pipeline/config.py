@@ -294,12 +294,7 @@ def reading(
 ) -> Iterator[None]:
     """Converts `OSError` and the given errors inside the block to a `SpecError`.
 
-    Args:
-        field: Field that names what is read, see `SpecError`.
-        value: Value of the field.
-        rule: Description of valid values.
-        errors: Other errors to convert.
-        problem: Description of what fails, which precedes the message of the error.
+    `problem` precedes the message of the error; see `SpecError` for the other arguments.
     """
     kinds: tuple[type[Exception], ...] = (OSError, *errors)
     try:
@@ -320,12 +315,9 @@ def reading(
 
 
 def check_exists(path: str, field: str, rule: str = "the path of an existing file") -> None:
-    """Checks that a local path exists. Paths with a URI scheme are not checked.
+    """Raises `SpecError` if a local path does not exist. Paths with a URI scheme are not checked.
 
     Commands call this function before slow imports, so that typing errors are reported immediately.
-
-    Raises:
-        SpecError: The path does not exist. The error refers to `field`.
     """
     with within(field):
         location = absolute(path)
@@ -353,10 +345,6 @@ ComponentSpecT = TypeVar("ComponentSpecT", bound=ComponentSpec)
 def parse(spec_class: type[SpecT], data: Mapping[str, Any]) -> SpecT:
     """Validates `data` and raises the first validation error as a `SpecError`.
 
-    Args:
-        spec_class: Class of the spec.
-        data: Fields of the spec.
-
     >>> class Budget(Spec):
     ...     num_vectors: int = 32
     >>> parse(Budget, {"num_vector": 3})
@@ -372,13 +360,9 @@ fields: num_vectors
 
 
 def describe(errors: Sequence[Mapping[str, Any]], root: str = "spec") -> SpecError:
-    """Converts the first of several validation errors of pydantic to a `SpecError`.
+    """Converts the first of several validation errors of pydantic to a `SpecError` about `root`.
 
     Missing fields come last, because those of a component depend on its name, which may be wrong.
-
-    Args:
-        errors: Errors of `ValidationError.errors`.
-        root: Name of the whole value in messages.
     """
     first = min(errors, key=lambda error: error["type"] == "missing")
     field, cause = field_path(*first["loc"]), first.get("ctx", {}).get("error")
@@ -478,11 +462,7 @@ class Assigned(str):
     """Text that has been assigned to a field, until `parse` replaces it by a value of its type."""
 
     def parsed(self) -> Any:
-        """Returns the text parsed as YAML.
-
-        Raises:
-            SpecError: The text is not YAML.
-        """
+        """Returns the text parsed as YAML."""
         errors = (ValueError, RecursionError, yaml.YAMLError)
         with reading("", str(self), "a YAML value", *errors, problem="cannot be parsed"):
             return yaml.load(self, _UniqueKeyLoader)
@@ -536,7 +516,6 @@ def _with_type(text: Assigned, types: list[Any]) -> Any:
 
 
 def _union_members(annotation: Any) -> Iterator[Any]:
-    """Yields the types of a union, without metadata."""
     if get_origin(annotation) is Annotated:
         yield from _union_members(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, UnionType):
@@ -588,7 +567,7 @@ def expand_sweep(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def combinations(sweep: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Expands a sweep to the list of all combinations, as mappings of dotted fields to values.
+    """Expands a sweep to all combinations, as mappings of dotted fields to values.
 
     The last key varies fastest.
 
@@ -614,12 +593,7 @@ def _flatten(sweep: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def dump(spec: Spec, exclude: Iterable[str] = ()) -> dict[str, Any]:
-    """Converts a spec to JSON types. Fields with default values are included.
-
-    Args:
-        spec: The spec.
-        exclude: Names of fields to leave out.
-    """
+    """Converts a spec to JSON types. Fields with default values are included."""
     return spec.model_dump(mode="json", exclude=set(exclude))
 
 

@@ -69,11 +69,7 @@ class Registry(Generic[T]):
         return sorted(self._all)
 
     def _path(self, name: str) -> str:
-        """Returns the import path of a component, given its name or this path.
-
-        Raises:
-            SpecError: The name is unknown.
-        """
+        """Returns the import path of a component, given its name or this path."""
         if IMPORT_PATH.fullmatch(name):
             return name
         if name not in self._all:
@@ -81,10 +77,7 @@ class Registry(Generic[T]):
         return self._all[name]
 
     def load(self, name: str) -> type[T]:
-        """Imports the component that is registered as `name` and returns its class.
-
-        Args:
-            name: Name of the component, or its import path.
+        """Imports a component by its name or import path and returns its class.
 
         Raises:
             MissingExtra: The component needs an extra that is not installed.
@@ -111,11 +104,7 @@ class Registry(Generic[T]):
         return component.Spec
 
     def resolve(self, value: Any) -> ComponentSpec:
-        """Validates the value of a spec field that selects a component.
-
-        Args:
-            value: The name of a component, a mapping that contains a `name`, or a spec.
-        """
+        """Returns the spec of a component from its name, a mapping with a `name`, or a spec."""
         if isinstance(value, ComponentSpec):
             return value
         value = {"name": value} if isinstance(value, str) else value
@@ -346,9 +335,6 @@ def field_names(component: str) -> list[str]:
     """Returns the names of the fields of a component's spec, read from its source code.
 
     Importing an encoder imports torch and transformers, which takes seconds.
-
-    Args:
-        component: Import path of the component in the form `module:Class`.
 
     Raises:
         LookupError: The definition of the spec cannot be found.

@@ -130,12 +130,7 @@ def single_layer_taps(taps: Iterable[Tap], num_layers: int) -> tuple[Tap, ...]:
 
 
 def average_layers(tap: Tap, taps: Mapping[str, Tensor], num_layers: int) -> Tensor:
-    """Computes a statistic as the mean of statistics of single layers (SAP, eq. 6).
-
-    Args:
-        tap: The statistic to compute.
-        taps: Statistics of single layers by name.
-        num_layers: Number of layers of the model.
+    """Computes a statistic as the mean of statistics of single layers, by name (SAP, eq. 6).
 
     >>> import torch
     >>> taps = {"eos_row/mean/0": torch.tensor([[1.0]]), "eos_row/mean/1": torch.tensor([[3.0]])}

@@ -94,9 +94,7 @@ class TokenBatch:
     def take(self, rows: torch.Tensor | slice) -> TokenBatch:
         """Selects items without changing their padding.
 
-        Args:
-            rows: Indices (int64) of the items, or a slice. A slice returns views of the tensors; a
-                slice of all items returns the batch itself.
+        A slice returns views of the tensors, and one of all items the batch itself.
         """
         if isinstance(rows, slice) and rows.indices(len(self)) == (0, len(self), 1):
             return self
@@ -148,10 +146,9 @@ def ragged_to_arrow(padded: torch.Tensor, mask: torch.Tensor, type: pa.DataType)
 
 
 def flat_rows(padded: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-    """Selects the rows of a padded (B, N, ...) tensor at which `mask` is True.
+    """Selects the rows (T, ...) of a padded (B, N, ...) tensor at which `mask` is True.
 
-    Returns:
-        The selected rows (T, ...), and the number of rows per item, (B,) int64.
+    Also returns the number of rows per item, (B,) int64.
     """
     return padded[mask], mask.sum(dim=1).cpu().numpy()
 
@@ -159,12 +156,7 @@ def flat_rows(padded: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, n
 def lists_of(
     flat: np.ndarray, lengths: np.ndarray, type: pa.DataType | None = None
 ) -> pa.ListArray:
-    """Builds a list array from flat values and the length of each list.
-
-    Args:
-        flat: Values (T,), or rows (T, D), which are converted to fixed-size lists.
-        lengths: Number of rows in each list, (B,). The sum must be T.
-        type: Arrow type of the values. By default, it is inferred.
+    """Builds a list array from values (T,), or rows (T, D), and the length of each list.
 
     >>> lists_of(np.array([[1, 2], [3, 4], [5, 6]]), np.array([2, 0, 1])).to_pylist()
     [[[1, 2], [3, 4]], [], [[5, 6]]]
@@ -211,12 +203,7 @@ def flat_from_arrow(column: pa.ListArray | pa.ChunkedArray) -> tuple[np.ndarray,
 def pad(
     flat: np.ndarray | torch.Tensor, lengths: np.ndarray, fill: float = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads flat rows to a tensor (B, max length, ...) and returns the tensor and its mask.
-
-    Args:
-        flat: Rows (T, ...). The result is on the same device.
-        lengths: Number of rows per item, (B,). The sum must be T.
-        fill: Padding value.
+    """Pads flat rows (T, ...) to a tensor (B, max length, ...) and returns it with its mask.
 
     >>> padded, mask = pad(np.array([1, 2, 3]), np.array([1, 2]))
     >>> padded.tolist(), mask.tolist()

@@ -213,12 +213,7 @@ class Budget(ComponentSpec):
         return self
 
     def budgets(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Computes the vector budget of items with the given numbers of tokens.
-
-        The budget of an item is never larger than its number of tokens.
-
-        Returns:
-            Budgets, (B,) int64.
+        """Returns the budgets (B,) int64 of items, at most their numbers of tokens.
 
         >>> Budget(name="any", ratio=0.1).budgets(torch.tensor([0, 4, 30, 39])).tolist()
         [0, 1, 3, 3]
@@ -270,13 +265,10 @@ class Budgeted(Compressor[BudgetT]):
 
 
 def pack_left(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor | None]:
-    """Moves padding to the end of each row and truncates it to the longest item.
+    """Moves padding to the end of each row and truncates it to the longest item (N').
 
-    The order of the tokens is preserved.
-
-    Returns:
-        The packed batch, padded to the longest item (N'), and the input position of each packed
-        token (B, N'), or None if all tokens keep their positions.
+    The order of the tokens is preserved. Also returns the input position of each packed token
+    (B, N'), or None if all tokens keep their positions.
     """
     if batch.is_full:
         return batch, None
@@ -350,8 +342,7 @@ def kernel_module(tensor: torch.Tensor) -> ModuleType | None:
 def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> TokenBatch:
     """Selects the tokens at the positions `index` (B, K) for which `index_mask` (B, K) is True.
 
-    Returns:
-        A batch with unit vectors (B, K, D) and the assignment of tokens.
+    Returns unit vectors (B, K, D) and the assignment of tokens.
     """
     dim = batch.vectors.shape[2]
     vectors = batch.vectors.gather(1, index.unsqueeze(-1).expand(-1, -1, dim))
@@ -369,17 +360,10 @@ def select(batch: TokenBatch, index: torch.Tensor, index_mask: torch.Tensor) -> 
 def largest(
     scores_BN: torch.Tensor, mask_BN: torch.Tensor, budgets_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the positions of the largest scores of each item in ascending order.
+    """Returns the positions (B, K) of the largest scores of each item, ascending, and their mask.
 
-    Ties are broken in favour of the earlier position.
-
-    Args:
-        scores_BN: Scores, finite at real tokens.
-        mask_BN: True for tokens, which come first in each row.
-        budgets_B: Number of positions per item.
-
-    Returns:
-        Positions (B, K) int64, where K is the largest budget, and their mask (B, K).
+    K is the largest budget. Tokens come first in each row, and their scores are finite. Ties are
+    broken in favour of the earlier position.
 
     >>> scores, mask = torch.tensor([[1.0, 3.0, 3.0, 2.0]]), torch.ones(1, 4, dtype=torch.bool)
     >>> largest(scores, mask, torch.tensor([2]))[0].tolist()
@@ -511,7 +495,6 @@ def _group_products(
     num_groups: int,
     weights_BN: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes `group_sums` as a matrix product."""
     if weights_BN is None:
         return memberships(groups_BN, num_groups).mT @ values_BNV
     weights_BKN = weights_BN.new_zeros(len(groups_BN), num_groups, groups_BN.shape[1])

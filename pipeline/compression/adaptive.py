@@ -131,16 +131,7 @@ def radii(batch: TokenBatch, spec: Adaptive.Spec) -> torch.Tensor:
 def budgets(
     spec: Adaptive.Spec, radii_BK: torch.Tensor, lengths_B: torch.Tensor, theta: float
 ) -> torch.Tensor:
-    """Computes the budget of each item from its covering radii.
-
-    Args:
-        spec: Options of the compressor.
-        radii_BK: Covering radii of the items, see `radii`.
-        lengths_B: Number of tokens per item.
-        theta: Constant determined by `Adaptive.fit`.
-
-    Returns:
-        Number of vectors per item, (B,) int64. It is at most the number of tokens.
+    """Returns the budget of each item, (B,) int64, from its covering radii and theta of `fit`.
 
     >>> spec = Adaptive.Spec(num_vectors=4)
     >>> radii_BK = torch.tensor([[0.3, 0.0, -1.0], [0.2, 0.15, 0.05]])

@@ -65,10 +65,7 @@ class AdaptiveEos(Compressor["AdaptiveEos.Spec"]):
 
 
 def z_scores(batch: TokenBatch) -> torch.Tensor:
-    """Standardises the EOS attention of each item.
-
-    Returns z-scores (B, N) float32 that are -inf at padding.
-    """
+    """Returns the z-scores (B, N) float32 of the EOS attention of each item, -inf at padding."""
     scores_BN = batch.taps[TAP.name].float().masked_fill(~batch.mask, 0.0)
     lengths_B1 = batch.lengths.unsqueeze(1)
     mean_B1 = scores_BN.sum(dim=1, keepdim=True) / lengths_B1.clamp_min(1)

@@ -78,7 +78,7 @@ class AGC(Budgeted["AGC.Spec"]):
     def _merge(
         self, batch: TokenBatch, centroids_BK: torch.Tensor, slot_mask_BK: torch.Tensor | None
     ) -> TokenBatch:
-        """Returns the vectors of the given centroids; `slot_mask_BK` is None without padding."""
+        """Returns the vectors of the centroids; `slot_mask_BK` is None without padding."""
         if self.spec.assignment == "none":
             if slot_mask_BK is None:
                 slot_mask_BK = torch.ones_like(centroids_BK, dtype=torch.bool)

@@ -78,17 +78,9 @@ def weighted_clusters(
 ) -> TokenBatch:
     """Assigns tokens to their nearest centroids and returns the weighted means of the clusters.
 
-    Gradients flow to the vectors and the weights; the assignment is constant.
-
-    Args:
-        batch: Items whose real tokens come first in each row.
-        weights_BN: Non-negative weights of the tokens; ignored at padding. A cluster whose weights
-            are all 0 yields the unweighted mean.
-        centroids_BK: Positions of the tokens that are centroids.
-        slot_mask_BK: True at the centroids of an item, False at padding; None without padding.
-
-    Returns:
-        A batch of unit vectors, without those of centroids to which no token is assigned.
+    Gradients flow to the vectors and the weights; the assignment is constant. Centroids to which no
+    token is assigned yield no vector. Weights are not negative; a cluster whose weights are all 0
+    yields the unweighted mean. `slot_mask_BK` is None without padding.
     """
     weights_BN = weights_BN.clamp_min(1e-12)
     if not batch.is_full:
@@ -114,16 +106,7 @@ def weighted_clusters(
 def nearest_centroids(
     batch: TokenBatch, centroids_BK: torch.Tensor, slot_mask_BK: torch.Tensor | None
 ) -> torch.Tensor:
-    """Finds the centroid with the highest cosine similarity to each token.
-
-    Args:
-        batch: Items whose padding is at the end of each row.
-        centroids_BK: Positions of the tokens that serve as centroids.
-        slot_mask_BK: True for centroids and False for padding; None without padding.
-
-    Returns:
-        Indices of the centroids, (B, N) int64. They are -1 at padding.
-    """
+    """Returns the centroid (B, N) of highest cosine similarity to each token, -1 at padding."""
     tokens_BND = unit_vectors(batch)
     if not centroids_BK.shape[1]:
         return torch.full_like(batch.mask, -1, dtype=torch.int64)
@@ -140,13 +123,7 @@ def nearest_centroids(
 def nearest(
     distance_BKN: torch.Tensor, slot_mask_BK: torch.Tensor, mask_BN: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the index (B, N) int64 of the centroid with the smallest distance to each token.
-
-    Args:
-        distance_BKN: Distances of the tokens from the centroids.
-        slot_mask_BK: True for centroids and False for padding.
-        mask_BN: True for tokens. The index is -1 at padding.
-    """
+    """Returns the centroid (B, N) int64 with the smallest distance to each token, -1 at padding."""
     if not distance_BKN.shape[1]:
         return torch.full_like(mask_BN, -1, dtype=torch.int64)
     if not bool(slot_mask_BK.all()):

@@ -96,7 +96,7 @@ class SemanticCluster(Budgeted["SemanticCluster.Spec"]):
 def kmeans_plus_plus(
     tokens_BND: torch.Tensor, draws_BN: torch.Tensor, batch: TokenBatch, budgets_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Selects seeds by k-means++.
+    """Selects seeds by k-means++. Returns their positions (B, K) int64 and their mask.
 
     The first seed is drawn uniformly. Each further seed is drawn with a probability proportional to
     the squared distance from the nearest previous seed. Instead of inverse transform sampling, this
@@ -105,15 +105,8 @@ def kmeans_plus_plus(
     `w_n / sum w`. The outcome is insensitive to rounding errors in the weights and therefore does
     not depend on the shape of the batch.
 
-    Args:
-        tokens_BND: Unit vectors that are zero at padding.
-        draws_BN: Random numbers, see `random_draws`.
-        batch: The items to which the tokens belong.
-        budgets_B: Number of seeds per item.
-
-    Returns:
-        Positions of the seeds (B, K) int64, and their mask. The mask is False beyond the budget of
-        an item and beyond its number of distinct tokens.
+    The mask is False beyond the budget of an item and beyond its number of distinct tokens. Tokens
+    are unit vectors, zero at padding. For `draws_BN` see `random_draws`.
     """
     num_seeds = int(budgets_B.max())
     rows = torch.arange(len(batch), device=draws_BN.device)
@@ -145,22 +138,12 @@ def lloyd(
     slot_mask_BK: torch.Tensor,
     num_iterations: int,
 ) -> torch.Tensor:
-    """Assigns tokens to clusters with Lloyd's algorithm.
+    """Returns the clusters (B, N) int64 of Lloyd's algorithm, undefined at padding.
 
-    The first iteration assigns every token to the nearest seed. Each of the following iterations
-    first moves the centroids to the means of their tokens and then assigns the tokens again.
-    Centroids without tokens are not moved. The centroids of eq. 12 are the means of the returned
-    clusters.
-
-    Args:
-        tokens_BND: Unit vectors that are zero at padding.
-        mask_BN: True for tokens and False for padding.
-        seeds_BK: Positions of the tokens that serve as initial centroids.
-        slot_mask_BK: True for centroids and False for padding.
-        num_iterations: Maximum number of iterations, at least 1.
-
-    Returns:
-        Indices of the clusters, (B, N) int64. They are undefined at padding.
+    The first iteration assigns every token to the nearest seed. Each of the following iterations,
+    at most `num_iterations` in total, first moves the centroids to the means of their tokens and
+    then assigns the tokens again. Centroids without tokens are not moved. The centroids of eq. 12
+    are the means of the returned clusters. Tokens are unit vectors, zero at padding.
     """
     num_outputs, dim = seeds_BK.shape[1], tokens_BND.shape[2]
     assigned = []

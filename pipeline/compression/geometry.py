@@ -16,19 +16,11 @@ Axis = Literal["x", "y", "t"]
 def token_coordinates(
     batch: TokenBatch, axes: tuple[Axis, ...] = ("x", "y"), seconds_per_unit: float | None = None
 ) -> torch.Tensor:
-    """Returns the coordinates p_i of the tokens on the given axes.
+    """Returns the coordinates p_i (B, N, A) float32 of the tokens on the given axes.
 
     x and y are the centre of a token's box. t is the centre of its time interval relative to the
-    item's first t0.
-
-    Args:
-        batch: Items with or without extents.
-        axes: Axes of the result.
-        seconds_per_unit: Unit of t, in seconds. Defaults to the duration of the item. If that is
-            zero or undefined, t is 0 for all tokens.
-
-    Returns:
-        Coordinates (B, N, A) float32, NaN if undefined; (B, N, 0) without extents.
+    item's first t0, in units of `seconds_per_unit`, by default the duration of the item; 0 if that
+    is zero or undefined. Other undefined coordinates are NaN. Without extents, A is 0.
     """
     if batch.extents is None or not axes or not batch.mask.shape[1]:
         return batch.vectors.new_zeros((*batch.mask.shape, 0), dtype=torch.float32)
@@ -58,14 +50,6 @@ def object_labels(
     Tokens without coordinates are background. Annotations often exceed the image slightly, so boxes
     are clipped to the image. Boxes that exceed the image by more than its width or height are
     rejected, because they are most likely in pixels.
-
-    Args:
-        coords_BN2: Coordinates x and y of the tokens in [0, 1], NaN if undefined.
-        boxes_BM4: Boxes x0, y0, x1, y1 relative to the width and height of the image.
-        box_mask_BM: True at real boxes. M may be 0.
-
-    Returns:
-        Box indices (B, N) int64.
 
     Raises:
         SpecError: A box in `boxes` is not finite, has no area, or is outside or far beyond the
@@ -141,18 +125,12 @@ class Geometry:
         self._is_small = not squares_BNA.numel() or float(squares_BNA.amax()) <= 1
 
     def distance(self, sums_BKE: torch.Tensor, offsets_BK: torch.Tensor) -> torch.Tensor:
-        """Computes `-v_i . mu_k + gamma * |p_i - s_k|^2` without undefined axes.
+        """Computes `-v_i . mu_k + gamma * |p_i - s_k|^2` (B, K, N) without undefined axes.
 
         The constant 1 of eq. 2 is omitted, because it affects neither minimum nor softmax and would
-        cost a pass over all distances.
-
-        Args:
-            sums_BKE: Sum of the points of each centroid.
-            offsets_BK: Offset of the distances of each centroid: 0, or a large value for padding.
-
-        Returns:
-            Distances (B, K, N), undefined at padded tokens. With tokens as the last dimension,
-            reductions over k are vectorised over tokens.
+        cost a pass over all distances. With tokens as the last dimension, reductions over k are
+        vectorised over tokens. Distances are undefined at padded tokens. `sums_BKE` are the sums of
+        the points of the centroids, and `offsets_BK` is 0, or a large value for padding.
         """
         result_BKN = self._coefficients(sums_BKE, offsets_BK) @ self.points_BNE.mT
         if not self._is_small:
@@ -191,12 +169,8 @@ class Geometry:
         """Runs k-means with the distance of eq. 2.
 
         Each iteration assigns every token to its nearest centroid and moves the centroids to the
-        mean of their tokens. Centroids without tokens are not moved.
-
-        Args:
-            seeds_BK: Positions of the tokens that are the initial centroids.
-            offsets_BK: Offset of the distances of each centroid, see `distance`.
-            num_iterations: Number of iterations.
+        mean of their tokens. Centroids without tokens are not moved. Seeds are positions of tokens,
+        and offsets those of `distance`.
 
         Returns:
             Sums of the points of each centroid (B, K, E), and the assignment (B, N) of the last

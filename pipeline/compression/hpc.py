@@ -76,9 +76,6 @@ class HPC(Budgeted["HPC.Spec"]):
         """Fits the codebook and returns it as `{"codebook": (C, D) float32}`.
 
         The centroids have unit length. The result does not depend on how the sample is batched.
-
-        Raises:
-            SpecError: The sample has no tokens.
         """
         import faiss  # only needed for fitting
 
@@ -147,12 +144,7 @@ class HPC(Budgeted["HPC.Spec"]):
 
 
 def nearest_codes(tokens_BKD: torch.Tensor, codebook_CD: torch.Tensor) -> torch.Tensor:
-    """Finds the centroid with the highest cosine similarity to each token.
-
-    If several centroids are equally similar, the first one is returned.
-
-    Returns:
-        Indices of the centroids, (B, K) int64.
+    """Returns the first centroid (B, K) int64 with the highest cosine similarity to each token.
 
     >>> tokens = torch.tensor([[[0.8, 0.6], [0.0, -1.0]]])
     >>> nearest_codes(tokens, torch.tensor([[0.0, -1.0], [1.0, 0.0]]))

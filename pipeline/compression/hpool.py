@@ -101,19 +101,10 @@ def hierarchical_groups(
     method: Literal["ward", "average"],
     num_protected: int = 0,
 ) -> torch.Tensor:
-    """Groups the tokens of each item by agglomerative clustering.
+    """Returns the groups (B, N) of agglomerative clustering of each item, -1 at padding.
 
-    Args:
-        tokens_BND: Unit vectors with padding at the end of each row.
-        lengths_B: Number of tokens per item.
-        budgets_B: Maximum number of groups per item, including those of protected tokens.
-        distances: Function that computes the distances for the linkage.
-        method: Name of the linkage method.
-        num_protected: Number of tokens at the beginning of an item that form groups of size 1. It
-            is limited to the budget minus 1.
-
-    Returns:
-        Indices of the groups, (B, N) int64. They are -1 at padding.
+    Budgets include the groups of protected tokens: the first `num_protected` tokens of an item, at
+    most its budget minus 1, form groups of size 1. `distances` computes those of the linkage.
     """
 
     def group_item(vectors: np.ndarray, length: int, budget: int) -> np.ndarray:
@@ -135,15 +126,9 @@ def hierarchical_groups(
 def map_items(
     function: Callable[..., np.ndarray], tokens_BND: torch.Tensor, *arguments: Sequence[int]
 ) -> list[np.ndarray]:
-    """Applies a function to each item, in parallel threads.
+    """Applies a function to the vectors (N, D) and arguments of each item, in parallel threads.
 
     The number of threads is the one that torch uses, or less if the items have many tokens.
-
-    Args:
-        function: Function of the vectors (N, D) of an item and of its element of each of
-            `arguments`.
-        tokens_BND: Vectors of the items.
-        *arguments: Sequences that contain one element per item.
     """
     vectors = tokens_BND.detach().cpu().numpy()
     # The memory of a thread grows with the square of the number of tokens.
@@ -172,14 +157,7 @@ def group_tokens(
 ) -> np.ndarray:
     """Groups unit vectors by agglomerative clustering, in blocks if there are many.
 
-    Args:
-        tokens_ND: Unit vectors of an item.
-        num_groups: Maximum number of groups.
-        distances: Function that computes the distances for the linkage.
-        method: Linkage method.
-
-    Returns:
-        Group of each token (N,), numbered in the order of their first members.
+    Groups are numbered in the order of their first members.
     """
     if len(tokens_ND) <= MAX_LINKED:
         return cut_linkage(distances(tokens_ND), num_groups, method)
@@ -226,12 +204,8 @@ def cut_linkage(
 ) -> np.ndarray:
     """Merges tokens into at most `num_groups` groups and returns the group of each token.
 
-    Groups are numbered in the order of their first members.
-
-    Args:
-        distances: Distances in the condensed form of SciPy. The array is overwritten.
-        num_groups: Maximum number of groups.
-        method: Linkage method.
+    Groups are numbered in the order of their first members. The distances, in the condensed form of
+    SciPy, are overwritten.
 
     >>> distances = np.array([2.0, 0.0, 2.0, 2.0, 1.0, 2.0])  # 01 02 03 12 13 23
     >>> cut_linkage(distances, 2, "average").tolist()
@@ -283,12 +257,8 @@ def euclidean_distances(points_NP: np.ndarray, tokens_ND: np.ndarray) -> np.ndar
     The formula suffers from cancellation if two points are close to each other. In particular, the
     distance of equal tokens must be exactly 0, because otherwise their merges are not tied. If any
     two points of an item are too close, all distances of the item are computed by subtraction,
-    which is several times slower.
-
-    Args:
-        points_NP: One float64 point per token. The points of equal tokens may differ by rounding
-            errors.
-        tokens_ND: The tokens, which are used to identify equal points.
+    which is several times slower. Equal points, which may differ by rounding errors, are identified
+    by their tokens.
 
     >>> points = np.array([[0.0, 3.0], [4.0, 0.0], [0.0, 3.0]])
     >>> euclidean_distances(points, points)

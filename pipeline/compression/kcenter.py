@@ -168,7 +168,7 @@ class KCenter(Budgeted["KCenter.Spec"]):
     def _group(
         self, batch: TokenBatch, budgets_B: torch.Tensor, num_groups: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Groups the tokens around at most `num_groups` centres per item.
+        """Groups the tokens around at most `num_groups` (M) centres per item.
 
         Returns:
             Weighted sums of the groups (B, M, D), or the output vectors if they are nested;
@@ -214,15 +214,9 @@ class KCenter(Budgeted["KCenter.Spec"]):
     def _centres(
         self, batch: TokenBatch, weights_BN: torch.Tensor | None, num_centres: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Selects centres by farthest-point sampling, see `farthest_order`.
+        """Selects M centres by farthest-point sampling of weighted distances (`farthest_order`).
 
-        Args:
-            batch: Items with unit vectors, zero at padding.
-            weights_BN: Factors of the distances in the selection of a centre.
-            num_centres: Number of centres M, at least 1.
-
-        Returns:
-            Covering radii (B, M), and distances of the tokens from the centres (B, M, N).
+        Returns covering radii (B, M), and distances of the tokens from the centres (B, M, N).
         """
         tokens_BND, max_distance = batch.vectors, self._max_distance
         distances: list[torch.Tensor] = []  # (B, N) from each centre
@@ -300,15 +294,10 @@ def seed_distance(
 
 @torch.no_grad()
 def covering_radii(batch: TokenBatch, max_centres: int) -> torch.Tensor:
-    """Computes the covering radius of each prefix of the centres of an item.
+    """Returns the covering radius (B, K) float32 of each prefix of the centres of an item.
 
-    Args:
-        batch: Items whose padding is at the end of each row.
-        max_centres: Maximum number of centres.
-
-    Returns:
-        Largest distance `1 - cos` of a token to its nearest centre, (B, K) float32 in descending
-        order, where K is at most the length of the longest item. -1 beyond the length of an item.
+    It is the largest distance `1 - cos` of a token to its nearest centre, in descending order, and
+    -1 beyond the length of an item. K is at most `max_centres` and the length of the longest item.
     """
     num_centres = min(max_centres, batch.mask.shape[1])
     ranks_K = torch.arange(num_centres, device=batch.mask.device)
@@ -325,10 +314,6 @@ def covering_radii(batch: TokenBatch, max_centres: int) -> torch.Tensor:
 def enough_centres(radii_BK: torch.Tensor, max_distance: float) -> torch.Tensor:
     """Returns the smallest number of centres whose covering radius is within the maximum.
 
-    Args:
-        radii_BK: Covering radii of each prefix of the centres.
-        max_distance: Maximum radius.
-
     >>> enough_centres(torch.tensor([[0.5, 0.02, 0.0], [0.005, 0.0, 0.0]]), 0.02).tolist()
     [2, 1]
     """
@@ -344,12 +329,7 @@ def progressive_vectors(
 ) -> torch.Tensor:
     """Returns the vectors (B, K, D) of the output "progressive", see `KCenter.Spec.output`.
 
-    Args:
-        batch: Items with unit vectors, zero at padding.
-        distance_BKN: Distances of the tokens from the centres.
-        slot_mask_BK: True for centres and False for padding.
-        groups_BN: Nearest centre of each token, -1 at padding.
-        weights_BN: Weights of the tokens in the means, or None if all are equal.
+    `groups_BN` is the nearest centre of each token, -1 at padding.
     """
     tokens_BND, num_outputs = batch.vectors, distance_BKN.shape[1]
     means_BKD = weighted_means(tokens_BND, weights_BN, groups_BN, num_outputs)
@@ -382,12 +362,7 @@ def merge_groups(
 
     Each step merges the pair with the smallest increase in squared error,
     `n_a n_b / (n_a + n_b) |mu_a - mu_b|^2`. Ties within 1e-5 are broken in favour of the first
-    group and then of its first partner.
-
-    Args:
-        sums_BMD: Sum of the unit vectors of each group.
-        sizes_BM: Number of tokens of each group, 0 for empty groups.
-        budgets_B: Maximum number of groups per item.
+    group and then of its first partner. `sums_BMD` are sums of unit vectors.
 
     Returns:
         New number of each group (B, M), -1 for empty groups. The numbers are in the order of the
@@ -452,13 +427,9 @@ def renumber(groups_BN: torch.Tensor, numbers_BM: torch.Tensor) -> torch.Tensor:
 
 
 def merge_cost(sums_BMD: torch.Tensor, sizes_BM: torch.Tensor) -> torch.Tensor:
-    """Returns the increase in squared error (B, M, M) by merging two groups.
+    """Returns the increase in squared error (B, M, M) by merging two groups of summed vectors.
 
-    It is infinite for empty groups and on the diagonal.
-
-    Args:
-        sums_BMD: Sum of the vectors of each group.
-        sizes_BM: Number of vectors of each group, 0 for empty groups.
+    It is infinite for empty groups, whose size is 0, and on the diagonal.
     """
     means_BMD = sums_BMD / sizes_BM.clamp_min(1).unsqueeze(2)
     squares_BM = means_BMD.square().sum(dim=2)
@@ -483,13 +454,7 @@ def update_costs(
     """Updates costs and sizes in place after a merge in each of R items.
 
     The costs of the merged group follow from those of its parts (Lance and Williams, 1967).
-
-    Args:
-        costs_BMM: Costs of merges, see `merge_cost`.
-        sizes_BM: Number of tokens of each group.
-        rows_R: Items.
-        kept_R: Group of each item that receives the tokens of the other.
-        merged_R: Group of each item that becomes empty.
+    `kept_R` receives the tokens of `merged_R`, which becomes empty.
     """
     kept_R1, merged_R1 = sizes_BM[rows_R, kept_R, None], sizes_BM[rows_R, merged_R, None]
     sizes_RM, cost_R1 = sizes_BM[rows_R], costs_BMM[rows_R, kept_R, merged_R, None]

@@ -39,11 +39,7 @@ class MemTok(Compressor["MemTok.Spec"]):
         return TokenBatch(vectors_BMD, mask_BM, True, pooled=batch.pooled)
 
     def check_budget(self, num_tokens: int) -> None:
-        """Checks that the budget is the number of appended tokens.
-
-        Raises:
-            SpecError: It is not.
-        """
+        """Raises `SpecError` if the budget is not the number of appended tokens."""
         if self.spec.num_vectors not in (None, num_tokens):
             rule = f"{num_tokens}, the number of tokens that the encoder was trained to append"
             note = "; MemTok cannot change its budget after training"

@@ -11,10 +11,7 @@ from pipeline.tokens import TokenBatch, unit_vectors
 
 
 class Uncompressed(Compressor["Uncompressed.Spec"]):
-    """Keeps all tokens and normalises them to unit length.
-
-    The output has no `assignment`, because it is the identity.
-    """
+    """Keeps all tokens, normalised to unit length, without an `assignment`: it is the identity."""
 
     class Spec(config.ComponentSpec):
         """Options of `Uncompressed`. There are none apart from the name."""

@@ -37,20 +37,13 @@ class Random(Budgeted["Random.Spec"]):
 
 
 def random_draws(batch: TokenBatch, seed: int) -> torch.Tensor:
-    """Computes a pseudo-random integer in [0, 2^32) for each token.
+    """Computes a pseudo-random integer in [0, 2^32) for each token, (B, N) int64.
 
     The numbers are a hash of the seed, the item and the position of the token. The hash of an item
     covers its length and the signs of its vectors. Signs are not affected by rounding: they are the
     same on all devices, before and after normalisation, and before and after conversion to float16.
     Two items of the same length get the same numbers if none of their vectors has a negative
-    element.
-
-    Args:
-        batch: Items. Padding is at the end of each row. Numbers at padding are undefined.
-        seed: Random seed in [0, 2^32).
-
-    Returns:
-        Random numbers, (B, N) int64.
+    element. Padding is at the end of each row, where numbers are undefined.
     """
     _, num_tokens, dim = batch.vectors.shape
     device = batch.vectors.device
@@ -66,19 +59,10 @@ def random_draws(batch: TokenBatch, seed: int) -> torch.Tensor:
 def sample_tokens(
     sample: Iterable[TokenBatch], seed: int, num_tokens: int, *, normalised: bool = True
 ) -> np.ndarray:
-    """Draws tokens uniformly at random from a sample.
+    """Draws at most `num_tokens` tokens (T, D) float32 uniformly at random from a sample.
 
     The result does not depend on the order of the items or on how they are batched. At most
     `num_tokens` tokens and one batch are in memory at any time.
-
-    Args:
-        sample: Batches of items.
-        seed: Random seed in [0, 2^32).
-        num_tokens: Maximum number of tokens to draw.
-        normalised: Whether to normalise the tokens to unit length.
-
-    Returns:
-        Tokens (<= num_tokens, D) float32.
     """
     tokens, draws = np.zeros((0, 0), np.float32), np.zeros(0, np.int64)
     for batch in sample:

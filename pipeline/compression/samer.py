@@ -265,18 +265,10 @@ def soft_centroids(
 def penalty(
     objects_BN: torch.Tensor, mask_BN: torch.Tensor, assigned_BN: torch.Tensor, num_outputs: int
 ) -> torch.Tensor:
-    """Computes the penalty `P_inst(i, k) = 1 - P_k(b_i)` (eq. 5).
+    """Computes the penalty `P_inst(i, k) = 1 - P_k(b_i)` (B, K, N) (eq. 5).
 
-    Background (0) is treated like an object. Representatives without tokens have penalty 1.
-
-    Args:
-        objects_BN: Object b_i of each token.
-        mask_BN: True for tokens and False for padding.
-        assigned_BN: Hard assignment c_i of each token.
-        num_outputs: Number of representatives K.
-
-    Returns:
-        Penalties (B, K, N).
+    `objects_BN` is b_i, `assigned_BN` the hard assignment c_i. Background (0) is treated like an
+    object. Representatives without tokens have penalty 1.
 
     >>> objects, assigned = torch.tensor([[1, 1, 0]]), torch.tensor([[0, 0, 0]])
     >>> penalty(objects, objects >= 0, assigned, num_outputs=2).round(decimals=3).tolist()

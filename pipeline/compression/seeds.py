@@ -36,11 +36,7 @@ class SeededCompressor(Budgeted):
     """Base class of compressors that select seeds."""
 
     def remark(self, extents_N6: np.ndarray) -> str | None:
-        """Returns a warning if the placement "paper" is degenerate for the given item, else None.
-
-        Args:
-            extents_N6: Extents of the item's tokens, as in `TokenBatch.extents`.
-        """
+        """Returns a warning if the placement "paper" is degenerate for the item, else None."""
         budget = int(self.spec.budgets(torch.tensor([len(extents_N6)])))
         if self.spec.seeds != "paper" or not (problem := degenerate_placement(extents_N6, budget)):
             return None
@@ -50,19 +46,11 @@ class SeededCompressor(Budgeted):
 def uniform_positions(
     lengths: torch.Tensor, budgets_B: torch.Tensor, num_positions: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the positions `linspace(0, length - 1, budget).round()` of each item.
+    """Returns the positions `linspace(0, length - 1, budget).round()` (B, K), and their mask.
 
     Halves are rounded to even. Integer arithmetic makes the positions exact on all devices. They
     are distinct: before rounding, neighbours are at least 1 apart, and exactly 1 apart only if all
-    of them are integers.
-
-    Args:
-        lengths: Number of tokens per item, (B,) int64.
-        budgets_B: Number of positions per item, int64, at most its length.
-        num_positions: Width K of the result. Defaults to the largest budget.
-
-    Returns:
-        Positions (B, K) int64 in ascending order and their mask.
+    of them are integers. A budget is at most the length, and K defaults to the largest budget.
 
     >>> positions, mask = uniform_positions(torch.tensor([6, 2]), torch.tensor([3, 2]))
     >>> positions.tolist(), mask.tolist()
@@ -98,7 +86,7 @@ def lattice_positions(
         coords_BN3: Coordinates t, y and x of the tokens, NaN if undefined. Real tokens come first
             in each row. The last dimension may be 0.
         mask_BN: True for tokens and False for padding.
-        budgets_B: Number of seeds per item, int64, at most its length.
+        budgets_B: Number of seeds per item, at most its length.
 
     Returns:
         Positions (B, K) int64 in ascending order and their mask.
@@ -159,18 +147,10 @@ def farthest_positions(
     mask_BN: torch.Tensor,
     budgets_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the positions selected by farthest-point sampling (Gonzalez, 1985).
+    """Returns positions (B, K) int64 of farthest-point sampling, ascending, and their mask.
 
-    The seeds of a smaller budget are a subset of the seeds of a larger budget.
-
-    Args:
-        distance: Function that returns the distances (B, N) float32 of all tokens from the tokens
-            at positions (B,), or from the centre for None, up to a global constant.
-        mask_BN: True for tokens, which come first in each row.
-        budgets_B: Number of seeds per item, int64, at most its length.
-
-    Returns:
-        Positions (B, K) int64 in ascending order and their mask.
+    See `farthest_order` for the arguments. Budgets are at most the length of the item. The seeds
+    of a smaller budget are a subset of the seeds of a larger budget.
     """
     num_seeds = int(budgets_B.max()) if len(budgets_B) else 0
     slot_mask_BK = torch.arange(num_seeds, device=mask_BN.device) < budgets_B.unsqueeze(1)
@@ -249,13 +229,7 @@ def sort_positions(
 def degenerate_placement(extents_N6: np.ndarray, budget: int) -> str | None:
     """Describes a uniform placement that leaves over half of a grid's rows or columns empty.
 
-    Args:
-        extents_N6: Extents of the tokens of one item, NaN if undefined.
-        budget: Number of seeds.
-
-    Returns:
-        Description of the problem, or None. Always None if the tokens do not form a grid and for
-        fewer than 4 seeds.
+    Always None if the tokens do not form a grid and for fewer than 4 seeds.
 
     >>> rows, columns = np.divmod(np.arange(196), 14)
     >>> nan = np.full(196, np.nan)

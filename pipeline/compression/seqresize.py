@@ -99,11 +99,7 @@ class SeqResize(Compressor["SeqResize.Spec"]):
         return TokenBatch(vectors_BMD, mask_BM, True, pooled=batch.pooled)
 
     def resized(self, batch: TokenBatch) -> torch.Tensor:
-        """Returns the vectors (B, n0, D) of the items, truncated or padded with zeros.
-
-        Args:
-            batch: Items whose real tokens come first in each row.
-        """
+        """Returns the vectors (B, n0, D) of the items, truncated or padded with zeros."""
         size, (num_items, num_tokens, dim) = self.spec.sequence_length, batch.vectors.shape
         vectors_BND = masked_vectors(batch)
         if self.spec.reading == "paper":

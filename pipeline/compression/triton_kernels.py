@@ -54,10 +54,7 @@ def _first_minimum(
 def first_minimum(values: torch.Tensor, dim: int, tolerance: float) -> torch.Tensor:
     """Computes `compression.first_minimum` in one pass over contiguous float32 values.
 
-    Args:
-        values: Values with at least one dimension after `dim`.
-        dim: Dimension of the minimum, not negative.
-        tolerance: Maximum difference of a value that is considered equal to the minimum.
+    `dim` is neither negative nor the last dimension.
     """
     shape, size = values.shape, values.shape[dim]
     num_columns = shape[dim + 1 :].numel()
@@ -117,15 +114,9 @@ def farthest_order(
     weights_BN: torch.Tensor | None,
     tolerance: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `seeds.farthest_order` for given distances between all tokens.
+    """Computes `seeds.farthest_order` for given contiguous float32 distances between all tokens.
 
-    Args:
-        distances_BNN: Contiguous distances, float32.
-        first_B: Position of the first seed of each item.
-        lengths_B: Number of tokens per item. Padding is at the end.
-        num_seeds: Number of seeds K, at least 1.
-        weights_BN: Positive factors of the distances in the selection of a seed, or None.
-        tolerance: Maximum difference of values that are considered equal to the maximum.
+    Padding is at the end of each row, and weights are positive.
     """
     num_items, num_tokens, _ = distances_BNN.shape
     positions_BK = lengths_B.new_empty((num_items, num_seeds), dtype=torch.int64)
@@ -198,16 +189,10 @@ def _merge_groups(
 def merge_groups(
     costs_BMM: torch.Tensor, sizes_BM: torch.Tensor, budgets_B: torch.Tensor, tolerance: float
 ) -> torch.Tensor:
-    """Merges groups until each item is within its budget.
+    """Returns the group (B, M) int64 into which each has been merged, the first of the merged ones.
 
-    Args:
-        costs_BMM: Costs of all merges, see `kcenter.merge_cost`, for at most `MAX_GROUPS` groups.
-        sizes_BM: Number of tokens of each group, float32, 0 for empty groups.
-        budgets_B: Maximum number of groups per item.
-        tolerance: Maximum difference of costs that are considered equal to the minimum.
-
-    Returns:
-        Group into which each group has been merged (B, M) int64, the first of the merged groups.
+    Costs are those of `kcenter.merge_cost`, for at most `MAX_GROUPS` groups. Sizes are float32,
+    and 0 for empty groups.
     """
     num_items, num_groups = sizes_BM.shape
     targets_BM = budgets_B.new_empty((num_items, num_groups), dtype=torch.int64)
@@ -270,12 +255,7 @@ def coefficients(
 ) -> torch.Tensor:
     """Computes the vectors whose products with points are distances, see `geometry.Geometry`.
 
-    Args:
-        sums_BKE: Sum of the points of each centroid, float32.
-        offsets_BK: Offset of the distances of each centroid.
-        num_dims: Number of features.
-        num_axes: Number of coordinates.
-        has_sites: Whether the result includes the positions. Otherwise, their columns are 0.
+    Without `has_sites`, the columns of the positions are 0.
     """
     sums_BKE, offsets_BK = sums_BKE.contiguous(), offsets_BK.contiguous()
     result_BKE = torch.empty_like(sums_BKE)

@@ -83,9 +83,9 @@ class Source(ABC, Generic[ComponentSpecT]):
         return self.max_unit_items
 
     def item_size(self, shard: dict[str, Any], item: Item) -> ItemSize:
-        """Returns the estimated size of a listed item of a shard when it is decoded.
+        """Returns the estimated decoded size of a listed item.
 
-        It is computed from the listing only, so that every run divides a shard in the same way.
+        It depends on the listing only, so that every run divides a shard in the same way.
         """
         num_bytes = len((item.text or "").encode(errors="replace"))
         return ItemSize(num_bytes, -(-num_bytes // BYTES_PER_TOKEN))
@@ -109,8 +109,7 @@ class Source(ABC, Generic[ComponentSpecT]):
     def collection(self) -> str:
         """The name of the collection: the spec's `collection`, or the last part of its path.
 
-        An index may contain several collections. An id belongs to the first collection that lists
-        it.
+        An id belongs to the first collection of an index that lists it.
         """
         spec: Any = self.spec  # specs of single sources have both fields
         return spec.collection or PurePosixPath(spec.path).name
@@ -198,8 +197,7 @@ class Source(ABC, Generic[ComponentSpecT]):
             item: The row of the item, with the metadata as a mapping.
 
         Returns:
-            A context with a seekable stream, the position of the first byte of the file in the
-            stream, and the size of the file in bytes.
+            A context with a seekable stream, the position of the file in it, and its size in bytes.
 
         Raises:
             Unreadable, OSError: The item has no media file, or it cannot be read.
@@ -234,10 +232,9 @@ class Source(ABC, Generic[ComponentSpecT]):
 
 
 def make_revision(settings: Any, content: Any) -> str:
-    """Returns the revision of an item.
+    """Returns the revision of an item: a hash of settings and content, and one of the content only.
 
-    It consists of a hash of settings and content, and a hash of the content only. The second one
-    shows whether a file has changed since it was indexed, independently of the settings.
+    The second one shows whether a file has changed since it was indexed, whatever the settings.
     """
     return f"{digest([settings, content])}.{digest(content)}"
 
@@ -270,7 +267,7 @@ def items_table(items: Sequence[Item], payload: pa.Schema) -> pa.Table:
 
 
 def _column(values: list[Any], type: pa.DataType) -> pa.Array:
-    """Converts the values of a payload column. None is null: not every source has the column."""
+    """Converts the values of a payload column. None becomes null."""
     present = [value for value in values if value is not None]
     if present and all(isinstance(v, np.ndarray) and v.ndim == 2 for v in present):
         return _vectors_column(values, type)

@@ -88,10 +88,7 @@ class Combined(Source["Combined.Spec"]):
             raise error
 
     def check_some(self) -> None:
-        """Raises `SpecError` if a path is missing, or if no folder has files of its types.
-
-        With it, a spec stays valid while folders change.
-        """
+        """Raises `SpecError` if a path is missing, or if no folder has files of its types."""
         empty = list(self.empty())
         if len(empty) == len(self._sources):
             raise empty[0]

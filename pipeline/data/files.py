@@ -26,10 +26,6 @@ LIST_THREADS = 16
 def open_root(uri: str, field: str = "path") -> tuple[AbstractFileSystem, str]:
     """Resolves a URI to its file system and the path in it.
 
-    Args:
-        uri: Local path or URI.
-        field: Spec field that errors name.
-
     Raises:
         MissingExtra: The package of the storage is not installed.
         SpecError: The scheme is unknown, or requires a package that is not installed.
@@ -40,11 +36,7 @@ def open_root(uri: str, field: str = "path") -> tuple[AbstractFileSystem, str]:
 
 
 def existing_root(uri: str, field: str = "path") -> tuple[AbstractFileSystem, str]:
-    """Resolves a URI to its file system and the path in it, see `open_root`. The path must exist.
-
-    Raises:
-        SpecError: The path does not exist, cannot be read, or is not a regular file or folder.
-    """
+    """Resolves a URI as `open_root` does. Raises `SpecError` if its path cannot be read."""
     fs, root = open_root(uri, field)
     rule = "an existing file or folder"
     with reading(field, uri, rule, Exception):  # any of the library behind the file system
@@ -67,10 +59,9 @@ def check_suffix(fs: AbstractFileSystem, root: str, uri: str, suffixes: tuple[st
 
 
 def resolve_folder(uri: str) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system of a URI and its folder.
+    """Returns the file system of a URI and its folder, or the parent folder of a file.
 
-    If the URI is a file, its parent folder is returned. A path that does not exist is considered a
-    file if its name has a suffix.
+    A path that does not exist is considered a file if its name has a suffix.
     """
     fs, root = open_root(uri)
     folder, _, name = root.rpartition("/")
@@ -114,11 +105,7 @@ def walk(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int | None]]:
 
 
 def find_files(uri: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
-    """Yields the file at the URI, or all files in a folder that have one of the suffixes.
-
-    Yields:
-        (path relative to the folder, size in bytes), see `walk`.
-    """
+    """Yields the file at the URI, or all files in a folder that have a suffix, as `walk` does."""
     fs, root = open_root(uri)
     if not fs.isdir(root):
         yield root.rpartition("/")[2], fs.size(root)
@@ -132,11 +119,6 @@ def first_file(
     files: Iterator[tuple[str, int | None]], uri: str, rule: str
 ) -> tuple[str, int | None]:
     """Returns the first file of a folder.
-
-    Args:
-        files: Listing of the folder, as `walk` yields it.
-        uri: The folder.
-        rule: Allowed values of the field `path`, for messages.
 
     Raises:
         NoFiles: The folder contains no files.
@@ -183,10 +165,7 @@ def _identity(folder: str) -> tuple[int, int] | str:
 
 
 def _size(fs: AbstractFileSystem, path: str, size: int) -> int:
-    """Returns the size of an irregular directory entry.
-
-    A dangling link has its listed size.
-    """
+    """Returns the size of an irregular directory entry. A dangling link has its listed size."""
     try:
         check_regular(fs, path)
     except Unreadable:

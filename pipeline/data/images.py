@@ -175,10 +175,7 @@ class Images(MediaSource["Images.Spec"]):
             yield from manifests.shards(*self._folder, container, num_bytes)
 
     def list_files(self, shard: dict[str, Any]) -> Iterator[MediaFile | Reject]:
-        """Yields the images of a shard.
-
-        Manifest rows without an image are rejects.
-        """
+        """Yields the images of a shard."""
         if "manifest" not in shard:
             yield from super().list_files(shard)
             return
@@ -212,7 +209,6 @@ class Images(MediaSource["Images.Spec"]):
             yield MediaFile(item_id, path, size, None, suffix, annotation=annotation, row=number)
 
     def _without_file(self, archive: str, key: str, members: list[Member]) -> Iterator[Reject]:
-        """Yields rejects for captions without an image."""
         if posixpath.basename(key).lower() not in DOCUMENTATION:
             for name in (member.name for member in members if member.suffix in SIDECARS):
                 problem = Unreadable("no image", f"no image in {archive} is named {key}")
@@ -234,25 +230,14 @@ class Images(MediaSource["Images.Spec"]):
             yield MalformedEntry(manifest, error)
 
     def _id(self, fields: dict[str, Any]) -> Any:
-        """Removes the id from the fields of a manifest row and returns it.
-
-        Returns None without an id.
-        """
+        """Removes the id from the fields of a manifest row and returns it, or None."""
         name = self.spec.id_field or ("_id" if "_id" in fields else "id")
         value = fields.pop(name, None)
         is_number = isinstance(value, int) and not isinstance(value, bool)
         return str(value) if is_number else value
 
     def _find(self, name: str, manifest: str) -> MediaFile:
-        """Resolves the name of a file in a manifest.
-
-        Args:
-            name: Name of the file in the manifest.
-            manifest: Path of the manifest.
-
-        Raises:
-            Unreadable: The file does not exist, or is outside the folder.
-        """
+        """Resolves the name of a file in a manifest, which must be inside the folder."""
         folder = "" if self.spec.images else posixpath.dirname(manifest)
         path = posixpath.normpath(posixpath.join(folder, name))
         if path.startswith(("/", "..")) or is_uri(name):
@@ -398,10 +383,7 @@ class Images(MediaSource["Images.Spec"]):
 
     @contextlib.contextmanager
     def _open_table(self, path: str) -> Iterator[Table]:
-        """Returns a context with an open table.
-
-        Nested calls for the same table share it, because tables are read in ascending order.
-        """
+        """Opens a table. Nested calls share it, because tables are read in ascending order."""
         fs, folder = self._folder
         if self._table is not None and self._table.path == f"{folder}/{path}":
             yield self._table

@@ -44,8 +44,6 @@ class ManifestEntry:
     """The fields of one file in a manifest.
 
     Attributes:
-        location: Returns the location of the entry, for errors about an entry without an id.
-        fields: The fields by name.
         number: Number of the row in a table, or None for other manifests.
     """
 
@@ -56,12 +54,7 @@ class ManifestEntry:
 
 @dataclass(frozen=True)
 class MalformedEntry:
-    """Entry of a manifest, or a complete manifest, that cannot be read.
-
-    Attributes:
-        location: Location of the entry.
-        problem: Error with the reason.
-    """
+    """Entry of a manifest, or a complete manifest, that cannot be read."""
 
     location: str
     problem: Unreadable | OSError
@@ -73,12 +66,6 @@ def shards(fs: Any, folder: str, manifest: str, num_bytes: int | None) -> Iterat
     A shard of lines is a byte range, and a shard of a table is a range of rows. Shards of JSON
     manifests contain their entries, because COCO files store captions separately from images and
     must be parsed as a whole.
-
-    Args:
-        fs: The file system.
-        folder: Folder of the source.
-        manifest: Path of the manifest relative to the folder.
-        num_bytes: Size of the manifest in bytes, or None if unknown.
     """
     name = manifest.lower()
     is_lines = name.endswith(LINES_SUFFIXES)
@@ -110,13 +97,7 @@ def shards(fs: Any, folder: str, manifest: str, num_bytes: int | None) -> Iterat
 
 
 def read(fs: Any, folder: str, shard: dict[str, Any]) -> Iterator[ManifestEntry | MalformedEntry]:
-    """Yields the entries of a shard in order. See `Table` for tables.
-
-    Args:
-        fs: The file system.
-        folder: Folder of the source.
-        shard: The shard, as yielded by `shards`.
-    """
+    """Yields the entries of a shard in order. See `Table` for tables."""
     manifest = shard["manifest"]
     if "problem" in shard:
         yield MalformedEntry(manifest, Unreadable(*shard["problem"]))
@@ -169,10 +150,7 @@ def _read_value(data: bytes, manifest: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def parse_rows(value: Any) -> list[dict[str, Any]]:
-    """Converts a parsed manifest to a list of images with their `captions`.
-
-    Args:
-        value: A list of objects, or an object in the format of COCO or Karpathy.
+    """Returns the images, with their `captions`, of a list of objects, or of COCO or Karpathy JSON.
 
     Raises:
         Unreadable: The value has a different format.
@@ -188,10 +166,7 @@ def parse_rows(value: Any) -> list[dict[str, Any]]:
 
 
 def _coco(images: list[dict[str, Any]], annotations: Any) -> list[dict[str, Any]]:
-    """Returns the images of a COCO file with their captions.
-
-    Other annotations are ignored.
-    """
+    """Returns the images of a COCO file with their captions. Other annotations are ignored."""
     captions: dict[Any, list[Any]] = {}
     for annotation in annotations if isinstance(annotations, list) else []:
         if isinstance(annotation, dict) and "caption" in annotation:
@@ -228,10 +203,6 @@ def _key(image_id: Any) -> str:
 
 class Table:
     """Parquet file that is read in ascending order of rows, with few rows in memory at a time.
-
-    Args:
-        fs: The file system.
-        path: Path of the file.
 
     Raises:
         Unreadable: The file is not a valid Parquet file.
@@ -283,10 +254,7 @@ class Table:
             yield [first, self._starts[-1]]
 
     def row(self, number: int) -> dict[str, Any]:
-        """Returns the fields of a row.
-
-        Args:
-            number: Number of the row, from 0. Reading in ascending order is fastest.
+        """Returns the fields of row `number`, from 0. Reading in ascending order is fastest.
 
         Raises:
             Unreadable: The row does not exist or is corrupted.

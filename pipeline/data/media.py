@@ -154,10 +154,7 @@ class MediaSource(Source[MediaSpecT]):
     def list_items(self, file: MediaFile, revision: str, path: str | None) -> Iterator[Item]:
         """Yields the items of a file, without payload.
 
-        Args:
-            file: The file.
-            revision: Revision of the file.
-            path: Local path of the file if `decodes_file_to_list`, else None.
+        `path` is a local path of the file if `decodes_file_to_list`, else None.
 
         Raises:
             Unreadable: The file cannot be read.
@@ -165,13 +162,7 @@ class MediaSource(Source[MediaSpecT]):
 
     @abstractmethod
     def decode_file(self, file: MediaFile, path: str, items: Sequence[Item]) -> Iterator[Any]:
-        """Yields the requested items of a file in order, with their payload or as `Unreadable`.
-
-        Args:
-            file: The file.
-            path: Local path of the file.
-            items: The items to decode.
-        """
+        """Yields the requested items of a file in order, with their payload or as `Unreadable`."""
 
     def measure_file(self, path: str) -> dict[str, Any]:
         """Returns properties from which the size of the decoded file is estimated, if any."""
@@ -216,19 +207,11 @@ class MediaSource(Source[MediaSpecT]):
             yield {"files": group}
 
     def container_shards(self, container: str, num_bytes: int | None) -> Iterator[dict[str, Any]]:
-        """Yields the shards of an archive or manifest.
-
-        Args:
-            container: Path relative to the folder of the source.
-            num_bytes: Size in bytes, or None if unknown.
-        """
+        """Yields the shards of an archive or manifest, a path relative to the folder."""
         yield {"archive": container}
 
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
-        """Yields the items of each file.
-
-        A file that cannot be read is one reject.
-        """
+        """Yields the items of each file. A file that cannot be read is one reject."""
         for file in self.list_files(shard):
             yield from self._scan_file(file) if isinstance(file, MediaFile) else (file,)
 
@@ -291,7 +274,6 @@ class MediaSource(Source[MediaSpecT]):
         return fs, f"{folder}/{file.path}"
 
     def _revision(self, file: MediaFile, path: str | None) -> str:
-        """Returns a revision of content, settings, sidecars and manifest entry."""
         settings = [self.settings(), file.sidecars, file.annotation]
         return make_revision(settings, self._content(file, path))
 
@@ -413,10 +395,7 @@ class MediaSource(Source[MediaSpecT]):
     def decode(
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
-        """Decodes items.
-
-        Each file is copied to this machine at most once.
-        """
+        """Decodes items. Each file is copied to this machine at most once."""
         for _, group in itertools.groupby(items, lambda entry: entry[1].handle["id"]):
             file_items = [item for _, item in group]
             file = MediaFile(**file_items[0].handle)
@@ -437,10 +416,7 @@ class MediaSource(Source[MediaSpecT]):
                     yield self._reject(file, item.item_id, item.revision, error, "decode")
 
     def _reject(self, file: MediaFile, *arguments: Any) -> Reject:
-        """Builds the reject of an item.
-
-        Its detail contains the path if this differs from the id.
-        """
+        """Builds the reject of an item, whose detail contains a path that differs from the id."""
         reject = self.reject(*arguments)
         path = None if file.path == file.id else escape(file.path)
         return replace(reject, detail=detail_with_file(reject.detail, path))
@@ -495,14 +471,7 @@ class Member:
 
 @dataclass(frozen=True)
 class UnreadableMember:
-    """Byte range or member of an archive that cannot be read.
-
-    Attributes:
-        offset: Offset in the archive, in bytes.
-        detail: Description of the problem.
-        name: Name of the member, or empty for a byte range.
-        reason: Reason of the reject.
-    """
+    """Byte range, or member if it has a `name`, of an archive that cannot be read."""
 
     offset: int
     detail: str
@@ -518,13 +487,7 @@ class ByteStream(Protocol):
 
 
 class FileRange:
-    """A stream of a byte range of a file.
-
-    Args:
-        stream: The file.
-        offset: Start of the range, in bytes.
-        size: Length of the range, in bytes.
-    """
+    """A stream of a byte range of a file."""
 
     def __init__(self, stream: BinaryIO, offset: int, size: int):
         stream.seek(offset)
@@ -541,14 +504,7 @@ class FileRange:
 def member_stream(
     stream: BinaryIO, offset: int, size: int, deflated: int | None = None
 ) -> ByteStream:
-    """Returns a stream of the content of an archive member.
-
-    Args:
-        stream: The archive.
-        offset: Offset of the (compressed) content, in bytes.
-        size: Size of the content, in bytes.
-        deflated: Number of compressed bytes, or None if the content is not compressed.
-    """
+    """Returns a stream of a member's content. If compressed, `deflated` is its number of bytes."""
     if deflated is None:
         return FileRange(stream, offset, size)
     return InflatedStream(FileRange(stream, offset, deflated), size)
@@ -584,10 +540,6 @@ def read_members(stream: BinaryIO, size: int) -> Iterator[Member | UnreadableMem
 
     `tarfile` stops at the first malformed header. This function searches for the next header block
     by block, and reports the skipped range if it contains more than zeros.
-
-    Args:
-        stream: The archive.
-        size: Size of the archive, in bytes.
 
     Raises:
         Unreadable: The archive has no valid member.

@@ -112,12 +112,7 @@ class Pages(Source["Pages.Spec"]):
         return ItemSize(int(BYTES_PER_PIXEL * self.spec.max_pixels) if has_image else 0)
 
     def check(self) -> None:
-        """Checks that the source contains documents and that the PDF library is installed.
-
-        Raises:
-            MissingExtra: pypdfium2 is not installed.
-            SpecError: There are no documents.
-        """
+        """Checks that the source contains documents and that the PDF library is installed."""
         extras.require("pypdfium2")
         fs, root = existing_root(self.spec.path)
         check_suffix(fs, root, self.spec.path, (SUFFIX,))
@@ -139,10 +134,7 @@ class Pages(Source["Pages.Spec"]):
             yield {"files": group}
 
     def scan(self, shard: dict[str, Any]) -> Iterator[Item | Reject]:
-        """Yields the pages of each document.
-
-        A document that cannot be opened is one reject.
-        """
+        """Yields the pages of each document. A document that cannot be opened is one reject."""
         for file in shard["files"]:
             yield from self._scan_file(file)
 
@@ -229,7 +221,6 @@ class Pages(Source["Pages.Spec"]):
 
     @property
     def _decoding_options(self) -> list[float]:
-        """The options that affect the decoded content."""
         return [self.spec.dpi, self.spec.max_pixels] if "image" in self.wants else []
 
     def read_content_hash(self, item: dict[str, Any]) -> str:

@@ -9,9 +9,7 @@ from pyarrow import types
 
 
 def to_rows(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
-    """Returns the rows of a table.
-
-    Dates and durations that Python cannot represent, and times in unknown time zones, become texts.
+    """Returns the rows of a table. Dates, durations and times that Python lacks become texts.
 
     Raises:
         ValueError: A text is not UTF-8.

@@ -250,11 +250,6 @@ class Text(Source["Text.Spec"]):
             yield from self._items(document_id, title or None, text, record or None, line)
 
     def _document_id(self, record: dict[str, Any]) -> str:
-        """Removes and returns the id of a record.
-
-        Raises:
-            Unreadable: The record has no valid id.
-        """
         id_field = self.spec.id_field or ("_id" if "_id" in record else "id")
         document_id = record.pop(id_field, None)
         if document_id is None:
@@ -273,7 +268,6 @@ class Text(Source["Text.Spec"]):
         metadata: dict[str, Any] | None,
         content: bytes,
     ) -> Iterator[Item | Reject]:
-        """Yields the items of a document, which are the whole text or its windows."""
         if not text.strip():
             yield self._reject(document_id, "empty text", "", content)
             return
@@ -331,10 +325,6 @@ def join_title(title: str, text: str) -> str:
 def windows(text: str, passages: Passages) -> list[tuple[int, int]]:
     """Returns (start, end) of each window in code points, or empty if the text is not divided.
 
-    Args:
-        text: The text of a document.
-        passages: Options of the division.
-
     >>> windows("a bc d ef", Passages(max_words=3, overlap_words=1))
     [(0, 6), (5, 9)]
     >>> windows("a bc d", Passages(max_words=3, overlap_words=1))
@@ -355,12 +345,6 @@ def read_lines(
     """Yields (byte offset, line) of the lines that begin in a byte range.
 
     A line longer than `max_bytes` is truncated to `max_bytes` + 1 bytes.
-
-    Args:
-        stream: The file.
-        start: Start of the range, in bytes.
-        end: End of the range, in bytes. None is the end of the file.
-        max_bytes: Maximum size of a line, in bytes.
 
     Raises:
         OSError: A line does not end within `MAX_SKIPPED_BYTES`.
@@ -396,8 +380,6 @@ class Lines:
     """Iterator over the non-blank lines in a byte range of a file.
 
     Args:
-        fs: The file system.
-        path: Path of the file. Gzip files are decompressed.
         start: Start of the range, in bytes of the decompressed content.
         end: End of the range, in bytes. None is the end of the file. A line belongs to the range in
             which it begins.
@@ -436,23 +418,14 @@ class Lines:
 
     @property
     def number(self) -> int:
-        """Number of the current line in the file, from 1.
-
-        Computing it reads the file up to the line, which most ranges never need.
-        """
+        """Number of the current line, from 1. Computing it reads the file up to the line."""
         return count_newlines(self._fs, self._path, self._first) + self._row + 1
 
 
 def count_newlines(fs: AbstractFileSystem, path: str, end: int) -> int:
     """Returns the number of newlines in the first `end` bytes of a file.
 
-    Counts are cached per process. If `end` increases from call to call, each part of the file is
-    read once, even if many ranges of a large file contain malformed lines.
-
-    Args:
-        fs: The file system.
-        path: Path of the file.
-        end: Number of bytes.
+    Counts are cached per process: if `end` increases from call to call, each part is read once.
     """
     if not end:
         return 0
@@ -474,10 +447,6 @@ def _cached_count(path: str, state: str) -> list[int]:
 
 def parse_object(line: bytes, max_bytes: int = MAX_LINE_BYTES) -> dict[str, Any]:
     """Returns the JSON object of a line.
-
-    Args:
-        line: The line.
-        max_bytes: Maximum size of the line, in bytes.
 
     Raises:
         Unreadable: The line is too long, not UTF-8, not JSON, or not an object.

@@ -119,11 +119,6 @@ class NpyArray:
 
     Objects are never unpickled.
 
-    Args:
-        fs: The file system.
-        path: Path of the file.
-        dtypes: Allowed dtypes, by kind.
-
     Raises:
         OSError: The file cannot be read, or is shorter than its header specifies.
         ValueError: The header is malformed, the array cannot be read by ranges, or its dtype is not
@@ -168,13 +163,7 @@ class NpyArray:
 
 
 class NpyFiles:
-    """Folder with vectors.npy, ids.txt and, if the items have different lengths, lengths.npy.
-
-    Args:
-        fs: The file system.
-        root: Path of the folder.
-        spec: Options of the source.
-    """
+    """Folder with vectors.npy, ids.txt and, if the items have different lengths, lengths.npy."""
 
     VECTORS, IDS, LENGTHS = "vectors.npy", "ids.txt", "lengths.npy"
     DTYPES: ClassVar[Mapping[str, str]] = FLOATS | INTEGERS
@@ -189,10 +178,7 @@ class NpyFiles:
         return any(fs.exists(f"{root}/{name}") for name in (cls.VECTORS, cls.IDS, cls.LENGTHS))
 
     def check(self) -> None:
-        """Raises `SpecError` if files are missing, malformed or not consistent with each other.
-
-        Reads no vectors.
-        """
+        """Raises `SpecError` if files are missing, malformed or inconsistent. Reads no vectors."""
         self._check_shape(self._vectors.shape)
         if self._vectors.shape[-1] != self.dim:
             raise SpecError(
@@ -212,11 +198,7 @@ class NpyFiles:
 
     @property
     def dim(self) -> int:
-        """Width of the vectors.
-
-        Raises:
-            SpecError: The spec has no width, and the array of the vectors is malformed.
-        """
+        """Width of the vectors."""
         if self._spec.dim is not None:
             return self._spec.dim
         self._check_shape(self._vectors.shape)
@@ -268,12 +250,7 @@ class NpyFiles:
             yield self._block(shard, rows, {"id": ids[rows[0] : rows[-1] + 1]})
 
     def vectors(self, shard: dict[str, Any], positions: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yields the vectors (N, D) float32 of rows.
-
-        Args:
-            shard: The shard.
-            positions: Row numbers in the shard in ascending order.
-        """
+        """Yields the vectors (N, D) float32 of ascending row numbers of a shard."""
         for rows in self._group_rows(shard, np.asarray(positions, dtype=np.int64)):
             block = self._block(shard, rows)
             for i in range(len(block)):
@@ -287,11 +264,6 @@ class NpyFiles:
             yield from np.split(rows, np.flatnonzero(np.diff(blocks)) + 1)
 
     def _count_ids(self) -> int:
-        """Returns the number of ids.
-
-        Raises:
-            SpecError: The ids are missing or malformed.
-        """
         with self._open(self.IDS) as stream:
             return sum(1 for _ in self._id_lengths(stream))
 
@@ -324,7 +296,7 @@ class NpyFiles:
         rows: np.ndarray,
         strings: Mapping[str, Sequence[bytes]] | None = None,
     ) -> Block:
-        """Reads consecutive rows as a block. Rows are numbered from the start of the shard."""
+        """Reads consecutive rows, numbered from the start of the shard."""
         lengths = self._row_lengths(shard["row"], shard["row"] + int(rows[-1]) + 1)
         vectors = shard["vector"] + start_offsets(lengths)
         width = self._vectors.shape[-1]
@@ -444,11 +416,6 @@ class ColumnFiles:
 
     A chunk is the smallest unit that can be read independently: a row group (Parquet) or a record
     batch (Arrow).
-
-    Args:
-        fs: The file system.
-        root: Path of the file or folder.
-        spec: Options of the source.
     """
 
     STRINGS = ("title", "text", "parent_id")
@@ -508,12 +475,7 @@ class ColumnFiles:
                     yield self._block(batch, strings_by_name)
 
     def vectors(self, shard: dict[str, Any], positions: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yields the vectors (N, D) float32 of rows.
-
-        Args:
-            shard: The shard.
-            positions: Row numbers in the shard in ascending order.
-        """
+        """Yields the vectors (N, D) float32 of ascending row numbers of a shard."""
         chunks = shard["chunks"] or self._chunks(shard["file"])
         first = 0
         with self._open(shard["file"]) as reader:
@@ -544,7 +506,6 @@ class ColumnFiles:
         return Block(_lengths(vectors), _lengths(inner), _float32(values), strings)
 
     def _names(self) -> Iterator[str]:
-        """Yields the paths of all files relative to the folder in a stable order."""
         if self._single:
             if self._single.lower().endswith(PARQUET + ARROW):
                 yield self._single
@@ -567,7 +528,6 @@ class ColumnFiles:
             yield (_Arrow if file.lower().endswith(ARROW) else _Parquet)(source)
 
     def _check_schema(self, schema: pa.Schema) -> None:
-        """Raises `SpecError` if a column is missing or has an unsupported type."""
         spec = self._spec
         for option in ("id_column", "vectors_column"):
             name = getattr(spec, option)
@@ -611,10 +571,7 @@ class _Parquet:
     def _values_per_row(self, chunk: int) -> int:
         """Returns the mean number of values per row of the largest column.
 
-        A few bytes of Parquet may decode to gigabytes.
-
-        Raises:
-            ValueError: The mean exceeds the maximum per item.
+        It is checked before decoding, because a few bytes of Parquet may decode to gigabytes.
         """
         group = self._file.metadata.row_group(chunk)
         num_values = max(group.column(i).num_values for i in range(group.num_columns))

@@ -50,10 +50,6 @@ class Vectors(Source[VectorsSpec]):
 
     A shard is about a thousand rows, or at least one row group (Parquet) or record batch (Arrow),
     which can only be decoded as a whole. Row groups of a few thousand rows distribute best.
-
-    Args:
-        spec: The spec of the source.
-        wants: The inputs that the encoder reads.
     """
 
     Spec = VectorsSpec
@@ -91,7 +87,7 @@ class Vectors(Source[VectorsSpec]):
     def decode(
         self, shard: dict[str, Any], items: Sequence[tuple[int, Item]]
     ) -> Iterator[Item | Reject]:
-        """Yields items with `payload["vectors"]`, a float32 array (N, D).
+        """Yields items with `payload["vectors"]`, an array (N, D) float32.
 
         Reads only the row groups, record batches or byte ranges that contain the items.
         """

@@ -110,15 +110,7 @@ class Video(WindowSource["Video.Spec"]):
         return size._replace(num_bytes=size.num_bytes + 3 * pixels * num_frames)
 
     def preview_image(self, item: dict[str, Any], seconds: float | None = None) -> bytes:
-        """Returns the frame of an indexed item at a given time as a JPEG file.
-
-        Args:
-            item: The row of the item, with the metadata as a mapping.
-            seconds: Time in the video, in seconds; None: the middle of the item.
-
-        Raises:
-            Unreadable: The video has no frames, or cannot be read.
-        """
+        """Returns the frame at a time in seconds, or in the middle of the item, as a JPEG file."""
         if seconds is None:
             seconds = (item["span"]["start"] + item["span"]["end"]) / 2
         with self.local_path(self.find_file(item["parent_id"], item["metadata"])) as path:
@@ -126,10 +118,7 @@ class Video(WindowSource["Video.Spec"]):
         return frame["jpeg"]
 
     def settings(self) -> dict[str, Any]:
-        """Returns the options that affect the decoded content.
-
-        Options of other samplings do not.
-        """
+        """Returns the options that affect the decoded content. Those of other samplings do not."""
         names = {"window_seconds", "overlap_seconds", "wants"}
         if "audio" in self.wants:
             names |= {"sample_rate", "border_shift"}
@@ -138,7 +127,6 @@ class Video(WindowSource["Video.Spec"]):
         return {name: value for name, value in super().settings().items() if name in names}
 
     def _max_frames(self, seconds: float) -> int:
-        """Returns how many frames an item of this duration can have at most."""
         if self.spec.sampling != "fps":
             return self.spec.num_frames
         return min(self.spec.num_frames, int(self.spec.fps * (seconds + 1)) + 1)

@@ -148,17 +148,7 @@ class WindowSource(MediaSource[WindowSpecT]):
             yield result if isinstance(result, Unreadable) else self._item(item, result)
 
     def preview_audio(self, item: dict[str, Any]) -> tuple[np.ndarray, int, float]:
-        """Returns the audio of an indexed item for use in a preview.
-
-        Args:
-            item: The row of the item, with the metadata as a mapping.
-
-        Returns:
-            The samples (S,), their sample rate in Hz, and the time of the first sample in seconds.
-
-        Raises:
-            Unreadable: The item has no audio, or its file cannot be read.
-        """
+        """Returns the audio of an indexed item for use in a preview."""
         settings = {**self._reader_settings(), "frames": False, "audio": True}
         span = [item["span"]["start"], item["span"]["end"]]
         with self.local_path(self.find_file(item["parent_id"], item["metadata"])) as path:
@@ -175,18 +165,15 @@ class WindowSource(MediaSource[WindowSpecT]):
         return {**self.spec.model_dump(mode="json"), **inputs, "border_shift": shift}
 
     def _item(self, item: Item, window: dict[str, Any]) -> Item:
-        """Adds the payload and the metadata of a decoded window to an item."""
         metadata = {**(item.metadata or {}), **self._metadata(window)}
         payload = {name: self._payload(name, window) for name in self.payload.names}
         span = item.span or _span(0.0, window["info"]["duration"])
         return replace(item, span=span, metadata=metadata, payload=payload)
 
     def _metadata(self, window: dict[str, Any]) -> dict[str, Any]:
-        """Returns the metadata of a window and its file."""
         return _file_metadata(window["info"])
 
     def _payload(self, name: str, window: dict[str, Any]) -> Any:
-        """Returns the value of a payload column. See `schema.PAYLOAD` for the columns."""
         assert name == "audio"
         if not len(window["samples"]):
             return None
@@ -198,19 +185,13 @@ class WindowSource(MediaSource[WindowSpecT]):
 
 
 def _file_metadata(info: dict[str, Any]) -> dict[str, Any]:
-    """Converts the result of `describe` to the metadata of a file."""
     return {**info, "duration": round(info["duration"], 3)}
 
 
 def split_windows(
     duration: float, window: float, overlap: float = 0.0
 ) -> list[tuple[float, float]]:
-    """Divides a file into windows and returns their start and end in seconds.
-
-    Args:
-        duration: Duration of the file, in seconds.
-        window: Duration of a window, in seconds.
-        overlap: Overlap of adjacent windows, in seconds.
+    """Divides a file into windows and returns their start and end; all times are in seconds.
 
     >>> split_windows(70.0, 30.0)
     [(0.0, 30.0), (30.0, 60.0), (60.0, 70.0)]

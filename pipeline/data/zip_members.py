@@ -20,9 +20,7 @@ class ZipMember(NamedTuple):
     """Location of a file in an archive.
 
     Attributes:
-        name: Path in the archive.
         offset: Offset of its (compressed) content, in bytes.
-        size: Size in bytes.
         deflated: Size of the compressed content in bytes, or None if it is not compressed.
         problem: Reason why the member cannot be read, or empty.
     """
@@ -35,9 +33,7 @@ class ZipMember(NamedTuple):
 
 
 def zip_members(stream: BinaryIO) -> Iterator[ZipMember]:
-    """Yields the files of an archive, in the order of its directory.
-
-    Only the directory of the archive is kept in memory.
+    """Yields the files of an archive in the order of its directory. Only that is kept in memory.
 
     Raises:
         Unreadable: The archive has no valid directory.
@@ -74,12 +70,7 @@ class _Readable(Protocol):
 
 
 class InflatedStream:
-    """A deflated stream that is decompressed while it is read.
-
-    Args:
-        stream: The compressed bytes.
-        size: Size after decompression, in bytes. Reading more raises an error.
-    """
+    """A deflated stream that is decompressed while it is read."""
 
     def __init__(self, stream: _Readable, size: int):
         self._stream, self._num_remaining = stream, size

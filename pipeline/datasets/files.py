@@ -55,31 +55,14 @@ def read_json(uri: str, field: str, kind: Any = Any, rule: str = "a JSON file") 
 
 
 def read_file(uri: str, field: str) -> bytes:
-    """Returns the content of a file.
-
-    Args:
-        uri: Path or URI of the file.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The file is missing or cannot be read.
-    """
+    """Returns the content of a file. A `SpecError` names the field if it cannot be read."""
     fs, path = existing_root(uri, field)
     with reading(field, uri, "a readable file"):
         return fs.cat_file(path)
 
 
 def check_text(text: Any, field: str, location: str) -> str:
-    """Returns a text that is not blank.
-
-    Args:
-        text: Value to check.
-        field: Spec field that errors name.
-        location: Line or row of the value, for errors.
-
-    Raises:
-        SpecError: The value is not a text, or is blank.
-    """
+    """Returns a text that is not blank, or raises a `SpecError` that names field and location."""
     if not isinstance(text, str) or is_blank(text):
         raise SpecError(field, text, "a text with at least one word", note=f" ({location})")
     return text
@@ -88,15 +71,10 @@ def check_text(text: Any, field: str, location: str) -> str:
 def read_csv(
     uri: str, columns: Collection[str], field: str
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields the location of each row of a CSV file with a header, and its values in some columns.
-
-    Args:
-        uri: Path or URI of the file.
-        columns: Columns to read.
-        field: Spec field that errors name.
+    """Yields the location and the given columns of each row of a CSV file with a header.
 
     Raises:
-        SpecError: The file is missing or malformed, or lacks a column.
+        SpecError: For `field`: the file is missing or malformed, or lacks a column.
     """
     data = read_file(uri, field)
     try:
@@ -125,14 +103,10 @@ def read_table(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the location and the columns of the rows of Parquet files, a few rows at a time.
 
-    Args:
-        uri: Path or URI of a Parquet file, or of a folder of them.
-        columns: Required columns. All other columns are yielded, too.
-        field: Spec field that errors name.
-        images: Whether to yield the column `image`.
+    `uri` is a file or a folder of files. All columns are yielded, `image` only with `images`.
 
     Raises:
-        SpecError: A file is missing or malformed, or lacks a column.
+        SpecError: For `field`: a file is missing or malformed, or lacks a required column.
     """
     fs, root = existing_root(uri, field)
     paths = [root]
@@ -164,14 +138,7 @@ def _check_columns(field: str, columns: Collection[str], names: Collection[str],
 
 
 def check_number(field: str, expected: int | None, found: int, what: str) -> None:
-    """Raises `SpecError` if a data set does not have the expected size.
-
-    Args:
-        field: Spec field with the expected number.
-        expected: Expected number, or None to accept any.
-        found: Actual number.
-        what: Plural of the counted things.
-    """
+    """Raises `SpecError` if a data set has another size than expected; None accepts any."""
     if expected is not None and found != expected:
         rule = f"the number of {what} of the data set ({found:,})"
         raise SpecError(field, expected, rule, "differs from it")

@@ -29,11 +29,9 @@ _FRAME = re.compile(r"(?:.*/)?(?P<set>[^/]+)/img(?P<frame>\d+)\.jpg")
 
 
 def read_sets(uri: str) -> dict[str, dict[str, str]]:
-    """Reads the captions of each set.
+    """Reads the captions of each set, by the index of their image ("0" to "9").
 
-    Returns:
-        Caption by the index of its image ("0" to "9"), by set. Unlabelled captions have negative
-        indices.
+    Unlabelled captions have negative indices.
 
     Raises:
         SpecError: For `path`: the file is missing or malformed.

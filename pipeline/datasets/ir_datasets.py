@@ -41,11 +41,7 @@ class DatasetSpec(config.ComponentSpec):
 
 
 def open_dataset(spec: DatasetSpec, *parts: str) -> Any:
-    """Returns a dataset of the package ir_datasets.
-
-    Args:
-        spec: Selection of the dataset.
-        parts: Parts that the dataset must have: docs, queries or qrels.
+    """Returns a dataset of ir_datasets that has the given parts of docs, queries and qrels.
 
     Raises:
         MissingExtra: The package is not installed.
@@ -108,7 +104,6 @@ _home: str | None = ""
 
 
 def _refuse(mirror: Any) -> Any:
-    """Replaces the method that downloads a file."""
     raise _MissingFile(mirror.url)
 
 
@@ -256,11 +251,7 @@ class Queries(CollectionQueries["Queries.Spec"]):
         return {"ignore_query_id": self.spec.ignore_identical_ids}
 
     def _text(self, query: Any) -> str:
-        """Returns the text of a query, or an empty string for a null.
-
-        Raises:
-            SpecError: The query has no such field, or it is not a text.
-        """
+        """Returns the text of a query, or an empty string for a null."""
         field = self.spec.query_field
         if field is None and hasattr(query, "default_text"):
             text = query.default_text()

@@ -29,14 +29,7 @@ MAX_NAMES = 5
 
 
 def check_files(field: str, location: str, names: Mapping[str, str], found: Iterable[str]) -> None:
-    """Raises `SpecError` if files are missing. The error names the first of them.
-
-    Args:
-        field: Spec field of the files.
-        location: Its value.
-        names: File name by id, of all files that are needed.
-        found: Ids of the files that exist.
-    """
+    """Raises `SpecError` that names the first missing files. `names` are those of all by id."""
     missing = sorted(names[item] for item in names.keys() - set(found))
     if missing:
         examples = ", ".join(missing[:MAX_NAMES]) + ", ..." * (len(missing) > MAX_NAMES)

@@ -63,11 +63,6 @@ class CaptionedImage(NamedTuple):
 def read_images(uri: str, splits: Collection[str] | None, field: str) -> Iterator[CaptionedImage]:
     """Yields the images of COCO's captions or of a file with Karpathy's splits.
 
-    Args:
-        uri: Path or URI of the JSON file.
-        splits: Karpathy splits to read, or None for all images.
-        field: Spec field of the splits, for errors.
-
     Raises:
         SpecError: The file is missing or malformed, or has no such split.
     """
@@ -142,9 +137,6 @@ class _Instances(BaseModel):
 def read_coco_boxes(file: str) -> dict[str, np.ndarray]:
     """Returns the boxes of each image by its id, from COCO instances. Crowds are ignored.
 
-    Args:
-        file: Path or URI of the JSON file.
-
     Raises:
         SpecError: For `instances`: the file has another format, or a box is invalid.
     """
@@ -173,11 +165,7 @@ def read_coco_boxes(file: str) -> dict[str, np.ndarray]:
 
 
 class Entities:
-    """Phrases of the captions in Flickr30K Entities, and their boxes.
-
-    Args:
-        folder: Folder with `Sentences` and `Annotations`.
-    """
+    """Phrases of the captions in Flickr30K Entities, and their boxes."""
 
     def __init__(self, folder: str):
         self._folder = folder
@@ -238,12 +226,7 @@ class Entities:
 def caption_phrases(image: CaptionedImage, entities: Entities) -> list[list[BoxedPhrase]]:
     """Returns the phrases of each caption, matched by the letters of the tokenised captions.
 
-    Args:
-        image: Image, whose id in Flickr30K Entities is its file name without suffix.
-        entities: Phrases and their boxes.
-
-    Raises:
-        SpecError: For `entities`: a file of the image is missing or malformed.
+    The id of an image in Flickr30K Entities is its file name without suffix.
     """
     found = entities.read(PurePosixPath(image.file_name).stem)
     by_text = {_letters(text): phrases for text, phrases in found}

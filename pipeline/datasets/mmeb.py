@@ -43,12 +43,7 @@ IMAGE_TOKEN = "<|image_1|>"
 
 
 class Candidate(NamedTuple):
-    """Candidate of a query: a text, an image, or an image with a text.
-
-    Attributes:
-        text: Text, or empty.
-        image: Path of the image, or empty.
-    """
+    """Candidate of a query: a text, an image, or an image with a text."""
 
     text: str
     image: str
@@ -64,9 +59,6 @@ class Candidate(NamedTuple):
 
 def candidates(row: dict[str, Any]) -> list[Candidate]:
     """Returns the candidates of a row of an image task. The first is the relevant one.
-
-    Args:
-        row: Columns of the row.
 
     Raises:
         SpecError: For `path`: the row has no candidates, or different numbers of texts and images.

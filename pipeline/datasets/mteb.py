@@ -97,12 +97,6 @@ class Task:
     Args:
         spec: Selection of the task and its data.
 
-    Attributes:
-        spec: The spec.
-        mteb: Task object of mteb. It reads the dataset from `spec.data`.
-        subset: Name of the subset.
-        split: Name of the split.
-
     Raises:
         MissingExtra: mteb is not installed.
         SpecError: The task, the subset or the split does not exist, or no data are selected.
@@ -153,11 +147,7 @@ class Task:
         return prompt.get("query") if isinstance(prompt, Mapping) else prompt
 
     def load(self) -> TaskData:
-        """Loads the data with mteb.
-
-        Raises:
-            SpecError: The dataset is missing or incomplete.
-        """
+        """Loads the data with mteb."""
         self._check_folder()
         try:
             with _datasets_settings(self.spec), _without_decoding():
@@ -197,12 +187,7 @@ class Task:
 
 
 def load(spec: TaskSpec) -> TaskData:
-    """Returns the data of a task. A process loads them once, unless the files have changed.
-
-    Raises:
-        MissingExtra: mteb is not installed.
-        SpecError: The task does not exist, or its dataset is missing or incomplete.
-    """
+    """Returns the data of a task. A process loads them once, unless the files have changed."""
     selection = TaskSpec(**spec.model_dump(include=set(TaskSpec.model_fields)))
     return _load(selection, _state(spec.data))
 
@@ -224,11 +209,6 @@ def _state(folder: str | None) -> tuple[Any, ...]:
 
 
 def _create(name: str) -> AbsTaskRetrieval:
-    """Returns a new task object of mteb.
-
-    Raises:
-        SpecError: The task does not exist or is not a retrieval task.
-    """
     extras.require("mteb")
     import mteb
     from mteb.abstasks.retrieval import AbsTaskRetrieval
@@ -248,7 +228,6 @@ def _create(name: str) -> AbsTaskRetrieval:
 
 
 def _choose(field: str, value: str | None, names: Sequence[str], task: str) -> str:
-    """Returns the selected subset or split, or the only one."""
     if value is None and len(names) == 1:
         return names[0]
     if value is None or value not in names:
@@ -361,14 +340,10 @@ def query_text(row: Mapping[str, Any]) -> str:
 
 
 def file_content(value: Any, column: str) -> bytes | None:
-    """Returns the content of an image, an audio file or a video in a row, or None without one.
-
-    Args:
-        value: Value of the row: bytes, or a mapping with `bytes` or `path`.
-        column: Name of the column, for errors.
+    """Returns the file in a row as bytes, given as bytes or a mapping with `bytes` or `path`.
 
     Raises:
-        Unreadable: The value is not a file.
+        Unreadable: The value is not a file. The error names the column.
         OSError: The file cannot be read.
     """
     if value is None or isinstance(value, bytes):
@@ -514,11 +489,7 @@ class Items(Source["Items.Spec"]):
                 yield self._list(start + offset, dict(zip(batch, values, strict=True)))
 
     def row(self, number: int) -> dict[str, Any]:
-        """Returns the values of a row of the corpus.
-
-        Raises:
-            Unreadable: The corpus has fewer rows.
-        """
+        """Returns the values of a row of the corpus."""
         if number >= len(self._data.corpus):
             raise Unreadable("missing document", f"the corpus has no row {number}")
         return self._data.corpus[number]
@@ -671,11 +642,7 @@ class Queries(CollectionQueries["Queries.Spec"]):
 
     @functools.cached_property
     def _inputs(self) -> tuple[dict[str, str], dict[str, bytes]]:
-        """The texts and the images of the queries, by id.
-
-        Raises:
-            SpecError: The queries contain audio or videos, or an image is missing.
-        """
+        """The texts and the images of the queries, by id. Audio and video queries are errors."""
         name, modalities = self.spec.task, self._task.query_modalities
         rule = "a task whose queries are texts, images, or both"
         if not set(modalities) <= {"text", "image"}:

@@ -31,13 +31,6 @@ def write(task: AbsTaskRetrieval, subset: str, split: str, row: BenchmarkRow, fo
     """Writes the scores of a row as `TaskResult` and returns the path of the file.
 
     Scores of other subsets and splits of the task in the file are kept.
-
-    Args:
-        task: Task of mteb with its data.
-        subset: Name of the subset.
-        split: Name of the split.
-        row: Rankings of the row.
-        folder: Folder of all results.
     """
     result = task_result(task, subset, split, row)
     meta = model_meta(row.name, row.fingerprint or "none")
@@ -69,12 +62,7 @@ def measure_name(score: str) -> str | None:
 
 
 def model_meta(name: str, revision: str) -> ModelMeta:
-    """Returns the metadata of a model with which mteb stores results.
-
-    Args:
-        name: Name of the model, without its organisation.
-        revision: Revision of the model.
-    """
+    """Returns the metadata of a model with which mteb stores results."""
     from mteb.models.model_meta import ModelMeta
 
     overwrites = {"name": f"maxray/{name}", "revision": revision}
@@ -113,7 +101,6 @@ class _Rankings:
         """Does nothing."""
 
     def search(self, queries: Any, **options: Any) -> dict[str, dict[str, float]]:
-        """Returns the rankings."""
         return {query_id: dict(scores) for query_id, scores in self._rankings.items()}
 
 
@@ -130,7 +117,6 @@ def _cutoff(score: str) -> float:
 
 
 def _remove(result: TaskResult, subset: str, split: str) -> None:
-    """Removes the scores of a subset and split from a result."""
     others = [s for s in result.scores.get(split, []) if s["hf_subset"] != subset]
     scores = {**result.scores, split: others}
     result.scores = {name: values for name, values in scores.items() if values}

@@ -116,12 +116,10 @@ class Judgment(NamedTuple):
 def list_judgments(uri: str, field: str) -> Iterator[Judgment]:
     """Yields the judgments of JSON lines with `query_id`, `doc_id` and `relevance`.
 
-    Args:
-        uri: Path or URI of a file, a folder or a glob of .jsonl or .jsonl.gz files.
-        field: Spec field that errors name.
+    `uri` is a file, a folder or a glob of .jsonl or .jsonl.gz files.
 
     Raises:
-        SpecError: A file is missing or malformed.
+        SpecError: For `field`: a file is missing or malformed.
     """
     rule = 'a line {"query_id": "...", "doc_id": "...", "relevance": an integer from 0 to 3}'
     try:
@@ -382,17 +380,11 @@ class _Features:
         return self._class(self._spec, skip_unreadable=True)
 
     def unreadable(self) -> list[tuple[str, str]]:
-        """Returns the names and the problems of unreadable files.
-
-        Raises:
-            SpecError: The archive does not exist.
-        """
         from pipeline.data.recognise.precomputed import unreadable_files
 
         return unreadable_files(self._spec, self._class.kind)
 
     def text(self, item: Item) -> str:
-        """Returns the recognised text of an item."""
         return self._separator.join(line.text for line in self._recogniser.lines(item.row()))
 
 
@@ -478,18 +470,10 @@ def write_submission(uri: str, run: Run) -> None:
 def split_scores(
     run: Run, judgments: Judgments, measures: Sequence[str] = MEASURES
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Computes the official metrics for each value of the fields of the judgments.
+    """Returns the mean of the official metrics by field of the judgments, by value and by metric.
 
-    For a value, only judgments with this value are evaluated. Videos that are relevant to the query
-    under another value are removed from its ranking first.
-
-    Args:
-        run: Scores by video id, by query id.
-        judgments: The judgments.
-        measures: Names of the metrics.
-
-    Returns:
-        Mean of each metric over the queries with judgments of the value, by value, by field.
+    For a value, only queries and judgments with this value are evaluated. Videos that are relevant
+    to the query under another value are removed from its ranking first.
     """
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name, values in judgments.values.items():

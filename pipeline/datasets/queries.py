@@ -41,11 +41,7 @@ class CollectionQueries(Benchmark[ComponentSpecT]):
         """Returns grades by document id, by query id. Some queries may be missing."""
 
     def categories(self, query_ids: set[str]) -> dict[str, dict[str, list[str]]]:
-        """Returns the query ids of each category, by field.
-
-        Args:
-            query_ids: Ids of the judged queries.
-        """
+        """Returns the ids of the judged queries of each category, by field."""
         return {}
 
     def options(self) -> dict[str, Any]:
@@ -75,11 +71,7 @@ class CollectionQueries(Benchmark[ComponentSpecT]):
 
 
 class ImageFiles(Mapping[str, bytes]):
-    """Image files by query id. Each is read when it is needed.
-
-    Args:
-        uris: URIs of PNG, JPEG or WebP files by query id.
-    """
+    """Image files by query id. Each is read when it is needed."""
 
     def __init__(self, uris: Mapping[str, str]):
         self._uris = uris

@@ -14,14 +14,10 @@ VIDEO, AUDIO = ".mp4", ".m4a"
 
 
 def list_videos(folder: str, rows: Iterable[tuple[str, str, str]]) -> Listing:
-    """Returns rows with their videos as documents.
+    """Returns rows of a query, the id of its video and a location, with the videos as documents.
 
     The file of a video is `<id>.mp4` in any folder below `folder`. If `<id>.m4a` exists, it
     replaces the audio of the video. Missing files are expected in the folder itself.
-
-    Args:
-        folder: Path or URI of the folder.
-        rows: Query, id of its video, and location for messages of each row.
 
     Raises:
         SpecError: For `videos`: the folder does not exist.

@@ -27,9 +27,6 @@ class Judgment(NamedTuple):
     """Judgment of a page for a query.
 
     Attributes:
-        query_id: Id of the query.
-        page: Id of the page.
-        grade: Grade.
         boxes: `bounding_boxes` of the parts that answer the query, with corners x1 y1 x2 y2.
     """
 

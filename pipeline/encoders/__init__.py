@@ -305,11 +305,7 @@ class Trainable(Encoder[ComponentSpecT]):
 
     @abstractmethod
     def read_items(self, items: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Returns the model inputs of items.
-
-        Args:
-            items: Items as mappings from column names to values.
-        """
+        """Returns the model inputs of items, mappings from column names to values."""
 
     @abstractmethod
     def tokens(self, inputs: Sequence[Any], taps: Sequence[Tap] = ()) -> TokenBatch:
@@ -322,19 +318,14 @@ class Trainable(Encoder[ComponentSpecT]):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Saves the model and its preprocessing files.
+        """Saves the model and its preprocessing files to an existing folder.
 
-        Args:
-            folder: Existing folder, which the field `model` of a spec can then name.
+        The field `model` of a spec can then name it.
         """
 
 
 def check_query_texts(texts: Sequence[str]) -> None:
-    """Checks that there is at least one query, and that each has at least one word.
-
-    Raises:
-        SpecError: `texts` is empty, or one of its texts is.
-    """
+    """Raises `SpecError` unless there is at least one query, and each has at least one word."""
     if not texts:
         raise SpecError("query", [], "at least one text")
     for text in texts:
@@ -343,17 +334,7 @@ def check_query_texts(texts: Sequence[str]) -> None:
 
 
 def check_query_size(text: str, size: int, limit: int | None, note: str = "") -> None:
-    """Checks that a query does not have more tokens than its encoder supports.
-
-    Args:
-        text: Text of the query.
-        size: Number of its tokens.
-        limit: Maximum number of tokens, or None.
-        note: What the tokens include besides the text, for the message.
-
-    Raises:
-        SpecError: The query is too long.
-    """
+    """Checks that a query does not have more tokens than its encoder supports."""
     if limit is not None and size > limit:
         rule = f"a text of at most {limit} tokens{note}"
         raise SpecError("query", text, rule, f"has {size} tokens")
@@ -369,12 +350,7 @@ def readable_query(value: Any) -> Iterator[None]:
 
 
 def unsupported_query(kind: str, kinds: Sequence[str], encoder: str) -> SpecError:
-    """Builds the error for a type of query that an encoder does not support.
-
-    Args:
-        kind: Key of `QUERY_KINDS`.
-        kinds: Supported kinds.
-        encoder: Name of the encoder.
+    """Builds the error for a kind of query (see `QUERY_KINDS`) that an encoder does not support.
 
     >>> str(unsupported_query("composed", ["text", "image"], "X"))
     "query must be a text or an image, got 'a text with an image', which is not supported by X"
@@ -386,14 +362,8 @@ def unsupported_query(kind: str, kinds: Sequence[str], encoder: str) -> SpecErro
 def batches_by_size(sizes: np.ndarray, budget: int) -> Iterator[np.ndarray]:
     """Groups items of similar size into batches with at most `budget` tokens after padding.
 
-    Args:
-        sizes: Number of tokens of each item, (B,).
-        budget: Maximum number of items times the size of the longest item. A longer item forms a
-            batch by itself.
-
-    Yields:
-        Indices of the items of a batch. Sizes ascend over the batches. Items of equal size keep
-        their order.
+    An item that is longer forms a batch by itself. Sizes (B,) ascend over the batches, and items of
+    equal size keep their order.
 
     >>> [rows.tolist() for rows in batches_by_size(np.array([3, 1, 9, 1, 2]), budget=6)]
     [[1, 3, 4], [0], [2]]

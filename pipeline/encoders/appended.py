@@ -52,12 +52,7 @@ class AppendedTokens(torch.nn.Module):
 
     @classmethod
     def create(cls, num_tokens: int, embedding: torch.nn.Module) -> AppendedTokens:
-        """Returns new tokens, drawn from a normal distribution as wide as the model's embeddings.
-
-        Args:
-            num_tokens: Number of tokens.
-            embedding: Module that maps token ids to input embeddings.
-        """
+        """Returns tokens from a normal distribution as wide as that of the model's embeddings."""
         weight: Any = embedding.weight
         with torch.no_grad():  # some models scale the output of the embedding
             ids = torch.arange(min(1024, len(weight)), device=weight.device)
@@ -69,9 +64,7 @@ class AppendedTokens(torch.nn.Module):
     def inserted(self, embedding: torch.nn.Module, is_appended_BL: torch.Tensor) -> Iterator[None]:
         """Inserts the tokens into the output of the model's embedding inside the context.
 
-        Args:
-            embedding: Module that maps token ids to input embeddings.
-            is_appended_BL: Positions of the tokens, as many as there are tokens in each row.
+        `is_appended_BL` has as many positions in each row as there are tokens.
         """
 
         def insert(_module: Any, _arguments: Any, output_BLH: torch.Tensor) -> torch.Tensor:
@@ -86,12 +79,7 @@ class AppendedTokens(torch.nn.Module):
 
 
 def append_positions(inputs: ModelInput, num_tokens: int) -> ModelInput:
-    """Appends the positions of learned tokens to a sequence. None of them is a token of the item.
-
-    Args:
-        inputs: Sequence of L positions.
-        num_tokens: Number of positions to append.
-    """
+    """Appends positions of learned tokens to a sequence. None of them is a token of the item."""
 
     def extend(name: str, values: torch.Tensor) -> torch.Tensor:
         last = values[-1:]

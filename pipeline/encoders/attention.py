@@ -43,10 +43,7 @@ _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs of an attention layer.
-
-    See `Recording.record`.
-    """
+    """Inputs of an attention layer, see `Recording.record`."""
 
     query_BHND: torch.Tensor
     key_BGND: torch.Tensor
@@ -84,15 +81,7 @@ class Recording:
         scaling: float | None,
         is_causal: bool,
     ) -> None:
-        """Records the next attention layer.
-
-        Args:
-            query_BHND: Queries, after positional encoding.
-            key_BGND: Keys, after positional encoding.
-            mask: Attention mask of the layer. See `weighted_rows`.
-            scaling: Factor of the logits. See `weighted_rows`.
-            is_causal: Whether attention is causal. See `weighted_rows`.
-        """
+        """Records the next attention layer. Queries and keys have positional encoding."""
         layer, self._num_layers = self._num_layers, self._num_layers + 1
         if layer in self._row_weights:
             weights = self._row_weights[layer]
@@ -116,12 +105,7 @@ def recording(
     row_weights: dict[int, torch.Tensor],
     input_layers: Collection[int] = (),
 ) -> Iterator[Recording]:
-    """Records attention statistics while `model` runs one forward pass.
-
-    Args:
-        model: Model whose attention layers are recorded.
-        row_weights: Weights (S, B, N) of the rows of the attention matrix, by layer to record.
-        input_layers: Layers whose inputs are recorded.
+    """Records attention statistics while `model` runs one forward pass, see `Recording`.
 
     Raises:
         ValueError: A requested layer was not recorded, because the model's attention does not use
@@ -266,16 +250,9 @@ def weighted_rows(
 
 
 def selected_rows(inputs: AttentionInputs, rows_BR: torch.Tensor) -> torch.Tensor:
-    """Computes some rows of the attention matrix of each item, with gradients.
+    """Computes rows (B, H, R, N) of the attention matrix at positions (B, R), with gradients.
 
     Memory and time are linear in the number of columns.
-
-    Args:
-        inputs: Inputs of the attention layer.
-        rows_BR: Positions of R rows of each item.
-
-    Returns:
-        Probabilities (B, H, R, N) float32.
     """
     query_BHND, key_BGND, mask, scaling, is_causal = inputs
     num_items, num_heads, _, dim = query_BHND.shape
@@ -327,11 +304,8 @@ def tap_rows(
 ) -> dict[int, torch.Tensor]:
     """Returns the weights (S, B, L) with which S statistics sum attention rows, by layer.
 
-    Args:
-        kind_BL: Codes of `tokens.KINDS`.
-        mask_BL: False at padding and at appended tokens.
-        taps: Attention statistics, of one layer each.
-        pooled_position: Position whose hidden state the model pools.
+    `mask_BL` is False at padding and at appended tokens. Each tap has one layer. The model pools
+    the hidden state at `pooled_position`.
     """
     position = torch.arange(mask_BL.shape[1], device=mask_BL.device)
     content = torch.isin(kind_BL, kind_BL.new_tensor(CONTENT)) & mask_BL
@@ -363,11 +337,7 @@ def tap_values(
 ) -> dict[str, torch.Tensor]:
     """Returns the values (B, L) of taps of one layer each, by name; (B, L, M) of `APPENDED_MATRIX`.
 
-    Args:
-        recorded: Recording of the forward pass.
-        taps: Attention statistics, of one layer each.
-        appended_BM: Positions of appended tokens; required for `ROW_STATISTICS`.
-        keep_BL: True at tokens of the item; required for `ROW_STATISTICS`.
+    `ROW_STATISTICS` require the positions `appended_BM`, and `keep_BL`, True at tokens of the item.
     """
     values = {}
     for tap in taps:

@@ -20,10 +20,6 @@ R = TypeVar("R")
 def prefetch(values: Iterable[T], function: Callable[[T], R]) -> Iterator[tuple[T, R]]:
     """Yields `(value, function(value))`, prefetching the next result in a background thread.
 
-    Args:
-        values: Inputs of `function`.
-        function: Function called in the background thread.
-
     >>> list(prefetch([1, 2, 3], str))
     [(1, '1'), (2, '2'), (3, '3')]
     """
@@ -41,10 +37,8 @@ def prefetch(values: Iterable[T], function: Callable[[T], R]) -> Iterator[tuple[
 def group_passes(inputs: Sequence[ModelInput], max_tokens: int) -> Iterator[Sequence[ModelInput]]:
     """Yields the sequences of each forward pass, in order.
 
-    Args:
-        inputs: Sequences to group.
-        max_tokens: Maximum number of sequences times the length of the longest. A longer sequence
-            forms a pass by itself.
+    The number of sequences times the length of the longest is at most `max_tokens`, unless a pass
+    has a single sequence.
     """
     start = 0
     while start < len(inputs):
@@ -64,13 +58,10 @@ def join_parts(
     dim: int,
     pooled: Sequence[torch.Tensor] | None = None,
 ) -> TokenBatch:
-    """Joins the vectors of the texts and images of each item, normalised to unit length.
+    """Joins the vectors (M, D) of the texts and images of each item, normalised to unit length.
 
-    Args:
-        parts: Vectors (M, D) of all parts of the items, in order.
-        counts: Number of parts of each item.
-        dim: Width D of the vectors.
-        pooled: Single vector (P,) of each part, whose mean is that of the item, or None.
+    `counts` has the number of parts of each item. `pooled` has a single vector (P,) of each part,
+    whose mean is that of the item.
 
     >>> join_parts([torch.tensor([[2.0]]), torch.tensor([[-3.0]])], [2, 0], 1).vectors.tolist()
     [[[1.0], [-1.0]], [[0.0], [0.0]]]

@@ -169,11 +169,7 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Checks that the checkpoint exists and supports the settings of the spec.
-
-        Raises:
-            SpecError: One of these checks fails.
-        """
+        """Checks that the checkpoint exists and supports the settings of the spec."""
         settings = check_checkpoint(spec, *TYPES)
         reader = cls.reader(spec)
         max_positions = settings.max_position_embeddings
@@ -190,10 +186,7 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
 
     @classmethod
     def attention(cls, spec: Spec) -> AttentionInfo:
-        """Returns column sums and the row of the last token.
-
-        The model has no pooled vector.
-        """
+        """Returns column sums and the row of the last token."""
         return attention_info(check_checkpoint(spec, *TYPES), ("column_sums", "eos_row"), spec)
 
     @classmethod
@@ -254,11 +247,7 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-        """Encodes the column `text`, batching items of similar length.
-
-        With the columns of `Words` (pages, transcripts), tokens have the extents and kind of their
-        word.
-        """
+        """Encodes the column `text`, with extents and kinds of words if it has those of `Words`."""
         words = Words.from_items(items) if "word_spans" in items.column_names else None
         for rows, batch in super().encode(items, taps):
             if words is not None:
@@ -298,10 +287,7 @@ class ColBERT(SequenceEncoder["ColBERT.Spec"]):
 
 @dataclass(frozen=True)
 class Usage:
-    """Formatting of queries and documents with defaults applied.
-
-    See `ColBERT.Spec`.
-    """
+    """Formatting of queries and documents with defaults applied, see `ColBERT.Spec`."""
 
     query_prefix: str
     document_prefix: str
@@ -313,11 +299,7 @@ class Usage:
 
     @classmethod
     def resolve(cls, spec: ColBERT.Spec) -> Usage:
-        """Fills in missing fields of a spec from the checkpoint, or else from the original code.
-
-        Raises:
-            SpecError: A configuration file of the checkpoint is not valid JSON.
-        """
+        """Fills in missing fields of a spec from the checkpoint, or else from the original code."""
         folder = checkpoint_folder(spec, USAGE)
         _check_format(spec, folder)
         pylate, original = (
@@ -404,10 +386,7 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         return len(self._document_marker) + 2
 
     def _marker_ids(self, marker: str) -> list[int]:
-        """Returns the id of a marker.
-
-        If it is not in the vocabulary, returns the ids of its tokens.
-        """
+        """Returns the id of a marker, or the ids of its tokens if the vocabulary lacks it."""
         token_id = self.tokenizer.get_vocab().get(marker)
         if token_id is not None:
             return [token_id]
@@ -442,7 +421,6 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         return inputs
 
     def _add_markers(self, marker: list[int], ids: torch.Tensor, spans: torch.Tensor) -> ModelInput:
-        """Returns the sequence of a text with its marker and special tokens."""
         begin = torch.tensor([self.tokenizer.cls_token_id, *marker])
         all_ids = torch.cat([begin, ids, torch.tensor([self.tokenizer.sep_token_id])])
         kind = torch.full((len(all_ids),), TEXT)
@@ -454,10 +432,7 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         return ModelInput.create(sequence, {}, kind, spans=all_spans)
 
     def _tokenise(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the token ids and spans of a text.
-
-        Spans exclude the space before a token.
-        """
+        """Returns the token ids and spans of a text. Spans exclude the space before a token."""
         with TOKENIZER_LOCK:
             encoded = self.tokenizer(
                 text,
@@ -476,12 +451,7 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
         )
 
     def read_text_query(self, text: str) -> tuple[ModelInput, list[str]]:
-        """Returns the sequence of a query, padded with `[MASK]` tokens.
-
-        Raises:
-            SpecError: The query has no tokens, or exceeds the maximum number of positions of the
-                model.
-        """
+        """Returns the sequence of a query, padded with `[MASK]` tokens."""
         ids, spans = self._tokenise(text)
         if not len(ids):
             raise SpecError("query", text, "a text with at least one token")
@@ -503,11 +473,7 @@ class ColBERTReader(Reader["ColBERT.Spec"]):
 
 
 def _check_format(spec: ColBERT.Spec, folder: Path) -> None:
-    """Checks that a checkpoint has no settings that only sentence-transformers reads.
-
-    Raises:
-        SpecError: It is in the format of that library, or has prompts besides its markers.
-    """
+    """Checks that a checkpoint has no settings that only sentence-transformers reads."""
     settings = load_json(folder / PYLATE, spec.model) or {}
     note = "; use the encoder sentence_transformers"
     if settings.get("model_type") == "MultiVectorEncoder":
@@ -522,7 +488,6 @@ def _check_format(spec: ColBERT.Spec, folder: Path) -> None:
 
 
 def _pad(tensor: torch.Tensor, length: int, fill: int) -> torch.Tensor:
-    """Pads a tensor with `length` rows of a constant."""
     return torch.cat([tensor, tensor.new_full((length, *tensor.shape[1:]), fill)])
 
 

@@ -26,8 +26,7 @@ MAX_TILES = 6
 class ColModernVBertReader(RetrievalReader["ColModernVBert.Spec"]):
     """Reader that splits an image into full-resolution tiles and appends the downscaled image.
 
-    The extents of a tile's tokens are relative to the whole image, so each location is covered
-    twice.
+    Extents are relative to the whole image, so each location is covered twice.
     """
 
     processor_class = ColModernVBertProcessor
@@ -88,10 +87,7 @@ class ColModernVBert(Retrieval["ColModernVBert.Spec"]):
         return self.model.vlm.text_model
 
     def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
-        """Stacks the tiles of all images.
-
-        Images are padded with zero tiles, which the model ignores.
-        """
+        """Stacks the tiles of all images, padded with zero tiles, which the model ignores."""
         images = [sequence.media for sequence in inputs if sequence.media]
         if not images:
             return {}

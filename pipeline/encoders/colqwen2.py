@@ -38,11 +38,7 @@ class ColQwen2Reader(RetrievalReader["ColQwen2.Spec"]):
         check_patches(spec, self.processor.image_processor, self.settings.vision_config)
 
     def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
-        """Returns the merged patches in row-major order, between the parts of the prompt.
-
-        Raises:
-            Unreadable: The aspect ratio of the image is too extreme.
-        """
+        """Returns the merged patches in row-major order, between the parts of the prompt."""
         try:
             with TOKENIZER_LOCK:
                 output = self.processor.process_images([image], return_tensors="pt")

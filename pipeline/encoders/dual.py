@@ -115,11 +115,7 @@ class Dual(SequenceEncoder["Dual.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Checks that the checkpoint exists and supports the settings of the spec.
-
-        Raises:
-            SpecError: One of these checks fails.
-        """
+        """Checks that the checkpoint exists and supports the settings of the spec."""
         settings = check_checkpoint(spec, *CLASSES)
         if not getattr(settings.vision_config, "vision_use_head", True):
             rule = "a checkpoint whose vision tower has a pooling head"
@@ -168,10 +164,7 @@ class Dual(SequenceEncoder["Dual.Spec"]):
         return self.model.vision_model
 
     def join_media(self, inputs: Sequence[ModelInput]) -> dict[str, torch.Tensor]:
-        """Concatenates the pixels of all images.
-
-        NaFlex images are padded to equal length.
-        """
+        """Concatenates the pixels of all images. NaFlex images are padded to equal length."""
         if self.model.config.model_type != "siglip2" or not inputs[0].media:
             return super().join_media(inputs)
         pixels = [sequence.media["pixel_values"] for sequence in inputs]
@@ -213,11 +206,7 @@ class Dual(SequenceEncoder["Dual.Spec"]):
 
 
 def resolve_layer(spec: Dual.Spec, settings: PretrainedConfig) -> int:
-    """Returns the index of the hidden state that is used as token vectors, starting from 0.
-
-    Raises:
-        SpecError: The vision tower has no such layer.
-    """
+    """Returns the index of the hidden state that is used as token vectors, starting from 0."""
     num_layers = settings.vision_config.num_hidden_layers
     layer = EDJE_LAYERS[settings.model_type] if spec.layer is None else spec.layer
     check_layers(layer, num_layers)
@@ -252,11 +241,7 @@ class DualReader(Reader["Dual.Spec"]):
         self.tokenizer = self.processor.tokenizer
 
     def check(self) -> None:
-        """Checks that the output of the image processor fits the vision tower.
-
-        Raises:
-            SpecError: The shapes differ.
-        """
+        """Checks that the output of the image processor fits the vision tower."""
         vision = self.settings.vision_config
         output = self.processor.image_processor(images=[Image.new("RGB", (64, 64))])
         actual = np.shape(output["pixel_values"][0])
@@ -272,12 +257,7 @@ class DualReader(Reader["Dual.Spec"]):
             raise SpecError("model", self.spec.model, rule, problem)
 
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
-        """Returns one sequence per image, or that of the text.
-
-        Raises:
-            Unreadable: The aspect ratio of an image is too extreme to be resized, or the text is
-                too long.
-        """
+        """Returns one sequence per image, or that of the text."""
         if self.spec.documents == "text":
             text = item.get("text") or ""
             try:
@@ -346,11 +326,7 @@ class DualReader(Reader["Dual.Spec"]):
         return inputs, names
 
     def read_text_query(self, text: str) -> tuple[ModelInput, list[str]]:
-        """Builds the sequence of a text query. For SigLIP, it is padded to the length of the tower.
-
-        Raises:
-            SpecError: The query is longer than the text tower supports.
-        """
+        """Builds the sequence of a text query, for SigLIP padded to the length of the tower."""
         tokenizer = self.processor.tokenizer
         max_length = self.settings.text_config.max_position_embeddings
         options = {} if self.settings.model_type == "clip" else {"padding": "max_length"}
@@ -379,11 +355,7 @@ class DualReader(Reader["Dual.Spec"]):
 
 
 def boxes_in_image(boxes_N4: torch.Tensor, crop: tuple[float, float, float, float]) -> torch.Tensor:
-    """Converts boxes relative to a crop to boxes relative to the image.
-
-    Args:
-        boxes_N4: Boxes x0 y0 x1 y1 in [0, 1].
-        crop: Region x0 y0 x1 y1 of the image.
+    """Converts boxes x0 y0 x1 y1 relative to a crop to boxes relative to the image.
 
     >>> boxes_in_image(torch.tensor([[0, 0, 0.5, 1]]), (0.25, 0, 0.75, 1)).tolist()
     [[0.25, 0.0, 0.5, 1.0]]

@@ -94,14 +94,7 @@ class ResponseError(JobError):
 
 
 class Endpoint:
-    """Client of one model behind an endpoint.
-
-    Args:
-        spec: Spec of the encoder.
-
-    Raises:
-        SpecError: The environment variable of the API key is not set.
-    """
+    """Client of one model behind an endpoint."""
 
     def __init__(self, spec: EndpointSpec):
         self._spec = spec
@@ -140,13 +133,10 @@ class Endpoint:
             raise SpecError.unknown_name("model", spec.model, names, "is not served at url")
 
     def embed(self, bodies: Sequence[Mapping[str, Any]]) -> Iterator[list[np.ndarray]]:
-        """Yields the vectors of requests, in order. Requests are sent concurrently.
+        """Yields the vectors of requests, (M, dim) per input, in order. Requests are concurrent.
 
         Args:
             bodies: Bodies of the requests, with `input` (several texts) or `messages` (one input).
-
-        Yields:
-            Vectors (M, dim) float32 of each input of a request.
 
         Raises:
             EndpointError: The endpoint fails after all attempts.
@@ -190,7 +180,6 @@ class Endpoint:
         raise failure
 
     def _check_status(self, response: httpx2.Response) -> None:
-        """Raises the error of a response that is not to be retried."""
         if response.is_success:
             return
         spec, status, detail = self._spec, response.status_code, self._detail(response)
@@ -214,11 +203,6 @@ class Endpoint:
 
 
 def _api_key(spec: EndpointSpec) -> str | None:
-    """Returns the API key, or None without one.
-
-    Raises:
-        SpecError: The environment variable is not set.
-    """
     if spec.api_key_variable is None:
         return None
     key = os.environ.get(spec.api_key_variable)
@@ -237,11 +221,6 @@ def _describe(error: httpx2.TransportError | None) -> str:
 
 
 def _parse_json(content: bytes) -> Any:
-    """Parses the body of a response.
-
-    Raises:
-        ResponseError: It is not JSON.
-    """
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
@@ -250,15 +229,7 @@ def _parse_json(content: bytes) -> Any:
 
 
 def read_vectors(content: bytes, num_inputs: int, spec: EndpointSpec) -> list[np.ndarray]:
-    """Reads the vectors of a response and checks them against the spec.
-
-    Args:
-        content: Body of the response.
-        num_inputs: Number of inputs of the request.
-        spec: Spec of the encoder.
-
-    Returns:
-        Vectors (M, dim) float32 of each input, in the order of the request.
+    """Reads the vectors (M, dim) of each input from a response, in the order of the request.
 
     Raises:
         ResponseError: The model, the number of results, the shape or the values are not valid.

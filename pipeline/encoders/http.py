@@ -82,11 +82,7 @@ class Http(Encoder["Http.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Checks that the server can be reached, accepts the API key and serves the model.
-
-        Raises:
-            SpecError: One of these checks fails.
-        """
+        """Checks that the server can be reached, accepts the API key and serves the model."""
         Endpoint(spec).check_model()
 
     @classmethod
@@ -129,7 +125,6 @@ class Http(Encoder["Http.Spec"]):
             yield rows, self._batch(matrices, numbers)
 
     def _read_item(self, item: Mapping[str, Any]) -> list[str | bytes]:
-        """Returns the text of an item in its prompt, or its image files."""
         if self.spec.documents == "text":
             text = item.get("text") or ""
             return [self.spec.document_prompt.replace(CONTENT, text)] if text.strip() else []
@@ -172,11 +167,7 @@ class Http(Encoder["Http.Spec"]):
         return fill_template(self.spec.query_prompt, self._instruction)
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
-        """Encodes query texts, in order. The tokens of a query have numbers instead of texts.
-
-        Raises:
-            SpecError: `texts` is empty, or a query is empty or rejected by the endpoint.
-        """
+        """Encodes query texts, in order. The tokens of a query have numbers instead of texts."""
         check_query_texts(texts)
         prompts = [self._query_prompt.replace(CONTENT, text) for text in texts]
         size = self.spec.batch_size
@@ -184,11 +175,7 @@ class Http(Encoder["Http.Spec"]):
         return self._encode_queries([b for batch in batches for b in self._bodies(batch)], texts)
 
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes image queries like items, in order.
-
-        Raises:
-            SpecError: An image cannot be read, or the model does not support images.
-        """
+        """Encodes image queries like items, in order."""
         if self.spec.documents == "text":
             raise self._not_read("image")
         files = [png_file(open_query_image(data)) for data in images]

@@ -26,9 +26,6 @@ def open_query_image(data: bytes) -> Image.Image:
 
     A query and an item of the same file are therefore identical: upright, 8-bit, on a white
     background where transparent, and downscaled where large.
-
-    Raises:
-        SpecError: The file is not a readable image.
     """
     rule = f"an image file ({', '.join(QUERY_FORMATS)})"
     with reading("query", "the image", rule, Unreadable, ValueError, SyntaxError):
@@ -70,15 +67,9 @@ def item_images(item: Mapping[str, Any]) -> list[tuple[Image.Image, float, float
 def grid_extents(
     rows: int, columns: int, times: tuple[float, float] = (np.nan, np.nan)
 ) -> torch.Tensor:
-    """Returns the extents of a grid of patches over an image, in row-major order.
+    """Returns the extents (rows * columns, 6) of a grid of patches over an image, row by row.
 
-    Args:
-        rows: Number of rows of the grid.
-        columns: Number of columns of the grid.
-        times: Start and end of the display of the image, in seconds.
-
-    Returns:
-        Extents (rows * columns, 6).
+    `times` are the start and end of its display in seconds.
 
     >>> grid_extents(1, 2)[:, :4].tolist()
     [[0.0, 0.0, 0.5, 1.0], [0.5, 0.0, 1.0, 1.0]]

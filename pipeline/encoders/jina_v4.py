@@ -109,11 +109,7 @@ class JinaV4(SequenceEncoder["JinaV4.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Checks that the checkpoint exists, has the expected type, and supports the task.
-
-        Raises:
-            SpecError: One of these checks fails.
-        """
+        """Checks that the checkpoint exists, has the expected type, and supports the task."""
         width = check_checkpoint(spec, "qwen2_5_vl").get_text_config().hidden_size
         check_appended_tokens(spec, width)
         spec.require((spec.truncate_dim or 0) <= width, "truncate_dim", f"at most {width}")
@@ -187,12 +183,7 @@ class JinaReader(QwenReader["JinaV4.Spec"]):
         self._passage = QUERY_PROMPT if spec.task == "text-matching" else PASSAGE_PROMPT
 
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
-        """Builds one sequence per image, or a single sequence for a text.
-
-        Raises:
-            Unreadable: The aspect ratio of an image is too extreme, or a sequence exceeds the token
-                limit.
-        """
+        """Builds one sequence per image, or a single sequence for a text."""
         images, text = self.item_content(item)
         if images:
             return [self._read_image(image) for image in images]
@@ -225,11 +216,7 @@ class JinaReader(QwenReader["JinaV4.Spec"]):
 def _matching_tensors(
     folder: Path, pattern: re.Pattern, field: str, value: str
 ) -> Iterator[tuple[re.Match, torch.Tensor]]:
-    """Yields the tensors of a folder's safetensors files whose names match a pattern.
-
-    Raises:
-        SpecError: For `field`: a file is corrupted.
-    """
+    """Yields the tensors of a folder's safetensors files whose names match a pattern."""
     for path in sorted(folder.glob("*.safetensors")):
         rule = "a folder with safetensors files"
         with reading(field, value, rule, SafetensorError), safe_open(path, "pt") as file:
@@ -239,11 +226,7 @@ def _matching_tensors(
 
 
 def _load_projector(spec: JinaV4.Spec, folder: Path) -> torch.nn.Linear:
-    """Loads the projector of a checkpoint.
-
-    Raises:
-        SpecError: It has no projector, like checkpoints converted for other engines.
-    """
+    """Loads the projector of a checkpoint, which those converted for other engines lack."""
     pattern = re.compile(rf"{PROJECTOR}\.(weight|bias)")
     found = {
         name[1]: tensor for name, tensor in _matching_tensors(folder, pattern, "model", spec.model)
@@ -259,7 +242,6 @@ def _load_projector(spec: JinaV4.Spec, folder: Path) -> torch.nn.Linear:
 
 
 def _find_adapters(spec: JinaV4.Spec) -> Path | None:
-    """Returns the folder of the adapters, or None if there is none."""
     if spec.adapter is not None:
         return adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
     folder = checkpoint_folder(spec, ["adapters/*"]) / "adapters"
@@ -270,9 +252,6 @@ def _load_products(spec: JinaV4.Spec, folder: Path) -> dict[str, tuple[torch.Ten
     """Loads the two matrices of the task's adapter, by layer. Their product is the weight update.
 
     The second matrix includes the scale of the adapter.
-
-    Raises:
-        SpecError: The adapter does not include the task, or its type is not supported.
     """
     rule = "a LoRA adapter of jina-embeddings-v4 in the format of peft"
     source = spec.adapter or str(folder)
@@ -310,17 +289,11 @@ def add_adapter(
     spec: JinaV4.Spec,
     products: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Adds an adapter to the weights of a model: W + B A for each of its layers.
+    """Adds an adapter in place to the weights of a model: W + B A for each of its layers.
 
-    Args:
-        model: Model to modify in place.
-        spec: Spec of the encoder, used in messages.
-        products: A and B, by the name of the layer in a `ForConditionalGeneration` model, whose
-            submodule `model` is the first argument. Older versions had the language model's layers
-            directly in `model`.
-
-    Raises:
-        SpecError: The adapter does not fit the model.
+    `products` are A and B by the name of the layer in a `ForConditionalGeneration` model, whose
+    submodule `model` is the first argument. Older versions had the language model's layers directly
+    in `model`.
     """
     modules = dict(model.named_modules())
     for name, (down, up) in products.items():

@@ -26,16 +26,7 @@ Layers = Annotated[int | tuple[int, ...], BeforeValidator(_check_layer_type)]
 
 
 def check_layers(layer: int | tuple[int, ...], depth: int, field: str = "layer") -> None:
-    """Checks that a model has the selected layers.
-
-    Args:
-        layer: Layer number or numbers. Negative numbers count from the last layer.
-        depth: Number of layers of the model.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The model has no such layer.
-    """
+    """Checks that a model of some depth has the layers; negative numbers count from the last."""
     for number in (layer,) if isinstance(layer, int) else layer:
         if not -depth - 1 <= number <= depth:
             rule = f"from {-depth - 1} to {depth} (the model has {depth} layers)"
@@ -45,17 +36,11 @@ def check_layers(layer: int | tuple[int, ...], depth: int, field: str = "layer")
 def layer_states(
     hidden_states: Sequence[torch.Tensor], layer: int | tuple[int, ...]
 ) -> torch.Tensor:
-    """Returns the hidden states of one layer, or the concatenated states of several.
+    """Returns the hidden states (..., D) of one layer, or those of N layers, (..., N * D).
 
     With several layers each part is float32 and has unit length, so the cosine similarity of two
-    tokens is the mean of the cosine similarities of their layers.
-
-    Args:
-        hidden_states: States (..., D) of all layers, starting with the output of the embeddings.
-        layer: Layer number or N numbers.
-
-    Returns:
-        States (..., D), or (..., N * D).
+    tokens is the mean of the cosine similarities of their layers. `hidden_states` starts with the
+    output of the embeddings.
     """
     if isinstance(layer, int):
         return hidden_states[layer]
@@ -65,13 +50,7 @@ def layer_states(
 def attention_info(
     settings: Any, statistics: Sequence[str], spec: ComponentSpec | None = None
 ) -> AttentionInfo:
-    """Returns the attention info of a model.
-
-    Args:
-        settings: Configuration of the language model.
-        statistics: Statistics of the model itself.
-        spec: Spec of the encoder; with `appended_tokens`, their statistics are added.
-    """
+    """Returns the attention info of a model, including the statistics of `spec.appended_tokens`."""
     appended = APPENDED_STATISTICS if getattr(spec, "appended_tokens", None) else ()
     return AttentionInfo((*statistics, *appended), settings.num_hidden_layers)
 

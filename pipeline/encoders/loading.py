@@ -124,11 +124,7 @@ CheckpointSpecT = TypeVar("CheckpointSpecT", bound=CheckpointSpec)
 
 
 def checkpoint_folder(spec: Checkpoint, files: Iterable[str]) -> Path:
-    """Returns the checkpoint's folder. Missing `files` of a hub model are downloaded.
-
-    Args:
-        spec: Spec that names the checkpoint.
-        files: Patterns of file names.
+    """Returns the checkpoint's folder. Missing `files` (patterns) of a hub model are downloaded.
 
     Raises:
         SpecError: `model` is neither a folder nor a model that can be downloaded from the hub.
@@ -137,13 +133,7 @@ def checkpoint_folder(spec: Checkpoint, files: Iterable[str]) -> Path:
 
 
 def adapter_folder(adapter: str | None, files: Iterable[str]) -> Path | None:
-    """Returns the folder of an adapter, which is a hub name or a path.
-
-    Returns None without an adapter.
-
-    Args:
-        adapter: Hub name or folder.
-        files: Patterns of file names to download from the hub.
+    """Returns the folder of an adapter, which is a hub name or a path, or None without one.
 
     Raises:
         SpecError: For `adapter`: it does not exist, is not in peft's format, or its weights are not
@@ -167,11 +157,7 @@ def adapter_folder(adapter: str | None, files: Iterable[str]) -> Path | None:
 
 
 def check_checkpoint(spec: Checkpoint, *model_types: str) -> PretrainedConfig:
-    """Validates the configuration of a checkpoint and returns it. Weights are not loaded.
-
-    Args:
-        spec: Spec that names the checkpoint.
-        model_types: Model types that the family supports.
+    """Returns the configuration of a checkpoint of one of the types. Weights are not loaded.
 
     Raises:
         SpecError: The checkpoint does not exist, has another type, or has no safetensors weights.
@@ -188,26 +174,14 @@ def check_checkpoint(spec: Checkpoint, *model_types: str) -> PretrainedConfig:
 
 
 def load_model_config(model: str, folder: Path) -> PretrainedConfig:
-    """Loads the configuration of a checkpoint from its config.json.
-
-    Args:
-        model: Name of the checkpoint, used in messages.
-        folder: Folder of the checkpoint.
-
-    Raises:
-        SpecError: The file does not exist, or transformers does not support the model.
-    """
+    """Loads the configuration of a checkpoint, which `model` names in messages."""
     rule = "a model that transformers can load"
     with reading("model", model, rule, *LOAD_ERRORS, problem="cannot be loaded"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def require_one_of(spec: Checkpoint, names: Sequence[str]) -> None:
-    """Checks that a checkpoint has at least one of the named files.
-
-    Raises:
-        SpecError: It has none of them.
-    """
+    """Checks that a checkpoint has at least one of the named files."""
     folder = checkpoint_folder(spec, SETTINGS)
     if not any((folder / name).is_file() for name in names):
         rule = f"a checkpoint with one of {', '.join(names)}"
@@ -215,16 +189,7 @@ def require_one_of(spec: Checkpoint, names: Sequence[str]) -> None:
 
 
 def load_processor(spec: CheckpointFields, processor_class: Any, **options: Any) -> Any:
-    """Loads the processor of a checkpoint.
-
-    Args:
-        spec: Spec that names the checkpoint.
-        processor_class: Processor, tokenizer or feature extractor class of transformers.
-        options: Keyword arguments of the processor.
-
-    Raises:
-        SpecError: The files of the processor are missing or belong to another class.
-    """
+    """Loads the processor, tokenizer or feature extractor of a checkpoint."""
     folder = checkpoint_folder(spec, SETTINGS)
     rule = f"a checkpoint with a {processor_class.__name__}"
     with reading("model", spec.model, rule, *LOAD_ERRORS, problem="has no usable processor"):
@@ -232,12 +197,7 @@ def load_processor(spec: CheckpointFields, processor_class: Any, **options: Any)
 
 
 def check_tokenizer(model: str, tokenizer: Any, *tokens: str) -> None:
-    """Checks that a tokenizer provides character offsets and has some special tokens.
-
-    Args:
-        model: Name of the checkpoint, used in messages.
-        tokenizer: Tokenizer of transformers.
-        tokens: Names of special tokens, such as `bos_token`.
+    """Checks that a tokenizer provides character offsets and has tokens such as `bos_token`.
 
     Raises:
         SpecError: The tokenizer is not a fast one, or lacks a token.
@@ -261,11 +221,6 @@ class BoundedSpec(Checkpoint, Protocol):
 
 def check_patches(spec: BoundedSpec, images: Any, vision: PretrainedConfig) -> None:
     """Checks that the patches of a Qwen2-VL image processor match the vision tower.
-
-    Args:
-        spec: Spec of the model.
-        images: Image processor, with the pixel limits of the spec applied.
-        vision: Configuration of the vision tower.
 
     Raises:
         SpecError: The image processor belongs to another model, or the minimum number of pixels
@@ -296,15 +251,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Loads a model in evaluation mode and merges its adapter. Uses the GPU if there is one.
 
-    Args:
-        spec: Spec that names the checkpoint.
-        model_class: Model class of transformers.
-        device_map: "auto" distributes the model over the visible GPUs.
-        optional_weights: Name prefixes of unused weights, which may be missing.
-        folder: Folder of the checkpoint, if it is already known.
-
-    Raises:
-        SpecError: The weights cannot be loaded.
+    The device map "auto" distributes it over the visible GPUs. Weights that begin with one of
+    `optional_weights` are unused and may be missing. `folder` is that of the checkpoint, if known.
     """
     # Checked here because the spec may have been checked on a machine without a GPU.
     if spec.attention == "flash_attention_2" and not is_flash_attn_2_available():
@@ -347,12 +295,7 @@ def load_model(
 
 
 def merge_adapter(model: PreTrainedModel, adapter: Path, spec: Checkpoint) -> PreTrainedModel:
-    """Merges the weights of a LoRA adapter into a model.
-
-    Args:
-        model: Model that the adapter was trained on.
-        adapter: Folder of the adapter.
-        spec: Spec of the model, used in messages.
+    """Merges the weights of a LoRA adapter in a folder into the model that it was trained on.
 
     Raises:
         MissingExtra: peft is not installed.
@@ -384,15 +327,7 @@ def load_linear(
 ) -> torch.nn.Linear:
     """Loads a linear layer from the safetensors files of a folder: `weight` and optionally `bias`.
 
-    Args:
-        folder: Folder to read.
-        width: Required number of input features.
-        field: Spec field that names the folder, used in messages.
-        value: Value of that field.
-        prefix: Prefix of the names of the weights.
-
-    Raises:
-        SpecError: The files contain no such layer, or its number of input features differs.
+    It has `width` input features. Messages name `field` and `value`, the spec field of the folder.
     """
     check_training_hashes(folder, field)
     found = {}
@@ -424,11 +359,6 @@ def checkpoint_fingerprint(
 
     The origin of the files and the batching of documents do not. `attention` does, because the
     implementations differ visibly in half precision.
-
-    Args:
-        spec: Spec of the encoder.
-        ignored: Fields of the spec that do not affect query vectors.
-        more: Additional values that do.
     """
     folder = checkpoint_folder(spec, [*WEIGHTS, *SETTINGS])
     adapter = adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS])
@@ -446,15 +376,7 @@ def hash_files(folder: Path, patterns: Iterable[str]) -> dict[str, str]:
 
 
 def load_json(path: Path, model: str) -> Any:
-    """Returns the content of a JSON file of a checkpoint, or None if it does not exist.
-
-    Args:
-        path: Path of the file.
-        model: Name of the checkpoint, used in messages.
-
-    Raises:
-        SpecError: For `model`: the file is not valid JSON.
-    """
+    """Returns the content of a JSON file of a checkpoint, or None if it does not exist."""
     if not path.is_file():
         return None
     rule, problem = f"a checkpoint with a valid {path.name}", "has an invalid one"
@@ -463,17 +385,7 @@ def load_json(path: Path, model: str) -> Any:
 
 
 def check_training_hashes(folder: Path | str, field: str) -> None:
-    """Checks that a folder's weights have the hashes recorded in its `training.json`.
-
-    Folders without that file pass.
-
-    Args:
-        folder: Folder of the weights.
-        field: Spec field that names the folder, used in messages.
-
-    Raises:
-        SpecError: The weights differ from those that training wrote.
-    """
+    """Raises `SpecError` if weights differ from the hashes in `training.json`, if there is one."""
     record = Path(folder) / "training.json"
     if not record.is_file():
         return

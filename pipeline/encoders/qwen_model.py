@@ -28,16 +28,7 @@ def load_backbone(
     device_map: str | None,
     models: Mapping[str, type[PreTrainedModel]] = MODELS,
 ) -> PreTrainedModel:
-    """Loads the backbone of a checkpoint, which may be saved with or without its head.
-
-    Args:
-        spec: Spec that names the checkpoint.
-        device_map: "auto" distributes the model over the visible GPUs.
-        models: Supported model classes, by model type.
-
-    Raises:
-        SpecError: The weights cannot be loaded, or some are missing.
-    """
+    """Loads the backbone of a checkpoint, which may be saved with or without its head."""
     # The full model is loaded because only its class maps the weight names of older versions, and
     # because adapters are trained on it. The head is unused.
     model_class = models[check_checkpoint(spec, *models).model_type]

@@ -87,11 +87,7 @@ class QwenOmni(StatesEncoder["QwenOmni.Spec"]):
 
     @classmethod
     def settings(cls, spec: Spec) -> PretrainedConfig:
-        """Returns the configuration of the thinker.
-
-        Raises:
-            SpecError: The checkpoint does not exist or has another type.
-        """
+        """Returns the configuration of the thinker."""
         settings = check_checkpoint(spec, *MODELS)
         return getattr(settings, "thinker_config", settings)
 
@@ -178,14 +174,10 @@ def num_audio_tokens(num_columns: int) -> int:
 
 
 def chunk_indices(times: Iterable[int], length: int) -> torch.Tensor:
-    """Returns the index of the chunk of each position in time.
+    """Returns the index of the chunk of `length` positions that each ascending position is in.
 
     As in the model's own processor, a token starts at most one chunk, so if frames are more than a
     chunk apart, the first tokens are assigned to earlier chunks.
-
-    Args:
-        times: Positions in time in ascending order.
-        length: Length of a chunk.
 
     >>> chunk_indices([0, 0, 50, 50, 150, 150, 150], 50).tolist()
     [0, 0, 1, 1, 2, 3, 3]
@@ -214,25 +206,14 @@ class TimedSequenceWriter(SequenceWriter):
         self._next = 0
 
     def add_media(self, tokens: MediaTokens, boundaries: Sequence[int]) -> None:
-        """Appends image or audio tokens between their boundary tokens.
-
-        Args:
-            tokens: Tokens to append.
-            boundaries: Ids of the first and the last boundary token.
-        """
+        """Appends image or audio tokens between the ids of their boundary tokens."""
         self.flush()
         self._add([boundaries[0]], SPECIAL)
         self._add_media_tokens(tokens, self._next)
         self._add([boundaries[1]], SPECIAL)
 
     def add_interleaved(self, video: MediaTokens, audio: MediaTokens, length: int) -> None:
-        """Appends a video and its audio, interleaved by time.
-
-        Args:
-            video: Tokens of the video.
-            audio: Tokens of the audio.
-            length: Length of a chunk, in positions in time.
-        """
+        """Appends a video and its audio, interleaved in chunks of `length` positions in time."""
         self.flush()
         boundaries = tuple(
             zip(self._reader.vision_boundaries, self._reader.audio_boundaries, strict=True)
@@ -303,12 +284,7 @@ class QwenOmniReader(StatesReader["QwenOmni.Spec"]):
         self.feature_extractor = load_processor(spec, WhisperFeatureExtractor)
 
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
-        """Returns one sequence: the images or the video, the audio, and the text.
-
-        Raises:
-            Unreadable: The aspect ratio of an image is too extreme, or the item exceeds the token
-                limit.
-        """
+        """Returns one sequence: the images or the video, the audio, and the text."""
         images, text = self.item_content(item)
         audio = None if self.spec.documents == "text" else self.read_audio(item)
         if audio and self.spec.documents == "media":
@@ -358,14 +334,9 @@ class QwenOmniReader(StatesReader["QwenOmni.Spec"]):
         video: Sequence[Sequence[TimedImage]] = (),
         audio: Audio | None = None,
     ) -> TimedSequenceWriter:
-        """Builds the sequence of a prompt that contains images, a video, audio and a text.
+        """Builds the sequence of a prompt, whose `{content}` are images, a video, audio and a text.
 
-        Args:
-            prompt: Prompt that contains `{content}`.
-            text: Text of the content.
-            images: Images of the content.
-            video: Frames of the content's video, grouped by temporal patch.
-            audio: Audio of the content.
+        The frames of the video are grouped by temporal patch.
         """
         before, after = prompt.split(CONTENT)
         writer = TimedSequenceWriter(self)
@@ -398,22 +369,13 @@ class QwenOmniReader(StatesReader["QwenOmni.Spec"]):
         return writer
 
     def _position(self, seconds: float) -> int:
-        """Returns a position in time.
-
-        Values just below an integer are rounded up.
-        """
+        """Returns a position in time. Values just below an integer are rounded up."""
         return math.floor(round(seconds * self.settings.position_id_per_seconds, 3))
 
     def _video_tokens(
         self, video: Sequence[Sequence[TimedImage]], starts: Sequence[float], origin: float
     ) -> MediaTokens:
-        """Returns the tokens of a video whose temporal patches start at `starts`.
-
-        Args:
-            video: Frames, grouped by temporal patch.
-            starts: Start of each temporal patch, in seconds.
-            origin: Time of position 0, in seconds.
-        """
+        """Returns the tokens of a video; `origin` is the time of position 0, in seconds."""
         rows, columns = self.grid(video[0][0][0])
         extents = [grid_extents(rows, columns, (frames[0][1], frames[-1][2])) for frames in video]
         times = [self._position(start - origin) for start in starts]

@@ -96,11 +96,7 @@ class QwenReader(Reader[QwenSpecT]):
                 shutil.copyfile(path, folder / path.name)
 
     def token_ids(self, names: Iterable[str]) -> list[int]:
-        """Returns the ids of added tokens.
-
-        Raises:
-            SpecError: The tokenizer has no such token.
-        """
+        """Returns the ids of added tokens."""
         if missing := [name for name in names if name not in self._marker_ids]:
             rule = "a checkpoint with the tokenizer of this model family"
             raise SpecError("model", self.spec.model, rule, f"has no token {missing[0]}")
@@ -125,11 +121,7 @@ class QwenReader(Reader[QwenSpecT]):
             yield template[start:]
 
     def grid(self, image: Image.Image) -> tuple[int, int]:
-        """Returns the number of rows and columns of tokens that an image has.
-
-        Raises:
-            Unreadable: The aspect ratio of the image is too extreme.
-        """
+        """Returns the number of rows and columns of tokens that an image has."""
         factor = self.images.patch_size * self.images.merge_size
         size = self.images.size
         try:
@@ -147,13 +139,9 @@ class QwenReader(Reader[QwenSpecT]):
         images: Sequence[TimedImage] = (),
         video: Sequence[Sequence[TimedImage]] = (),
     ) -> SequenceWriter:
-        """Builds the sequence of a prompt with images, a video and a text.
+        """Builds the sequence of a prompt, whose `{content}` are images, a video and a text.
 
-        Args:
-            prompt: Prompt that contains `{content}`.
-            text: Text of the content.
-            images: Images of the content.
-            video: Frames of the content's video, grouped by temporal patch.
+        The frames of the video are grouped by temporal patch.
         """
         before, after = prompt.split(CONTENT)
         writer = SequenceWriter(self)
@@ -182,12 +170,7 @@ class QwenReader(Reader[QwenSpecT]):
     ) -> tuple[int, SequenceWriter]:
         """Finds the largest number up to `maximum` whose sequence does not exceed the token limit.
 
-        Args:
-            maximum: Largest number to consider, at least 1.
-            write: Function that builds the sequence of a number, which grows with it.
-
-        Returns:
-            The number and its sequence.
+        Returns it and the sequence that `write` builds for it, whose length grows with the number.
 
         Raises:
             Unreadable: Even the sequence for 1 exceeds the limit.
@@ -203,10 +186,7 @@ class QwenReader(Reader[QwenSpecT]):
         return number, write(number)
 
     def with_token_names(self, inputs: ModelInput, text: str = "") -> tuple[ModelInput, list[str]]:
-        """Returns a query with the names of its tokens.
-
-        Text tokens are named by their text.
-        """
+        """Returns a query with the names of its tokens. Text tokens are named by their text."""
         names = token_names(self.tokenizer, inputs)
         for number, (start, stop) in enumerate(inputs.spans[inputs.keep].tolist()):
             if start >= 0:
@@ -273,24 +253,16 @@ class SequenceWriter:
                 self._add([piece], SPECIAL if piece in self._reader.special else PROMPT)
 
     def add_text(self, text: str, is_content: bool = False) -> None:
-        """Appends text without special tokens.
-
-        Args:
-            text: Text to append.
-            is_content: Whether this is the item's text, whose tokens have spans.
-        """
+        """Appends text without special tokens. Only tokens of content have spans."""
         if is_content:
             start = sum(map(len, self._pending))
             self._content = (start, start + len(text))
         self._pending.append(text)
 
     def add_vision(self, pad: int, type: int, extents: torch.Tensor) -> None:
-        """Appends the tokens of an image or a video and their boundaries.
+        """Appends the tokens of an image or a video between their boundaries.
 
-        Args:
-            pad: Placeholder token, repeated once per cell.
-            type: Code of `mm_token_type_ids`.
-            extents: Extents of the tokens, (n, 6).
+        `pad` is repeated per row of `extents` (n, 6), and `type` is a code of `mm_token_type_ids`.
         """
         self.flush()
         start, end = self._reader.vision_boundaries
@@ -356,11 +328,8 @@ class SequenceWriter:
     ) -> ModelInput:
         """Returns the finished sequence.
 
-        Args:
-            media: Media inputs of the sequence.
-            keep: True for positions that become tokens. None keeps all.
-            kind: Codes of `tokens.KINDS` that replace those of the builder.
-            sequence: Additional model inputs per position.
+        By default all positions become tokens, of the kinds of the builder. `sequence` has
+        additional model inputs per position.
         """
         extents = torch.full((len(self.ids), 6), torch.nan)
         for start, values in self.extents:

@@ -91,11 +91,7 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
 
     @classmethod
     def check(cls, spec: StatesSpecT) -> None:
-        """Checks that the checkpoint exists, has the expected type and has the selected layers.
-
-        Raises:
-            SpecError: One of these checks fails.
-        """
+        """Checks that the checkpoint exists, has the expected type and has the selected layers."""
         settings = cls.settings(spec).get_text_config()
         check_layers(spec.layer, settings.num_hidden_layers)
         check_layers(spec.pooled_layer, settings.num_hidden_layers, "pooled_layer")
@@ -104,10 +100,7 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
 
     @classmethod
     def attention(cls, spec: StatesSpecT) -> AttentionInfo:
-        """Returns all statistics.
-
-        The last token is the pooled one.
-        """
+        """Returns all statistics. The last token is the pooled one."""
         return attention_info(cls.settings(spec).get_text_config(), MODEL_STATISTICS, spec)
 
     @classmethod
@@ -120,11 +113,7 @@ class StatesEncoder(SequenceEncoder[StatesSpecT]):
         return self.model.language_model
 
     def encode_composed(self, texts: Sequence[str], images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes queries of a text and an image, in order.
-
-        Raises:
-            SpecError: `texts` is empty, or a text or an image is invalid.
-        """
+        """Encodes queries of a text and an image, in order."""
         if not texts or len(texts) != len(images):
             raise SpecError("query", len(texts), "one text per image, and at least one")
         queries = [
@@ -179,12 +168,7 @@ class StatesReader(QwenReader[StatesSpecT]):
         return False
 
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
-        """Returns one sequence: the images or the video, and the text.
-
-        Raises:
-            Unreadable: The aspect ratio of an image is too extreme, or the item exceeds the token
-                limit.
-        """
+        """Returns one sequence: the images or the video, and the text."""
         images, text = self.item_content(item)
         return [self._build(self.spec.document_prompt, text, images)] if images or text else []
 
@@ -209,15 +193,7 @@ class StatesReader(QwenReader[StatesSpecT]):
         is_composed: bool = False,
         **options: Any,
     ) -> ModelInput:
-        """Builds the sequence of a prompt. Videos are subsampled to satisfy the token limit.
-
-        Args:
-            prompt: Prompt that contains `{content}`.
-            text: Text of the content.
-            images: Images, or the frames of a video.
-            is_composed: Whether this is a composed query.
-            options: Additional keyword arguments of `write`.
-        """
+        """Builds the sequence of a prompt. Videos are subsampled to satisfy the token limit."""
         if not images or np.isnan(images[0][1]):
             _, writer = self.fit_to_limit(1, lambda _: self.write(prompt, text, images, **options))
             return self._select_tokens(writer, self.image_inputs(images), is_composed)
@@ -283,11 +259,7 @@ class StatesReader(QwenReader[StatesSpecT]):
         return self.with_token_names(self._read_query(text), text)
 
     def read_composed_query(self, text: str, image: Image.Image) -> tuple[ModelInput, list[str]]:
-        """Returns the sequence of a query of an image followed by a text.
-
-        Raises:
-            SpecError: The text is empty, or the query cannot be read by the model.
-        """
+        """Returns the sequence of a query of an image followed by a text."""
         if is_blank(text):
             raise SpecError("query", text, "a text with at least one word")
         images = [(image, np.nan, np.nan)]

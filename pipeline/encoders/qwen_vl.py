@@ -39,11 +39,7 @@ class QwenVL(StatesEncoder["QwenVL.Spec"]):
 
     @classmethod
     def settings(cls, spec: Spec) -> PretrainedConfig:
-        """Returns the configuration of the model.
-
-        Raises:
-            SpecError: The checkpoint does not exist or has another type.
-        """
+        """Returns the configuration of the model."""
         return check_checkpoint(spec, *MODELS)
 
     @classmethod

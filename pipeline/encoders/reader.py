@@ -87,11 +87,7 @@ class Reader(ABC, Generic[CheckpointSpecT]):
         )
 
     def templates(self, inputs: Collection[str]) -> Templates:
-        """Returns the templates of queries and items, derived from their token ids.
-
-        Args:
-            inputs: Names of the inputs of items.
-        """
+        """Returns the templates of queries and items, derived from their token ids."""
 
         def decode(ids: list[int]) -> str:
             return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -151,12 +147,7 @@ class Reader(ABC, Generic[CheckpointSpecT]):
 
 
 def add_notes(items: pa.Table, notes: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Adds notes to the metadata of items, if they have that column.
-
-    Args:
-        items: Table of items.
-        notes: Additional metadata of each item.
-    """
+    """Adds notes to the metadata of items, if they have that column."""
     if "metadata" not in items.column_names or not any(notes):
         return items
     metadata = [

@@ -103,11 +103,7 @@ class Retrieval(SequenceEncoder[RetrievalSpecT]):
 
     @classmethod
     def check(cls, spec: RetrievalSpecT) -> None:
-        """Checks that the checkpoint exists and has the expected model class.
-
-        Raises:
-            SpecError: One of these checks fails, or the projection does not fit the model.
-        """
+        """Checks that the checkpoint exists and has the expected model class."""
         settings = check_checkpoint(spec, cls.model_class.config_class.model_type)
         width = settings.vlm_config.text_config.hidden_size
         check_appended_tokens(spec, width)
@@ -173,10 +169,6 @@ class RetrievalReader(Reader[RetrievalSpecT]):
 
     Queries are formatted as the processor does, except that special tokens spelled out in a query
     are plain text. The processor would accept an image placeholder as an image.
-
-    Args:
-        spec: Spec of the encoder.
-        options: Keyword arguments of the processor.
     """
 
     processor_class: ClassVar[type[ProcessorMixin]]
@@ -197,11 +189,7 @@ class RetrievalReader(Reader[RetrievalSpecT]):
         check_tokenizer(spec.model, self.tokenizer, "pad_token")
 
     def _check_query_prefix(self, declared: str) -> None:
-        """Checks that the prefix of queries does not contradict the files of the processor.
-
-        Raises:
-            SpecError: It does, or contains a special token that the tokenizer lacks.
-        """
+        """Checks that the prefix of queries does not contradict the files of the processor."""
         spec, prefix = self.spec, self.spec.query_prefix
         folder = checkpoint_folder(spec, SETTINGS)
         for name in PROCESSOR_FILES:
@@ -214,23 +202,14 @@ class RetrievalReader(Reader[RetrievalSpecT]):
 
     @abstractmethod
     def read_image(self, image: Image.Image, start: float, stop: float) -> ModelInput:
-        """Returns the model input of an image.
-
-        Args:
-            image: Image in RGB.
-            start: Start of its display, in seconds, or NaN if it has no time.
-            stop: End of its display, likewise.
+        """Returns the model input of an image in RGB, displayed from `start` to `stop` s, or NaN.
 
         Raises:
             Unreadable: The model cannot read the image.
         """
 
     def read_item(self, item: Mapping[str, Any]) -> list[ModelInput]:
-        """Returns one sequence per image.
-
-        Raises:
-            Unreadable: The model cannot read one of the images.
-        """
+        """Returns one sequence per image."""
         return [self.read_image(*timed) for timed in item_images(item)]
 
     def read_image_query(self, image: Image.Image) -> tuple[ModelInput, list[str]]:
@@ -239,11 +218,7 @@ class RetrievalReader(Reader[RetrievalSpecT]):
         return inputs, token_names(self.processor.tokenizer, inputs)
 
     def read_text_query(self, text: str) -> tuple[ModelInput, list[str]]:
-        """Returns the sequence of a text query, with its prefix and augmentation tokens.
-
-        Raises:
-            SpecError: The query exceeds the maximum number of positions of the model.
-        """
+        """Returns the sequence of a text query, with its prefix and augmentation tokens."""
         processor, (start, end) = self.processor, self.query_affixes
         augmentation = processor.query_augmentation_token * self.spec.num_augmentation
         tokenizer = processor.tokenizer

@@ -144,13 +144,7 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Checks the files of the checkpoint. Weights are not loaded.
-
-        Raises:
-            MissingExtra: sentence-transformers is not installed.
-            SpecError: The checkpoint does not exist, contains pickled weights or code, or is dense
-                although `vectors` requires a multi-vector model, or the reverse.
-        """
+        """Checks the files of the checkpoint. Weights are not loaded."""
         extras.require("sentence_transformers")
         is_local = Path(spec.model).is_dir()
         files = [name for name in FILES if is_local or not name.endswith(".safetensors")]
@@ -182,7 +176,6 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
             yield batch_rows, self._batch(outputs, [len(inputs[row]) for row in batch_rows])
 
     def _read_item(self, item: Mapping[str, Any]) -> list[Any]:
-        """Returns the text of an item, or its images. There are none without content."""
         if self.spec.documents == "images":
             return [image for image, _, _ in item_images(item)]
         text = item.get("text") or ""
@@ -216,22 +209,14 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         return Templates(text_template("{query}", query_ids, decode), text, image)
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
-        """Encodes query texts, in order.
-
-        Raises:
-            SpecError: `texts` is empty, or a query is empty or exceeds the length of the model.
-        """
+        """Encodes query texts, in order."""
         check_query_texts(texts)
         for text in texts:
             self._check_length(text)
         return self._encode_queries(texts, self._query_prefix)
 
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes image queries like items, in order.
-
-        Raises:
-            SpecError: An image cannot be read, or the model does not support images.
-        """
+        """Encodes image queries like items, in order."""
         if self.spec.documents == "text":
             raise self._not_read("image")
         return self._encode_queries([open_query_image(data) for data in images], None)
@@ -242,11 +227,7 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         return None if prefix is None else fill_template(prefix, self._instruction)
 
     def _check_prefixes(self) -> None:
-        """Checks that the prefixes neither contradict the checkpoint nor contain unknown tokens.
-
-        Raises:
-            SpecError: One of them does.
-        """
+        """Checks that the prefixes neither contradict the checkpoint nor contain unknown tokens."""
         spec, vocabulary = self.spec, self._model.tokenizer.get_vocab()
         for task, declared in self._prompts.items():
             field = f"{task}_prefix"
@@ -289,11 +270,9 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
     # -- the model ---------------------------------------------------------------------------------
 
     def _prompt(self, task: str, prefix: str | None) -> str:
-        """Returns a prefix, or that of the checkpoint if it is None."""
         return self._prompts[task] if prefix is None else prefix
 
     def _run(self, parts: Sequence[Any], task: str, prefix: str | None) -> list[dict[str, Any]]:
-        """Returns the outputs of the model per text or image."""
         if not parts:
             return []
         run: Callable[..., Any] = getattr(self._model, f"encode_{task}")
@@ -318,12 +297,7 @@ class SentenceTransformers(Encoder["SentenceTransformers.Spec"]):
         return mask & ~is_special
 
     def _batch(self, outputs: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> TokenBatch:
-        """Returns the tokens of items.
-
-        Args:
-            outputs: Outputs of the model for all texts and images of the items.
-            counts: Number of outputs of each item.
-        """
+        """Returns the tokens of items from the outputs of all parts, `counts` per item."""
         pooled = None
         if self.pooled_dim:
             pooled = [output["sentence_embedding"].float() for output in outputs]
@@ -340,11 +314,6 @@ def _size(part: Any) -> int:
 
 
 def _load(spec: SentenceTransformers.Spec, folder: Path) -> Any:
-    """Loads the model in evaluation mode.
-
-    Raises:
-        SpecError: The library cannot load it.
-    """
     extras.require("sentence_transformers")
     from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
@@ -364,11 +333,7 @@ def _load(spec: SentenceTransformers.Spec, folder: Path) -> Any:
 
 
 def _check_files(spec: SentenceTransformers.Spec, folder: Path, with_weights: bool = True) -> None:
-    """Checks that a checkpoint has no code and no pickled weights, and is of the right type.
-
-    Raises:
-        SpecError: One of these checks fails.
-    """
+    """Checks that a checkpoint has no code and no pickled weights, and is of the right type."""
     settings = load_json(folder / "config.json", spec.model)
     if settings is None and not (folder / "modules.json").is_file():
         rule = "a checkpoint with a config.json or modules.json"

@@ -86,12 +86,7 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
     @classmethod
     @abstractmethod
     def load(cls, spec: CheckpointSpecT, device_map: str | None) -> Any:
-        """Loads the model.
-
-        Args:
-            spec: Spec of the encoder.
-            device_map: "auto" distributes the model over the visible GPUs. None uses one device.
-        """
+        """Loads the model; the device map "auto" distributes it over the visible GPUs."""
 
     @classmethod
     @abstractmethod
@@ -102,14 +97,11 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
     def forward(
         self, inputs: dict[str, torch.Tensor], mask_BL: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes the token vectors and the pooled vectors of a padded batch.
+        """Computes vectors (B, L, D) of all positions, and pooled vectors (B, P) or None.
 
         Args:
             inputs: Keyword arguments of the model, by name.
             mask_BL: False at padding and at appended tokens.
-
-        Returns:
-            Vectors (B, L, D) of all positions, and pooled vectors (B, P) or None.
         """
 
     def attention_module(self) -> PreTrainedModel:
@@ -178,20 +170,12 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         return self._reader.templates(self.supported_inputs(self.spec))
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
-        """Encodes query texts, in order.
-
-        Raises:
-            SpecError: `texts` is empty, or a query is empty or too long.
-        """
+        """Encodes query texts, in order."""
         check_query_texts(texts)
         return self._encode_inputs([self._reader.read_text_query(text) for text in texts])
 
     def encode_images(self, images: Sequence[bytes]) -> EncodedQueries:
-        """Encodes image queries, in order.
-
-        Raises:
-            SpecError: An image cannot be read, or the model does not support image queries.
-        """
+        """Encodes image queries, in order."""
         queries = []
         for data in images:
             image = open_query_image(data)
@@ -229,13 +213,11 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         self.appended = tokens.to(self.device)
 
     def _appended_to(self, sequences: list[ModelInput]) -> list[ModelInput]:
-        """Appends the positions of the learned tokens, if any, to the sequences of an item."""
         if self.appended is None:
             return sequences
         return [append_positions(sequence, len(self.appended)) for sequence in sequences]
 
     def _collate_passes(self, items: Sequence[Sequence[ModelInput]]) -> list[Collated]:
-        """Collates the sequences of items into forward passes within the token budget."""
         inputs = [sequence for sequences in items for sequence in sequences]
         passes = []
         for group in group_passes(inputs, self.spec.max_batch_tokens):
@@ -294,7 +276,6 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         passes: Sequence[Collated],
         taps: Sequence[Tap],
     ) -> TokenBatch:
-        """Computes the tokens of items without gradients."""
         return self._compute_tokens(items, passes, taps)
 
     def _compute_tokens(
@@ -322,7 +303,6 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         flat: Mapping[str, torch.Tensor],
         taps: Sequence[Tap],
     ) -> TokenBatch:
-        """Assembles the outputs of all passes into one batch of items."""
         lengths = np.array(
             [sum(int(sequence.keep.sum()) for sequence in sequences) for sequences in items]
         )
@@ -378,11 +358,10 @@ class SequenceEncoder(Trainable[CheckpointSpecT]):
         )
 
     def _run_pass(self, collated: Collated, taps: Sequence[Tap]) -> dict[str, torch.Tensor]:
-        """Runs one forward pass and returns its outputs by name.
+        """Runs one forward pass and returns the outputs (T, ...) of the kept positions by name.
 
-        Returns:
-            Values (T, ...) of the kept positions; per sequence, the pooled vectors `pooled` (S, P)
-            and the vectors `appended` (S, M, D) of appended tokens, if there are any.
+        Per sequence, there may be the pooled vectors `pooled` (S, P) and those of appended tokens,
+        `appended` (S, M, D).
         """
         is_extended = bool((collated.kind == APPENDED).any())  # unlike those of queries
         batch = collated.map(lambda tensor: tensor.to(self.device, non_blocking=True))

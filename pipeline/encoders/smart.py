@@ -42,11 +42,6 @@ WEIGHTS_FILE = "adapter.safetensors"
 class Adapter(torch.nn.Module):
     """Normalised linear projection of hidden states, as defined in the module documentation.
 
-    Args:
-        width: Width of the hidden states of one layer.
-        dim: Width of the output vectors.
-        num_layers: Number of layers whose states are concatenated in the input.
-
     >>> Adapter(8, 4)(torch.ones(2, 3, 8)).shape
     torch.Size([2, 3, 4])
     >>> Adapter(8, 4, num_layers=2)(torch.ones(2, 3, 16)).shape
@@ -71,21 +66,16 @@ class Adapter(torch.nn.Module):
         return normalise(self.linear((share.unsqueeze(-1) * normed).sum(dim=-2)))
 
     def save(self, folder: Path, encoder: str = "") -> None:
-        """Saves the weights to a folder.
-
-        Args:
-            folder: Existing folder.
-            encoder: Fingerprint of the frozen encoder, stored with the weights.
-        """
+        """Saves the weights and the fingerprint of the frozen encoder to an existing folder."""
         weights = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
         safetensors.torch.save_file(weights, folder / WEIGHTS_FILE, {"encoder": encoder})
 
     @classmethod
     def load(cls, folder: str, width: int, num_layers: int = 1, encoder: str = "") -> Adapter:
-        """Loads the adapter of a folder.
+        """Loads the adapter of a folder that training wrote.
 
         Args:
-            folder: Folder that training wrote.
+            folder: Folder with the adapter.
             width: Width of the hidden states of one layer.
             num_layers: Number of layers of the frozen encoder's token vectors.
             encoder: Fingerprint of the frozen encoder. Empty to skip the check.
@@ -124,7 +114,6 @@ def check_adapter_file(folder: Path | str, rule: str) -> None:
 
 
 def _input_size(width: int, num_layers: int) -> str:
-    """Returns the input size of an adapter, for messages."""
     layers = "" if num_layers == 1 else f" of {num_layers} layers"
     return f"states{layers} of width {width}"
 
@@ -170,22 +159,14 @@ class Smart(Encoder["Smart.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Checks that the frozen encoder can be built and the adapter exists.
-
-        Raises:
-            SpecError: One of them is missing or invalid.
-        """
+        """Checks that the frozen encoder can be built and the adapter exists."""
         with config.within("encoder"):
             cls._inner_class(spec).check(spec.encoder)
         check_adapter_file(spec.adapter, "a folder written by training with `trainable: adapter`")
 
     @classmethod
     def check_queries(cls, spec: Spec) -> None:
-        """Checks that the frozen encoder can encode queries on this machine.
-
-        Raises:
-            SpecError: Queries cannot be encoded.
-        """
+        """Checks that the frozen encoder can encode queries on this machine."""
         with config.within("encoder"):
             cls._inner_class(spec).check_queries(spec.encoder)
 

@@ -65,12 +65,7 @@ def fill_template(template: str, instruction: str = DEFAULT_INSTRUCTION) -> str:
 def text_template(
     slot: str, tokenise: Callable[[str], Sequence[int]], decode: Callable[[list[int]], str]
 ) -> str:
-    """Derives a template from the token ids of a probe text, which a slot replaces.
-
-    Args:
-        slot: Text in place of the query or item.
-        tokenise: Function that returns the ids of a text within its template.
-        decode: Function that returns the text of ids.
+    """Derives a template from the token ids of a probe text, which the slot replaces.
 
     >>> names = {1: "<bos>", 2: "Query: ", 3: PROBE, 4: "<pad>", 5: "."}
     >>> decode = lambda ids: "".join(names[i] for i in ids)
@@ -98,14 +93,7 @@ def text_template(
 def image_template(
     slot: str, ids: Sequence[int], is_visual: Sequence[bool], decode: Callable[[list[int]], str]
 ) -> str:
-    """Derives a template from the token ids of an image.
-
-    Args:
-        slot: Text in place of the visual tokens.
-        ids: Token ids of the sequence.
-        is_visual: True at visual tokens.
-        decode: Function that returns the text of ids.
-    """
+    """Derives a template from the token ids of an image, whose visual tokens the slot replaces."""
     parts = []
     for visual, group in itertools.groupby(zip(is_visual, ids, strict=True), lambda pair: pair[0]):
         parts.append(slot if visual else _decode_runs([number for _, number in group], decode))
@@ -129,18 +117,9 @@ def _decode_runs(ids: Sequence[int], decode: Callable[[list[int]], str]) -> str:
 def check_special_tokens(
     field: str, template: str, vocabulary: Mapping[str, int], model: str
 ) -> None:
-    """Checks that the special tokens in a template are tokens of the checkpoint.
+    """Checks that the special tokens in a template are tokens of the checkpoint (`SpecError`).
 
     Otherwise the tokenizer would split their names into pieces.
-
-    Args:
-        field: Spec field of the template, used in messages.
-        template: Template or a part of it.
-        vocabulary: Token ids by token.
-        model: Name of the checkpoint, used in messages.
-
-    Raises:
-        SpecError: A special token is not in the vocabulary.
     """
     # PyLate's marker tokens end with a space, such as "[Q] ".
     if template in vocabulary:
@@ -169,17 +148,8 @@ def check_declared(
 ) -> None:
     """Checks that a template does not contradict the one that the checkpoint declares.
 
-    The slot `{instruction}` matches any text.
-
-    Args:
-        spec: Spec of the encoder.
-        field: Field of the template.
-        value: Value of the field. If None, the declared template is used.
-        declared: Template of the checkpoint, or None if it declares none.
-        origin: Description of the place where it is declared.
-
-    Raises:
-        SpecError: The template differs, and `custom_template` is not set.
+    The slot `{instruction}` matches any text. If `value` is None, the declared template is used; if
+    `declared` is None, there is none. `origin` describes where it is declared, for messages.
     """
     if value is None or declared is None or spec.custom_template:
         return

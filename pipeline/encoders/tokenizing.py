@@ -47,12 +47,6 @@ def ids_between(tokenizer: Any, before: str, text: str, after: str) -> torch.Ten
     """Returns the token ids (L,) of a text between the two parts of a prompt.
 
     The prompt may contain special tokens. Special tokens spelled out in the text are plain text.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        before: Part of the prompt before the text.
-        text: Text to insert.
-        after: Part of the prompt after the text.
     """
     special = _special_tokens(tokenizer)
     begin = max((found.end() for found in special.pattern.finditer(before)), default=0)
@@ -68,13 +62,7 @@ def ids_between(tokenizer: Any, before: str, text: str, after: str) -> torch.Ten
 
 
 class _SpecialTokens(NamedTuple):
-    """Special tokens of a tokenizer.
-
-    Attributes:
-        pattern: Pattern of their names.
-        first_ids: Tokens that the tokenizer puts before each text.
-        last_ids: Tokens that it appends.
-    """
+    """Special tokens of a tokenizer."""
 
     pattern: re.Pattern[str]
     first_ids: list[int]

@@ -60,14 +60,7 @@ class TrainedCompressor:
 
     @classmethod
     def read(cls, folder: str, field: str) -> tuple[TrainedCompressor, Path]:
-        """Reads the description and checks the hashes of the weights.
-
-        Args:
-            folder: Folder of a trained compressor, or of a trained model that contains one.
-            field: Spec field that names the folder, used in messages.
-
-        Returns:
-            The description, and the folder of the files.
+        """Reads the description, with its folder, and checks the hashes of the weights.
 
         Raises:
             SpecError: The folder does not exist, is not that of a trained compressor, or its
@@ -85,17 +78,7 @@ class TrainedCompressor:
         return described, path
 
     def check_encoder(self, encoder: str, hashes: list[str], field: str, folder: str) -> None:
-        """Checks that the compressor is used with the encoder with which it was trained.
-
-        Args:
-            encoder: Name of the encoder.
-            hashes: Sorted hashes of its weight files.
-            field: Spec field that names the folder of the compressor.
-            folder: Value of that field.
-
-        Raises:
-            SpecError: It was trained with another encoder.
-        """
+        """Checks that the compressor is used with the encoder with which it was trained."""
         if (encoder, hashes) != (self.encoder, self.encoder_weights):
             rule = "the folder of a compressor that was trained with the weights of the encoder"
             problem = "was trained with other weights"
@@ -105,14 +88,7 @@ class TrainedCompressor:
             raise SpecError(field, folder, rule, problem, note)
 
     def check_settings(self, compressor: TrainedSpec) -> None:
-        """Checks that a compressor has the settings of the trained one.
-
-        Args:
-            compressor: Spec whose field `weights` is the folder.
-
-        Raises:
-            SpecError: Its method or a setting differs.
-        """
+        """Checks that a compressor has the settings of the trained one."""
         name = self.compressor["name"]
         if name != compressor.name:
             rule, problem = f"the folder of a trained {compressor.name}", f"has a trained {name}"
@@ -134,17 +110,7 @@ def write_trained_compressor(
     appended: AppendedTokens | None,
     module: torch.nn.Module | None,
 ) -> None:
-    """Writes the subfolder of a trained compressor into the output folder of a trained model.
-
-    Args:
-        folder: Output folder.
-        compressor: Resolved spec of the compressor.
-        encoder: Name of the encoder.
-        encoder_weights: Sorted hashes of the encoder's weight files after training.
-        dim: Dimension of the encoder's token vectors.
-        appended: Appended tokens, if any.
-        module: Parameters of the compressor, if it has any.
-    """
+    """Writes the subfolder of a trained compressor into the output folder of a trained model."""
     path = folder / SUBFOLDER
     path.mkdir()
     if appended is not None:
@@ -182,28 +148,14 @@ def appended_hashes(spec: AppendedTokensSpec) -> dict[str, str]:
 def check_trained_with(
     folder: str, field: str, encoder_class: type[Trainable[Any]], spec: Any
 ) -> TrainedCompressor:
-    """Checks that a compressor was trained with the weights of an encoder.
-
-    Args:
-        folder: Folder of the trained compressor.
-        field: Spec field that names the folder.
-        encoder_class: Class of the encoder.
-        spec: Spec of the encoder.
-
-    Raises:
-        SpecError: It was not, or the folder is not that of a trained compressor.
-    """
+    """Checks that a compressor was trained with the weights of an encoder (`SpecError`)."""
     described, _ = TrainedCompressor.read(folder, field)
     described.check_encoder(spec.name, weight_hashes(encoder_class, spec), field, folder)
     return described
 
 
 def load_appended_tokens(encoder_class: type[Trainable[Any]], spec: Any) -> AppendedTokens | None:
-    """Loads the appended tokens that the spec of an encoder names, if any.
-
-    Raises:
-        SpecError: For `appended_tokens`: the folder has none, or those of another encoder.
-    """
+    """Loads the appended tokens that the spec of an encoder names, if any."""
     folder = getattr(spec, "appended_tokens", None)
     if folder is None:
         return None
@@ -217,15 +169,9 @@ def check_appended_tokens(
 ) -> None:
     """Checks the appended tokens that the spec of an encoder names, if any, without the model.
 
-    Args:
-        spec: Spec of the encoder.
-        width: Width of the model's input embeddings.
-        field: Field with the maximum size of the sequence to which the tokens are appended.
-        size: Value of that field.
-        limit: Maximum number of positions of the model, or 0 for no limit.
-
-    Raises:
-        SpecError: The folder has no such tokens, or they do not fit the model.
+    `width` is that of the model's input embeddings. `field` names the maximum `size` of the
+    sequence to which the tokens are appended, and `limit` is the number of positions of the model,
+    or 0 for no limit.
     """
     folder = spec.appended_tokens
     if folder is None:
@@ -238,28 +184,14 @@ def check_appended_tokens(
 
 
 def appended_shape(folder: str) -> tuple[int, int]:
-    """Returns the number and the width of the appended tokens in the folder of a compressor.
-
-    Raises:
-        SpecError: For `appended_tokens`: the folder has none.
-    """
+    """Returns the number and the width of the appended tokens in the folder of a compressor."""
     with _open_tokens(folder) as file:
         num_tokens, width = file.get_slice("weight").get_shape()
     return num_tokens, width
 
 
 def check_positions(num_tokens: int, field: str, size: int, limit: int) -> None:
-    """Checks that appended tokens do not exceed the number of positions of the model.
-
-    Args:
-        num_tokens: Number of appended tokens.
-        field: Field with the maximum size of the sequence to which the tokens are appended.
-        size: Value of that field.
-        limit: Maximum number of positions of the model, or 0 for no limit.
-
-    Raises:
-        SpecError: They do.
-    """
+    """Checks that appended tokens do not exceed the positions, see `check_appended_tokens`."""
     if limit and num_tokens >= limit:
         rule = f"fewer than {limit} tokens, the number of positions of the model"
         raise SpecError("appended_tokens", num_tokens, rule)
@@ -269,11 +201,7 @@ def check_positions(num_tokens: int, field: str, size: int, limit: int) -> None:
 
 
 def load_parameters(folder: str) -> dict[str, np.ndarray]:
-    """Loads the parameters of a trained compressor by name.
-
-    Raises:
-        SpecError: For `weights`: the folder has none.
-    """
+    """Loads the parameters of a trained compressor by name."""
     _, path = TrainedCompressor.read(folder, "weights")
     rule = "the folder of a trained compressor with parameters"
     problem = f"has no readable {MODULE}"
@@ -282,15 +210,7 @@ def load_parameters(folder: str) -> dict[str, np.ndarray]:
 
 
 def trained_encoder(folder: str, field: str) -> ComponentSpec:
-    """Returns the spec of an encoder that loads a trained model with its appended tokens.
-
-    Args:
-        folder: Output folder of contrastive training, such as `RUN/model`.
-        field: Field or option that names the folder, used in messages.
-
-    Raises:
-        SpecError: The folder is not the output of training an encoder with appended tokens.
-    """
+    """Returns the spec of an encoder that loads a trained model with its appended tokens."""
     described, _ = TrainedCompressor.read(folder, field)
     if TOKENS not in described.sha256:
         raise SpecError(field, folder, "the folder of a model with appended tokens", "has none")
@@ -305,13 +225,7 @@ def trained_encoder(folder: str, field: str) -> ComponentSpec:
 def trained_fields(
     encoder: Mapping[str, Any], trainable: str, folder: str
 ) -> dict[str, str | None]:
-    """Returns the fields of an encoder's spec that load the weights after contrastive training.
-
-    Args:
-        encoder: Fields of the encoder before training.
-        trainable: Trained parameters, see `pipeline.train.trainables`.
-        folder: Output folder of training.
-    """
+    """Returns the fields of an encoder's spec that load the weights after contrastive training."""
     if trainable == "all":
         fields: dict[str, str | None] = {"model": folder, "revision": None, "adapter": None}
         if encoder.get("projection", "identity") != "identity":  # the model contains it

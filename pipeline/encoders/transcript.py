@@ -73,11 +73,7 @@ class Transcript(Encoder["Transcript.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Checks that the model and at least one recogniser are available.
-
-        Raises:
-            SpecError: One of them is not available, or both recognisers are null.
-        """
+        """Checks that the model and at least one recogniser are available."""
         if not _recognisers(spec):
             rule = "a recogniser, unless `speech` is set or the encoder is minilm"
             raise SpecError("ocr", None, rule, "leaves nothing to encode")
@@ -88,20 +84,13 @@ class Transcript(Encoder["Transcript.Spec"]):
 
     @classmethod
     def check_queries(cls, spec: Spec) -> None:
-        """Checks that the model is available. Queries need no recogniser.
-
-        Raises:
-            SpecError: The model is not available.
-        """
+        """Checks that the model is available. Queries need no recogniser."""
         with within("text"):
             MiniLM.check(spec.text)
 
     @classmethod
     def supported_inputs(cls, spec: Spec) -> tuple[str, ...]:
-        """Returns `text` and the inputs of the recognisers.
-
-        Recognisers that look results up by id read only `item_id`.
-        """
+        """Returns `text` and the inputs of the recognisers, none for those that look up ids."""
         wanted = [
             _registry(field).load(part.name).wants(part) for field, part in _recognisers(spec)
         ]
@@ -145,10 +134,7 @@ class Transcript(Encoder["Transcript.Spec"]):
     def encode(
         self, items: pa.Table, taps: Sequence[Tap] = ()
     ) -> Iterator[tuple[np.ndarray, TokenBatch]]:
-        """Encodes the column `text` with MiniLM.
-
-        An item without words has no tokens.
-        """
+        """Encodes the column `text` with MiniLM. An item without words has no tokens."""
         if "text" not in items.column_names:
             items = pa.table({"text": pa.nulls(items.num_rows, pa.string())})
         for rows, batch in self._minilm.encode(items, taps):
@@ -174,16 +160,11 @@ class Transcript(Encoder["Transcript.Spec"]):
         return self._minilm.templates()
 
     def encode_queries(self, texts: Sequence[str]) -> EncodedQueries:
-        """Encodes query texts with MiniLM, in order.
-
-        Raises:
-            SpecError: `texts` is empty, or a query is empty or has no tokens.
-        """
+        """Encodes query texts with MiniLM, in order."""
         return self._minilm.encode_queries(texts)
 
 
 def _recognisers(spec: Transcript.Spec) -> list[tuple[str, config.ComponentSpec]]:
-    """Returns the recognisers of a spec, with their fields."""
     return [(f, part) for f in ("ocr", "speech") if (part := getattr(spec, f)) is not None]
 
 
@@ -192,8 +173,6 @@ def _registry(field: str) -> Registry[Recogniser[Any]]:
 
 
 class _Recognition:
-    """Recognition of the words of items with the recognisers of a spec."""
-
     def __init__(self, spec: Transcript.Spec):
         self._ocr, self._speech = (
             None if part is None else registry.build(part)
@@ -255,14 +234,10 @@ class _Transcript:
 
     @property
     def text(self) -> str:
-        """Text appended so far."""
         return "".join(self._parts)
 
     def add(self, lines: Sequence[Line]) -> None:
-        """Appends lines to the text, separated by an empty line.
-
-        Words in the boxes of words of the item are omitted.
-        """
+        """Appends lines after an empty line, without words in the boxes of words of the item."""
         gap = "\n\n" if self._parts else ""
         for line in lines:
             for word in itertools.filterfalse(self._is_known, line.words):

@@ -213,16 +213,10 @@ def _column_sums(
 
 
 def _packed(mask_BNN: torch.Tensor) -> torch.Tensor:
-    """Packs a mask into words of one bit per column.
+    """Packs a uint8 mask into words (B, W, N) int64; bit j of word w is column w * STEP + j.
 
     The words fit into the registers of the thread that needs them, whereas a tile of bytes would
     have to be exchanged between threads. They are read by all heads.
-
-    Args:
-        mask_BNN: uint8, 0 where attention is not allowed.
-
-    Returns:
-        Words (B, W, N) int64. Bit j of word w of row i is the mask of column w * STEP + j.
     """
     num_items, num_tokens, _ = mask_BNN.shape
     num_words = triton.cdiv(num_tokens, STEP)
@@ -275,17 +269,6 @@ def weighted_rows(
 
     The probabilities of a row without allowed columns are 0. Rows outside the range of the non-zero
     weights of an item are skipped.
-
-    Args:
-        query_BHND: Queries of H heads.
-        key_BGND: Keys of G heads, where G divides H.
-        mask: Boolean mask (B or 1, 1, 1 or N, N), or None for no mask.
-        weights_SBN: S weightings of the rows.
-        scaling: Factor of the logits.
-        is_causal: Whether each row attends only to columns up to its own position.
-
-    Returns:
-        Sums (S, B, H, N) float32.
     """
     num_items, num_heads, num_tokens, width = query_BHND.shape
     device = query_BHND.device

@@ -33,20 +33,9 @@ def attend(
     max_length_q: int,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention within segments, in the interface of transformers.
+    """Computes attention (1, T, H, D) within segments, in the interface of transformers.
 
-    Args:
-        module: Attention layer.
-        query_1HTD: Queries.
-        key_1HTD: Keys.
-        value_1HTD: Values.
-        attention_mask: None.
-        cu_seq_lens_q: Bounds of the S segments (S + 1,).
-        max_length_q: Length of the longest segment.
-        options: Further arguments of the interface, which are not used.
-
-    Returns:
-        Output (1, T, H, D), and None in place of the probabilities.
+    `cu_seq_lens_q` has the bounds of the S segments (S + 1,).
     """
     inputs = query_1HTD, key_1HTD, value_1HTD
     if query_1HTD.is_cuda and query_1HTD.dtype in DTYPES:
@@ -65,11 +54,7 @@ def attend(
 
 
 def use_varlen_attention(model: PreTrainedModel) -> None:
-    """Lets the towers of a model attend to all segments in one call, if its device supports it.
-
-    Args:
-        model: Model that uses the attention implementation "sdpa".
-    """
+    """Lets the towers of a model with "sdpa" attend to all segments in one call, if supported."""
     if model.device.type != "cuda" or model.dtype not in DTYPES:
         return
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)

@@ -31,12 +31,7 @@ class Words:
 
     @classmethod
     def from_items(cls, items: pa.Table) -> Words:
-        """Reads the words of items from a table.
-
-        Args:
-            items: Table with the column `word_spans` and optionally `word_boxes`, `word_times`,
-                `word_kinds` and `word_confidences`.
-        """
+        """Reads the words of items from `word_spans` and optional columns such as `word_boxes`."""
         spans, lengths = flat_from_arrow(items["word_spans"])
         extents = np.full((len(spans), 6), np.nan, dtype=np.float32)
         kinds = np.full(len(spans), TEXT, dtype=np.int8)
@@ -54,10 +49,6 @@ class Words:
         """Adds extents, kinds and confidences to the tokens of a batch, located by their spans.
 
         Tokens outside words have extents and confidence NaN and keep their kind.
-
-        Args:
-            rows: Index of the item of each row of the batch.
-            batch: Batch with spans and kinds.
 
         >>> spans = np.array([[0, 2], [3, 5]])
         >>> extents = np.array([[0, 0, 0.5, 1, 7, 8], [0.5, 0, 1, 1, 8, 9]], np.float32)

@@ -22,11 +22,6 @@ def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
 
     Only local paths are checked. Permissions in object storage are not.
 
-    Args:
-        uri: Path or URI of the output.
-        field: Name of the field or option, for the error message.
-        as_file: Whether the output is a file. By default, it is a folder.
-
     Raises:
         MissingExtra: The URI needs a storage package that is not installed.
         SpecError: The path is not writable.
@@ -57,13 +52,10 @@ def check_writable(uri: str, field: str, *, as_file: bool = False) -> None:
 
 
 def write_atomic(uri: str, data: str | bytes) -> None:
-    """Writes a file atomically.
+    """Writes a file atomically. Missing parent folders are created.
 
     The data is written to a temporary path, which is then renamed to `uri`, so that readers never
-    see a partial file. Missing parent folders are created.
-
-    Raises:
-        OSError: The file cannot be written, or the path is a folder.
+    see a partial file.
     """
     with _temporary_path(uri) as (filesystem, temporary):
         filesystem.pipe_file(temporary, data.encode() if isinstance(data, str) else data)
@@ -71,11 +63,7 @@ def write_atomic(uri: str, data: str | bytes) -> None:
 
 @contextlib.contextmanager
 def open_atomic(uri: str) -> Iterator[TextIO]:
-    """Opens a text file that appears at `uri` only when the block ends without an error.
-
-    Raises:
-        OSError: The file cannot be written, or the path is a folder.
-    """
+    """Opens a text file that appears at `uri` only when the block ends without an error."""
     with (
         _temporary_path(uri) as (filesystem, temporary),
         filesystem.open(temporary, "w", encoding="utf-8", newline="\n") as file,

@@ -43,15 +43,7 @@ def find_checkpoint(model: str, revision: str | None, files: Sequence[str], rule
 
 
 def check_safetensors(model: str, folder: Path) -> None:
-    """Checks that a checkpoint has weights that are not pickled.
-
-    Args:
-        model: Name of the checkpoint, used in messages.
-        folder: Folder of the checkpoint.
-
-    Raises:
-        SpecError: It has none.
-    """
+    """Checks that a checkpoint has weights that are not pickled."""
     if not any(folder.glob("*.safetensors")):
         rule = "a checkpoint with weights as *.safetensors (pickled weights are not loaded)"
         raise SpecError("model", model, rule, "has no safetensors file")

@@ -49,10 +49,6 @@ def gather_rows(tensor: torch.Tensor, fill: float = 0) -> torch.Tensor:
 
     All workers must have the same number of rows. The other axes are padded to the size of the
     largest worker.
-
-    Args:
-        tensor: Rows of this worker.
-        fill: Padding value.
     """
     if num_workers() == 1:
         return tensor

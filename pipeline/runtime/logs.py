@@ -66,11 +66,7 @@ def is_json() -> bool:
 
 
 def configure() -> None:
-    """Configures the log of a job.
-
-    Raises:
-        SpecError: `MAXRAY_LOG_FORMAT` is invalid.
-    """
+    """Configures the log of a job. Raises `SpecError` if `MAXRAY_LOG_FORMAT` is invalid."""
     value = os.environ.get(FORMAT_VARIABLE, FORMATS[0])
     if value not in FORMATS:
         raise SpecError(FORMAT_VARIABLE, value, f"one of {', '.join(FORMATS)}")
@@ -84,14 +80,7 @@ def configure() -> None:
 
 
 def event(log: logging.Logger, name: str, level: int = logging.INFO, **fields: Any) -> None:
-    """Logs an event if jobs log JSON lines. Text logs have sentences instead.
-
-    Args:
-        log: Logger of the caller.
-        name: Name of the event, in the past tense.
-        level: Level of the line.
-        fields: Further fields of the line.
-    """
+    """Logs an event, named in the past tense, if jobs log JSON lines. Text logs have sentences."""
     if is_json():
         log.log(level, name.replace("_", " "), extra={"event": name, **fields})
 

@@ -129,11 +129,7 @@ def read_board(job: str, timeout_s: float = 5.0) -> dict[str, Totals]:
 
 
 class Meter:
-    """Counts of one process of a job.
-
-    Args:
-        job: Identifier of the job.
-    """
+    """Counts of one process of a job."""
 
     def __init__(self, job: str):
         self.job = job
@@ -410,11 +406,7 @@ class Monitor:
     ) -> Iterator[None]:
         """Shows a phase and its progress until the end of the block, and records its time.
 
-        Args:
-            name: Name of the phase.
-            unit: What `update` counts in this phase.
-            total: Number to do.
-            steps: Returns the totals by step. Until it returns totals, no rates are computed.
+        `unit` is what `update` counts. Until `steps` returns totals, no rates are computed.
         """
         start = time.monotonic()
         with self._lock:
@@ -430,13 +422,7 @@ class Monitor:
         self.tick()
 
     def update(self, done: int | None = None, total: int | None = None, **counts: int) -> None:
-        """Updates counts of the current phase.
-
-        Args:
-            done: Number that has been done.
-            total: Number to do.
-            counts: Further counts.
-        """
+        """Updates counts of the current phase."""
         with self._lock:
             state = self._state
             self._state = replace(

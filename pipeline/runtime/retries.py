@@ -13,10 +13,7 @@ INITIAL_DELAY_S, MAX_DELAY_S = 0.25, 10.0
 
 
 def is_transient(error: httpx2.TransportError) -> bool:
-    """Checks whether a request should be retried after the given error.
-
-    Errors that the client has caused are not retried.
-    """
+    """Checks whether to retry a request, which an error that the client has caused rules out."""
     return not isinstance(error, httpx2.LocalProtocolError | httpx2.UnsupportedProtocol)
 
 
@@ -25,10 +22,7 @@ def retry_delay(
 ) -> float:
     """Returns how long to wait before the next attempt of a request, in seconds.
 
-    Args:
-        num_tries: Number of attempts so far.
-        response: Response of the last attempt, or None if there was none.
-        max_retry_after_s: Limit of the delay that the server requests with `Retry-After`.
+    `max_retry_after_s` limits the delay that the server requests with `Retry-After`.
     """
     delay = min(INITIAL_DELAY_S * 2 ** (num_tries - 1), MAX_DELAY_S)
     delay *= 0.5 + random.random() / 2  # jitter spreads the retries of many clients

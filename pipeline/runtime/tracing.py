@@ -45,11 +45,7 @@ def is_configured() -> bool:
 
 
 def span_processors() -> list[SpanProcessor]:
-    """Returns the processors that export spans. Called by Ray Serve in each of its processes.
-
-    Raises:
-        MissingExtra: The exporter is not installed.
-    """
+    """Returns the processors that export spans. Called by Ray Serve in each of its processes."""
     if not is_configured():
         return []
     require(EXPORTER)
@@ -63,11 +59,6 @@ def span_processors() -> list[SpanProcessor]:
 @contextlib.contextmanager
 def job_span(kind: str, job: str, index: str) -> Iterator[None]:
     """Opens the span of a job, to which the spans of its phases, units and commits belong.
-
-    Args:
-        kind: Type of the job, such as "index".
-        job: Identifier of the job.
-        index: URI of the index.
 
     Raises:
         MissingExtra: A collector is configured, and the exporter is not installed.
@@ -104,10 +95,7 @@ def span(name: str, **attributes: Any) -> Iterator[None]:
 def record_steps(name: str, steps: Mapping[str, tuple[float, float]], **attributes: Any) -> None:
     """Adds the span of a unit and those of its steps, which other processes have measured.
 
-    Args:
-        name: Name of the span of the unit.
-        steps: Start, in seconds since 1970, and duration in seconds of each step.
-        attributes: Attributes of all spans.
+    `steps` has the start, in seconds since 1970, and the duration in seconds of each.
     """
     if not steps or not _is_recording():
         return

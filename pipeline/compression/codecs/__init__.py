@@ -122,11 +122,9 @@ class Codec(ABC, Generic[ComponentSpecT]):
     def unpack(
         self, column: pa.ListArray | pa.ChunkedArray, dim: int
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Splits a column into its parts without dequantising them.
+        """Splits a column into its parts (T, width) without dequantising them.
 
-        Returns:
-        Returns:
-            Parts (T, width) and the number of tokens per item (B,) int64, 0 for null.
+        Also returns the number of tokens per item (B,) int64, 0 for null.
         """
         stored, lengths = flat_from_arrow(column)
         parts, offset = {}, 0
@@ -140,11 +138,9 @@ class Codec(ABC, Generic[ComponentSpecT]):
     def decode(
         self, column: pa.ListArray | pa.ChunkedArray, dim: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Dequantises a column.
+        """Dequantises a column. Also returns the number of tokens per item (B,) int64.
 
-        Returns:
-            Vectors (T, D) as float32, or in the stored precision of floating-point codecs, and the
-            number of tokens per item (B,) int64.
+        Vectors (T, D) are float32, or in the stored precision of floating-point codecs.
         """
         parts, lengths = self.unpack(column, dim)
         tensors = {name: torch.from_numpy(part) for name, part in parts.items()}

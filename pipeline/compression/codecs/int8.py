@@ -55,8 +55,5 @@ class Int8(Codec["Int8.Spec"]):
         return parts["values"], parts["scales"]
 
     def transform_queries(self, tokens_QD: torch.Tensor) -> torch.Tensor:
-        """Rounds query tokens to the quantisation grid.
-
-        Applying the method twice has no further effect.
-        """
+        """Rounds query tokens to the quantisation grid. Doing so twice has no further effect."""
         return self.dequantise(self.quantise(tokens_QD.float()), tokens_QD.shape[1])

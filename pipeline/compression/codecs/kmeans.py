@@ -17,15 +17,10 @@ def kmeans(
     spherical: bool = False,
     max_per_centroid: int = MAX_PER_CENTROID,
 ) -> np.ndarray:
-    """Returns the centroids (C, D) float32 of vectors.
+    """Returns the centroids (C, D) float32 of at least as many vectors.
 
-    Args:
-        vectors_TD: Vectors, at least as many as centroids.
-        num_centroids: Number C of centroids.
-        iterations: Number of iterations.
-        seed: Random seed. Its lower 31 bits are used.
-        spherical: Whether centroids are normalised to unit length.
-        max_per_centroid: Number of vectors per centroid above which a sample is used.
+    The lower 31 bits of `seed` are used. Centroids of `spherical` clusters have unit length. More
+    than `max_per_centroid` vectors per centroid are sampled.
     """
     import faiss  # only needed for fitting
 

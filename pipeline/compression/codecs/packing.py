@@ -30,15 +30,9 @@ def pack(codes_TD: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def look_up(packed: torch.Tensor, values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Unpacks codes and maps each code to a value, using one table look-up per byte.
+    """Unpacks codes and maps each to a value, (T, D), using one table look-up per byte.
 
-    Args:
-        packed: Bytes (T, W) as returned by `pack`.
-        values: The value of each code, (2^num_bits,) of any dtype, on the same device as `packed`.
-        dim: Number of codes per row, D.
-
-    Returns:
-        Values (T, D).
+    `packed` has been returned by `pack`. `values` (2^num_bits,) are on the same device.
 
     >>> packed = pack(torch.tensor([[1, 0, 3, 2, 1]], dtype=torch.uint8), 2)
     >>> look_up(packed, torch.tensor([0.0, 0.1, 0.2, 0.3]), 5).tolist()[0] == torch.tensor(

@@ -64,18 +64,10 @@ class Residual(Codec["Residual.Spec"]):
     def fit(cls, spec: Spec, sample_TD: np.ndarray, seed: int = 0) -> dict[str, np.ndarray]:
         """Fits the codebook by k-means. The result depends only on the sample and the seed.
 
-        Args:
-            spec: Options of the codec.
-            sample_TD: Vectors (T, D) float32 drawn from the corpus.
-            seed: Random seed of k-means.
-
         Returns:
             The arrays `centroids` (C, D), `cutoffs` (2^bits - 1,) and `weights` (2^bits,) of type
             float32, and the flag `normalised`, which is True if the sample consists of unit
             vectors.
-
-        Raises:
-            SpecError: The sample has fewer tokens than `num_centroids`.
         """
         rule = f"at most {len(sample_TD)}, the number of vectors in the sample to fit on"
         with within("codec"):
@@ -168,10 +160,7 @@ def is_normalised(vectors_TD: np.ndarray) -> bool:
 
 
 def nearest(vectors_TD: torch.Tensor, centroids_CD: torch.Tensor) -> torch.Tensor:
-    """Finds the centroid with the smallest Euclidean distance to each vector.
-
-    Returns:
-        Indices of the centroids, (T,) int64.
+    """Returns the centroid (T,) int64 with the smallest Euclidean distance to each vector.
 
     >>> nearest(torch.tensor([[0.9, 0.2], [0.0, 2.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
     tensor([1, 0])

@@ -21,9 +21,7 @@ class Unreadable(Exception):
 
 
 def join_surrogates(text: str) -> str:
-    r"""Replaces surrogate pairs by their characters and removes halves of pairs.
-
-    Files contain them where a text was truncated. They cannot be stored.
+    r"""Replaces surrogate pairs by their characters and removes halves of pairs (truncated text).
 
     >>> join_surrogates("a\ud83d b \ud83d\ude00") == "a b \U0001f600"
     True

@@ -65,10 +65,6 @@ class SoundFile:
     """Audio file that is read by libsndfile, in WAV, FLAC, Ogg or MP3 format.
 
     The duration is that in the header, or 0 if it is unknown.
-
-    Args:
-        file: Path of the file, or the open file.
-        is_truncated: Whether the file is shorter than its header specifies.
     """
 
     def __init__(self, file: str | io.RawIOBase, is_truncated: bool = False):
@@ -108,12 +104,7 @@ class SoundFile:
 
 
 class JoinedFiles:
-    """Ogg, FLAC or WAV files that follow each other in one file.
-
-    Args:
-        path: Path of the file.
-        starts: Offset of each of the files, in bytes.
-    """
+    """Ogg, FLAC or WAV files that follow each other in one file."""
 
     is_truncated = False
 
@@ -139,8 +130,6 @@ class JoinedFiles:
 
 
 class _FilePart(io.RawIOBase):
-    """A range of bytes of a file as a file."""
-
     def __init__(self, stream: io.RawIOBase, start: int, end: int):
         self._stream, self._start, self._size, self._position = stream, start, end - start, 0
 
@@ -172,12 +161,6 @@ class AudioTrack:
     minutes of stereo need 460 MB at 16 kHz and 1.2 GB at 44.1 kHz, compared to 17 MB with this
     class. In addition, decord downmixes stereo to 0.7 times the sum of the channels instead of
     their mean.
-
-    Args:
-        container: The open file.
-        stream: The audio stream to read.
-        zero: Timestamp of the beginning of the file, in seconds.
-        is_truncated: Whether the file is shorter than its header specifies.
     """
 
     def __init__(
@@ -210,10 +193,7 @@ class AudioTrack:
         return 0.0
 
     def _seek(self, target: int | None) -> None:
-        """Seeks to a timestamp or to the packet before it.
-
-        None seeks to the beginning of the file.
-        """
+        """Seeks to a timestamp or to the packet before it; None is the beginning of the file."""
         stream = self._stream
         if target is None:
             # The first packets only initialise the decoder. They have earlier timestamps.
@@ -226,10 +206,7 @@ class AudioTrack:
         self._container.seek(target, stream=stream, backward=True)
 
     def blocks(self, start: float, end: float) -> Iterator[Block]:
-        """Yields the audio between two times in seconds that can be decoded.
-
-        Gaps in the track are filled with silence.
-        """
+        """Yields the decodable audio between two times in seconds. Gaps become silence."""
         unit = time_base(self._stream)
         first = start - WARM_UP_SECONDS
         try:
@@ -286,9 +263,6 @@ def open_audio(path: str) -> Audio:
 
     The length in the header is not trusted: recorders and pipes do not write it, and joined files
     have several headers.
-
-    Args:
-        path: Path of the file.
 
     Raises:
         Unreadable: The file contains no audio.
@@ -381,11 +355,7 @@ def audio_stream(container: av.container.InputContainer) -> av.AudioStream | Non
 
 
 def time_base(stream: av.stream.Stream) -> Fraction:
-    """Returns the unit of the timestamps of a stream in seconds.
-
-    Raises:
-        ValueError: The stream has no time base.
-    """
+    """Returns the unit of the timestamps of a stream in seconds."""
     if stream.time_base is None:
         raise ValueError("the stream has no time base")
     return stream.time_base
@@ -417,10 +387,7 @@ def read_windows(
 ) -> Iterator[dict[str, Any] | Unreadable]:
     """Decodes windows of a file and yields one result per window.
 
-    Args:
-        path: Path of the file.
-        windows: Start and end of each window in seconds. An end of None is the end of the file.
-        settings: The `sample_rate` of the result in Hz, and `border_shift`, see `shift_to_pauses`.
+    `settings` has the `sample_rate` of the result in Hz, and `border_shift`, see `shift_to_pauses`.
 
     Yields:
         Mappings with `samples` (n,) float32, the mean over the channels after opposite channels are
@@ -448,15 +415,8 @@ def shift_to_pauses(
     The position of a border depends only on the audio around it. Adjacent windows therefore choose
     the same position for a shared border. The beginning and the end of the file are not moved.
 
-    Args:
-        audio: The audio track.
-        start: Start of the window in seconds.
-        end: End of the window in seconds.
-        settings: The `sample_rate` in Hz, and `border_shift`, the maximum displacement of a border
-            in seconds.
-
-    Returns:
-        The new start and end in seconds.
+    `settings` has the `sample_rate` in Hz, and `border_shift`, the maximum displacement of a border
+    in seconds.
     """
     if not (max_shift := settings.get("border_shift", 0.0)):
         return start, end
@@ -469,10 +429,10 @@ def shift_to_pauses(
 
 
 def _nearest_pause(audio: Audio, border: float, max_shift: float, rate: int) -> float:
-    """Finds the pause that is nearest to `border` and returns its time.
+    """Finds the time that is as quiet as the quietest within `max_shift` seconds of `border`.
 
-    A pause is a time that is as quiet as the quietest one within `max_shift` seconds of the border.
-    If the border itself is practically in a pause, it is returned unchanged.
+    The nearest of several such times is returned, and a border that is practically in a pause
+    unchanged.
     """
     first, samples = read_samples(audio, max(0.0, border - max_shift), border + max_shift, rate)
     step = rate // LOUDNESS_RATE
@@ -490,18 +450,9 @@ def _nearest_pause(audio: Audio, border: float, max_shift: float, rate: int) -> 
 def read_samples(
     audio: Audio, start: float, end: float, sample_rate: int
 ) -> tuple[float, np.ndarray]:
-    """Decodes the audio of a window and resamples it.
+    """Returns the time of the first sample of a window in seconds, and its samples (n,) float32.
 
     Only the result and one block of audio are in memory at any time.
-
-    Args:
-        audio: The audio track.
-        start: Start of the window in seconds.
-        end: End of the window in seconds.
-        sample_rate: Sample rate of the result in Hz.
-
-    Returns:
-        Time of the first sample in seconds, and the samples (n,) float32.
     """
     blocks = audio.blocks(max(0.0, start - MARGIN_SECONDS), end + MARGIN_SECONDS)
     first = next(blocks, None)
@@ -524,12 +475,7 @@ def read_samples(
 
 
 def _mono(blocks: Iterator[Block], start: float) -> Iterator[np.ndarray]:
-    """Yields the mean of the channels of each block. Opposite channels are inverted, see `_signs`.
-
-    Args:
-        blocks: The blocks.
-        start: Time of the first block in seconds.
-    """
+    """Yields the mean of the channels of each block, with opposite channels inverted (`_signs`)."""
     signs = np.ones(0, np.float32)
     sections = itertools.groupby(
         blocks, lambda block: (block[1].shape[1], block[2], int((block[0] - start) / MIX_SECONDS))

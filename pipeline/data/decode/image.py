@@ -49,22 +49,13 @@ ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
 def count_pages(path: str) -> dict[str, Any]:
-    """Returns the number of pages `num_pages` of an image, which is 1 unless it is a TIFF file.
-
-    Raises:
-        Unreadable: There are more than `MAX_PAGES` pages.
-    """
+    """Returns the number of pages `num_pages` of an image, which is 1 unless it is a TIFF file."""
     with open(path, "rb") as file:
         return {"num_pages": len(find_pages(file))}
 
 
 def find_pages(file: BinaryIO) -> list[int]:
-    """Returns the frame of each page of an image. Thumbnails and masks are not pages.
-
-    Corrupted frames are, so that decoding reports them.
-
-    Args:
-        file: The file.
+    """Returns the frame of each page. Thumbnails and masks are not pages; corrupted frames are.
 
     Raises:
         Unreadable: There are more than `MAX_PAGES` pages.
@@ -92,14 +83,7 @@ def find_pages(file: BinaryIO) -> list[int]:
 def read_image(
     path: str, pages: Sequence[int | None], settings: dict[str, Any]
 ) -> Iterator[dict[str, Any] | Unreadable]:
-    """Yields the result of reading each of some pages of an image.
-
-    Args:
-        path: Path of the file.
-        pages: Numbers of the pages, from 1. None is the only page.
-        settings: `max_pixels` is the maximum size of the result in pixels. Larger images are scaled
-            down. Images that declare more than `max_input_pixels` pixels are not decoded.
-    """
+    """Yields some pages, numbered from 1; None is the only page. See `decode` for `settings`."""
     with open(path, "rb") as file:
         data = file.read()
     frames = find_pages(io.BytesIO(data))
@@ -121,11 +105,8 @@ def decode(data: bytes, max_pixels: int, max_input_pixels: int, frame: int = 0) 
     orientation, and transparent areas become white. An image that needs no conversion is decoded to
     validate it, but its original data is returned, without comments that Pillow rejects.
 
-    Args:
-        data: Content of the file.
-        max_pixels: Maximum size of the result in pixels. Larger images are scaled down.
-        max_input_pixels: Maximum size of the input in pixels.
-        frame: Number of the frame, from 0.
+    Images larger than `max_pixels` are scaled down, and those larger than `max_input_pixels`
+    rejected. Frames are numbered from 0.
 
     Returns:
         A mapping with `image`, the data of a JPEG, PNG or WebP file, the `width` and `height` of
@@ -254,10 +235,7 @@ def is_deep_png(data: bytes) -> bool:
 
 
 def encode(image: Image.Image) -> bytes:
-    """Encodes an image as JPEG without chroma subsampling.
-
-    Images that are too long become PNG files.
-    """
+    """Encodes an image as JPEG without chroma subsampling, or as PNG if it is too long for JPEG."""
     buffer = io.BytesIO()
     if max(image.size) > MAX_JPEG_SIDE:
         image.save(buffer, "PNG")

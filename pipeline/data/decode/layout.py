@@ -29,7 +29,6 @@ class TextLine(Generic[Item]):
 
     Attributes:
         box: Bounding box x0 y0 x1 y1 in [0, 1] of the page.
-        text: Words of the line.
         item: The object that the line represents.
     """
 
@@ -68,10 +67,6 @@ def reading_order(
     Each column of text is read to its end before the next one. In contrast, the columns of a table
     are read together, row by row. Blocks that are not separated by a gap keep their original order.
 
-    Args:
-        blocks: Blocks of lines.
-        from_right: Whether columns are read from right to left.
-
     >>> def block(text, x0, x1, y, step=0.1):
     ...     boxes = ([x0, y + step * i, x1, y + step * i + 0.05] for i in range(9))
     ...     return [TextLine(np.array(b), t, t) for b, t in zip(boxes, text.split("|"))]
@@ -103,10 +98,7 @@ def _hull(block: Block) -> np.ndarray:
 
 
 def _split_at_gap(starts: np.ndarray, ends: np.ndarray, min_gap: float) -> list[list[int]]:
-    """Divides intervals into two groups at the widest gap and returns the indices in each group.
-
-    If the gap is not wider than `min_gap`, all intervals are in one group.
-    """
+    """Splits the indices of intervals at the widest gap, if it is wider than `min_gap`."""
     order = np.argsort(starts, kind="stable")
     gaps = starts[order][1:] - np.maximum.accumulate(ends[order])[:-1]
     widest = int(gaps.argmax())
@@ -118,7 +110,7 @@ def _split_at_gap(starts: np.ndarray, ends: np.ndarray, min_gap: float) -> list[
 def _table(
     left: Sequence[Block[Item]], right: Sequence[Block[Item]], from_right: bool
 ) -> list[list[LayoutRow[Item]]] | None:
-    """Returns the lines beside a gap as rows of a table, or None if they are not a table."""
+    """Returns the lines on both sides of a gap as rows of a table, or None if they are not one."""
     sides = [[line for block in side for line in block] for side in (left, right)]
     lines = sides[0] + sides[1]
     column = dict(zip(map(id, lines), _columns(lines), strict=True))
@@ -168,8 +160,7 @@ def _is_banded(
 ) -> bool:
     """Checks whether white space divides both sides into the same rows of multi-line cells.
 
-    One of the columns may be prose, for example in a list of definitions. Two columns of prose are
-    considered columns of text.
+    One of the columns may be prose, for example in a list of definitions, but not both.
     """
     shared = _num_shared(sides, bands)
     has_cells = len(bands) < len(rows) <= MAX_LINES_PER_ROW * len(bands)

@@ -93,16 +93,11 @@ def _read_string(function: Callable[..., int], *arguments: Any) -> str:
 def read_pages(
     path: str, numbers: list[int], settings: dict[str, Any]
 ) -> Iterator[dict[str, Any] | Unreadable]:
-    """Reads pages of a document and yields one result per page.
+    """Reads pages of a document, numbered from 1, and yields one result per page.
 
-    Args:
-        path: Path of the file.
-        numbers: Page numbers, starting from 1.
-        settings: Mapping with the following keys. `text` selects whether the words are read.
-            `image` selects whether all pages are rendered, and `scan` (False by default) whether
-            pages are rendered whose text must be recognised. `dpi` is the resolution of the image.
-            `max_pixels` is the maximum size of the image in pixels, and larger images are scaled
-            down.
+    In `settings`, `text` selects whether to read the words, `image` whether to render all pages,
+    and `scan` whether to render those whose text must be recognised. Images have a resolution of
+    `dpi` and at most `max_pixels` pixels.
     """
     for first in range(0, len(numbers), PAGES_PER_OPENING):
         document = open_document(path)
@@ -120,12 +115,7 @@ def read_pages(
 
 
 def open_page(document: pdfium.PdfDocument, number: int) -> pdfium.PdfPage:
-    """Opens a page. Visible form fields and annotations become a part of its content.
-
-    Args:
-        document: The document.
-        number: Page number, starting from 1.
-    """
+    """Opens a page by its number from 1, with visible form fields and annotations as content."""
     page = document[number - 1]
     is_annotated = False
     for index in range(raw.FPDFPage_GetAnnotCount(page)):
@@ -149,11 +139,6 @@ def open_page(document: pdfium.PdfDocument, number: int) -> pdfium.PdfPage:
 
 def read_page(page: pdfium.PdfPage, label: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Reads the requested content of a page.
-
-    Args:
-        page: The page.
-        label: Label of the page.
-        settings: See `read_pages`.
 
     Returns:
         A mapping with the `label`, the `size` in points as displayed and `num_objects`. If
@@ -203,12 +188,7 @@ def is_legible(text: str) -> bool:
 
 
 def is_stamped_scan(page: pdfium.PdfPage, text: str) -> bool:
-    """Checks whether a page consists of images and a few words, which do not replace OCR.
-
-    Args:
-        page: The page.
-        text: Its text layer.
-    """
+    """Checks whether a page consists of images and a few words, which do not replace OCR."""
     if sum(map(str.isalnum, text)) > MAX_STAMP_LETTERS:
         return False
     corners = []
@@ -225,13 +205,9 @@ def is_stamped_scan(page: pdfium.PdfPage, text: str) -> bool:
 
 
 def render(page: pdfium.PdfPage, dpi: float, max_pixels: int) -> bytes:
-    """Renders a page as a JPEG file. The page is rotated and clipped to its crop box.
+    """Renders a page, rotated and clipped to its crop box, as a JPEG file.
 
-    Args:
-        page: The page.
-        dpi: Resolution in pixels per inch.
-        max_pixels: Maximum size of the image in pixels. Images that are larger, or longer than
-            `MAX_SIDE`, are scaled down.
+    It is scaled down to at most `max_pixels` pixels, and sides of at most `MAX_SIDE`.
     """
     width, height = page.get_size()
     scale = min(dpi / 72, (max_pixels / (width * height)) ** 0.5, MAX_SIDE / max(width, height))
@@ -278,12 +254,10 @@ def page_words(page: pdfium.PdfPage) -> tuple[str, np.ndarray, np.ndarray]:
 
 
 def read_characters(page: pdfium.PdfPage) -> tuple[np.ndarray, np.ndarray]:
-    """Reads the characters of a page in drawing order.
+    """Returns the code points (n,) of a page in drawing order, and left, top, right, bottom (n, 4).
 
-    Returns:
-        Code points (n,), and the left, top, right and bottom of each character in points (n, 4).
-        Querying positions takes most of the time. They are therefore set only for the first and
-        last character of each word, and zero otherwise.
+    Boxes are in points. Querying them takes most of the time, so they are set only for the first
+    and last character of each word, and zero otherwise.
     """
     textpage = page.get_textpage()
     number = textpage.count_chars()
@@ -301,15 +275,7 @@ def read_characters(page: pdfium.PdfPage) -> tuple[np.ndarray, np.ndarray]:
 
 
 def to_display_boxes(page: pdfium.PdfPage, corners: np.ndarray) -> np.ndarray:
-    """Converts boxes in points to coordinates in [0, 1] of the displayed page.
-
-    Args:
-        page: The page.
-        corners: Left, top, right and bottom of each box in points, (n, 4).
-
-    Returns:
-        Boxes x0 y0 x1 y1, (n, 4).
-    """
+    """Converts left, top, right, bottom in points (n, 4) to x0 y0 x1 y1 in [0, 1] as displayed."""
     unit = 10**8  # a resolution at which rounding errors are negligible
     left, bottom, _, _ = page.get_bbox()
     distance = min(1000.0, 20 * min(page.get_size()))  # coordinates are 32-bit integers

@@ -54,17 +54,7 @@ _processes = threading.local()
 
 
 class PipedProcess:
-    """Python process with pipes to its standard input and output.
-
-    Args:
-        arguments: Command line arguments of the Python interpreter, such as `-m` and a module name.
-        environment: Environment variables to set in addition to those of this process.
-        options: Additional options of `subprocess.Popen`.
-
-    Attributes:
-        stdin: Pipe that is connected to the standard input of the process.
-        stdout: Pipe that is connected to the standard output of the process.
-    """
+    """Python process with pipes to its standard input and output."""
 
     def __init__(
         self, *arguments: str, environment: Mapping[str, str] | None = None, **options: Any
@@ -126,10 +116,6 @@ class DecodingProcess:
 
     The process is started on demand and restarted after a crash. An instance must only be used by
     one thread, see `decoding_process`. The process exits when the instance is deleted.
-
-    Args:
-        module: Name of a module of `pipeline.data.decode`, which the process runs.
-        limits: Limits that apply to each result.
     """
 
     def __init__(self, module: str, limits: Limits):
@@ -139,10 +125,6 @@ class DecodingProcess:
 
     def call(self, function: str, *arguments: Any) -> dict[str, Any]:
         """Calls a function of the module that returns a single result.
-
-        Args:
-            function: Name of the function.
-            arguments: Arguments of the function, which must be JSON values.
 
         Raises:
             Unreadable: The file cannot be read, or the process has crashed or timed out.
@@ -161,11 +143,6 @@ class DecodingProcess:
         If the process crashes or times out, or if the file as a whole cannot be read, all remaining
         results are errors. Any other error concerns a single result. If the second argument is a
         list, it must have one value per result.
-
-        Args:
-            number: Expected number of results.
-            function: Name of the function.
-            arguments: Arguments of the function, which must be JSON values.
         """
         num_remaining = number
         try:
@@ -193,7 +170,6 @@ class DecodingProcess:
             self._process = None
 
     def _request(self, *request: Any) -> PipedProcess:
-        """Sends a request to the process, which is started if necessary."""
         is_old = self._num_requests >= FILES_PER_PROCESS
         if self._process is not None and (is_old or self._process.has_ended()):
             self.stop()
@@ -277,12 +253,7 @@ def keep_memory() -> None:
 
 
 def decoding_process(module: str, limits: Limits) -> DecodingProcess:
-    """Returns the decoding process of the current thread for a module and limits.
-
-    Args:
-        module: Name of a module of `pipeline.data.decode`.
-        limits: Limits that apply to each result.
-    """
+    """Returns the decoding process of the current thread for a module and limits."""
     processes = _processes.__dict__.setdefault("by_module", {})
     if (module, limits) not in processes:
         processes[module, limits] = DecodingProcess(module, limits)

@@ -25,9 +25,6 @@ class SceneCuts:
 
     Args:
         threshold: Mean absolute difference of pixel values in [0, 1].
-
-    Attributes:
-        starts: Numbers of the first frames of the scenes, from 0.
     """
 
     def __init__(self, threshold: float):

@@ -30,10 +30,6 @@ def send(stream: IO[bytes], value: Any) -> None:
     """Writes a value as JSON, followed by the raw data of arrays and bytes.
 
     Values are not pickled. A compromised process could otherwise run code in its parent process.
-
-    Args:
-        stream: The stream to write to.
-        value: A JSON value, or a mapping whose values may also be arrays or bytes.
     """
     bulk = {}
     if isinstance(value, Mapping):
@@ -51,14 +47,7 @@ def send(stream: IO[bytes], value: Any) -> None:
 
 
 def answer(replies: IO[bytes], module: str, function: str, *arguments: Any) -> None:
-    """Calls a function of a module and sends its results.
-
-    Args:
-        replies: The stream to write to.
-        module: Name of a module of `pipeline.data.decode`.
-        function: Name of the function.
-        arguments: Arguments of the function.
-    """
+    """Calls a function of a module and sends its results."""
     values: list[Any] = [None]
     if len(arguments) > 1 and isinstance(arguments[1], list):
         values = arguments[1]

@@ -45,12 +45,6 @@ def open_file(
 ) -> BinaryIO:
     """Opens a regular file for reading. The call never blocks on a pipe.
 
-    Args:
-        fs: The file system.
-        path: Path of the file.
-        compression: Compression as defined by fsspec, or None for uncompressed files.
-        options: Options for remote file systems, such as `block_size`.
-
     Raises:
         Unreadable: The path is a pipe, a socket or a device, from which reading may never end.
         OSError: The file cannot be opened.
@@ -69,11 +63,7 @@ def open_file(
 
 
 def buffered(stream: Any) -> BinaryIO:
-    """Wraps a stream so that its `readline` accepts a size, which is not supported by remote files.
-
-    Args:
-        stream: Stream that was opened by fsspec. It is closed together with the returned stream.
-    """
+    """Wraps a stream so that `readline` accepts a size, which remote files do not support."""
     return io.BufferedReader(stream) if isinstance(stream, AbstractBufferedFile) else stream
 
 
@@ -102,7 +92,6 @@ class _Member(tarfile.TarInfo):
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
-        """Reads the header at the current offset of the archive."""
         if isinstance(archive, TarArchive):
             archive.check_search()
         return super().fromtarfile(archive)
@@ -121,11 +110,7 @@ class TarArchive(tarfile.TarFile):
             raise tarfile.ReadError(f"no member within {MAX_SEARCHED_BYTES:,} bytes")
 
     def next(self) -> tarfile.TarInfo | None:
-        """Returns the next member, or None at the end of the archive.
-
-        Raises:
-            tarfile.ReadError: The archive is malformed.
-        """
+        """Returns the next member, or None at the end of the archive."""
         self._search_start = self.offset
         member = super().next()
         if member is not None and self.offset <= member.offset:  # PAX sizes may be negative

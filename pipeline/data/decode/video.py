@@ -49,17 +49,13 @@ Size = tuple[int, int]  # width, height as displayed
 
 
 class UnreadableVideo(Exception):
-    """A reader cannot read the video.
-
-    Another reader may.
-    """
+    """A reader cannot read the video. Another reader may."""
 
 
 class DecordFrames:
     """The upright frames of a video, read by decord.
 
     Args:
-        path: Path of the file.
         start: Start of the track in the file, in seconds. Decord's times are relative to it.
         size: Size to which frames are scaled. None does not scale them.
     """
@@ -81,13 +77,7 @@ class DecordFrames:
         self.end = float(max(spans[-1]))
 
     def read(self, indices: Sequence[int]) -> tuple[list[int], np.ndarray]:
-        """Reads frames.
-
-        Args:
-            indices: Frame indices, in ascending order.
-
-        Returns:
-            The numbers, and the frames (F, H, W, 3) uint8.
+        """Reads the frames of ascending indices. Returns the indices and pixels (F, H, W, 3) uint8.
 
         Raises:
             UnreadableVideo: A frame cannot be read.
@@ -99,13 +89,7 @@ class DecordFrames:
 
 
 class FFmpegFrames:
-    """The upright frames of a video, read by PyAV, which skips corrupted packets.
-
-    Args:
-        path: Path of the file.
-        start: Start of the track in the file, in seconds.
-        size: Size to which frames are scaled. None does not scale them.
-    """
+    """The upright frames of a video, read by PyAV, which skips corrupted packets."""
 
     def __init__(self, path: str, start: float, size: Size | None = None):
         self._container, self._size = av.open(path), size
@@ -135,13 +119,7 @@ class FFmpegFrames:
         self._last_index = math.inf  # of the last decoded frame
 
     def read(self, indices: Sequence[int]) -> tuple[list[int], np.ndarray]:
-        """Reads the frames that can be decoded.
-
-        Args:
-            indices: Frame indices, in ascending order.
-
-        Returns:
-            The numbers of the decoded frames, and the frames (F, H, W, 3) uint8.
+        """Reads the frames that can be decoded, as `DecordFrames.read` does.
 
         Raises:
             UnreadableVideo: No frame can be decoded.
@@ -178,10 +156,6 @@ class Video:
     """An opened video file with its frames and its audio track.
 
     All times are in seconds from the beginning of the file, which is that of its first track.
-
-    Args:
-        path: Path of the file.
-        max_pixels: Maximum size of a frame, in pixels. Larger frames are scaled down.
 
     Raises:
         Unreadable: The file contains neither video nor audio.
@@ -229,11 +203,7 @@ class Video:
         return self.open_frames(self.size)
 
     def open_frames(self, size: Size | None, slow: bool = False) -> DecordFrames | FFmpegFrames:
-        """Returns the frames, scaled to a size.
-
-        Args:
-            size: Width and height of the frames in pixels. None does not scale them.
-            slow: Whether to use FFmpeg even if decord can read the file.
+        """Returns the frames, scaled to a size in pixels unless it is None; `slow` forces FFmpeg.
 
         Raises:
             Unreadable: There are no frames.
@@ -263,10 +233,7 @@ class Video:
         return track if track.duration > 0 else None
 
     def _read_shape(self, video: av.VideoStream) -> Size:
-        """Sets the display size and orientation. Returns the size of the upright, unscaled frames.
-
-        The shapes differ if pixels are not square.
-        """
+        """Sets the display size and orientation. Returns the unscaled size of upright frames."""
         _one_thread(video)
         # The orientation is known after decoding a frame.
         frame = next(_decode_frames(self._container, video), None)
@@ -329,12 +296,9 @@ def read_windows(
 ) -> Iterator[dict[str, Any] | Unreadable]:
     """Yields one result per window of a file.
 
-    Args:
-        path: Path of the file.
-        windows: (start, end) of each window in seconds. None is the end of the file.
-        settings: `frames` and `audio`, whether to read them. `sampling` and its options, see
-            `WindowReader.select_frames`; `max_pixels`, the maximum size of a frame; `sample_rate`
-            of the audio in Hz. `border_shift`, see `audio.shift_to_pauses`.
+    `settings` has `frames` and `audio`, whether to read them; `sampling` and its options, see
+    `WindowReader.select_frames`; `max_pixels`, the maximum size of a frame; `sample_rate` of the
+    audio in Hz; and `border_shift`, see `audio.shift_to_pauses`.
 
     Yields:
         `pixels` (F, H, W, 3) uint8, `indices` (F,) int32 and `seconds` (F,) float64 of the frames;
@@ -376,11 +340,6 @@ def read_windows(
 def read_frame(path: str, seconds: float, max_pixels: int) -> dict[str, Any]:
     """Returns the frame displayed at a time: `jpeg`, its `index` and its time `seconds`.
 
-    Args:
-        path: Path of the file.
-        seconds: Time in seconds.
-        max_pixels: Maximum size of the frame, in pixels. A larger frame is scaled down.
-
     Raises:
         Unreadable: The file has no frames, or the frame cannot be decoded.
     """
@@ -399,12 +358,7 @@ def read_frame(path: str, seconds: float, max_pixels: int) -> dict[str, Any]:
 
 
 class WindowReader:
-    """Selects and reads the frames of windows, with PyAV after the first error of decord.
-
-    Args:
-        video: The video.
-        settings: Options of the selection, see `read_windows`.
-    """
+    """Selects and reads the frames of windows, with PyAV after the first error of decord."""
 
     def __init__(self, video: Video, settings: dict[str, Any]):
         self._video, self._settings = video, settings
@@ -416,10 +370,7 @@ class WindowReader:
         return self.frames(self.select_frames(start, end))
 
     def frames(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Returns `pixels`, `indices` and `seconds` of frames.
-
-        Args:
-            indices: Frame indices, in ascending order.
+        """Returns `pixels`, `indices` and `seconds` of frames, given by ascending indices.
 
         Raises:
             UnreadableVideo: No frame can be decoded.
@@ -437,10 +388,6 @@ class WindowReader:
         at intervals of 1 / fps seconds, or, if these are more than `num_frames`, an evenly spaced
         subset of those that differ from the one before; `scenes` the middle frame of each scene,
         for at most the `num_frames` longest scenes.
-
-        Args:
-            start: Start of the window, in seconds.
-            end: End of the window, in seconds.
         """
         first, last_end = self._frames.times[0], self._frames.end
         end = min(end, max(last_end, first + ROUNDING_SECONDS))  # a frame may have no duration
@@ -516,7 +463,7 @@ class WindowReader:
     def _read(
         self, frames: DecordFrames | FFmpegFrames, indices: Sequence[int], size: Size | None
     ) -> tuple[DecordFrames | FFmpegFrames, tuple[list[int], np.ndarray]]:
-        """Reads frames, and returns the reader for the next frames and the result."""
+        """Reads frames, and also returns the reader to use for the next ones."""
         if isinstance(frames, DecordFrames):
             try:
                 return frames, frames.read(indices)
@@ -565,7 +512,7 @@ def _video_stream(container: av.container.InputContainer) -> av.VideoStream | No
 
 
 def _header_duration(stream: av.stream.Stream | None) -> float:
-    """Returns the duration in the header of an MP4, MOV, Matroska or WebM file, or 0.
+    """Returns the duration in an MP4, MOV, Matroska or WebM header, or 0.
 
     FFmpeg estimates the duration of other formats.
     """
@@ -614,10 +561,7 @@ def _upright(frame: av.VideoFrame, size: Size | None) -> np.ndarray:
 
 
 def _orientation(frame: av.VideoFrame) -> tuple[int, bool]:
-    """Returns the clockwise rotation of a frame for display in degrees, a multiple of 90.
-
-    The second result states whether the frame is mirrored horizontally before the rotation.
-    """
+    """Returns the clockwise rotation in degrees for display, and whether to mirror before it."""
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return 0, False

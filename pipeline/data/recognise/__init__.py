@@ -38,11 +38,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Line:
-    """Line of text, or utterance. Lines are separated by line breaks in the text of the item.
-
-    Attributes:
-        words: Words of the line, in order.
-    """
+    """Line of text, or utterance. Lines are separated by line breaks in the text of the item."""
 
     words: tuple[Word, ...]
 
@@ -63,13 +59,6 @@ def make_line(
 
     Every word has the box and the confidence of the line. Visible words have its times; spoken
     words divide its duration in proportion to their number of characters.
-
-    Args:
-        text: Text of the line.
-        times: Start and end in seconds, or NaNs.
-        box: x0 y0 x1 y1 in [0, 1], or NaNs.
-        kind: `tokens.TEXT` or `tokens.AUDIO`.
-        confidence: Confidence of the line, or NaN.
 
     >>> [word.times for word in make_line("to be again", times=(0.0, 9.0), kind=AUDIO).words]
     [(0.0, 2.0), (2.0, 4.0), (4.0, 9.0)]
@@ -93,10 +82,6 @@ def filter_words(lines: Iterable[Line], min_confidence: float) -> list[Line]:
 
     Words of unknown confidence are kept, and empty lines are dropped.
 
-    Args:
-        lines: The lines.
-        min_confidence: Minimum confidence, 0 to 1.
-
     >>> words = Word("a", confidence=0.4), Word("red"), Word("fish", confidence=0.1)
     >>> [line.text for line in filter_words([Line(words[:2]), Line(words[2:])], 0.3)]
     ['a red']
@@ -110,9 +95,6 @@ class Recogniser(ABC, Generic[ComponentSpecT]):
 
     Subclasses define a nested `Spec` with `name: Literal["..."]`. Construction may load models.
     Jobs call `check` first. The words of an item depend only on that item.
-
-    Args:
-        spec: The spec of the recogniser.
     """
 
     Spec: ClassVar[type[ComponentSpec]]
@@ -128,10 +110,7 @@ class Recogniser(ABC, Generic[ComponentSpecT]):
     @classmethod
     @abstractmethod
     def wants(cls, spec: ComponentSpecT) -> tuple[str, ...]:
-        """Returns the inputs that it reads.
-
-        They are a subset of "scan", "frames" and "audio", see `schema.PAYLOAD`.
-        """
+        """Returns the inputs that it reads, some of "scan", "frames" and "audio"."""
 
     @classmethod
     def find_unmatched(
@@ -139,9 +118,7 @@ class Recogniser(ABC, Generic[ComponentSpecT]):
     ) -> tuple[int, list[str]]:
         """Counts the ids in the user's files that belong to no item. Also returns some examples.
 
-        Args:
-            spec: The spec.
-            known_ids: Ids of all items and their parents, in any order, possibly with duplicates.
+        `known_ids` are those of all items and parents, in any order, possibly with duplicates.
         """
         return 0, []
 

@@ -13,10 +13,6 @@ def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
     The errors are the minimum number of inserted, deleted and substituted words. Case, punctuation
     and white space are ignored. The ratio of the two numbers is the word error rate.
 
-    Args:
-        reference: Correct transcript.
-        hypothesis: Recognised transcript.
-
     >>> word_errors("Ask not what your country can do.", "and not what your country can do for")
     (2, 7)
     """
@@ -26,10 +22,6 @@ def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
 
 def num_edits(first: Sequence[str], second: Sequence[str]) -> int:
     """Returns the edit distance of two sequences of strings.
-
-    Args:
-        first: A sequence.
-        second: A sequence.
 
     >>> num_edits("evening", "evenlng"), num_edits(["not", "what"], ["and", "not", "what"])
     (1, 1)

@@ -19,12 +19,7 @@ MIN_PAUSE_SECONDS = 2.0
 
 
 def decode_samples(audio: dict[str, Any], rate: int = SAMPLE_RATE) -> np.ndarray:
-    """Returns the samples (T,) float32 of a row of `schema.AUDIO`, finite and in [-1, 1].
-
-    Args:
-        audio: The row.
-        rate: Sample rate of the result, in Hz.
-    """
+    """Returns the samples (T,) float32 of a row of `schema.AUDIO`, finite and in [-1, 1]."""
     samples = np.frombuffer(audio["samples"], "<f4")
     samples = np.nan_to_num(samples, nan=0.0, posinf=1.0, neginf=-1.0).clip(-1, 1)
     if audio["sample_rate"] != rate and len(samples):
@@ -39,10 +34,6 @@ def split_utterances(
 
     Recognisers hallucinate words in digital silence. Utterances longer than `max_seconds` are
     divided at the quietest time of their second half.
-
-    Args:
-        samples_T: Samples at `SAMPLE_RATE`.
-        max_seconds: Maximum duration of an utterance, in seconds.
 
     Yields:
         Start of the utterance in seconds, and its samples.

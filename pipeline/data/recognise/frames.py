@@ -33,7 +33,6 @@ class OcrLine:
     """A recognised line of an image.
 
     Attributes:
-        line: Words of the line.
         box: x0 y0 x1 y1 in [0, 1] of the image.
         confidence: Confidence of the line, 0 to 1.
     """
@@ -45,7 +44,7 @@ class OcrLine:
 
 @dataclass
 class _TrackedLine:
-    """Tracked line with its best reading and the times at which it is visible."""
+    """Line across frames, with its best reading and the times at which it is visible."""
 
     reading: OcrLine
     latest: OcrLine  # compared with the next frame, because a line may move
@@ -110,10 +109,6 @@ def max_change(before: np.ndarray, image: np.ndarray) -> float:
 
     The mean over the image would not detect a small line of text.
 
-    Args:
-        before: An image (height, width, 3) uint8 RGB.
-        image: An image of the same or another size.
-
     >>> grey = np.full((64, 64, 3), 100, np.uint8)
     >>> other = grey.copy()
     >>> other[:16, :16] = 151
@@ -140,11 +135,6 @@ def has_changed(before: np.ndarray, image: np.ndarray, box: Box) -> bool:
     Compression changes many pixels slightly. A different character changes few pixels by the
     contrast of the text. `max_change` does not detect a small digit, which is a few pixels of a
     cell.
-
-    Args:
-        before: An image (height, width, 3) uint8 RGB.
-        image: An image of the same or another size.
-        box: x0 y0 x1 y1 in [0, 1] of the images.
 
     >>> before = np.full((40, 200, 3), 255, np.uint8)
     >>> before[10:30, 20:180:10] = 5
@@ -175,12 +165,8 @@ def is_same_text(first: str, second: str, is_unchanged: Callable[[], bool]) -> b
     Readings with equal words are, independent of case. Words without digits may also differ in
     surrounding punctuation. Other readings are the same text only if the image is unchanged and
     they differ only in spaces, punctuation and characters that OCR confuses, such as `l` and `1`.
-    Different digits and different words are never the same text.
-
-    Args:
-        first: Text of the first reading.
-        second: Text of the second reading.
-        is_unchanged: Returns whether the image of the line is the same; called only if needed.
+    Different digits and different words are never the same text. `is_unchanged` is called only if
+    needed.
 
     >>> is_same_text("Good evening", "good evening.", lambda: False)
     True
@@ -248,7 +234,6 @@ def _track(
 
 
 def _hull(first: Box, second: Box) -> Box:
-    """Returns the bounding box of two boxes."""
     x0, y0 = map(min, first[:2], second[:2])
     x1, y1 = map(max, first[2:], second[2:])
     return x0, y0, x1, y1

@@ -93,7 +93,6 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
     repeated everywhere.
 
     Args:
-        spec: The spec of the recogniser.
         skip_unreadable: Whether to skip unreadable files. See `unreadable_files`.
     """
 
@@ -122,11 +121,7 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Reads all files.
-
-        Raises:
-            SpecError: A file is missing, or a line is invalid.
-        """
+        """Reads all files. Raises `SpecError` if one is missing, or a line is invalid."""
         prepare_table(spec, cls.kind)
 
     @classmethod
@@ -136,12 +131,7 @@ class Precomputed(Recogniser["Precomputed.Spec"]):
 
     @classmethod
     def find_unmatched(cls, spec: Spec, known_ids: Iterable[str]) -> tuple[int, list[str]]:
-        """Counts the ids that belong to neither an item nor a parent. Also returns the first five.
-
-        Args:
-            spec: The spec.
-            known_ids: Ids of all items and their parents, in any order, possibly with duplicates.
-        """
+        """Counts the ids that belong to no item or parent, and returns the first five of them."""
         table = _connect(prepare_table(spec, cls.kind))
         by_name = table.execute("PRAGMA user_version").fetchone()[0]
         names = (name for known in known_ids for name in (_names(known) if by_name else [known]))
@@ -209,11 +199,8 @@ def prepare_table(spec: Precomputed.Spec, kind: int, *, skip_unreadable: bool = 
     Its name in the temporary folder depends on the names, sizes and dates of the files. The folder
     contains only complete databases and their locks.
 
-    Args:
-        spec: The spec.
-        kind: The kind of the words, `tokens.TEXT` or `tokens.AUDIO`.
-        skip_unreadable: Whether to record unreadable files and archive members in the table
-            `problems` and to read the others. See `unreadable_files`.
+    With `skip_unreadable`, unreadable files and archive members are recorded in the table
+    `problems`, and the others are read. See `unreadable_files`.
 
     Raises:
         SpecError: No file exists, one cannot be read, or a line is invalid.
@@ -244,15 +231,7 @@ def prepare_table(spec: Precomputed.Spec, kind: int, *, skip_unreadable: bool = 
 
 
 def unreadable_files(spec: Precomputed.Spec, kind: int) -> list[tuple[str, str]]:
-    """Returns the name and the problem of all files and archive members that cannot be read.
-
-    Args:
-        spec: The spec.
-        kind: The kind of the words, `tokens.TEXT` or `tokens.AUDIO`.
-
-    Raises:
-        SpecError: No file exists.
-    """
+    """Returns the name and the problem of all files and archive members that cannot be read."""
     table = _connect(prepare_table(spec, kind, skip_unreadable=True))
     return table.execute("SELECT name, detail FROM problems ORDER BY name").fetchall()
 
@@ -298,7 +277,6 @@ Parser = Callable[[str, IO[bytes], int], Iterator[LineRecord]]
 
 
 def _parsers(spec: Precomputed.Spec) -> dict[str, Parser]:
-    """Returns the parser of each suffix."""
     parsers = {JSONL: _read_jsonl, CSV: _read_csv}
     return {
         suffix: parser
@@ -370,11 +348,7 @@ def _fill(
 
 
 def _documents(name: str, file: IO[bytes], depth: int = 0) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yields the name and the content of a file, or of all files in an archive.
-
-    Raises:
-        SpecError: Archives are nested too deeply, or a member is a sparse file.
-    """
+    """Yields the name and the content of a file, or of all files in an archive."""
     if name.lower().endswith((*TARS, ZIP)) and depth == MAX_ARCHIVE_DEPTH:
         rule = f"an archive nested at most {MAX_ARCHIVE_DEPTH} deep"
         raise SpecError("path", name, rule, "is nested deeper")
@@ -399,11 +373,6 @@ def _documents(name: str, file: IO[bytes], depth: int = 0) -> Iterator[tuple[str
 
 
 def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
-    """Yields the lines of a JSON lines file.
-
-    Raises:
-        SpecError: A line is invalid.
-    """
     for number, line in enumerate(_lines(name, file), start=1):
         if not (line := line.replace(b"\0", b"").removeprefix(b"\xef\xbb\xbf").strip()):
             continue
@@ -415,11 +384,6 @@ def _read_jsonl(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
 
 
 def _lines(name: str, file: IO[Any]) -> Iterator[Any]:
-    """Yields the lines of a file.
-
-    Raises:
-        SpecError: A line is too long.
-    """
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), file.read(0)), 1):
         if len(line) > MAX_LINE_BYTES:
             rule = f"a line of at most {MAX_LINE_BYTES:,} bytes"
@@ -428,11 +392,7 @@ def _lines(name: str, file: IO[Any]) -> Iterator[Any]:
 
 
 def _line_record(entry: Any) -> LineRecord:
-    """Returns the row of a parsed line.
-
-    Raises:
-        ValueError: The line is invalid. The message is a verb phrase.
-    """
+    """Returns the row of a parsed line. The message of its `ValueError` is a verb phrase."""
     if not isinstance(entry, dict):
         raise ValueError("is not a JSON object")
     id, text = entry.get("id"), entry.get("text")
@@ -457,11 +417,7 @@ def _line_record(entry: Any) -> LineRecord:
 
 
 def _read_csv(name: str, file: IO[bytes], kind: int) -> Iterator[LineRecord]:
-    """Yields the lines of a MultiVENT 2.0 CSV file, none if it has the other kind of text.
-
-    Raises:
-        SpecError: The file has no column `text`, or does not name its video.
-    """
+    """Yields the lines of a MultiVENT 2.0 CSV file, none if it has the other kind of text."""
     frame_file, speech_file = FRAME_FILE.fullmatch(name), SPEECH_FILE.fullmatch(name)
     if (kind == AUDIO and frame_file) or (kind == TEXT and speech_file):
         return
@@ -516,10 +472,6 @@ def _merge_frames(
     frames: dict[int, list[str]], fps: float | None
 ) -> Iterator[tuple[str, tuple[float, float]]]:
     """Merges equal lines of successive frames and yields the text and the times of each line.
-
-    Args:
-        frames: Texts by frame number in ascending order.
-        fps: Frames per second, or None if unknown.
 
     >>> list(_merge_frames({0: ["a"], 30: ["a", "b"], 60: ["b"]}, fps=30))
     [('a', (0.0, 1.5)), ('b', (0.5, 2.0))]

@@ -80,12 +80,7 @@ class Rapid(Recogniser["Rapid.Spec"]):
 
     @classmethod
     def check(cls, spec: Spec) -> None:
-        """Checks that the package and the model files exist.
-
-        Raises:
-            MissingExtra: The package is not installed.
-            SpecError: A model file does not exist.
-        """
+        """Checks that the package and the model files exist."""
         extras.require("rapidocr", "onnxruntime")
         for field in ("detection", "recognition", "characters"):
             path = getattr(spec, field)
@@ -151,11 +146,7 @@ def _shrink_box(box: Box, size: np.ndarray) -> np.ndarray:
 
 
 def bounding_box(corners: Any, size: np.ndarray) -> Box:
-    """Returns the bounding box in [0, 1] of four corners in pixels.
-
-    Args:
-        corners: (4, 2) x y in pixels.
-        size: Width and height of the image in pixels.
+    """Returns the bounding box in [0, 1] of four corners x y in pixels, (4, 2).
 
     >>> bounding_box([[10, 0], [20, 10], [10, 20], [-2, 10]], np.array([40, 20]))
     (0.0, 0.0, 0.5, 1.0)
@@ -169,11 +160,8 @@ def split_words(
 ) -> list[Word]:
     """Combines recognised pieces, which may be characters or parts of words, to words.
 
-    Args:
-        text: Text of the line.
-        pieces: (string without white space, box, confidence) in the order of the text.
-        box: Box of the line, used for all words if text and pieces disagree.
-        confidence: Confidence of the line, used in the same case.
+    `pieces` have no white space and are in the order of the text. If they disagree with it, all
+    words have the box and the confidence of the line.
 
     >>> boxes = (0, 0, 0.1, 1), (0.1, 0, 0.2, 1), (0.4, 0, 0.6, 1)
     >>> pieces = list(zip(("a", "b", "cd"), boxes, (0.5, 1.0, 0.8)))

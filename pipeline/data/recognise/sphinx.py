@@ -79,7 +79,7 @@ class Sphinx(Recogniser["Sphinx.Spec"]):
         )
 
     def _recognise_utterance(self, samples: np.ndarray, start: float) -> list[Word]:
-        """Returns the words of an utterance that begins at `start` seconds of the file."""
+        """Recognises an utterance that begins at `start` seconds of the file."""
         self._decoder.reinit_feat()  # resets the estimate of loudness and noise
         self._decoder.start_utt()
         pcm = (samples * 32767).round().astype("<i2").tobytes()
@@ -103,11 +103,7 @@ class Sphinx(Recogniser["Sphinx.Spec"]):
 
 
 def split_at_pauses(words: list[Word], pause: float) -> list[Line]:
-    """Splits words into lines at pauses of at least `pause` seconds. Words are ordered by time.
-
-    Args:
-        words: The words.
-        pause: Minimum pause between lines, in seconds.
+    """Splits words, which are ordered by time, into lines at pauses of at least `pause` seconds.
 
     >>> words = [Word("a", times=(0, 1)), Word("red", times=(1.2, 2)), Word("fish", times=(3, 4))]
     >>> [line.text for line in split_at_pauses(words, pause=0.5)]

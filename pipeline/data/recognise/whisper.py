@@ -103,11 +103,7 @@ class Whisper(Recogniser["Whisper.Spec"]):
         return ("audio",)
 
     def lines(self, item: dict[str, Any]) -> list[Line]:
-        """Returns the recognised speech.
-
-        Each line is one segment of the model. If word times are available, lines are split at
-        pauses instead.
-        """
+        """Returns the speech: a line per segment, or if words have times, between pauses."""
         audio = item.get("audio")
         if audio is None:
             return []
@@ -119,7 +115,7 @@ class Whisper(Recogniser["Whisper.Spec"]):
         return filter_words(lines, self.spec.min_confidence)
 
     def _recognise_utterance(self, samples: np.ndarray, start: float) -> list[Line]:
-        """Returns the lines of an utterance that begins at `start` seconds of the file."""
+        """Recognises an utterance that begins at `start` seconds of the file."""
         recorder = _TokenRecorder(self._first_timestamp)
         processors = LogitsProcessorList([recorder])
         result = self._recognise(
@@ -197,7 +193,7 @@ class _TokenRecorder(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Records the token that was chosen from the previous scores, and stores these scores.
 
-        The last token of a window is never recorded. It is the end-of-text token.
+        The last token of a window, end of text, is never recorded.
         """
         length = input_ids.shape[1]
         if self._probabilities is None or length != self._length + 1:
@@ -217,11 +213,7 @@ def _find_folder(spec: Whisper.Spec, hub_files: list[str]) -> Path:
 def _check_folder(
     spec: Whisper.Spec, folder: Path, with_weights: bool
 ) -> tuple[GenerationConfig, int]:
-    """Validates a checkpoint.
-
-    Returns:
-        The generation config, and the id of the last token before the timestamp tokens.
-    """
+    """Validates a checkpoint. Returns its generation config and the last id before timestamps."""
     rule = "a checkpoint with a config.json that names its model_type"
     with reading("model", spec.model, rule, *LOAD_ERRORS):
         model_type = json.loads((folder / "config.json").read_bytes())["model_type"]

@@ -105,16 +105,13 @@ class Adapter(torch.nn.Module):
         mask_BN: torch.Tensor,
         frames_BN: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the tokens of items.
+        """Computes the tokens (B, V, dim) of items, right-padded, and their mask (B, V).
 
         Args:
             states_BND: Hidden states of the vision encoder.
-            mask_BN: bool, False for padding.
-            frames_BN: int64, frame number of each state, non-decreasing within an item, or None if
-                each item is a single frame.
-
-        Returns:
-            Tokens (B, V, dim), right-padded, and their mask (B, V).
+            mask_BN: False for padding.
+            frames_BN: Frame number of each state, non-decreasing within an item, or None if each
+                item is a single frame.
         """
         if frames_BN is None:
             frames_BN = torch.zeros_like(mask_BN, dtype=torch.int64)
@@ -206,16 +203,9 @@ def frame_numbers(extents_BN6: torch.Tensor, mask_BN: torch.Tensor) -> torch.Ten
 
 
 def subsample_mask(count_B: torch.Tensor, limit_B: torch.Tensor) -> torch.Tensor:
-    """Returns a mask that subsamples each group evenly.
+    """Returns a mask (sum of `count_B`,) of at most `limit_B` elements of each group of `count_B`.
 
     A group is divided into equal intervals, and the element in the middle of each is selected.
-
-    Args:
-        count_B: int64, size of each group.
-        limit_B: int64, maximum number of selected elements of each group.
-
-    Returns:
-        (sum of `count_B`,) bool, True for the selected elements of all groups.
 
     >>> subsample_mask(torch.tensor([5, 2]), torch.tensor([2, 4])).int().tolist()
     [0, 1, 0, 1, 0, 1, 1]

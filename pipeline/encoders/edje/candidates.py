@@ -6,14 +6,7 @@ import torch
 
 
 def candidate_pairs(first_QB: torch.Tensor, rerank_depth: int) -> torch.Tensor:
-    """Pairs each query with its best candidates from the first stage.
-
-    Args:
-        first_QB: Scores of the first stage.
-        rerank_depth: Number of candidates per query.
-
-    Returns:
-        (P, 2) int64, pairs (query, candidate), best candidates first.
+    """Returns pairs (query, candidate), (P, 2) int64, of each query's best candidates, best first.
 
     >>> candidate_pairs(torch.tensor([[0.1, 0.9, 0.5]]), 2).tolist()
     [[0, 1], [0, 2]]
@@ -28,16 +21,10 @@ def candidate_pairs(first_QB: torch.Tensor, rerank_depth: int) -> torch.Tensor:
 def rerank_scores(
     first_QB: torch.Tensor, pairs_P2: torch.Tensor, scores_P: torch.Tensor, add_first: bool = False
 ) -> torch.Tensor:
-    """Shifts scores such that the reranked candidates are above all others.
+    """Shifts scores, (Q, B) float64, such that the reranked candidates are above all others.
 
-    Args:
-        first_QB: Scores of the first stage. The other candidates keep their order.
-        pairs_P2: int64, reranked pairs (query, candidate).
-        scores_P: Scores of the joint encoder for the pairs.
-        add_first: Whether to add the scores of the first stage to those of the joint encoder.
-
-    Returns:
-        (Q, B) float64.
+    The others keep the order of the first stage. `add_first` adds its scores to those of the joint
+    encoder, `scores_P`.
 
     >>> first = torch.tensor([[0.1, 0.9, 0.5]])
     >>> both = rerank_scores(first, candidate_pairs(first, 2), torch.tensor([-1.0, 2.0]))

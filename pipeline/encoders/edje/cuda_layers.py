@@ -36,9 +36,6 @@ class CudaLayers:
 
     GELU is approximated by tanh, which changes an activation by less than half of the rounding
     error of bfloat16.
-
-    Args:
-        base: Model without its head, whose activation is GELU.
     """
 
     def __init__(self, base: Any):
@@ -72,10 +69,7 @@ class CudaLayers:
     def __call__(
         self, states_PSH: torch.Tensor, mask_P11S: torch.Tensor | None, position: int
     ) -> torch.Tensor:
-        """Computes the states (P, H) of all layers' output at one position.
-
-        The input may be overwritten.
-        """
+        """Computes the states (P, H) at one position of the last layer. May overwrite the input."""
         num_pairs, length, width = states_PSH.shape
         states_MH = states_PSH.reshape(-1, width)
         for number, layer in enumerate(self.layers, 1):

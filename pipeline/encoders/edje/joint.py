@@ -232,18 +232,10 @@ class JointEncoder(torch.nn.Module):
         mask_PV: torch.Tensor,
         first: int | None = None,
     ) -> torch.Tensor:
-        """Computes the hidden states of the text tokens in P sequences.
+        """Computes the hidden states (P, L, H) of the text tokens in P sequences, [CLS] first.
 
-        Args:
-            words_PLD: Word embeddings of the texts.
-            text_mask_PL: bool, False for padding of the texts.
-            tokens_PVD: Vision tokens.
-            mask_PV: bool, False for padding of the vision tokens.
-            first: Number of text tokens whose states are computed in the last layer, or None for
-                all.
-
-        Returns:
-            States (P, L, H) or (P, first, H). The first is that of [CLS].
+        In the last layer, they are computed for the `first` tokens only, unless it is None. Masks
+        are False at padding.
 
         Raises:
             SpecError: A sequence is longer than the position table of the model.
@@ -330,14 +322,9 @@ class JointEncoder(torch.nn.Module):
         pairs_P2: torch.Tensor,
         words_QLD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes the matching logits (P,) float32 of pairs in one forward pass.
+        """Computes the matching logits (P,) float32 of pairs (text, item) in one forward pass.
 
-        Args:
-            texts: Q texts.
-            tokens_BVD: Vision tokens of B items.
-            mask_BV: bool, False for padding.
-            pairs_P2: int64, pairs (text, item).
-            words_QLD: Word embeddings of the texts. None to compute them.
+        `words_QLD` are the word embeddings of the texts, if they are known.
         """
         text_P, item_P = pairs_P2.unbind(1)
         words_QLD = self.words(texts.ids) if words_QLD is None else words_QLD
@@ -435,7 +422,6 @@ class JointEncoder(torch.nn.Module):
         pairs_P2: torch.Tensor,
         words_QLD: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes `logits` with the optimised layers."""
         text_P, item_P = pairs_P2.unbind(1)
         inputs, mask_PS = self._inputs(
             words_QLD[text_P], texts.mask[text_P], tokens_BVD[item_P], mask_BV[item_P]
@@ -447,11 +433,9 @@ class JointEncoder(torch.nn.Module):
             return self.match(states_PH).squeeze(1).float()
 
     def _layers(self) -> _Layers | CudaLayers | None:
-        """Returns the layers optimised for inference.
+        """Returns the layers optimised for inference, or None in training and for custom layers.
 
-        Returns None during training and for custom layers.
-
-        The layers are cached and built again when the weights change.
+        They are cached and built again when the weights change.
         """
         base = self._base
         weights = list(base.encoder.parameters())
@@ -500,10 +484,6 @@ class _Layers:
     A single matrix product computes queries, keys and values. On a CPU, weights are packed for
     oneDNN or quantised to 8 bits. Padding is masked only if the batch contains any. The last layer
     computes only one position.
-
-    Args:
-        base: Model without its head.
-        in_int8: Whether to compute matrix products in 8 bits.
     """
 
     def __init__(self, base: Any, in_int8: bool):
@@ -524,7 +504,7 @@ class _Layers:
     def __call__(
         self, states_PSH: torch.Tensor, mask_P11S: torch.Tensor | None, position: int
     ) -> torch.Tensor:
-        """Computes the states (P, H) of all layers' output at one position."""
+        """Computes the states (P, H) at one position of the last layer."""
         for number, ((qkv, out, up, down), (norm, output_norm)) in enumerate(self.layers, 1):
             rows = slice(position, position + 1) if number == len(self.layers) else slice(None)
             split = qkv(states_PSH).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)

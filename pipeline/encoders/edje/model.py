@@ -39,10 +39,7 @@ NOT_IN_FINGERPRINTS = (*FROM, "max_batch_tokens", "trust_remote_code")
 class Edje(torch.nn.Module):
     """EDJE model, which consists of an adapter and the joint encoder that reads its tokens.
 
-    Args:
-        adapter: Adapter that computes the tokens of items.
-        joint: Joint encoder that scores texts with these tokens.
-        vision: `spec` and `fingerprint` of the vision encoder whose states the adapter compresses.
+    `vision` has `spec` and `fingerprint` of the vision encoder whose states the adapter compresses.
     """
 
     def __init__(self, adapter: Adapter, joint: JointEncoder, vision: Mapping[str, Any]):
@@ -108,11 +105,7 @@ def fingerprint(folder: Path, part: str, metadata: Mapping[str, Any]) -> str:
 
 
 def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
-    """Reads and validates the metadata of a model: settings, dimensions and fingerprints.
-
-    Raises:
-        SpecError: The folder does not contain an EDJE model, or its files were modified.
-    """
+    """Reads and validates the metadata of a model: settings, dimensions and fingerprints."""
     rule = "a folder written by EDJE training"
     folder = Path(folder)
     errors = (ValueError, KeyError, TypeError, RecursionError)
@@ -133,10 +126,7 @@ def read_metadata(folder: str | Path, field: str = "edje") -> dict[str, Any]:
 
 
 def load_adapter(folder: str | Path, field: str = "edje") -> Adapter:
-    """Loads only the adapter of a model.
-
-    See `Edje.load`.
-    """
+    """Loads only the adapter of a model, see `Edje.load`."""
     metadata = read_metadata(folder, field)
     with _readable(folder, field):
         spec = config.parse(Adapter.Spec, metadata["adapter"])
@@ -159,10 +149,7 @@ def precision_fields(precision: Precision | None) -> dict[str, Any]:
 
 
 def load_joint(folder: str | Path, field: str = "edje", **changes: Any) -> JointEncoder:
-    """Loads only the joint encoder of a model.
-
-    See `Edje.load`.
-    """
+    """Loads only the joint encoder of a model, see `Edje.load`."""
     metadata = read_metadata(folder, field)
     with _readable(folder, field):
         fields = metadata["joint"] | {"model": str(folder)} | changes
@@ -191,26 +178,14 @@ def _readable(folder: str | Path, field: str) -> Iterator[None]:
 
 
 def check_tokens(folder: str | Path, written_by: str, field: str = "edje") -> None:
-    """Checks that stored tokens were computed by the adapter of this model.
-
-    Args:
-        folder: Folder of the model.
-        written_by: Fingerprint of the adapter, stored with the tokens.
-        field: Name of the option that specifies the folder, for error messages.
-
-    Raises:
-        SpecError: The tokens were computed by another adapter.
-    """
+    """Raises `SpecError` if another adapter, by its fingerprint, computed the stored tokens."""
     check_adapter(read_metadata(folder, field), folder, written_by, field)
 
 
 def check_adapter(
     metadata: Mapping[str, Any], folder: str | Path, written_by: str, field: str = "edje"
 ) -> None:
-    """Checks stored tokens against the metadata of a model.
-
-    See `check_tokens`.
-    """
+    """Checks stored tokens against the metadata of a model, see `check_tokens`."""
     adapter = metadata["fingerprints"]["adapter"]
     if adapter != written_by:
         rule = f"an EDJE model with the adapter of the index, {written_by}"

@@ -44,17 +44,7 @@ def recovery_loss(predicted_QP: torch.Tensor, target_QP: torch.Tensor) -> torch.
 def mask_words(
     ids_QL: torch.Tensor, is_word_QL: torch.Tensor, mask_id: int, share: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks random words of texts.
-
-    Args:
-        ids_QL: int64, token ids.
-        is_word_QL: bool, True for tokens that are neither padding nor special tokens.
-        mask_id: Token id of the mask.
-        share: Probability of masking a word, in [0, 1].
-
-    Returns:
-        Token ids with masks (Q, L) int64, and the masked positions (Q, L) bool.
-    """
+    """Masks words of texts with probability `share`. Also returns the masked positions (Q, L)."""
     # Sampled on the CPU, because checkpoints contain the state of its generator.
     is_sampled_QL = (torch.rand(ids_QL.shape) < share).to(ids_QL.device)
     is_masked_QL = is_sampled_QL & is_word_QL
@@ -73,19 +63,15 @@ def hard_negatives(
     temperature: float | None = None,
     top_k: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Selects hard negatives for each anchor.
+    """Selects K hard negatives (A, K) for each anchor, and returns their validity (A, K).
 
     Args:
         similarity_AB: Similarities computed by the embedding model.
-        allowed_AB: bool, True for candidates that are not relevant to the anchor.
+        allowed_AB: True for candidates that are not relevant to the anchor.
         count: Number K of negatives per anchor.
         temperature: If None, the K most similar candidates are selected. Otherwise K are sampled
             without replacement with probabilities softmax(similarity / temperature).
         top_k: Number of most similar candidates to sample from, or None for all.
-
-    Returns:
-        Candidates (A, K) int64, and their validity (A, K) bool, which is False if an anchor has
-        fewer than K candidates.
 
     >>> similarity = torch.tensor([[0.9, 0.1, 0.5]])
     >>> rows, valid = hard_negatives(similarity, torch.tensor([[False, True, True]]), 3)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # Components are imported on first use.
     from pipeline.compression import Compressor
     from pipeline.compression.codecs import Codec
     from pipeline.config import ComponentSpec
-    from pipeline.data import Source
+    from pipeline.data.base import Source
     from pipeline.data.recognise import Recogniser
     from pipeline.encoders import Encoder
     from pipeline.eval import Benchmark

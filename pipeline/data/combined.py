@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 
 from pipeline import config
 from pipeline.config import ComponentSpec, SpecError, within
-from pipeline.data import ItemSize, NoFiles, Source
+from pipeline.data.base import ItemSize, NoFiles, Source
 from pipeline.registry import SOURCES, SourceSpec
 from pipeline.schema import Item, Reject
 

@@ -12,7 +12,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.config import SpecError, reading
-from pipeline.data import NoFiles
+from pipeline.data.base import NoFiles
 from pipeline.data.decode import Unreadable
 from pipeline.data.decode.untrusted import check_regular
 from pipeline.paths import locate

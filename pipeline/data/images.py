@@ -15,7 +15,8 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.data import ItemSize, manifests
+from pipeline.data import manifests
+from pipeline.data.base import ItemSize
 from pipeline.data.decode import Unreadable
 from pipeline.data.decode.untrusted import open_file
 from pipeline.data.files import escape, existing_root, open_root

@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
 
 from pipeline import config
-from pipeline.data import NO_PREVIEW, Source, make_revision
+from pipeline.data.base import NO_PREVIEW, Source, make_revision
 from pipeline.data.decode import Unreadable
 from pipeline.data.decode.process import DecodingProcess, Limits, decoding_process
 from pipeline.data.decode.untrusted import TAR_ERRORS, TarArchive, check_regular, open_file

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
 
 from pipeline import config, extras
-from pipeline.data import ItemSize, Source, make_revision
+from pipeline.data.base import ItemSize, Source, make_revision
 from pipeline.data.decode import Unreadable
 from pipeline.data.decode.process import DecodingProcess, Limits, decoding_process
 from pipeline.data.decode.untrusted import check_regular

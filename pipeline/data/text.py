@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.data import Source
+from pipeline.data.base import Source
 from pipeline.data.decode import Unreadable
 from pipeline.data.decode.untrusted import MAX_LINE_BYTES, open_file
 from pipeline.data.files import (

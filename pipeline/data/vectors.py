@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.data import Source
+from pipeline.data.base import Source
 from pipeline.data.files import escape, existing_root, open_root
 from pipeline.data.vector_files import (
     UNREADABLE,

@@ -10,7 +10,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from pipeline.config import Spec
-from pipeline.data import ItemSize
+from pipeline.data.base import ItemSize
 from pipeline.data.windows import MIN_VIDEO_RATE, WindowSource, WindowSpec
 from pipeline.schema import FRAME, Item
 

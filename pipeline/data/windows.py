@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config import Spec
-from pipeline.data import ItemSize
+from pipeline.data.base import ItemSize
 from pipeline.data.decode import Unreadable
 from pipeline.data.media import MediaFile, MediaSource, MediaSpec
 from pipeline.schema import Item

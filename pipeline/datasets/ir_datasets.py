@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pipeline import config, extras
 from pipeline.config import SpecError, close_match
-from pipeline.data import Source, make_revision
+from pipeline.data.base import Source, make_revision
 from pipeline.data.decode import Unreadable
 from pipeline.data.files import escape
 from pipeline.data.manifests import to_json_value

@@ -13,7 +13,7 @@ from pydantic import PositiveInt
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.data import make_revision
+from pipeline.data.base import make_revision
 from pipeline.data.files import existing_root, open_root, walk
 from pipeline.data.images import Images
 from pipeline.data.manifests import ROWS_PER_SHARD

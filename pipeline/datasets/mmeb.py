@@ -25,7 +25,7 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.config import MissingField, SpecError
-from pipeline.data import make_revision
+from pipeline.data.base import make_revision
 from pipeline.data.decode import Unreadable
 from pipeline.data.decode.untrusted import open_file
 from pipeline.data.files import existing_root, open_root, walk

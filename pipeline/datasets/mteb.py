@@ -22,8 +22,8 @@ from pydantic import Field
 
 from pipeline import config, extras
 from pipeline.config import SpecError, reading
-from pipeline.data import ItemSize, Source, make_revision
 from pipeline.data.audio import Audio
+from pipeline.data.base import ItemSize, Source, make_revision
 from pipeline.data.decode import Unreadable
 from pipeline.data.images import Images
 from pipeline.data.manifests import to_json_value

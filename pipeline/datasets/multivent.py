@@ -22,8 +22,8 @@ from pydantic import Field
 
 from pipeline import config
 from pipeline.config import MissingField, SpecError, Uri, within
-from pipeline.data import make_revision
 from pipeline.data.audio import Audio
+from pipeline.data.base import make_revision
 from pipeline.data.decode import Unreadable
 from pipeline.data.decode.untrusted import open_file
 from pipeline.data.media import SIDECAR_BYTES, MediaFile, Member

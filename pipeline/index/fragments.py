@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from lance.fragment import FragmentMetadata, write_fragments
 
-from pipeline.data import ItemSize
+from pipeline.data.base import ItemSize
 from pipeline.index.positions import encode_positions
 from pipeline.index.reader import ITEMS, part_uri
 from pipeline.index.stage import Unit

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.config import ComponentSpec
-from pipeline.data import ItemSize, Source
+from pipeline.data.base import ItemSize, Source
 from pipeline.index.reader import ITEMS, REJECTS, corruption_errors, id_filter, part_uri, quote
 from pipeline.index.units import UnitLimits, UnitRange, unit_ranges
 from pipeline.paths import open_file

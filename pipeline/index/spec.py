@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from pipeline.config import Spec, Uri, digest, dump
-from pipeline.data import Source
+from pipeline.data.base import Source
 from pipeline.index.columns import Representation, Sweep, all_representations, represented_fields
 from pipeline.index.listing import ListingJob
 from pipeline.index.reader import part_uri

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.data import Source, items_table
+from pipeline.data.base import Source, items_table
 from pipeline.index.listing import (
     CHANGED,
     DONE,

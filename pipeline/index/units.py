@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.data import ItemSize
+from pipeline.data.base import ItemSize
 
 #: Decoded bytes and items that a task reads, unless it reads a whole shard. Small tasks balance the
 #: load of the readers.

@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 from pipeline.config import ComponentSpec, SpecError, absolute, within
-from pipeline.data import NO_PREVIEW, Source, content_hash
+from pipeline.data.base import NO_PREVIEW, Source, content_hash
 from pipeline.data.decode import Unreadable
 from pipeline.data.files import existing_root
 from pipeline.index import JOBS

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.config import parse
-from pipeline.data import items_table
+from pipeline.data.base import items_table
 from pipeline.index.columns import Representation, encoder_fields, required_taps
 from pipeline.index.fitting import fit, needs_fit
 from pipeline.index.info import EncoderInfo

@@ -27,7 +27,7 @@ from pyarrow import feather
 
 import jobs
 from pipeline.config import parse
-from pipeline.data import Source, items_table
+from pipeline.data.base import Source, items_table
 from pipeline.encoders.sequences import SequenceEncoder
 from pipeline.eval.planning.estimate import Pool, StageTime, estimate
 from pipeline.index.columns import Representation, encoder_fields, required_taps

@@ -32,8 +32,8 @@ import soundfile
 import soxr
 
 import jobs
-from pipeline.data import items_table
 from pipeline.data.audio import Audio
+from pipeline.data.base import items_table
 from pipeline.data.video import Video
 from pipeline.index.stage import Unit
 from tests.bench.harness import descendants, peak_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.data import Source
+from pipeline.data.base import Source
 from pipeline.schema import Item
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.data import items_table
+from pipeline.data.base import items_table
 from pipeline.registry import SOURCES
 from pipeline.schema import Item, Reject
 

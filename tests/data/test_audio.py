@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pipeline.config import SpecError, parse
-from pipeline.data import Source, items_table
 from pipeline.data.audio import Audio
+from pipeline.data.base import Source, items_table
 from pipeline.data.decode import Unreadable
 from pipeline.data.windows import split_windows
 from pipeline.schema import Item, Reject

@@ -13,7 +13,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.config import SpecError
-from pipeline.data import NoFiles, files
+from pipeline.data import files
+from pipeline.data.base import NoFiles
 from pipeline.data.files import first_file, walk
 
 

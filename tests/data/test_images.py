@@ -18,7 +18,8 @@ import pytest
 from PIL import Image
 
 from pipeline.config import SpecError, parse
-from pipeline.data import items_table, manifests
+from pipeline.data import manifests
+from pipeline.data.base import items_table
 from pipeline.data.decode import Unreadable
 from pipeline.data.images import Images
 from pipeline.schema import ITEM, Item, Reject

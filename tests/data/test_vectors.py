@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import SpecError, parse
-from pipeline.data import items_table, vector_files
+from pipeline.data import vector_files
+from pipeline.data.base import items_table
 from pipeline.data.vectors import Vectors
 from pipeline.schema import ITEM, REJECT, Item, Reject, vectors_type
 

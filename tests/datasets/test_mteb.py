@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from pipeline.config import SpecError
-from pipeline.data import content_hash, items_table
+from pipeline.data.base import content_hash, items_table
 from pipeline.datasets.mteb import document_text, query_text
 from pipeline.registry import BENCHMARKS, SOURCES
 from pipeline.schema import Item, Reject

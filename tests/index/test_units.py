@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.data import ItemSize
+from pipeline.data.base import ItemSize
 from pipeline.index import units
 from pipeline.index.units import UnitLimits, UnitRange, unit_ranges
 

@@ -179,7 +179,8 @@ def test_other_files_are_never_overwritten(index_uri, tmp_path):
     ):
         export.main([index_uri, str(tmp_path / "a.parquet"), *options])
     with pytest.raises(
-        SpecError, match="^output must be the path of a folder, got .*, which is a file"
+        SpecError,
+        match="^output must be the path of a folder that can be written, got .*, which is a file",
     ):
         export.main([index_uri, str(tmp_path / "thesis.txt"), *options, "--format", "npy"])
     with pytest.raises(

@@ -78,8 +78,10 @@ def describe_error(error: Exception) -> dict[str, str]:
     {'reason': 'unreadable', 'detail': '[Errno 2] No such file'}
     >>> describe_error(OSError("broken data stream"))  # raised by a library
     {'reason': 'unexpected error', 'detail': 'OSError: broken data stream'}
+    >>> describe_error(ImportError("libz.so: failed to map segment from shared object"))["reason"]
+    'out of memory'
     """
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or "failed to map segment" in str(error):
         return {"reason": "out of memory", "detail": str(error)}
     if isinstance(error, OSError) and error.errno:
         return {"reason": "unreadable", "detail": str(error)}

@@ -20,8 +20,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.data import Source, manifests, vector_files
+from pipeline.data import manifests, vector_files
 from pipeline.data.audio import Audio
+from pipeline.data.base import Source
 from pipeline.data.decode import Unreadable, untrusted
 from pipeline.data.decode.process import DecodingProcess, Limits, PipedProcess
 from pipeline.data.images import Images

@@ -52,6 +52,14 @@ def test_table(evaluation):
     assert dict(zip(header, rows[0], strict=True))["B/item"] == "-"
 
 
+def test_text_and_markdown(evaluation):
+    cells = table(evaluation)
+    lines = cells.text().splitlines()
+    assert [line.split() for line in lines[1:]] == [" ".join(row).split() for row in cells[1:]]
+    assert len({len(line) for line in lines}) == 1  # the last column is right-aligned
+    assert cells.markdown().splitlines()[1] == "| " + " | ".join(["---"] * len(cells[0])) + " |"
+
+
 def test_diagnostics_and_seeds_in_tables(results):
     seeds = {name: {"nDCG@10": 0.4, "OSR": osr} for name, osr in (("a", 0.7), ("b", 0.8))}
     random = {"name": "random", "num_vectors": 32, "seed": 0}

@@ -81,7 +81,7 @@ def registries() -> list[Registry]:
 def fields() -> tuple[int, int]:
     """Returns the number of fields of the classes of specs, and of those of HTTP bodies."""
     for path in files(*SHIPPED):
-        if "BaseModel" in (source := path.read_text(encoding="utf-8")) or "Spec)" in source:
+        if path.stem != "triton_kernels":  # Triton may not be installed
             importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     counts: Counter[bool] = Counter()
     pending, seen = [BaseModel], set[type]()

@@ -20,18 +20,8 @@ def queries_by_document_category(
 ) -> dict[str, list[str]]:
     """Groups query ids by the categories of their relevant documents.
 
-    If the relevant documents of a query belong to several categories, the query is part of all
-    these groups.
-
-    Args:
-        index: Index of the documents.
-        judged: Queries and their relevance judgments.
-        field: Text column of the items such as "modality", or "metadata.KEY".
-        level: Level of the judgments, "item" or "parent". A parent has the categories of its items.
-        filter: SQL condition on the items, or None for all of them.
-
-    Raises:
-        SpecError: The column does not exist, or no item has the key.
+    A query is in all groups to which one of its relevant documents belongs, and a parent in those
+    of its items. `field` is a text column such as "modality", or "metadata.KEY".
     """
     columns = [c.name for c in ITEM if pa.types.is_string(c.type) and c.name != "metadata"]
     is_key = field.startswith(METADATA)

@@ -19,13 +19,8 @@ def map_by_pool(
 ) -> list[T]:
     """Calls a function once per distinct pool and returns its results in the order of the queries.
 
-    Args:
-        function: Function of the numbers of some queries and their common pool. It returns one
-            result per query.
-        numbers: Numbers of the queries.
-        query_ids: Ids of all queries, in the order of their numbers.
-        pools: Pool of each query by its id, or None to rank all documents. Queries without an entry
-            rank no document.
+    The function gets the numbers of some queries and their common pool, which is None to rank all
+    documents. Queries without an entry rank no document.
 
     >>> pools = {"a": ("x",), "b": ("y", "z"), "c": ("x",)}
     >>> sizes = lambda numbers, pool: [len(pool)] * len(numbers)

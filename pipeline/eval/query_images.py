@@ -13,11 +13,7 @@ IMAGES_PER_BATCH = 32
 
 
 def encode_all(encoder: Encoder, queries: Iterable[Unencoded]) -> EncodedQueries:
-    """Encodes queries of any kinds, in order. Consecutive texts are encoded in one batch.
-
-    Raises:
-        SpecError: A query is invalid, or the encoder does not support its kind.
-    """
+    """Encodes queries of any kinds, in order. Consecutive texts are encoded in one batch."""
     parts: list[EncodedQueries] = []
     batch: list[Unencoded] = []
     for query in queries:

@@ -88,7 +88,6 @@ class Ranker:
         return cache_key(**inputs, content=index.content_key(columns))
 
     def _options(self, row: Row, **changes: Any) -> SearchOptions:
-        """Returns the options of the first stage of a row, with changes."""
         spec, depth = self._spec, self._k
         if row.rerank is not None:
             depth = max(depth, row.rerank.rerank_depth)
@@ -104,21 +103,14 @@ class Ranker:
         return parse(SearchOptions, {**fields, **changes})
 
     def reranker(self, spec: RerankSpec) -> Reranker:
-        """Returns the reranker of a row, loaded once.
-
-        Raises:
-            SpecError: The model is missing, or cannot be used with the index.
-        """
+        """Returns the reranker of a row, loaded once."""
         if spec.row not in self._rerankers:
             loaded = self._load_reranker(spec)
             self._rerankers[spec.row] = loaded.with_depth(spec.rerank_depth, spec.add_first_stage)
         return self._rerankers[spec.row]
 
     def _load_reranker(self, spec: RerankSpec) -> Reranker:
-        """Returns the reranker for a model and a precision.
-
-        Rows that differ only in depth share it.
-        """
+        """Returns the reranker for a model and a precision; rows of different depths share it."""
         key = spec.name, spec.model, spec.precision
         if key not in self._loaded:
             from pipeline.search.rerank import Reranker
@@ -140,7 +132,6 @@ class Ranker:
         return self._loaded[key]
 
     def _rerank_key(self, spec: RerankSpec) -> list[Any]:
-        """Returns everything on which the output of a reranker depends."""
         index, reranker = self._searcher.index, self.reranker(spec)
         read = [RERANK_TOKENS] if spec.name == EDJE else ["item_id", "revision", "text"]
         stored = index.content_key(read)
@@ -184,7 +175,6 @@ class Ranker:
 
     @property
     def _filter_columns(self) -> list[str]:
-        """Columns that the filter may use."""
         return ITEM.names if self._spec.filter else []
 
     def measure(self, row: Row) -> Measurements:
@@ -231,7 +221,6 @@ class Ranker:
         return float(sum(self._by_pool(count, range(len(self._judged.queries)))))
 
     def _codes_columns(self, row: Row) -> list[str]:
-        """Returns the columns of the codes that a row reads."""
         generators = [] if row.candidates is None else [row.candidates.generator]
         generators += [BM25_GENERATOR] if row.score == FUSED else []
         if not generators:  # such as the row of BM25
@@ -275,7 +264,6 @@ class Ranker:
         ]
 
     def _without_query(self, query_id: str, hits: list[Hit]) -> list[Hit]:
-        """Returns the best hits without the query itself."""
         by_id = {hit.parent_id if self._group_by else hit.item_id: hit for hit in hits}
         scores = {document_id: hit.score for document_id, hit in by_id.items()}
         documents = self._judged.remove_queries(query_id, scores, NUM_HITS)
@@ -298,7 +286,6 @@ class Ranker:
         return map_by_pool(rank, numbers, self._query_ids, self._judged.pools)
 
     def _restriction(self, pool: Pool) -> dict[str, Any]:
-        """Returns the search options that restrict a search to a candidate pool."""
         return {} if pool is None else {"parents" if self._group_by else "ids": pool}
 
     def _vector_ranker(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
@@ -330,18 +317,13 @@ class Ranker:
         return queries.with_texts([self._texts[number] for number in numbers])
 
     def query_encoder(self, representation: str) -> Encoder:
-        """Returns the query encoder of a representation, with the instruction of the task.
-
-        Raises:
-            SpecError: The encoder is not available.
-        """
+        """Returns the query encoder of a representation, with the instruction of the task."""
         encoder = self._searcher.encoder(representation)
         if self._judged.instruction is None:
             return encoder
         return encoder.with_instruction(self._judged.instruction)
 
     def _queries(self, representation: str, numbers: Sequence[int]) -> AnyQueries:
-        """Returns some of the judged queries as vectors, which are read from a file or encoded."""
         if self._vectors is not None:
             return [self._vectors[number] for number in numbers]
         encoder = self._searcher.index.representation(representation).encoder.fingerprint
@@ -361,15 +343,11 @@ def _vectors_digest(vectors: Sequence[np.ndarray]) -> str:
 
 
 def fitting_key(info: RepresentationInfo) -> list[Any]:
-    """Returns the settings of a representation that are part of cache keys.
-
-    They are those of the fitted codec, the hash of its artefact and the length of a prefix.
-    """
+    """Returns what cache keys contain of a fitted representation: codec, artefact, prefix."""
     return [*info.codec_fit.values(), info.codec_artefact, info.max_vectors]
 
 
 def _columns(row: Row, info: RepresentationInfo) -> list[str]:
-    """Returns the columns of a row's vectors, assignments and positions."""
     pooled = [] if row.score == "maxsim" or not info.pooled_column else [info.pooled_column]
     if row.score == SINGLE_VECTOR:
         return pooled

@@ -26,15 +26,8 @@ _SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 def read_lines(path: str, field: str, required: str = "") -> Iterator[tuple[int, str]]:
     """Yields the non-blank lines of a UTF-8 text file with their numbers, which start from 1.
 
-    Lines may begin with a byte order mark, as in concatenated files.
-
-    Args:
-        path: Path or URI of the file.
-        field: Spec field that errors name.
-        required: What the lines are, if there must be at least one.
-
-    Raises:
-        SpecError: The file is missing, empty or not text. The error names the line.
+    Lines may begin with a byte order mark, as in concatenated files. Errors say that at least one
+    line of what is `required` must exist.
     """
     rule, is_empty = "a UTF-8 file", bool(required)
     with reading(field, path, rule), open_file(path, "r", errors="surrogateescape") as file:
@@ -49,17 +42,7 @@ def read_lines(path: str, field: str, required: str = "") -> Iterator[tuple[int,
 
 
 def parse_row(line: str, field: str, rule: str, note: str) -> dict[str, Any]:
-    """Returns the JSON object of a line, with the checks of `pipeline.data.text.parse_object`.
-
-    Args:
-        line: The line.
-        field: Spec field that errors name.
-        rule: Rule for the line, for errors.
-        note: Location of the line, for errors.
-
-    Raises:
-        SpecError: The line is not a JSON object, or its values are too deep or too large.
-    """
+    """Returns the JSON object of a line, with the checks of `pipeline.data.text.parse_object`."""
     try:
         return parse_object(line.encode())
     except Unreadable as error:
@@ -68,15 +51,7 @@ def parse_row(line: str, field: str, rule: str, note: str) -> dict[str, Any]:
 
 
 def read_queries(path: str, field: str = "queries") -> dict[str, str]:
-    """Reads query texts by id from lines `{"_id": ..., "text": ...}` or `id<TAB>text`.
-
-    Args:
-        path: Path or URI of the file.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The file is missing, empty or malformed, or an id occurs twice.
-    """
+    """Reads query texts by id from lines `{"_id": ..., "text": ...}` or `id<TAB>text`."""
     queries: dict[str, str] = {}
     rule = 'a line {"_id": "1", "text": "..."} or id<TAB>text, neither empty'
     for number, line in read_lines(path, field, "query"):
@@ -109,13 +84,6 @@ def read_qrels(path: str, field: str = "qrels") -> dict[str, dict[str, int]]:
 
     Negative grades are returned unchanged. All metrics treat them as 0, which means that a document
     was judged and is not relevant.
-
-    Args:
-        path: Path or URI of the file.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The file is missing or malformed.
     """
     qrels: dict[str, dict[str, int]] = {}
     for number, line in read_lines(path, field):
@@ -150,10 +118,6 @@ def read_categories(path: str, query_ids: Iterable[str]) -> dict[str, dict[str, 
 
     Candidates are all fields except `_id`, `text` and `title`, and the fields of an object
     `metadata`. See `group_categories`.
-
-    Args:
-        path: File that `read_queries` reads.
-        query_ids: Ids of the queries to group.
     """
     wanted = set(query_ids)
     fields: dict[str, dict[str, Any]] = {}
@@ -179,10 +143,6 @@ def group_categories(
     strings or lists of short strings, there are between 2 and `MAX_CATEGORIES` distinct values, and
     each value has two or more queries on average. A query with several values belongs to several
     categories.
-
-    Args:
-        fields: Value by query id, by field.
-        wanted: Ids of the queries to group.
     """
     wanted, found = set(wanted), {}
     for field, values in sorted(fields.items()):
@@ -229,28 +189,12 @@ def _is_header(name: str, text: str) -> bool:
 
 
 def read_ids(path: str, field: str) -> list[str]:
-    """Reads ids, one per line, without duplicates.
-
-    Args:
-        path: Path or URI of the file.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The file is missing or empty.
-    """
+    """Reads ids, one per line, without duplicates."""
     return list(dict.fromkeys(line.strip() for _, line in read_lines(path, field, "id")))
 
 
 def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.ndarray]:
-    """Reads query token vectors by id.
-
-    Args:
-        path: .npy file (M, D) with one query, or Parquet with the columns `id` and `vectors`.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The file is missing or malformed.
-    """
+    """Reads vectors by id from .npy (M, D), one query, or Parquet (`id`, `vectors`)."""
     rule = "a .npy of shape (query tokens, dim), or Parquet with the columns id and vectors"
     with reading(field, path, rule, ValueError, TypeError, EOFError, pa.ArrowException):
         with open_file(path) as file:
@@ -274,13 +218,7 @@ def judged_query_vectors(
 ) -> list[np.ndarray] | None:
     """Returns the vectors of the given queries, in the given order, or None to encode the texts.
 
-    Args:
-        path: Parquet file with the vectors, or empty to use those of the benchmark, if any.
-        judged: Queries of the benchmark.
-        query_ids: Ids of the queries.
-
-    Raises:
-        SpecError: The file is invalid or lacks a query.
+    Without a path, they are those of the benchmark, if any.
     """
     vectors = read_query_vectors(path) if path else judged.vectors
     if vectors is None:

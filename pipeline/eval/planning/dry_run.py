@@ -17,14 +17,7 @@ NUM_TRIED = 32
 def dry_run(
     spec: IndexSpec, resources: IndexResources, limit: int | None, report: Callable[[str], None]
 ) -> None:
-    """Estimates the time and size of an index job from a few items. Nothing is written.
-
-    Args:
-        spec: Spec of the job.
-        resources: Resources profile of the job.
-        limit: Maximum number of items to list, or None for all.
-        report: Called with each line of the estimate.
-    """
+    """Estimates the time and size of an index job from a few items. Nothing is written."""
     check(spec)
     report(dump_yaml(spec).rstrip())
     listed = list_items(spec, resources, limit, NUM_TRIED)

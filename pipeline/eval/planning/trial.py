@@ -37,14 +37,9 @@ class Trial:
     """Means of a sample.
 
     Attributes:
-        num_items: Number of items that were encoded.
-        times: Time of one item, by stage.
-        tokens: Token vectors per item.
-        dim: Dimensions of the token vectors.
         payload_bytes: Size of a decoded item.
         column_bytes: Size of each token column in memory, per item.
         stored_bytes: Size of the index on disk, per item.
-        rejects: Reason of each rejected item.
         unfitted: Representations that were omitted because their compressor needs fitting.
     """
 
@@ -64,11 +59,7 @@ class Listed:
     """Listing of a source, while which the encoder was loaded.
 
     Attributes:
-        num_items: Number of items.
-        rejects: Entries that cannot be listed.
-        seconds: Time of listing.
         sample: Random sample of the items, as (shard, [(position, item), ...]) pairs.
-        encoder_info: Info of the encoder.
         loading_seconds: Time of starting a process and loading the encoder.
     """
 
@@ -84,12 +75,6 @@ def list_items(spec: IndexSpec, resources: IndexResources, limit: int | None, si
     """Lists the source, draws a sample, and loads the encoder at the same time as the job does.
 
     Nothing is decoded.
-
-    Args:
-        spec: Spec of the index job.
-        resources: Resources profile of the job.
-        limit: Maximum number of entries to list, or None for all.
-        size: Number of items in the sample.
     """
     start = time.perf_counter()
     describe = tasks.describe_encoder.options(**resources.encode.task_options)
@@ -117,14 +102,7 @@ def _choose(
 def run_trial(
     spec: IndexSpec, resources: IndexResources, listed: Listed, max_seconds: float = 60.0
 ) -> Trial:
-    """Processes a sample with the resources of an encoding actor. Nothing is kept.
-
-    Args:
-        spec: Spec of the index job.
-        resources: Resources profile of the job.
-        listed: The sample and the encoder.
-        max_seconds: Time after which no further unit is processed.
-    """
+    """Processes a sample like an encoding actor, for about `max_seconds`. Nothing is kept."""
     task = _run_trial.options(**resources.encode.task_options)
     threads = resources.encode.num_threads
     placement = dict(resources.placement)
@@ -142,7 +120,6 @@ class _Clock:
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:
-        """Adds the time of a block to a stage."""
         start, cpu_start = time.perf_counter(), time.process_time()
         yield
         elapsed = time.perf_counter() - start
@@ -161,7 +138,6 @@ class _Clock:
             self.core_seconds[stage] = self.core_seconds.get(stage, 0.0) + cores
 
     def times(self, num_items: int) -> dict[str, StageTime]:
-        """Returns the mean time of an item by stage."""
         return {
             stage: StageTime(elapsed / num_items, self.core_seconds[stage] / num_items)
             for stage, elapsed in self.seconds.items()
@@ -169,12 +145,9 @@ class _Clock:
 
 
 class _CountingCompressor(Compress):
-    """Compressor that also counts the tokens of its input."""
-
     num_tokens = 0
 
     def columns(self, batch: TokenBatch, item_field: str = "content") -> Columns:
-        """Counts the tokens of a batch and compresses it."""
         self.num_tokens += int(batch.mask.sum())
         return super().columns(batch, item_field)
 
@@ -242,7 +215,6 @@ class _Stages:
         self._compressor.num_tokens = 0
 
     def run(self, sample: list[unit_reader.Chosen], max_seconds: float) -> None:
-        """Reads, encodes and compresses units until the time has passed."""
         units = unit_reader.decode_units(self._source, sample, self._limits)
         end = time.perf_counter() + max_seconds
         while time.perf_counter() < end:
@@ -261,11 +233,7 @@ class _Stages:
             self._rejects += unit.rejects["reason"].to_pylist()
 
     def result(self) -> Trial:
-        """Writes the processed items to a temporary folder and returns all means.
-
-        Raises:
-            JobError: All items were rejected.
-        """
+        """Writes the processed items to a temporary folder and returns all means."""
         tables = [table for table in self._tables if table.num_rows]
         if not tables:
             counts = Counter(self._rejects)

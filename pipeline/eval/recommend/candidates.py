@@ -18,12 +18,7 @@ UNCOMPRESSED = "none"
 
 
 class Candidates(NamedTuple):
-    """Representations to compare.
-
-    Attributes:
-        representations: One representation per combination, grouped by compressor.
-        left_out: Reason by method or codec that cannot be compared.
-    """
+    """Representations to compare."""
 
     representations: list[Representation]
     left_out: dict[str, str]
@@ -32,17 +27,7 @@ class Candidates(NamedTuple):
 def list_candidates(
     spec: RecommendSpec, index: Index, encoder_info: EncoderInfo, field: str
 ) -> Candidates:
-    """Combines the methods, budgets and codecs of a spec.
-
-    Args:
-        spec: Options of the recommendation.
-        index: Index of the items.
-        encoder_info: Encoder of the stored token vectors.
-        field: Item field that the vectors represent.
-
-    Raises:
-        SpecError: No combination can be compared.
-    """
+    """Combines the methods, budgets and codecs of a spec."""
     left_out = {}
     codecs = []
     for codec in spec.codecs:
@@ -78,7 +63,6 @@ class _LeftOut(Exception):
 
 
 def _compressors(method: str, budgets: Sequence[int]) -> list[ComponentSpec]:
-    """Returns the spec of a method for each budget, with its default settings."""
     compressor_class = COMPRESSORS.load(method)
     if method == UNCOMPRESSED:
         return [COMPRESSORS.resolve(method)]

@@ -41,16 +41,8 @@ class Recommendation:
     """Measurements of all candidates and the choice among them.
 
     Attributes:
-        spec: Options.
-        field: Item field of the representation.
-        rows: One row per candidate, in order of size.
-        choice: Recommended row.
         stored_as: Name under which the index already stores the recommended representation, or
             None.
-        left_out: Reason by method or codec that was not compared.
-        num_items: Number of items of the index.
-        num_sampled: Number of items by which the candidates were compared.
-        num_queries: Number of queries.
         is_judged: False if the queries are pseudo-queries.
         quality: Mean metric of the uncompressed vectors.
         regrets: Validation of the estimates, or an empty list if it was not requested.
@@ -71,15 +63,7 @@ class Recommendation:
 
 
 def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendation:
-    """Compares the candidates on a sample of the items, and chooses one.
-
-    Args:
-        spec: Options.
-        report: Function that reports a line of progress.
-
-    Raises:
-        SpecError: The index, the representation or the benchmark is missing or invalid.
-    """
+    """Compares the candidates on a sample of the items, and chooses one."""
     searcher = open_index(spec.index)
     index = searcher.index
     try:
@@ -133,7 +117,6 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
 def _stored_name(
     index: Index, representation: Representation, encoder_info: EncoderInfo
 ) -> str | None:
-    """Returns the name of a complete column with the settings of a representation, if any."""
     for name, stored in index.representations().items():
         is_equal = changed_setting(representation, encoder_info, stored) is None
         if is_equal and not incomplete_fragments(index.dataset, [name]):
@@ -142,7 +125,6 @@ def _stored_name(
 
 
 def _uncompressed(sample: Sample, encoder_info: EncoderInfo) -> Measured:
-    """Returns the uncompressed vectors, which are the reference of all candidates."""
     representation = Representation(compressor=COMPRESSORS.resolve(UNCOMPRESSED))
     (full,) = measured_candidates([representation], sample, encoder_info)
     return full
@@ -162,7 +144,6 @@ def _pseudo_queries(spec: RecommendSpec, sample: Sample, full: Measured) -> Quer
 def _sample_and_queries(
     spec: RecommendSpec, searcher: Searcher, representations: Sequence[Representation]
 ) -> tuple[Sample, QuerySet | None]:
-    """Draws the sample and loads the judged queries, if the spec has a benchmark."""
     index = searcher.index
     info = index.representation(spec.representation)
     draw = functools.partial(

@@ -16,10 +16,6 @@ def side_by_side(evaluation: Evaluation, example: Example) -> str | None:
 
     Returns None if the evaluation has no `search_page`, or if a row has another score than MaxSim,
     hybrid with equal weights, or fused. The fields are those of `pipeline/serve/page/state.js`.
-
-    Args:
-        evaluation: Evaluation of the report.
-        example: Example query of the evaluation.
     """
     page = evaluation.spec.get("search_page")
     rows = [evaluation.row(name) for name in example.hits]

@@ -12,15 +12,7 @@ from pipeline.eval.views import maxsim_rows
 
 
 def table(evaluation: Evaluation, against: Sequence[str]) -> Table:
-    """Returns OSR and quality of the compressed MaxSim rows.
-
-    Args:
-        evaluation: Pooled evaluation.
-        against: Methods to compare the OSR with. See `retention_p_values`.
-
-    Raises:
-        SpecError: No row has one of the methods.
-    """
+    """Returns OSR (against other methods, see `retention_p_values`) and quality of MaxSim rows."""
     rows = maxsim_rows(evaluation)
     columns = retention_p_values(rows, against)
     header = ["method", "K", OSR, "OSR ±", *(f"p {name}" for name in against)]

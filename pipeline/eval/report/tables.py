@@ -88,7 +88,6 @@ def candidates_table(evaluation: Evaluation) -> Table:
 
 
 def _recalls(scan: CandidatesScan) -> list[str]:
-    """Returns the names of the measured recalls."""
     first = next(iter(scan.rows.values()))
     return [name for name in first.candidates if name.startswith("recall@")]
 

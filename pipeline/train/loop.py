@@ -30,11 +30,7 @@ from pipeline.train.spec import VALIDATION, TrainSpec
 
 
 def check(spec: TrainSpec) -> TrainingData:
-    """Checks a spec without loading weights and returns the data of the run.
-
-    Raises:
-        SpecError: The run is not possible here.
-    """
+    """Checks a spec without loading weights and returns the data of the run."""
     with config.within("learner"):
         LEARNERS.load(spec.learner.name).check(spec.learner)
     data = data_of(spec)
@@ -58,14 +54,7 @@ def train(
     report: Callable[[int, dict[str, float]], None] | None = None,
     data: TrainingData | None = None,
 ) -> None:
-    """Trains runs in order, in this process or as one of several workers.
-
-    Args:
-        runs: The runs by title.
-        say: Called with one progress line at a time.
-        report: See `Loop`.
-        data: Training data of the only run, if they are loaded already.
-    """
+    """Trains runs in order, in this process or as one of several workers."""
     for number, (title, spec) in enumerate(runs.items(), start=1):
         if len(runs) > 1:
             say(f"run {number} of {len(runs)}: {title}")
@@ -77,13 +66,7 @@ class Loop:
     """Training loop of one worker, which continues from the latest checkpoint.
 
     Args:
-        spec: The run.
-        say: Called with one progress line at a time, on the first worker.
         report: Called with the step and its metrics at every checkpoint, on all workers.
-        data: Training data of the spec, if it is loaded already.
-
-    Raises:
-        SpecError: The checkpoint in the output folder belongs to another run.
     """
 
     def __init__(
@@ -180,7 +163,6 @@ class Loop:
     # -- a step ------------------------------------------------------------------------------------
 
     def _batches(self) -> Iterator[list[tuple[Batch, Any]]]:
-        """Yields the batches of each remaining step together with their preprocessed inputs."""
 
         def batches() -> Iterator[Batch]:
             worker, num_workers = distributed.rank(), distributed.num_workers()
@@ -235,19 +217,12 @@ class Loop:
         return total
 
     def _non_finite(self, step: int, problem: str) -> JobError:
-        """Returns the error for non-finite values, which names the step and the last checkpoint."""
         last = self.checkpoints.last()
         good = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
         return JobError(f"step {step}: {problem}; {good}")
 
     def _backward(self, batch: Batch, inputs: Any, is_last: bool) -> dict[str, float]:
-        """Adds the gradients of a batch and returns its loss and metrics.
-
-        Args:
-            batch: The batch.
-            inputs: The batch as the learner preprocessed it.
-            is_last: True for the last batch of a step, after which workers exchange gradients.
-        """
+        """Adds the gradients of a batch and returns its metrics; the last one exchanges them."""
         size = self.spec.mini_batch_size or len(batch.documents)
         mini_batches = self.learner.mini_batches(inputs, size)
         weight = 1 / self.spec.gradient_accumulation_steps
@@ -293,7 +268,6 @@ class Loop:
         return {"loss": loss.item(), **metrics}
 
     def _syncing(self, is_wanted: bool) -> contextlib.AbstractContextManager[None]:
-        """Context that controls whether backward passes exchange gradients between workers."""
         if isinstance(self.parallel, DistributedDataParallel) and not is_wanted:
             return self.parallel.no_sync()
         if isinstance(self.parallel, FSDPModule):
@@ -365,5 +339,4 @@ class _Forward(torch.nn.Module):
         self._embed = [learner]  # in a list, so that its other parameters are not this module's
 
     def forward(self, mini_batch: Any) -> Embedded:
-        """Embeds a mini-batch."""
         return self._embed[0](mini_batch)

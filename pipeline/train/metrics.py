@@ -14,7 +14,6 @@ class Metrics:
     Events are written only if the package tensorboardX is installed.
 
     Args:
-        folder: Output folder of the run.
         step: Step from which the run resumes. Events of later steps are discarded.
     """
 

@@ -32,11 +32,7 @@ def layers_of(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 def checkpoint_activations(model: torch.nn.Module) -> None:
-    """Enables activation checkpointing: the backward pass recomputes each layer from its input.
-
-    Raises:
-        SpecError: The model has no transformers layers.
-    """
+    """Enables activation checkpointing: the backward pass recomputes each layer from its input."""
     layers = layers_of(model)
     if not layers:
         rule = "false for a model without transformers layers"

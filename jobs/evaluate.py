@@ -84,7 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fit_fusion(path: str, overrides: Sequence[str], out: str) -> None:
-    """Fits the settings of the fused score and writes them to a file."""
     from pipeline.eval.fusion_fit import JudgedPools, fit_fusion
     from pipeline.eval.spec import EvaluateSpec
     from pipeline.runtime.atomic import check_writable, write_atomic

@@ -19,7 +19,6 @@ from pipeline.config import SpecError, dump
 from pipeline.eval import Benchmark, BenchmarkRow, JudgedQueries, Phrase, bm25
 from pipeline.eval.cache import Cache, Measurements, cache_key
 from pipeline.eval.diagnostics import Diagnosis
-from pipeline.eval.document_categories import queries_by_document_category
 from pipeline.eval.example_selection import DrawHit, build_examples, compared_rows, select_queries
 from pipeline.eval.examples import Examples
 from pipeline.eval.grounding import (
@@ -47,6 +46,7 @@ from pipeline.eval.results import (
 )
 from pipeline.eval.rows import Candidates, Row, planned_rows
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
+from pipeline.eval.topics import queries_by_document_category
 from pipeline.index.filters import check_matches, filtering
 from pipeline.index.fitting import load_fit_sample
 from pipeline.index.listing import CONTENT, content_hashes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -13,14 +13,13 @@ import torch
 
 from pipeline.config import SpecError, digest, dump, parse
 from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.encoders.batching import concatenate
 from pipeline.eval import JudgedQueries, bm25
 from pipeline.eval.cache import Measurements, cache_key
 from pipeline.eval.diagnose import Diagnoser, uncompressed_representation
 from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.example_selection import NUM_HITS
 from pipeline.eval.metrics import per_query
-from pipeline.eval.pools import Pool, map_by_pool
-from pipeline.eval.query_images import encode_all
 from pipeline.eval.results import BM25, EDJE, SINGLE_VECTOR, SIZES, Result
 from pipeline.eval.rows import Row
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
@@ -34,7 +33,7 @@ from pipeline.search.candidates import BM25 as BM25_GENERATOR
 from pipeline.search.candidates import EXACT, generator_columns
 from pipeline.search.fusion import FUSED
 from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
-from pipeline.search.query import Queries
+from pipeline.search.query import Queries, Unencoded, encode
 from pipeline.search.results import Hit
 from pipeline.search.searcher import Searcher
 
@@ -43,6 +42,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AnyQueries = EncodedQueries | list[np.ndarray]
+#: Ids of the documents that are ranked for a query, or None for all documents of the index.
+Pool = tuple[str, ...] | None
+#: Number of images in memory at the same time.
+IMAGES_PER_BATCH = 32
 #: Number of queries that are scored one at a time to measure latency.
 NUM_TIMED_QUERIES = 50
 
@@ -368,3 +371,48 @@ def _sizes(index: Index, row: Row, filter: str | None) -> dict[str, float]:
         for name in ("vector_bytes", "all_bytes"):
             sizes[name] += type.list_size * type.value_type.bit_width / 8
     return sizes
+
+
+def map_by_pool(
+    function: Callable[[list[int], Pool], Sequence[T]],
+    numbers: Sequence[int],
+    query_ids: Sequence[str],
+    pools: Mapping[str, Sequence[str]] | None,
+) -> list[T]:
+    """Calls a function once per distinct pool and returns its results in the order of the queries.
+
+    The function gets the numbers of some queries and their common pool, which is None to rank all
+    documents. Queries without an entry rank no document.
+
+    >>> pools = {"a": ("x",), "b": ("y", "z"), "c": ("x",)}
+    >>> sizes = lambda numbers, pool: [len(pool)] * len(numbers)
+    >>> map_by_pool(sizes, [0, 1, 2], ["a", "b", "c"], pools)
+    [1, 2, 1]
+    """
+    if pools is None:
+        return list(function(list(numbers), None))
+    by_pool: dict[tuple[str, ...], list[int]] = {}
+    for position, number in enumerate(numbers):
+        by_pool.setdefault(tuple(pools.get(query_ids[number], ())), []).append(position)
+    results: dict[int, T] = {}
+    for pool, positions in by_pool.items():
+        found = function([numbers[position] for position in positions], pool)
+        results.update(zip(positions, found, strict=True))
+    return [results[position] for position in range(len(numbers))]
+
+
+def encode_all(encoder: Encoder, queries: Iterable[Unencoded]) -> EncodedQueries:
+    """Encodes queries of any kinds, in order. Consecutive texts are encoded in one batch."""
+    parts: list[EncodedQueries] = []
+    batch: list[Unencoded] = []
+    for query in queries:
+        is_full = len(batch) == IMAGES_PER_BATCH and not isinstance(query, str)
+        if batch and (is_full or type(query) is not type(batch[0])):
+            parts.append(encode(encoder, batch))
+            batch = []
+        batch.append(query)
+    parts.append(encode(encoder, batch))
+    if len(parts) == 1:
+        return parts[0]
+    texts = [text for part in parts for text in part.token_texts]
+    return EncodedQueries(concatenate([part.tokens for part in parts]), texts)

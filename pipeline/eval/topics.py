@@ -1,13 +1,14 @@
-"""Readers of files of queries and judgments.
+"""Readers of files of queries and judgments, and categories of queries.
 
 Texts are JSON lines or tab-separated, vectors are .npy or Parquet.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,8 +19,13 @@ from pipeline.data.decode import Unreadable
 from pipeline.data.text import parse_object
 from pipeline.eval import JudgedQueries
 from pipeline.paths import open_file
-from pipeline.schema import is_blank
+from pipeline.schema import ITEM, is_blank
 
+if TYPE_CHECKING:
+    from pipeline.index.reader import Index
+
+#: Prefix of the keys of the metadata of items.
+METADATA = "metadata."
 _SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
 
@@ -170,6 +176,46 @@ def categories(value: Any) -> Iterator[str]:
     """
     for name in value if isinstance(value, list) else [value]:
         yield NO_CATEGORY if name is None or name == "" else str(name)
+
+
+def queries_by_document_category(
+    index: Index, judged: JudgedQueries, field: str, level: str, filter: str | None
+) -> dict[str, list[str]]:
+    """Groups query ids by the categories of their relevant documents.
+
+    A query is in all groups to which one of its relevant documents belongs, and a parent in those
+    of its items. `field` is a text column such as "modality", or "metadata.KEY".
+    """
+    columns = [c.name for c in ITEM if pa.types.is_string(c.type) and c.name != "metadata"]
+    is_key = field.startswith(METADATA)
+    column = "metadata" if is_key else field
+    if not is_key and field not in columns:
+        rule = f"one of {', '.join(columns)}, or {METADATA}KEY"
+        raise SpecError("document_categories", field, rule, "is not a text column")
+    key, keys = field.removeprefix(METADATA), set()
+    document_categories: dict[str, set[str]] = {}
+    for batch in index.batches(list(dict.fromkeys([f"{level}_id", column])), filter=filter):
+        values = batch[column].to_pylist()
+        for document, value in zip(batch[f"{level}_id"].to_pylist(), values, strict=True):
+            if is_key:
+                fields = json.loads(value or "{}")
+                keys |= set(fields)
+                value = fields.get(key)
+            document_categories.setdefault(document, set()).update(categories(value))
+    if is_key and key not in keys:
+        names = [f"{METADATA}{name}" for name in sorted(keys)]
+        raise SpecError.unknown_name(
+            "document_categories", field, names, "is not in the metadata of any item"
+        )
+    groups: dict[str, list[str]] = {}
+    for query_id in judged.queries:
+        relevant = [document for document, grade in judged.qrels[query_id].items() if grade > 0]
+        query_categories = {
+            category for document in relevant for category in document_categories.get(document, ())
+        }
+        for category in sorted(query_categories):
+            groups.setdefault(category, []).append(query_id)
+    return dict(sorted(groups.items()))
 
 
 def _clean_id(value: Any) -> str:

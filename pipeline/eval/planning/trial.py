@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +15,10 @@ import lance
 import pyarrow as pa
 import ray
 
-from pipeline.config import JobError
+from pipeline.config import JobError, dump_yaml
 from pipeline.eval.planning.estimate import StageTime
 from pipeline.index import tasks, unit_reader
+from pipeline.index.checks import check
 from pipeline.index.columns import all_representations, representation_fields
 from pipeline.index.fitting import needs_fit, trained_state
 from pipeline.index.fragments import write_table
@@ -30,6 +31,9 @@ from pipeline.index.stream import encode_stage, encoder_columns
 from pipeline.registry import CODECS
 from pipeline.schema import ITEM, Reject
 from pipeline.tokens import TokenBatch, flat_from_arrow
+
+#: Maximum number of items that a dry run encodes.
+NUM_TRIED = 32
 
 
 @dataclass(frozen=True)
@@ -265,3 +269,31 @@ class _Stages:
             rejects=self._rejects,
             unfitted=self._unfitted,
         )
+
+
+def dry_run(
+    spec: IndexSpec, resources: IndexResources, limit: int | None, report: Callable[[str], None]
+) -> None:
+    """Estimates the time and size of an index job from a few items. Nothing is written."""
+    check(spec)
+    report(dump_yaml(spec).rstrip())
+    listed = list_items(spec, resources, limit, NUM_TRIED)
+    num_rejects = len(listed.rejects)
+    report(f"\nlisted {listed.num_items + num_rejects:,} items, {num_rejects:,} unreadable")
+    for reject in listed.rejects[:5]:
+        report(f"  rejected {reject.item_id}: {reject.reason} {reject.detail}")
+    if not listed.sample:
+        return
+    trial = run_trial(spec, resources, listed)
+    rate = 1 / sum(time.seconds for time in trial.times.values())
+    num_actors = resources.encode.max_actors
+    report(
+        f"encoded {trial.num_items} items: {trial.tokens:.0f} tokens per item,"
+        f" {rate:,.1f} items/s per actor;"
+        f" about {listed.num_items / rate / num_actors:,.0f} s in total with {num_actors} actors"
+    )
+    for reason, number in Counter(trial.rejects).items():
+        report(f"  rejected {number} of them: {reason}")
+    for name, num_bytes in trial.column_bytes.items():
+        total = f"{num_bytes * listed.num_items / 1e6:12,.1f} MB"
+        report(f"  {name:24} {num_bytes:10,.0f} bytes per item {total}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -20,12 +22,11 @@ from pipeline.config import JobError
 from pipeline.encoders.batching import prefetch
 from pipeline.registry import LEARNERS, TRAINING_DATA
 from pipeline.runtime import distributed
-from pipeline.train import masters, sharding
+from pipeline.train import sharding
 from pipeline.train.checkpoints import Checkpoints, only_one, random_state, set_random_state
 from pipeline.train.data.base import Batch, TrainingData
 from pipeline.train.data.quality import means
 from pipeline.train.learner import Embedded, Learner, concatenate
-from pipeline.train.metrics import Metrics
 from pipeline.train.spec import VALIDATION, TrainSpec
 
 
@@ -79,7 +80,7 @@ class Loop:
         self.spec, self._say, self._report = spec, say, report
         torch.manual_seed(spec.seed)
         self.learner = LEARNERS.build(spec.learner)
-        self._dtypes = masters.to_float32(self.learner)
+        self._dtypes = sharding.to_float32(self.learner)
         if distributed.rank():  # dropout differs by worker
             torch.manual_seed(spec.seed + distributed.rank())
         self.data = data or data_of(spec)
@@ -155,7 +156,7 @@ class Loop:
                 self.checkpoints.save(self.step, self.learner, self.optimiser)
                 if self._report:
                     self._report(self.step, metrics)
-        with sharding.whole(self.learner), masters.as_loaded(self.learner, self._dtypes):
+        with sharding.whole(self.learner), sharding.as_loaded(self.learner, self._dtypes):
             if distributed.rank() == 0:
                 self.checkpoints.publish(self.folder / "model", self.learner)
         distributed.wait_for_all()
@@ -307,7 +308,7 @@ class Loop:
                     raise self._non_finite(self.step, f"validation: {error}") from None
             self.learner.train()
             quality = means(values)
-        with sharding.whole(self.learner), masters.as_loaded(self.learner, self._dtypes):
+        with sharding.whole(self.learner), sharding.as_loaded(self.learner, self._dtypes):
             if self.metrics is not None and quality:
                 self.metrics.add(self.step, quality)
                 folder = self.folder / VALIDATION
@@ -328,6 +329,41 @@ def _summary(quality: dict[str, float]) -> str:
     first = next(iter(quality))
     shown = (name for name in quality if " (" not in name or name.startswith(f"{first} ("))
     return ", ".join(f"{name} {quality[name]:.4f}" for name in shown)
+
+
+class Metrics:
+    """Writes `metrics.jsonl`, one line per call, and the same values as events in `tensorboard/`.
+
+    Events are written only if the package tensorboardX is installed.
+
+    Args:
+        step: Step from which the run resumes. Events of later steps are discarded.
+    """
+
+    def __init__(self, folder: Path, step: int):
+        self._path = folder / "metrics.jsonl"
+        self._writer: Any = None
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            return
+        events = str(folder / "tensorboard")
+        self._writer = SummaryWriter(events, purge_step=step + 1, flush_secs=10)
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds the metrics of a step."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self._writer is not None:
+            for name, value in metrics.items():
+                # The library warns about each name with other characters.
+                self._writer.add_scalar(re.sub(r"[^\w./-]+", "_", name), value, step)
+
+    def close(self) -> None:
+        """Flushes and closes the event file."""
+        if self._writer is not None:
+            self._writer.close()
 
 
 class _Forward(torch.nn.Module):

@@ -74,7 +74,7 @@ def run(
 
 
 def run_form(forms: Mapping[str, Form], arguments: Sequence[str] | None) -> bool:
-    """Runs the form of a verb that the first argument names; returns False without one."""
+    """Runs the form of a verb that the first argument names; returns False if it names none."""
     arguments = sys.argv[1:] if arguments is None else arguments
     name = arguments[0] if arguments else ""
     if form := forms.get(name):

@@ -346,7 +346,7 @@ def _vectors_digest(vectors: Sequence[np.ndarray]) -> str:
 
 
 def fitting_key(info: RepresentationInfo) -> list[Any]:
-    """Returns what cache keys contain of a fitted representation: codec, artefact, prefix."""
+    """Returns the part of cache keys that depends on fitting: codec, artefact and prefix length."""
     return [*info.codec_fit.values(), info.codec_artefact, info.max_vectors]
 
 

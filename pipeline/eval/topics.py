@@ -32,8 +32,8 @@ _SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 def read_lines(path: str, field: str, required: str = "") -> Iterator[tuple[int, str]]:
     """Yields the non-blank lines of a UTF-8 text file with their numbers, which start from 1.
 
-    Lines may begin with a byte order mark, as in concatenated files. Errors say that at least one
-    line of what is `required` must exist.
+    Lines may begin with a byte order mark, as in concatenated files. If `required` names the
+    content of the lines, there must be at least one.
     """
     rule, is_empty = "a UTF-8 file", bool(required)
     with reading(field, path, rule), open_file(path, "r", errors="surrogateescape") as file:

@@ -54,7 +54,7 @@ class Compressors:
     def compress(
         self, tokens: TokenBatch, boxes: Sequence[np.ndarray] | None = None, label: str = ""
     ) -> TokenBatch:
-        """Compresses documents with `taps` by the compressor with a label."""
+        """Compresses documents, which have the `taps`, with the compressor of a label."""
         compressor = self.by_label[label]
         if boxes is not None and compressor.uses_objects:
             tokens = with_objects(tokens, boxes)

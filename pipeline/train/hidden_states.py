@@ -99,7 +99,7 @@ class HiddenStates:
         return pa.table(columns).replace_schema_metadata({METADATA: self._origin.encode()})
 
     def read(self, keys: Sequence[str]) -> TokenBatch:
-        """Returns the hidden states (float32) of keys in their order, which may repeat.
+        """Returns the hidden states (float32), one row per key, in order; keys may repeat.
 
         Raises:
             KeyError: A key is not cached.

@@ -223,7 +223,7 @@ class Loop:
         return JobError(f"step {step}: {problem}; {good}")
 
     def _backward(self, batch: Batch, inputs: Any, is_last: bool) -> dict[str, float]:
-        """Adds the gradients of a batch and returns its metrics; the last one exchanges them."""
+        """Adds the gradients of a batch; returns its metrics. Workers exchange if `is_last`."""
         size = self.spec.mini_batch_size or len(batch.documents)
         mini_batches = self.learner.mini_batches(inputs, size)
         weight = 1 / self.spec.gradient_accumulation_steps

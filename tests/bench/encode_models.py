@@ -177,7 +177,7 @@ def _colpali(folder: Path, num_layers: int | None) -> None:
 
 
 def _qwen_words(names: dict[str, str], *more: str) -> tuple[Any, dict[str, Any]]:
-    """Creates a tokenizer with special tokens by the field of the configuration of their id."""
+    """Creates a tokenizer; `names` are special tokens by the configuration field of their id."""
     special = ["<|im_start|>", "<|im_end|>", *names.values(), *more]
     words = _words(*special, pad="<|endoftext|>", eos="<|end|>")
     return words, {field: words.convert_tokens_to_ids(name) for field, name in names.items()}

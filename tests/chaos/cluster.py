@@ -257,7 +257,7 @@ class ChaosCluster:
         return False
 
     def leaked(self, seconds: float) -> list[str]:
-        """Returns the titles of processes that outlive their job or node; without running jobs."""
+        """Returns titles of processes that outlive their job or node. Called when no job runs."""
         of_dead_nodes = [process for node in self._dead for process in node.processes()]
         left = survivors([*self._victims, *of_dead_nodes, *self.tasks()], seconds)
         self._victims = []

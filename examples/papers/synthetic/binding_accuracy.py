@@ -74,7 +74,7 @@ def measure(
 
 
 def summarise(scores_PQ2: torch.Tensor, form: Form, score: str) -> Accuracy:
-    """Returns the row of one score from those with report and hard negative, (P, Q, 2)."""
+    """Returns the row of a score from the scores with report and hard negative, (P, Q, 2)."""
     positive_PQ, negative_PQ = scores_PQ2.unbind(dim=2)
     # Queries of a pair are correlated, so the bootstrap resamples pairs.
     pair_means = [pairwise(*scores).mean() for scores in zip(positive_PQ, negative_PQ, strict=True)]

@@ -106,7 +106,7 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
 
     @abstractmethod
     def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
-        """Yields one worker's part of the batches of an epoch, from the batch `first`, from 0.
+        """Yields one worker's part of the batches of an epoch, beginning with `first`, from 0.
 
         All workers yield the same number of batches, and `batch_size` is the total over workers.
         """

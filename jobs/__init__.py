@@ -46,10 +46,6 @@ def run(
 
     For invalid input, the error is printed as one sentence and the exit code is 2. Other expected
     failures have exit code 1.
-
-    Args:
-        main: Main function of the job.
-        arguments: Command line, or None for that of this process.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # progress bars clutter logs
     configure_ray()
@@ -78,18 +74,7 @@ def run(
 
 
 def run_form(forms: Mapping[str, Form], arguments: Sequence[str] | None) -> bool:
-    """Runs the form of a verb that the first argument names.
-
-    Args:
-        forms: Forms of the verb, by name.
-        arguments: Command line, or None for that of this process.
-
-    Returns:
-        False if the first argument is not the name of a form.
-
-    Raises:
-        SpecError: The first argument is similar to the name of a form, and no such file exists.
-    """
+    """Runs the form of a verb that the first argument names; returns False if it names none."""
     arguments = sys.argv[1:] if arguments is None else arguments
     name = arguments[0] if arguments else ""
     if form := forms.get(name):
@@ -137,12 +122,7 @@ def _sigterm_as_stopped() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that accepts options at any position and exits with code 2 on errors.
-
-    Args:
-        doc: Docstring of the job's module or of the form, shown by `--help`.
-        form: Name of the form of the verb.
-    """
+    """Argument parser that accepts options at any position and exits with code 2 on errors."""
 
     def __init__(self, doc: str | None, form: str | None = None):
         super().__init__(
@@ -182,12 +162,7 @@ class SpecParser(Parser):
     has_index = False  # True if the index of the spec must exist
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """Parses the arguments and checks the paths and the fields of components in the spec.
-
-        Raises:
-            SpecError: A file or folder does not exist, a component has no field of that name, or
-                the spec is not a YAML mapping.
-        """
+        """Parses the arguments and checks the paths and the fields of components in the spec."""
         args = super().parse(arguments)
         spec = _guessed(config.override(config.read(args.spec, "spec"), args.overrides))
         if vars(args).get("resources"):
@@ -232,7 +207,6 @@ def check_paths(spec: Mapping[str, Any]) -> None:
 
 
 def _check_collections(sources: Any) -> None:
-    """Raises `SpecError` if two sources of a list are in the same collection."""
     first: dict[str, int] = {}
     for number, source in enumerate(sources if isinstance(sources, list) else ()):
         if not isinstance(source, Mapping) or not isinstance(path := source.get("path"), str):
@@ -255,14 +229,7 @@ def check_outputs(outputs: Sequence[str], field: str) -> None:
 def spec_parser(
     doc: str | None, form: str | None = None, *, profiles: bool = True, has_index: bool = False
 ) -> Parser:
-    """Creates a parser with the arguments that all jobs with a spec have in common.
-
-    Args:
-        doc: Docstring of the job's module or of the form, shown by `--help`.
-        form: Name of the form of the verb.
-        profiles: True if the job accepts a resources profile.
-        has_index: True if the index of the spec must exist.
-    """
+    """Creates a parser with the arguments that all jobs with a spec have in common."""
     parser = SpecParser(doc, form)
     parser.has_index = has_index
     parser.add_argument("spec", help="YAML spec; see jobs/specs")

@@ -34,7 +34,6 @@ def read(args: Namespace) -> Mapping[str, AnyQuery]:
 
 
 def _query(words: Sequence[str], image: str | None) -> str | bytes | Composed:
-    """Builds a query from the command line options. It may consist of a text, an image, or both."""
     from pipeline.schema import Composed
 
     text = " ".join(words)
@@ -45,11 +44,6 @@ def _query(words: Sequence[str], image: str | None) -> str | bytes | Composed:
 
 
 def _read_image(uri: str) -> bytes:
-    """Returns the bytes of an image file.
-
-    Raises:
-        SpecError: The file cannot be read or is too large.
-    """
     from pipeline.paths import open_file
 
     rule = f"a PNG, JPEG or WebP file of at most {MAX_IMAGE_BYTES:,} bytes"

@@ -49,11 +49,7 @@ def configure_ray() -> None:
 
 @contextlib.contextmanager
 def cluster(object_store_bytes: int | None = None) -> Iterator[None]:
-    """Connects to the Ray cluster at `RAY_ADDRESS`, or starts a local cluster if it is not set.
-
-    Args:
-        object_store_bytes: Memory of the object store if a cluster is started.
-    """
+    """Connects to the Ray cluster at `RAY_ADDRESS`, or starts a local cluster if it is not set."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # The C++ core logs an error for every actor pool of Ray Data. Real errors are exceptions.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
@@ -101,11 +97,6 @@ def _start_ray(options: Mapping[str, Any]) -> None:
     """Connects to Ray and restores the SIGTERM handler of this process, which Ray has replaced.
 
     See https://github.com/ray-project/ray/issues/17308.
-
-    Raises:
-        SpecError: The cluster at `RAY_ADDRESS` cannot be joined.
-        JobError: No cluster can be started on this machine.
-        Stopped: SIGTERM arrived while Ray was starting.
     """
     import ray
 
@@ -143,9 +134,6 @@ def _check_reachable(address: str) -> None:
     """Checks that a server listens at `host:port`. Without this check, Ray would retry for minutes.
 
     See https://github.com/ray-project/ray/issues/22413.
-
-    Raises:
-        SpecError: Nothing accepts a connection at the address within 10 seconds.
     """
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host or not port.isdecimal():  # such as "auto", which Ray resolves

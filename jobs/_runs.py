@@ -62,7 +62,7 @@ def _stop(*_: object) -> None:
 
 
 class _Run:
-    """Ranks the items for all queries in batches and measures the throughput."""
+    """Ranks the items for all queries in batches and measures the throughput without loading."""
 
     def __init__(
         self,
@@ -77,7 +77,6 @@ class _Run:
         self._num_done = self.num_hits = 0
 
     def scores(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yields the id of each query and its scores in descending order."""
         last_progress = time.monotonic()
         for batch in batches(self._queries):
             start = time.perf_counter()
@@ -96,5 +95,4 @@ class _Run:
                 jobs.say(f"{progress}; {self.throughput()}")
 
     def throughput(self) -> str:
-        """Returns the number of queries per second, without loading encoders and vectors."""
         return f"{self._num_done / self._seconds:,.1f} queries/s"

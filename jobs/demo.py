@@ -69,13 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def scenes(phase: Callable[..., None], data: str, folder: str) -> None:
-    """Indexes and evaluates scenes, and searches them by text and by image.
-
-    Args:
-        phase: Runs a job, given a name, the job's `main` and its arguments.
-        data: Folder of the scenes.
-        folder: Folder for the indexes and the reports.
-    """
+    """Indexes and evaluates scenes, and searches them by text and by image."""
     last = max(map(str, Path(data, "images").iterdir()))
     with jobs.cluster():  # one cluster for both jobs
         for spec, name in (("shapes", "index"), ("shapes_trained", "trained")):

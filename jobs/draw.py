@@ -192,7 +192,6 @@ def _attention(arguments: Sequence[str]) -> None:
 
 
 def _count(text: str) -> int:
-    """Parses an integer of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be an integer >= 0, got {text!r}")
     return int(text)

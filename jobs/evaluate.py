@@ -84,7 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fit_fusion(path: str, overrides: Sequence[str], out: str) -> None:
-    """Fits the settings of the fused score and writes them to a file."""
     from pipeline.eval.fusion_fit import JudgedPools, fit_fusion
     from pipeline.eval.spec import EvaluateSpec
     from pipeline.runtime.atomic import check_writable, write_atomic
@@ -161,12 +160,12 @@ def _pool(arguments: Sequence[str]) -> None:
 
     from pipeline.eval.pooled import pool
     from pipeline.eval.report.files import write_pooled
-    from pipeline.eval.report.pooled import table
+    from pipeline.eval.report.tables import pooled_table
     from pipeline.runtime.atomic import check_writable
 
     check_writable(args.output, "output")
     pooled = pool(args.outputs)
-    cells = table(pooled, args.against)
+    cells = pooled_table(pooled, args.against)
     print(cells.text())
     print(*write_pooled(pooled, cells, args.output), sep="\n")
 

@@ -78,12 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _encode(uri: str, representation: str, path: str) -> dict[str, np.ndarray]:
-    """Encodes the queries of a file for a representation.
-
-    Raises:
-        SpecError: The file is invalid, or the representation does not exist or stores single
-            vectors.
-    """
     from pipeline.eval.topics import read_queries
     from pipeline.search.searcher import open_index
 

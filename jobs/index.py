@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace, display: Display) -> None:
-    from pipeline.eval.planning.dry_run import dry_run
+    from pipeline.eval.planning.trial import dry_run
     from pipeline.index import job
     from pipeline.index.checks import check
     from pipeline.index.spec import IndexResources, IndexSpec

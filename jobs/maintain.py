@@ -115,11 +115,6 @@ def _delete(arguments: Sequence[str]) -> None:
 
 
 def _read_ids(path: str) -> list[str]:
-    """Reads the ids of a file, one per line. Empty lines are ignored.
-
-    Raises:
-        SpecError: The file cannot be read or contains no ids.
-    """
     rule = "a UTF-8 text file with one item id per line"
     with config.reading("--ids", path, rule, UnicodeDecodeError):
         ids = [line for line in Path(config.absolute(path)).read_text("utf-8").splitlines() if line]

@@ -183,11 +183,6 @@ def _recommend(arguments: Sequence[str]) -> None:
 
 
 def _query_fields(queries: str) -> dict[str, Any]:
-    """Returns the fields of the spec for the argument --queries.
-
-    Raises:
-        SpecError: The folder or the file does not exist, or the spec has no benchmark.
-    """
     rule = "a BEIR folder or a spec of jobs.evaluate (.yaml)"
     config.check_exists(queries, "--queries", rule)
     if Path(queries).suffix not in (".yaml", ".yml"):

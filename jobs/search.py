@@ -107,7 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> Namespace:
-    """Parses the command line and rejects options that cannot be combined."""
     parser = _parser()
     args = parser.parse(arguments)
     for option, path in (("--save-maps", args.save_maps), ("--save-sheet", args.save_sheet)):
@@ -148,7 +147,6 @@ def _options(args: Namespace) -> SearchOptions:
 
 
 def _check_outputs(args: Namespace) -> None:
-    """Raises `SpecError` if one of the outputs cannot be written."""
     from pipeline.runtime.atomic import check_writable
 
     if args.run is not None:
@@ -198,7 +196,6 @@ def _open(args: Namespace) -> Iterator[Searcher]:
 
 
 def _print_known(searcher: Searcher, options: SearchOptions, file: Any) -> None:
-    """Prints how many of the ids in --ids and --parents exist in the index."""
     lists = {"ids": options.ids, "parents": options.parents}
     for field, ids in lists.items():
         if ids is not None:
@@ -213,7 +210,6 @@ def _search(
     reranker: Reranker | None,
     args: Namespace,
 ) -> None:
-    """Runs the search for each query, prints the hits and writes their similarity maps."""
     from pipeline.search.formatting import format_hits
     from pipeline.search.map_files import write_hit_maps, write_hit_sheet
 

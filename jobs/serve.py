@@ -99,7 +99,6 @@ def _port(text: str) -> int:
 
 
 def _settings(args: Any) -> ServeSpec:
-    """Returns the settings of the file, overridden by those of the command line."""
     overrides = [a for a in args.indexes if re.match(r"[a-z_]+(\.[^/=]+)*=", a)]
     uris = [a for a in args.indexes if a not in overrides]
     indexes: dict[str, dict[str, str]] = {}
@@ -143,7 +142,6 @@ def index_name(uri: str) -> str:
 
 
 def _check_address(host: str, port: int, settings: ServeSpec) -> None:
-    """Raises `SpecError` if the server must not or cannot listen on an address."""
     from pipeline.serve.settings import is_loopback
 
     if not (settings.keys or is_loopback(host)):
@@ -160,7 +158,6 @@ def _check_address(host: str, port: int, settings: ServeSpec) -> None:
 
 
 def _check_indexes(settings: ServeSpec) -> None:
-    """Raises `SpecError` if an index, a representation, an EDJE model or the keys are invalid."""
     from pipeline.search.candidates import generator_columns
     from pipeline.search.searcher import open_index
     from pipeline.serve.evaluations import check_folder
@@ -192,11 +189,7 @@ def _check_indexes(settings: ServeSpec) -> None:
 
 
 def set_ray_serve_env() -> None:
-    """Sets environment variables of Ray Serve, unless they have been set by the user.
-
-    Raises:
-        MissingExtra: Traces are configured, and their exporter is not installed.
-    """
+    """Sets environment variables of Ray Serve, unless they have been set by the user."""
     from pipeline.serve.environment import PROXY_ENV, RAY_SERVE_ENV, TRACING_ENV
 
     variables = RAY_SERVE_ENV | PROXY_ENV
@@ -208,14 +201,7 @@ def set_ray_serve_env() -> None:
 
 
 def serve(settings: ServeSpec, host: str, port: int, start: float) -> None:
-    """Runs the application on the Ray cluster of this process until this process is stopped.
-
-    Args:
-        settings: Settings of the server.
-        host: Address of the server.
-        port: Port of the server.
-        start: Value of the monotonic clock when the start of the server began, in seconds.
-    """
+    """Runs the application on Ray until this process stops; `start` is on the monotonic clock."""
     from ray import serve as ray_serve
 
     from pipeline.serve.app import build
@@ -266,7 +252,6 @@ def _starts_reported(start: float) -> Iterator[None]:
 
 
 async def _shut_down(drain_s: float) -> None:
-    """Drains the gateways and then shuts down Ray Serve."""
     from ray import serve as ray_serve
 
     from pipeline.serve.app import drain

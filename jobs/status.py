@@ -65,17 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def watch(uri: str, display: Display) -> None:
-    """Shows the progress of the job that writes to an index until the job ends.
-
-    The job may run in another process or on another machine.
-
-    Args:
-        uri: URI of the index.
-        display: Display of the progress.
-
-    Raises:
-        SpecError: The index does not exist or is corrupted.
-    """
+    """Shows the progress of the job that writes to an index, on any machine, until it ends."""
     from pipeline.index.reader import Index
 
     lease = Index(uri).lease()

@@ -62,15 +62,7 @@ def parser(doc: str | None) -> jobs.Parser:
 
 
 def train(runs: Mapping[str, TrainSpec], args: argparse.Namespace) -> None:
-    """Checks and trains runs.
-
-    Args:
-        runs: The runs by title.
-        args: Arguments of `parser`. Resources are only for training on Ray.
-
-    Raises:
-        SpecError: A run is not possible here.
-    """
+    """Checks and trains runs; resources are only for training on Ray."""
     from pipeline.runtime.atomic import check_writable
     from pipeline.train import loop, ray
     from pipeline.train.checkpoints import Checkpoints
@@ -101,7 +93,6 @@ def train(runs: Mapping[str, TrainSpec], args: argparse.Namespace) -> None:
 
 
 def _described(spec: TrainSpec) -> str:
-    """Returns a one-line description of a run."""
     steps = f"at most {spec.max_steps} steps" if spec.max_steps else f"{spec.epochs} epochs"
     return f"{steps} of {spec.batch_size} documents, seed {spec.seed}, to {spec.output}"
 

@@ -33,7 +33,6 @@ class JudgedQueries:
             texts are empty if the benchmark contains only vectors.
         qrels: Grades by document id, by query id. Grade 0 means judged not relevant. Documents are
             items or parents, as the spec says.
-        num_unjudged: Number of queries left out because they have no judgment.
         num_without_text: Number of judged query ids left out because they have no text or vectors.
         categories: Query ids of each category, by field of the queries, such as `language`.
         vectors: Token vectors (M_i, D) by query id, or None to encode the texts.
@@ -86,13 +85,7 @@ class JudgedQueries:
     def remove_queries(
         self, query_id: str, scores: Mapping[str, float], k: int | None = None
     ) -> dict[str, float]:
-        """Removes documents that are the query itself from a ranking, see the attributes.
-
-        Args:
-            query_id: Id of the query.
-            scores: Scores by document id, best first. `k + num_removed` of them yield k documents.
-            k: Maximum number of documents to return, or None to return all of them.
-        """
+        """Returns the k best documents other than the query itself, of `k + num_removed` scores."""
         documents = list(scores)[self.skip_first :]
         others = [d for d in documents if not self.is_query(query_id, d)]
         return {d: scores[d] for d in others[:k]}
@@ -116,11 +109,7 @@ class BenchmarkRow:
     """Rankings of one row of an evaluation.
 
     Attributes:
-        name: Name of the row.
-        fingerprint: Fingerprint of the encoder, or empty without one.
         rankings: Scores by document id, best first, by query id.
-        k: Maximum number of documents per query.
-        seconds: Time for ranking all queries.
     """
 
     name: str
@@ -140,30 +129,14 @@ class Benchmark(ABC, Generic[ComponentSpecT]):
 
     @abstractmethod
     def load(self) -> JudgedQueries:
-        """Loads the queries and judgments.
-
-        Raises:
-            SpecError: A file is missing or malformed.
-        """
+        """Loads the queries and judgments."""
 
     def phrases(self) -> list[Phrase]:
-        """Loads phrases with bounding boxes, which measure grounding.
-
-        Raises:
-            SpecError: A file is missing or malformed, or the benchmark has no boxes.
-        """
+        """Loads phrases with bounding boxes, which measure grounding."""
         rule = "a file of phrases or a mapping to generate them"
         problem = f"needs boxes, which the benchmark {self.spec.name} does not contain"
         raise SpecError("grounding", "benchmark", rule, problem)
 
     def write_result(self, folder: str, row: BenchmarkRow) -> str | None:
-        """Writes the result of a row in the official format of the benchmark, if there is one.
-
-        Args:
-            folder: Output folder of the evaluation.
-            row: Rankings of the row.
-
-        Returns:
-            The path of the file, or None.
-        """
+        """Writes a row in the official format of the benchmark, if any, and returns the path."""
         return None

@@ -29,16 +29,7 @@ class Bm25:
     """
 
     def __init__(self, index: Index, judged: str, column: str = "text", filter: str | None = None):
-        """Builds the postings from a stream of texts.
-
-        Only the ids and the postings are kept in memory.
-
-        Args:
-            index: Index whose items are searched.
-            judged: "parent" to rank parents by their best item, or "item" to rank items.
-            column: Column that is searched, "text" or "caption".
-            filter: SQL condition on the items, or None for all of them.
-        """
+        """Builds the postings from a stream of texts; only ids and postings are in memory."""
         item_ids: list[str] = []
         parent_ids: list[str] = []
         codes: list[pa.Array] = []
@@ -56,13 +47,7 @@ class Bm25:
     def rank(
         self, queries: Sequence[str], k: int, pool: Collection[str] | None = None
     ) -> list[dict[str, float]]:
-        """Returns the scores of the k best documents for each query in descending order.
-
-        Args:
-            queries: Texts of the queries.
-            k: Maximum number of documents per query.
-            pool: Ids of the documents to rank, or None to rank all documents.
-        """
+        """Returns the scores of the k best documents for each query in descending order."""
         pool = None if pool is None else set(pool)
         listed = np.array([pool is None or name in pool for name in self._names], bool)
         rankings = []

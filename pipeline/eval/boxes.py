@@ -18,19 +18,7 @@ TOLERANCE = 1.0
 
 
 def check_boxes(boxes: Any, field: str, location: str) -> np.ndarray:
-    """Validates boxes x0 y0 x1 y1 relative to the image size.
-
-    Args:
-        boxes: Boxes to validate.
-        field: Spec field that errors name.
-        location: Line or row of the boxes, for errors.
-
-    Returns:
-        Boxes (M, 4) float64.
-
-    Raises:
-        SpecError: The boxes are in pixels, exceed the image, or are malformed.
-    """
+    """Validates boxes x0 y0 x1 y1 relative to the image size and returns them (M, 4) float64."""
     problem = None
     try:
         found = np.asarray(boxes, dtype=np.float64).reshape(len(boxes), 4)
@@ -56,16 +44,6 @@ def normalise_box(
 
     >>> normalise_box([10, 0, 20.5, 50], 20, 50, "path", "line 1").tolist()
     [0.5, 0.0, 1.0, 1.0]
-
-    Args:
-        box: Box in pixels.
-        width: Width of the image in pixels.
-        height: Height of the image in pixels.
-        field: Spec field that errors name.
-        location: Line or row of the box, for errors.
-
-    Raises:
-        SpecError: The box exceeds the image.
     """
     found = np.asarray(box, dtype=np.float64)
     size = np.array([width, height, width, height], dtype=np.float64)

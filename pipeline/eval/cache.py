@@ -85,16 +85,9 @@ class Cache:
         return None
 
     def remove_unused(self, age: timedelta, *, is_dry: bool = False) -> tuple[int, int]:
-        """Removes the entries that have not been used for a given time.
+        """Removes entries without use for `age` and returns their number and size in bytes.
 
         In object storage, that is the time since they were written.
-
-        Args:
-            age: Time without use after which an entry is removed.
-            is_dry: Whether only to count the entries.
-
-        Returns:
-            The number of removed entries and their size in bytes.
         """
         files, folder = locate(self._folder)
         if not files.exists(folder):

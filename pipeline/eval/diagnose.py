@@ -77,15 +77,6 @@ class Diagnoser:
         filter: str | None,
         encode: Callable[[str], EncodedQueries | list[np.ndarray]],
     ):
-        """Determines the rows of the index and of the relevant documents.
-
-        Args:
-            searcher: Searcher of the index.
-            judged: Queries and their relevance judgments.
-            level: Level of the judgments, "parent" or "item".
-            filter: SQL condition on the items, or None for all of them.
-            encode: Function that returns the judged queries as vectors, for a representation.
-        """
         self._searcher, self._judged, self._level, self._filter = searcher, judged, level, filter
         self._encode = encode
         self._pair_rows: dict[str, list[np.ndarray]] = {}
@@ -141,14 +132,7 @@ class Diagnoser:
         return {query_id: scores.tolist() for query_id, scores in by_query if len(scores)}
 
     def _pairs(self, reference: str) -> list[np.ndarray]:
-        """Returns the rows (P,) of the items that represent relevant documents, in ascending order.
-
-        Args:
-            reference: Representation that selects the best item of a parent.
-
-        Returns:
-            One array per query.
-        """
+        """Returns per query the ascending rows (P,) of the items of relevant documents."""
         if reference not in self._pair_rows:
             packed = self._searcher.packed(reference)
             candidates = []

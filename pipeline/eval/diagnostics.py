@@ -38,7 +38,6 @@ class Retention(NamedTuple):
     Attributes:
         mean: Mean of the ratios of the pairs, as the paper defines it.
         ratio_of_means: Mean score divided by mean uncompressed score, as in the paper's tables.
-        num_pairs: Number of pairs.
         num_left_out: Number of pairs left out because a negative uncompressed score has no
             meaningful ratio.
     """
@@ -81,17 +80,9 @@ def used_vectors(
 ) -> np.ndarray:
     """Marks the stored vectors of an item that are the best match of at least one query token.
 
-    All pairs of a query and an item are considered. In contrast, AGC (section 6.5) counts the
-    vectors that are "active during a single evaluation pass" and only considers relevant pairs.
-    These vectors are available as the `vectors` of `Matches`.
-
-    Args:
-        queries: Token vectors (M, D) of each query.
-        packed: Stored vectors of the items.
-        rows: Rows of the evaluated items, ascending (B,).
-
-    Returns:
-        (T,) bool, one value per stored vector.
+    Returns (T,) bool. All pairs of a query and an item are considered. In contrast, AGC (section
+    6.5) counts the vectors that are "active during a single evaluation pass" and only considers
+    relevant pairs. These vectors are available as the `vectors` of `Matches`.
     """
     used_T = np.zeros(packed.num_vectors, bool)
     tokens_MD = torch.cat(list(queries))
@@ -125,13 +116,7 @@ class Matches(NamedTuple):
 def match_pairs(
     queries: Sequence[torch.Tensor], packed: PackedVectors, rows: Sequence[np.ndarray]
 ) -> Matches:
-    """Computes the match records of each query and its items.
-
-    Args:
-        queries: Token vectors (M, D) of each query.
-        packed: Stored vectors of the items.
-        rows: Ascending rows (P,) of the items of each query. The items must have vectors.
-    """
+    """Returns the match records of queries (M, D) and the items at their ascending rows (P,)."""
     parts = []
     for query_MD, rows_P in zip(queries, rows, strict=True):
         documents = torch.from_numpy(rows_P)
@@ -156,10 +141,6 @@ def matching_strength(matches: Matches, num_positions: int) -> np.ndarray:
         S[p, i] = (sum of the maximum similarities of the records at (p, i)) / (records at i)
 
     The mean over query positions is the profile in Figure 3 of the paper.
-
-    Args:
-        matches: Match records of the pairs.
-        num_positions: Number of vectors of the longest item among the pairs.
 
     Returns:
         (document positions, query positions) float64, with one column per query position up to the
@@ -219,7 +200,6 @@ class TokenSimilarity(NamedTuple):
             longer than `MAX_ROWS`, a row is a run of adjacent positions.
         mean: Mean over all pairs of different vectors of an item, averaged over items, or None
             without such pairs.
-        num_items: Number of items averaged over.
     """
 
     map: np.ndarray
@@ -233,13 +213,8 @@ def inter_token_similarity(
     """Averages the cosines between the vectors of an item over items, by position (AGC, 6.5).
 
     The sum over all pairs of two runs of positions is the dot product of the sums of both runs. The
-    required memory is therefore independent of the length of the items.
-
-    Args:
-        packed: Stored vectors of the items.
-        rows: Rows of the evaluated items. Those without vectors are ignored.
-        max_items: Maximum number of items. If there are more, a random sample is used.
-        seed: Seed of the sample.
+    required memory is therefore independent of the length of the items. Of more than `max_items`
+    items, a random sample is used.
     """
     rows = rows[packed.lengths[rows].numpy() > 0]
     if len(rows) > max_items:
@@ -300,7 +275,6 @@ class Diagnosis:
         num_positions: Length of the longest item among the relevant pairs.
         strengths: Matching strength of each position. Adjacent positions are averaged beyond
             `MAX_BARS`.
-        similarity: Similarity map between positions.
         similarity_mean: Mean similarity of two vectors of an item.
         num_sampled: Number of items that the similarities are averaged over.
     """

@@ -19,7 +19,6 @@ from pipeline.config import SpecError, dump
 from pipeline.eval import Benchmark, BenchmarkRow, JudgedQueries, Phrase, bm25
 from pipeline.eval.cache import Cache, Measurements, cache_key
 from pipeline.eval.diagnostics import Diagnosis
-from pipeline.eval.document_categories import queries_by_document_category
 from pipeline.eval.example_selection import DrawHit, build_examples, compared_rows, select_queries
 from pipeline.eval.examples import Examples
 from pipeline.eval.grounding import (
@@ -47,6 +46,7 @@ from pipeline.eval.results import (
 )
 from pipeline.eval.rows import Candidates, Row, planned_rows
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
+from pipeline.eval.topics import queries_by_document_category
 from pipeline.index.filters import check_matches, filtering
 from pipeline.index.fitting import load_fit_sample
 from pipeline.index.listing import CONTENT, content_hashes
@@ -69,9 +69,6 @@ class _Inputs:
     Attributes:
         spec: Spec with the judged level and the main metric of the benchmark.
         headline: Main metric of the benchmark, or of the spec.
-        num_items: Number of evaluated items.
-        plan: Rows of the table.
-        notes: Remarks on the inputs. Those of the results are added.
     """
 
     spec: EvaluateSpec
@@ -126,11 +123,6 @@ def run(
 
 
 def _load(spec: EvaluateSpec) -> _Inputs:
-    """Loads the benchmark and the index, and plans the rows.
-
-    Raises:
-        SpecError: The benchmark, the index, a representation or a reranker is missing or invalid.
-    """
     if spec.bm25:
         extras.require("bm25s", "Stemmer")
     benchmark = BENCHMARKS.build(spec.benchmark)
@@ -165,7 +157,6 @@ def _load(spec: EvaluateSpec) -> _Inputs:
 def _plan(
     spec: EvaluateSpec, judged: JudgedQueries, searcher: Searcher, notes: list[str]
 ) -> list[Row]:
-    """Returns the rows of the table, and notes the reasons why rows are left out."""
     encodes = judged.vectors is None and not spec.query_vectors
     plan = list(planned_rows(spec, searcher, encodes=encodes, notes=notes))
     if spec.bm25 and not judged.has_texts:
@@ -178,7 +169,6 @@ def _plan(
 
 
 def _document_categories(inputs: _Inputs) -> dict[str, list[str]]:
-    """Returns the ids of the queries by the category of their relevant documents."""
     spec = inputs.spec
     if spec.document_categories is None:
         return {}
@@ -201,11 +191,7 @@ class _Evaluator:
         self.keys: dict[str, str] = {}
 
     def evaluate(self, row: Row) -> tuple[Result, str]:
-        """Measures a row, unless it is cached, and writes its run.
-
-        Returns:
-            The result, and its speed as text.
-        """
+        """Measures a row unless it is cached, writes its run, and returns its speed as text."""
         inputs, cache, name = self._inputs, self._cache, row.representation
         spec, ranker, index = inputs.spec, inputs.ranker, inputs.searcher.index
         key, speed = ranker.key(row), "(cached)"
@@ -242,7 +228,6 @@ def _evaluation(
     document_categories: dict[str, list[str]],
     templates: dict[str, dict[str, str]],
 ) -> Evaluation:
-    """Builds the evaluation, without its examples."""
     return Evaluation(
         spec=dump(inputs.spec),
         headline=inputs.headline,
@@ -259,11 +244,6 @@ def _evaluation(
 
 
 def _with_main_measure(spec: EvaluateSpec, judged: JudgedQueries) -> EvaluateSpec:
-    """Adds the main metric of the benchmark to the metrics of an evaluation.
-
-    Raises:
-        SpecError: The metric needs more hits per query.
-    """
     if judged.measure is None:
         return spec
     cutoff = parse_measure(judged.measure).params.get("cutoff", 0)
@@ -274,7 +254,6 @@ def _with_main_measure(spec: EvaluateSpec, judged: JudgedQueries) -> EvaluateSpe
 
 
 def _templates(inputs: _Inputs, cache: Cache) -> dict[str, dict[str, str]]:
-    """Returns the templates of the encoders, by name. See `Evaluation.templates`."""
     found: dict[str, dict[str, str]] = {}
     if inputs.judged.vectors is not None:
         return found
@@ -302,7 +281,6 @@ class _Samples:
         self._index, self._filter = index, filter
 
     def fit_sample(self, representation: str) -> dict[str, Any]:
-        """Describes the sample on which a representation was fitted. See `Result.fit_sample`."""
         info = self._index.representation(representation)
         sample = load_fit_sample(self._index.uri, info)
         if sample is None:
@@ -322,19 +300,12 @@ class _Samples:
 
 
 def _diagnosis(ranker: Ranker, representation: str, cache: Cache) -> Diagnosis:
-    """Diagnoses a representation, unless a cached diagnosis with the same inputs exists."""
     key = ranker.diagnosis_key(representation)
     return cache.get(key, Diagnosis, lambda: ranker.diagnosis(representation))
 
 
 def _phrases(inputs: _Inputs, report: Callable[[str], None]) -> list[Phrase]:
-    """Returns the phrases for grounding, or none if the spec does not request grounding.
-
-    Phrases of the benchmark are restricted to the items of the index, which a note reports.
-
-    Raises:
-        SpecError: The phrases are invalid, or their items are missing or have no regions.
-    """
+    """Returns the phrases for grounding, restricted to the items of the index."""
     spec, index, notes = inputs.spec, inputs.searcher.index, inputs.notes
     if spec.grounding is None:
         return []
@@ -361,7 +332,6 @@ def _phrases(inputs: _Inputs, report: Callable[[str], None]) -> list[Phrase]:
 def _grounding(
     index: Index, grounder: Grounder, phrases: Sequence[Phrase], name: str, cache: Cache
 ) -> dict[str, float]:
-    """Computes the grounding metrics of a representation, unless they are cached."""
     columns = grounder.columns(name)
     if columns is None:
         return {}
@@ -375,7 +345,6 @@ def _grounding(
 
 
 def _result_notes(results: Sequence[Result]) -> Iterator[str]:
-    """Yields notes about missing diagnostics and about rows with only a few seeds."""
     maxsim = [result for result in results if result.score == "maxsim"]
     ungrounded = [result.representation for result in maxsim if not result.grounding]
     if len(ungrounded) < len(maxsim) and ungrounded:
@@ -407,7 +376,6 @@ def _examples(
     keys: dict[str, str],
     draw_hit: DrawHit | None,
 ) -> Examples:
-    """Selects the example queries, unless they are cached."""
     judged, searcher, ranker = inputs.judged, inputs.searcher, inputs.ranker
     shown = compared_rows(evaluation)
     key = cache_key(
@@ -493,7 +461,6 @@ def _result(searcher: Searcher, row: Row, entry: Measurements) -> Result:
 
 
 def _reranked(result: Result, spec: RerankSpec) -> Result:
-    """Builds the row of a reranker from the measurements of its first stage."""
     settings = {
         "model": spec.model,
         "rerank_depth": spec.rerank_depth,
@@ -517,7 +484,6 @@ def _reranked(result: Result, spec: RerankSpec) -> Result:
 def _from_candidates(
     result: Result, candidates: Candidates, entry: Measurements, exact: Measurements, k: int
 ) -> Result:
-    """Builds the row of a candidate generator, with its recall of the exact results."""
     settings = {"generator": candidates.generator, "num_candidates": candidates.number}
     recall = {
         f"recall@{depth}": exact_recall(entry.rankings, exact.rankings, depth)
@@ -559,11 +525,6 @@ def exact_recall(
 
 
 def _count(index: Index, filter: str | None) -> int:
-    """Returns the number of evaluated items.
-
-    Raises:
-        SpecError: The filter is invalid or matches no item.
-    """
     with filtering(index, filter) as condition:
         number = index.dataset.count_rows(filter=condition)
     if filter is not None:
@@ -572,11 +533,6 @@ def _count(index: Index, filter: str | None) -> int:
 
 
 def _benchmark_notes(spec: EvaluateSpec, judged: JudgedQueries, index: Index) -> Iterator[str]:
-    """Yields notes about queries and relevant documents that the evaluation omits.
-
-    Raises:
-        SpecError: No query has a relevant document.
-    """
     yield f"{len(judged.queries)} judged queries"
     if judged.num_unjudged:
         yield f"{judged.num_unjudged} queries without judgments are left out"

@@ -49,11 +49,7 @@ def compared_rows(evaluation: Evaluation) -> list[Result]:
 
 
 def select_queries(evaluation: Evaluation, shown: list[Result]) -> dict[str, Reason]:
-    """Selects the queries with the largest losses and gains, and those on which all rows fail.
-
-    Returns:
-        The reason of each selection, by query id.
-    """
+    """Selects the queries with the largest losses and gains, and those on which all rows fail."""
     chosen: dict[str, Reason] = {}
     if len(shown) == 2:
         reference, compressed = shown
@@ -88,15 +84,8 @@ def build_examples(
 ) -> Examples:
     """Builds the examples of a report.
 
-    Args:
-        evaluation: Evaluation that the examples belong to.
-        judged: Queries and their relevance judgments.
-        searcher: Searcher of the evaluated index.
-        chosen: Ids of the selected queries, with the reason of each.
-        hits: Best hits of each selected query, by the name of a compared row.
-        rankings: Scores by document id, best first, by row name and query id.
-        draw_hit: Function that draws the best hit of each compared row for a text query. If None,
-            nothing is drawn.
+    `hits` are by the name of a compared row, `rankings` by row name, query id and document id, best
+    first. If `draw_hit` is None, nothing is drawn.
     """
     id_column = f"{evaluation.spec['judged']}_id"
     best_grades = {
@@ -158,10 +147,7 @@ def _document(
 
 
 def _texts(index: Index, id_column: str, ids: set[str]) -> dict[str, tuple[str, str]]:
-    """Returns the title and the beginning of the text of documents by id.
-
-    Parents use their first item.
-    """
+    """Returns title and beginning of the text by id; parents use their first item."""
     texts: dict[str, tuple[str, str]] = {}
     if ids:
         filter = f"{id_column} IN ({', '.join(map(quote, sorted(ids)))})"
@@ -174,6 +160,5 @@ def _texts(index: Index, id_column: str, ids: set[str]) -> dict[str, tuple[str, 
 
 
 def _best_passage(hit: Hit) -> str:
-    """Returns the best passage in the text of a hit and marks the matching words."""
     spans = highlighted_spans(hit.passages[0]) if hit.passages else []
     return snippet(hit.text or "", spans, delimiters=HIGHLIGHT_DELIMITERS)

@@ -12,11 +12,7 @@ Reason = Literal["lost", "won", "failed"]
 
 
 class HitImage(CacheEntry):
-    """Image of a hit.
-
-    Attributes:
-        png: PNG file in base64.
-    """
+    """Image of a hit."""
 
     caption: str
     png: str
@@ -40,13 +36,7 @@ class Document(CacheEntry):
 
 
 class Example(CacheEntry):
-    """Example query with its judged documents and the hits of the rows that are compared.
-
-    Attributes:
-        reason: Reason for the selection of the query.
-        values: Headline metric, by row.
-        hits: Best hits, by row.
-    """
+    """Example query with its judged documents and the hits of the rows that are compared."""
 
     reason: Reason
     query_id: str

@@ -39,11 +39,8 @@ class FusionFit:
     """Result of fitting the fused score.
 
     Attributes:
-        representation: Name of the representation.
-        fusion: Settings that were fitted to all queries.
         maxsim: Metric of MaxSim alone, (Q,).
         fused: Metric of the settings that were fitted to the other folds, (Q,).
-        measure: Name of the metric.
     """
 
     representation: str
@@ -76,12 +73,8 @@ class JudgedPools:
     """Judged queries of one representation, with the components of the scores of the best items.
 
     Attributes:
-        options: Options of the search.
         pools: Output of `Scorer.rank_part` by query id, with all components.
-        judged: Queries and their relevance judgments.
         k: Number of hits per query.
-        measure: Name of the metric.
-        has_single: Whether there are single-vector scores.
     """
 
     options: SearchOptions
@@ -97,10 +90,6 @@ class JudgedPools:
 
         The representation is the only one of the spec, or the default of searches. The metric is
         nDCG@10, or the first of the spec.
-
-        Raises:
-            SpecError: The index has no BM25, the queries have no texts, or there are several
-                representations.
         """
         judged = BENCHMARKS.build(spec.benchmark).load()
         if not judged.has_texts:

@@ -51,11 +51,7 @@ class GeneratedPhrases(Spec):
 
 
 def read_phrases(path: str) -> list[Phrase]:
-    """Reads phrases from lines {"item_id": ..., "phrase": ..., "boxes": [[x0, y0, x1, y1], ...]}.
-
-    Raises:
-        SpecError: The file is missing, empty or malformed.
-    """
+    """Reads phrases from lines {"item_id": ..., "phrase": ..., "boxes": [[x0, y0, x1, y1]]}."""
     phrases = []
     form = 'a line {"item_id": "a", "phrase": "two words", "boxes": [[x0, y0, x1, y1], ...]}'
     for number, line in read_lines(path, "grounding", "phrase"):
@@ -70,16 +66,7 @@ def read_phrases(path: str) -> list[Phrase]:
 
 
 def indexed_phrases(phrases: Sequence[Phrase], index: Index, filter: str | None) -> list[Phrase]:
-    """Returns the phrases whose items are in the index.
-
-    Args:
-        phrases: Phrases of a benchmark.
-        index: Index of the items.
-        filter: SQL condition on the items, or None for all of them.
-
-    Raises:
-        SpecError: None of the items is in the index.
-    """
+    """Returns the phrases whose items are in the index."""
     wanted = {phrase.item_id for phrase in phrases}
     found: set[str] = set()
     for batch in index.batches(["item_id"], filter=filter):
@@ -92,11 +79,7 @@ def indexed_phrases(phrases: Sequence[Phrase], index: Index, filter: str | None)
 
 
 def check_phrases(phrases: Sequence[Phrase], index: Index, names: Sequence[str]) -> None:
-    """Checks that the items of all phrases are in the index and have token locations.
-
-    Raises:
-        SpecError: An item is missing, or has no token locations in any representation.
-    """
+    """Checks that the items of all phrases are in the index and have token locations."""
     columns = list(dict.fromkeys(filter(None, (_extents_column(index, name) for name in names))))
     wanted = list(dict.fromkeys(phrase.item_id for phrase in phrases))
     table = index.items(wanted, ["item_id", *columns])
@@ -114,16 +97,8 @@ def generate_phrases(
 ) -> list[Phrase]:
     """Generates phrases from the texts of items and determines the boxes of their tokens.
 
-    Items are sampled without replacement. When all items have been used, sampling starts again.
-
-    Args:
-        spec: Number and length of the phrases.
-        index: Index of the items.
-        names: Representations; the first with token positions provides the boxes.
-        filter: SQL condition on the items, or None for all of them.
-
-    Raises:
-        SpecError: No item has words with locations.
+    Items are sampled without replacement. When all items have been used, sampling starts again. The
+    first of `names` with token positions provides the boxes.
     """
     info = next((index.representation(n) for n in names if _extents_column(index, n)), None)
     found = [] if info is None else _sample_phrases(spec, index, info, filter)
@@ -159,8 +134,6 @@ def _sample_phrases(
 
 
 class _Words:
-    """Words of an item together with the locations of their tokens."""
-
     def __init__(self, text: str, spans: list, extents: list):
         self._text = text
         self._words = [match.span() for match in WORD.finditer(text)]
@@ -217,10 +190,7 @@ class Grounder:
         return [info.column, extents, assignment]
 
     def measure(self, name: str) -> dict[str, float]:
-        """Averages the metrics over the phrases whose items have vectors.
-
-        Also returns their number.
-        """
+        """Averages the metrics over the phrases whose items have vectors; also counts them."""
         index = self._searcher.index
         info = index.representation(name)
         columns = self.columns(name)
@@ -250,7 +220,6 @@ class Grounder:
         return {**means._asdict(), "phrases": float(len(found))}
 
     def _queries(self, name: str, fingerprint: str) -> list[torch.Tensor]:
-        """Returns the token vectors of the phrases, as a representation is searched with them."""
         if fingerprint not in self._encoded:
             texts = [phrase.text for phrase in self._phrases]
             self._encoded[fingerprint] = self._searcher.encoder(name).encode_queries(texts)
@@ -283,7 +252,6 @@ class Grounder:
 
 
 def _extents_column(index: Index, name: str) -> str | None:
-    """Returns the column with the extents of a representation's input tokens, if it is stored."""
     column = index.representation(name).positions.get("extents")
     return column if column in index.schema.names else None
 

@@ -22,16 +22,6 @@ def judged_level(
 
     With `auto`, the level is the one at which the index contains the judged ids. Ids that an item
     shares with its parent, as is the case for undivided documents, are not taken into account.
-
-    Args:
-        index: Index of the documents.
-        judged: Queries and their relevance judgments.
-        level: Level in the spec, or `auto`.
-        filter: SQL condition on the items, or None for all of them.
-
-    Raises:
-        SpecError: For `judged`: the index has no judged id at the level; or, with `auto`, each
-            level has judged ids that the other one lacks.
     """
     named = {document for grades in judged.qrels.values() for document in grades}
     items: set[str] = set()

@@ -178,7 +178,6 @@ def _ndcg(order: Sequence[str], grades: Grades, measure: ir_measures.Measure) ->
 def _first_ranks(
     rankings: Mapping[str, Sequence[str]], graded: Mapping[str, Grades]
 ) -> dict[str, float]:
-    """Returns the rank of the first relevant document of each query."""
     last = max(map(len, rankings.values()), default=0)
     found = {}
     for query_id, grades in graded.items():

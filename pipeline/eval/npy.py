@@ -68,7 +68,6 @@ class Npy(Benchmark["Npy.Spec"]):
 
 
 def _find_qrels(fs: AbstractFileSystem, folder: str, path: str) -> str:
-    """Returns the name of the only .tsv file in a folder."""
     names = sorted(posixpath.basename(name) for name in fs.ls(folder, detail=False))
     names = [name for name in names if name.endswith(".tsv")]
     if len(names) != 1:
@@ -78,11 +77,7 @@ def _find_qrels(fs: AbstractFileSystem, folder: str, path: str) -> str:
 
 
 def _read_queries(fs: AbstractFileSystem, folder: str, path: str) -> dict[str, np.ndarray]:
-    """Reads the vectors (M_i, D) of the queries by id.
-
-    Raises:
-        SpecError: A file is missing or malformed, or the files contradict each other.
-    """
+    """Reads the vectors (M_i, D) of the queries by id."""
     queries = _read(fs, folder, QUERIES, FLOATS, path)
     lengths = None
     if fs.exists(f"{folder}/{QUERY_LENGTHS}"):

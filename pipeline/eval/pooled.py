@@ -18,10 +18,6 @@ def pool(outputs: Sequence[str]) -> Evaluation:
 
     The result contains the rows and metrics that are part of all evaluations. The `seeds` of a row
     are the collections. Its `spread` is therefore the standard deviation over collections.
-
-    Raises:
-        SpecError: An evaluation is missing, two have the same queries, or they have no metric or
-            row in common.
     """
     evaluations = [read_results(output, "OUT") for output in outputs]
     judgments = [evaluation.judgments for evaluation in evaluations]
@@ -86,10 +82,7 @@ def _pooled(rows: Sequence[Result], measures: Sequence[str]) -> Result:
 
 
 def query_retention(row: Result) -> dict[str, float]:
-    """Computes the score retention of each query as the mean over its relevant pairs (SAP, eq.
-
-    8).
-    """
+    """Computes the OSR of each query as the mean over its relevant pairs (SAP, eq. 8)."""
     pairs = row.diagnosis.pairs if row.diagnosis else {}
     retentions = {query_id: score_retention(scores) for query_id, scores in pairs.items()}
     return {query_id: retention.mean for query_id, retention in retentions.items() if retention}
@@ -101,13 +94,6 @@ def retention_p_values(rows: Sequence[Result], methods: Sequence[str]) -> list[d
     A paired randomisation test over all queries compares the row with the row of the reference
     method at the same budget. Holm's correction is applied over the rows. The rows of a reference
     method are not compared with the method itself.
-
-    Args:
-        rows: Rows of a pooled evaluation.
-        methods: Names of the methods to compare with.
-
-    Raises:
-        SpecError: No row has one of the methods.
     """
     for name in methods:
         if all(row.method != name for row in rows):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -13,14 +13,13 @@ import torch
 
 from pipeline.config import SpecError, digest, dump, parse
 from pipeline.encoders import EncodedQueries, Encoder
+from pipeline.encoders.batching import concatenate
 from pipeline.eval import JudgedQueries, bm25
 from pipeline.eval.cache import Measurements, cache_key
 from pipeline.eval.diagnose import Diagnoser, uncompressed_representation
 from pipeline.eval.diagnostics import Diagnosis
 from pipeline.eval.example_selection import NUM_HITS
 from pipeline.eval.metrics import per_query
-from pipeline.eval.pools import Pool, map_by_pool
-from pipeline.eval.query_images import encode_all
 from pipeline.eval.results import BM25, EDJE, SINGLE_VECTOR, SIZES, Result
 from pipeline.eval.rows import Row
 from pipeline.eval.spec import EvaluateSpec, RerankSpec
@@ -34,7 +33,7 @@ from pipeline.search.candidates import BM25 as BM25_GENERATOR
 from pipeline.search.candidates import EXACT, generator_columns
 from pipeline.search.fusion import FUSED
 from pipeline.search.options import EQUAL_WEIGHTS, SearchOptions
-from pipeline.search.query import Queries
+from pipeline.search.query import Queries, Unencoded, encode
 from pipeline.search.results import Hit
 from pipeline.search.searcher import Searcher
 
@@ -43,6 +42,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AnyQueries = EncodedQueries | list[np.ndarray]
+#: Ids of the documents that are ranked for a query, or None for all documents of the index.
+Pool = tuple[str, ...] | None
+#: Number of images in memory at the same time.
+IMAGES_PER_BATCH = 32
 #: Number of queries that are scored one at a time to measure latency.
 NUM_TIMED_QUERIES = 50
 
@@ -88,7 +91,6 @@ class Ranker:
         return cache_key(**inputs, content=index.content_key(columns))
 
     def _options(self, row: Row, **changes: Any) -> SearchOptions:
-        """Returns the options of the first stage of a row, with changes."""
         spec, depth = self._spec, self._k
         if row.rerank is not None:
             depth = max(depth, row.rerank.rerank_depth)
@@ -104,21 +106,14 @@ class Ranker:
         return parse(SearchOptions, {**fields, **changes})
 
     def reranker(self, spec: RerankSpec) -> Reranker:
-        """Returns the reranker of a row, loaded once.
-
-        Raises:
-            SpecError: The model is missing, or cannot be used with the index.
-        """
+        """Returns the reranker of a row, loaded once."""
         if spec.row not in self._rerankers:
             loaded = self._load_reranker(spec)
             self._rerankers[spec.row] = loaded.with_depth(spec.rerank_depth, spec.add_first_stage)
         return self._rerankers[spec.row]
 
     def _load_reranker(self, spec: RerankSpec) -> Reranker:
-        """Returns the reranker for a model and a precision.
-
-        Rows that differ only in depth share it.
-        """
+        """Returns the reranker for a model and a precision; rows of different depths share it."""
         key = spec.name, spec.model, spec.precision
         if key not in self._loaded:
             from pipeline.search.rerank import Reranker
@@ -140,7 +135,6 @@ class Ranker:
         return self._loaded[key]
 
     def _rerank_key(self, spec: RerankSpec) -> list[Any]:
-        """Returns everything on which the output of a reranker depends."""
         index, reranker = self._searcher.index, self.reranker(spec)
         read = [RERANK_TOKENS] if spec.name == EDJE else ["item_id", "revision", "text"]
         stored = index.content_key(read)
@@ -184,7 +178,6 @@ class Ranker:
 
     @property
     def _filter_columns(self) -> list[str]:
-        """Columns that the filter may use."""
         return ITEM.names if self._spec.filter else []
 
     def measure(self, row: Row) -> Measurements:
@@ -231,7 +224,6 @@ class Ranker:
         return float(sum(self._by_pool(count, range(len(self._judged.queries)))))
 
     def _codes_columns(self, row: Row) -> list[str]:
-        """Returns the columns of the codes that a row reads."""
         generators = [] if row.candidates is None else [row.candidates.generator]
         generators += [BM25_GENERATOR] if row.score == FUSED else []
         if not generators:  # such as the row of BM25
@@ -275,7 +267,6 @@ class Ranker:
         ]
 
     def _without_query(self, query_id: str, hits: list[Hit]) -> list[Hit]:
-        """Returns the best hits without the query itself."""
         by_id = {hit.parent_id if self._group_by else hit.item_id: hit for hit in hits}
         scores = {document_id: hit.score for document_id, hit in by_id.items()}
         documents = self._judged.remove_queries(query_id, scores, NUM_HITS)
@@ -298,7 +289,6 @@ class Ranker:
         return map_by_pool(rank, numbers, self._query_ids, self._judged.pools)
 
     def _restriction(self, pool: Pool) -> dict[str, Any]:
-        """Returns the search options that restrict a search to a candidate pool."""
         return {} if pool is None else {"parents" if self._group_by else "ids": pool}
 
     def _vector_ranker(self, row: Row) -> Callable[[Sequence[int]], list[dict[str, float]]]:
@@ -330,18 +320,13 @@ class Ranker:
         return queries.with_texts([self._texts[number] for number in numbers])
 
     def query_encoder(self, representation: str) -> Encoder:
-        """Returns the query encoder of a representation, with the instruction of the task.
-
-        Raises:
-            SpecError: The encoder is not available.
-        """
+        """Returns the query encoder of a representation, with the instruction of the task."""
         encoder = self._searcher.encoder(representation)
         if self._judged.instruction is None:
             return encoder
         return encoder.with_instruction(self._judged.instruction)
 
     def _queries(self, representation: str, numbers: Sequence[int]) -> AnyQueries:
-        """Returns some of the judged queries as vectors, which are read from a file or encoded."""
         if self._vectors is not None:
             return [self._vectors[number] for number in numbers]
         encoder = self._searcher.index.representation(representation).encoder.fingerprint
@@ -361,15 +346,11 @@ def _vectors_digest(vectors: Sequence[np.ndarray]) -> str:
 
 
 def fitting_key(info: RepresentationInfo) -> list[Any]:
-    """Returns the settings of a representation that are part of cache keys.
-
-    They are those of the fitted codec, the hash of its artefact and the length of a prefix.
-    """
+    """Returns the part of cache keys that depends on fitting: codec, artefact and prefix length."""
     return [*info.codec_fit.values(), info.codec_artefact, info.max_vectors]
 
 
 def _columns(row: Row, info: RepresentationInfo) -> list[str]:
-    """Returns the columns of a row's vectors, assignments and positions."""
     pooled = [] if row.score == "maxsim" or not info.pooled_column else [info.pooled_column]
     if row.score == SINGLE_VECTOR:
         return pooled
@@ -390,3 +371,48 @@ def _sizes(index: Index, row: Row, filter: str | None) -> dict[str, float]:
         for name in ("vector_bytes", "all_bytes"):
             sizes[name] += type.list_size * type.value_type.bit_width / 8
     return sizes
+
+
+def map_by_pool(
+    function: Callable[[list[int], Pool], Sequence[T]],
+    numbers: Sequence[int],
+    query_ids: Sequence[str],
+    pools: Mapping[str, Sequence[str]] | None,
+) -> list[T]:
+    """Calls a function once per distinct pool and returns its results in the order of the queries.
+
+    The function gets the numbers of some queries and their common pool, which is None to rank all
+    documents. Queries without an entry rank no document.
+
+    >>> pools = {"a": ("x",), "b": ("y", "z"), "c": ("x",)}
+    >>> sizes = lambda numbers, pool: [len(pool)] * len(numbers)
+    >>> map_by_pool(sizes, [0, 1, 2], ["a", "b", "c"], pools)
+    [1, 2, 1]
+    """
+    if pools is None:
+        return list(function(list(numbers), None))
+    by_pool: dict[tuple[str, ...], list[int]] = {}
+    for position, number in enumerate(numbers):
+        by_pool.setdefault(tuple(pools.get(query_ids[number], ())), []).append(position)
+    results: dict[int, T] = {}
+    for pool, positions in by_pool.items():
+        found = function([numbers[position] for position in positions], pool)
+        results.update(zip(positions, found, strict=True))
+    return [results[position] for position in range(len(numbers))]
+
+
+def encode_all(encoder: Encoder, queries: Iterable[Unencoded]) -> EncodedQueries:
+    """Encodes queries of any kinds, in order. Consecutive texts are encoded in one batch."""
+    parts: list[EncodedQueries] = []
+    batch: list[Unencoded] = []
+    for query in queries:
+        is_full = len(batch) == IMAGES_PER_BATCH and not isinstance(query, str)
+        if batch and (is_full or type(query) is not type(batch[0])):
+            parts.append(encode(encoder, batch))
+            batch = []
+        batch.append(query)
+    parts.append(encode(encoder, batch))
+    if len(parts) == 1:
+        return parts[0]
+    texts = [text for part in parts for text in part.token_texts]
+    return EncodedQueries(concatenate([part.tokens for part in parts]), texts)

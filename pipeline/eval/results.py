@@ -67,7 +67,6 @@ class Result:
     """Row of the results table, which is a representation under one score, or BM25.
 
     Attributes:
-        representation: Column that is searched.
         method: Compressor with its settings except the budget; or full, single_vector, bm25 or
             edje.
         num_vectors: Budget K; None for uncompressed rows, BM25, and budgets that are a ratio.
@@ -87,10 +86,6 @@ class Result:
         maxsim_ops: Number of similarities between a query token and a stored vector that ranking
             all queries computes (SaMer, table 9), or 0 for rows other than exact MaxSim and hybrid
             rows.
-        compressor: Resolved spec of the compressor, or empty for BM25 and single vectors.
-        codec: Resolved spec of the codec.
-        diagnosis: Diagnostics of a MaxSim row, or None for other rows or if they are disabled.
-        grounding: Grounding metrics by name, or empty if they were not measured.
         weights: Weights of the single-vector and the MaxSim score in the hybrid score, or None if
             equal.
         first_stage: Row with which a row is compared: the first stage of a reranker, the exact
@@ -100,7 +95,6 @@ class Result:
         candidates: Settings and recall of a candidate generator: `generator`, `num_candidates`,
             `recall@10` and `recall@100`, the shares of the exact results that it finds (of at most
             `k` results).
-        fusion: Settings of the fused score, or empty for other scores.
         fit_sample: Sample that the compressor or codec was fitted on: `num_items`, `num_evaluated`
             (the number of them that are evaluated), and the `origin` of a separate sample. Empty if
             nothing was fitted.
@@ -161,10 +155,7 @@ class Result:
 
     @property
     def budget(self) -> Budget:
-        """Budget of the method.
-
-        100 % if only the codec differs from the uncompressed row.
-        """
+        """Budget of the method, 100 % if only the codec differs from the uncompressed row."""
         if self.is_compressed and self.compressor.get("name") == "none":
             return Budget(None, 1.0)
         return Budget(self.num_vectors, self.compressor.get("ratio"))
@@ -180,10 +171,7 @@ class Result:
         return None if self.diagnosis is None else self.diagnosis.retention()
 
     def spread(self, name: str) -> float | None:
-        """Returns the standard deviation of a metric or the OSR over seeds.
-
-        Returns None for one seed.
-        """
+        """Returns the standard deviation of a metric or the OSR over seeds, or None for one."""
         values = [numbers[name] for numbers in self.seeds.values() if name in numbers]
         return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
@@ -297,10 +285,8 @@ class RowComparison:
         p_bm25: Corrected p value of the difference from BM25, or None without BM25.
         p_random: Corrected p value of the difference from random pruning with the same budget,
             codec and score, or None without such a row.
-        below_bm25: Whether the mean is lower than BM25's.
         pareto: Whether no row has better quality with at most as many bytes of vectors. BM25 is not
             compared, because the size of its postings is not measured.
-        pareto_all: Whether no row has better quality with at most as many stored bytes.
     """
 
     reference: str
@@ -328,8 +314,6 @@ class PlannedComparison:
     """Comparison of two rows in the headline metric that was planned before the evaluation.
 
     Attributes:
-        row: Name of the row.
-        other: Name of the row that it is compared with.
         difference: Mean of `row` minus that of `other`.
         low: Lower bound of the 95 % confidence interval of the difference.
         high: Upper bound.
@@ -349,17 +333,10 @@ class Evaluation:
     """Results of an evaluation, including everything that its report shows.
 
     Attributes:
-        spec: Resolved `EvaluateSpec`.
         headline: Main metric, used in the plot, the tests and the summary.
         judgments: Hash of the judged queries, equal for evaluations that can be compared.
-        num_items: Number of evaluated items.
-        notes: Notes on what is left out or missing.
-        created: Time of the evaluation, in UTC.
-        versions: Versions of Maxray, its main dependencies and the platform.
-        results: Rows, in the order of the table.
         document_categories: Query ids by category of the relevant documents; empty if the spec does
             not ask for it.
-        query_categories: Query ids of each category, by field of the queries.
         templates: Templates of queries (`query`) and items (`text`, `image`), by encoder. The
             instruction of the task is filled in.
         examples: Queries with the hits of two rows; not part of `to_json`.
@@ -437,10 +414,7 @@ class Evaluation:
         return result.means[self.headline]
 
     def best(self, results: Sequence[Result]) -> Result | None:
-        """Returns the row with the highest quality.
-
-        Ties are broken by size. None if there are no rows.
-        """
+        """Returns the row with the highest quality, the smaller one of equals, or None."""
         return max(results, key=lambda r: (self.quality(r), -r.vector_bytes), default=None)
 
     def cheapest(self, results: Sequence[Result]) -> Result | None:
@@ -461,15 +435,7 @@ class Evaluation:
 
 
 def read_results(output: str, field: str) -> Evaluation:
-    """Reads the evaluation in an output folder of `jobs.evaluate`.
-
-    Args:
-        output: Path or URI of the folder.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The results are missing or corrupted.
-    """
+    """Reads the evaluation in an output folder of `jobs.evaluate`."""
     rule = "the output folder of jobs.evaluate"
     errors = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
     with reading(field, output, rule, *errors, problem=f"contains a corrupted {RESULTS}"):
@@ -481,7 +447,6 @@ def read_results(output: str, field: str) -> Evaluation:
 
 
 def _result(row: dict[str, Any]) -> Result:
-    """Creates a row from JSON."""
     diagnosis = row.pop("diagnosis")
     return Result(**row, diagnosis=diagnosis and Diagnosis(**diagnosis))
 
@@ -540,10 +505,7 @@ def pareto_front(
 ) -> list[Result]:
     """Returns the Pareto front of quality and bytes, smallest first.
 
-    Args:
-        results: Rows to choose from. BM25 is ignored, because it has no vectors.
-        measure: Metric of quality.
-        size: Attribute of rows with the bytes per item, `vector_bytes` or `all_bytes`.
+    BM25 is ignored, because it has no vectors. `size` is `vector_bytes` or `all_bytes`.
     """
     front: list[Result] = []
     vectors = (result for result in results if result.method != BM25)

@@ -43,16 +43,8 @@ def planned_rows(
 ) -> Iterator[Row]:
     """Yields the rows of the table. Single vectors come first and appear once per encoder.
 
-    Args:
-        spec: Spec of the evaluation.
-        searcher: Searcher of the index.
-        encodes: Whether queries are encoded.
-        notes: Receives a note for each stored representation that is left out, because a component
-            is not installed. Those that the spec names are an error.
-
-    Raises:
-        SpecError: A representation is missing, needs a component that is not installed, or lacks
-            single vectors that a score needs.
+    `notes` receives a note for each stored representation that is left out, because a component is
+    not installed. Those that the spec names are an error.
     """
     names = list(spec.representations)
     for name in names or _nonempty_representations(searcher.index, spec.filter):
@@ -121,11 +113,6 @@ def _candidates_rows(
     names: Sequence[str],
     scores: Sequence[Score],
 ) -> Iterator[Row]:
-    """Yields the rows of a candidate generator.
-
-    Raises:
-        SpecError: The representation is not evaluated, or the generator was not built for it.
-    """
     name = spec.representation or ("full" if "full" in names else names[0])
     with within(f"candidates[{number}]"):
         if name not in names:
@@ -143,11 +130,6 @@ def _candidates_rows(
 
 
 def _reranked_row(reranker: RerankSpec, searcher: Searcher, names: Sequence[str]) -> Row:
-    """Returns the row of a reranker.
-
-    Raises:
-        SpecError: The representation is missing, or lacks single vectors that the score needs.
-    """
     name = reranker.representation or ("full" if "full" in names else names[0])
     info = searcher.representation(name)
     score: Score = reranker.score or (SINGLE_VECTOR if info.pooled_column else "maxsim")
@@ -158,7 +140,6 @@ def _reranked_row(reranker: RerankSpec, searcher: Searcher, names: Sequence[str]
 
 
 def _nonempty_representations(index: Index, filter: str | None) -> list[str]:
-    """Returns the representations that are stored for at least one item."""
     filters = {
         name: combine_filters(filter, f"`{name}` IS NOT NULL") for name in index.representations()
     }

@@ -1,13 +1,14 @@
-"""Readers of files of queries and judgments.
+"""Readers of files of queries and judgments, and categories of queries.
 
 Texts are JSON lines or tab-separated, vectors are .npy or Parquet.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,23 +19,21 @@ from pipeline.data.decode import Unreadable
 from pipeline.data.text import parse_object
 from pipeline.eval import JudgedQueries
 from pipeline.paths import open_file
-from pipeline.schema import is_blank
+from pipeline.schema import ITEM, is_blank
 
+if TYPE_CHECKING:
+    from pipeline.index.reader import Index
+
+#: Prefix of the keys of the metadata of items.
+METADATA = "metadata."
 _SURROGATES = re.compile("[\ud800-\udfff]")  # valid in JSON, but not in UTF-8
 
 
 def read_lines(path: str, field: str, required: str = "") -> Iterator[tuple[int, str]]:
     """Yields the non-blank lines of a UTF-8 text file with their numbers, which start from 1.
 
-    Lines may begin with a byte order mark, as in concatenated files.
-
-    Args:
-        path: Path or URI of the file.
-        field: Spec field that errors name.
-        required: What the lines are, if there must be at least one.
-
-    Raises:
-        SpecError: The file is missing, empty or not text. The error names the line.
+    Lines may begin with a byte order mark, as in concatenated files. If `required` names the
+    content of the lines, there must be at least one.
     """
     rule, is_empty = "a UTF-8 file", bool(required)
     with reading(field, path, rule), open_file(path, "r", errors="surrogateescape") as file:
@@ -49,17 +48,7 @@ def read_lines(path: str, field: str, required: str = "") -> Iterator[tuple[int,
 
 
 def parse_row(line: str, field: str, rule: str, note: str) -> dict[str, Any]:
-    """Returns the JSON object of a line, with the checks of `pipeline.data.text.parse_object`.
-
-    Args:
-        line: The line.
-        field: Spec field that errors name.
-        rule: Rule for the line, for errors.
-        note: Location of the line, for errors.
-
-    Raises:
-        SpecError: The line is not a JSON object, or its values are too deep or too large.
-    """
+    """Returns the JSON object of a line, with the checks of `pipeline.data.text.parse_object`."""
     try:
         return parse_object(line.encode())
     except Unreadable as error:
@@ -68,15 +57,7 @@ def parse_row(line: str, field: str, rule: str, note: str) -> dict[str, Any]:
 
 
 def read_queries(path: str, field: str = "queries") -> dict[str, str]:
-    """Reads query texts by id from lines `{"_id": ..., "text": ...}` or `id<TAB>text`.
-
-    Args:
-        path: Path or URI of the file.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The file is missing, empty or malformed, or an id occurs twice.
-    """
+    """Reads query texts by id from lines `{"_id": ..., "text": ...}` or `id<TAB>text`."""
     queries: dict[str, str] = {}
     rule = 'a line {"_id": "1", "text": "..."} or id<TAB>text, neither empty'
     for number, line in read_lines(path, field, "query"):
@@ -109,13 +90,6 @@ def read_qrels(path: str, field: str = "qrels") -> dict[str, dict[str, int]]:
 
     Negative grades are returned unchanged. All metrics treat them as 0, which means that a document
     was judged and is not relevant.
-
-    Args:
-        path: Path or URI of the file.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The file is missing or malformed.
     """
     qrels: dict[str, dict[str, int]] = {}
     for number, line in read_lines(path, field):
@@ -150,10 +124,6 @@ def read_categories(path: str, query_ids: Iterable[str]) -> dict[str, dict[str, 
 
     Candidates are all fields except `_id`, `text` and `title`, and the fields of an object
     `metadata`. See `group_categories`.
-
-    Args:
-        path: File that `read_queries` reads.
-        query_ids: Ids of the queries to group.
     """
     wanted = set(query_ids)
     fields: dict[str, dict[str, Any]] = {}
@@ -179,10 +149,6 @@ def group_categories(
     strings or lists of short strings, there are between 2 and `MAX_CATEGORIES` distinct values, and
     each value has two or more queries on average. A query with several values belongs to several
     categories.
-
-    Args:
-        fields: Value by query id, by field.
-        wanted: Ids of the queries to group.
     """
     wanted, found = set(wanted), {}
     for field, values in sorted(fields.items()):
@@ -212,6 +178,46 @@ def categories(value: Any) -> Iterator[str]:
         yield NO_CATEGORY if name is None or name == "" else str(name)
 
 
+def queries_by_document_category(
+    index: Index, judged: JudgedQueries, field: str, level: str, filter: str | None
+) -> dict[str, list[str]]:
+    """Groups query ids by the categories of their relevant documents.
+
+    A query is in all groups to which one of its relevant documents belongs, and a parent in those
+    of its items. `field` is a text column such as "modality", or "metadata.KEY".
+    """
+    columns = [c.name for c in ITEM if pa.types.is_string(c.type) and c.name != "metadata"]
+    is_key = field.startswith(METADATA)
+    column = "metadata" if is_key else field
+    if not is_key and field not in columns:
+        rule = f"one of {', '.join(columns)}, or {METADATA}KEY"
+        raise SpecError("document_categories", field, rule, "is not a text column")
+    key, keys = field.removeprefix(METADATA), set()
+    document_categories: dict[str, set[str]] = {}
+    for batch in index.batches(list(dict.fromkeys([f"{level}_id", column])), filter=filter):
+        values = batch[column].to_pylist()
+        for document, value in zip(batch[f"{level}_id"].to_pylist(), values, strict=True):
+            if is_key:
+                fields = json.loads(value or "{}")
+                keys |= set(fields)
+                value = fields.get(key)
+            document_categories.setdefault(document, set()).update(categories(value))
+    if is_key and key not in keys:
+        names = [f"{METADATA}{name}" for name in sorted(keys)]
+        raise SpecError.unknown_name(
+            "document_categories", field, names, "is not in the metadata of any item"
+        )
+    groups: dict[str, list[str]] = {}
+    for query_id in judged.queries:
+        relevant = [document for document, grade in judged.qrels[query_id].items() if grade > 0]
+        query_categories = {
+            category for document in relevant for category in document_categories.get(document, ())
+        }
+        for category in sorted(query_categories):
+            groups.setdefault(category, []).append(query_id)
+    return dict(sorted(groups.items()))
+
+
 def _clean_id(value: Any) -> str:
     """Returns a string or an integer as an id without surrounding white space, or "" for others."""
     is_id = isinstance(value, str | int) and not isinstance(value, bool)
@@ -229,28 +235,12 @@ def _is_header(name: str, text: str) -> bool:
 
 
 def read_ids(path: str, field: str) -> list[str]:
-    """Reads ids, one per line, without duplicates.
-
-    Args:
-        path: Path or URI of the file.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The file is missing or empty.
-    """
+    """Reads ids, one per line, without duplicates."""
     return list(dict.fromkeys(line.strip() for _, line in read_lines(path, field, "id")))
 
 
 def read_query_vectors(path: str, field: str = "query_vectors") -> dict[str, np.ndarray]:
-    """Reads query token vectors by id.
-
-    Args:
-        path: .npy file (M, D) with one query, or Parquet with the columns `id` and `vectors`.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: The file is missing or malformed.
-    """
+    """Reads vectors by id from .npy (M, D), one query, or Parquet (`id`, `vectors`)."""
     rule = "a .npy of shape (query tokens, dim), or Parquet with the columns id and vectors"
     with reading(field, path, rule, ValueError, TypeError, EOFError, pa.ArrowException):
         with open_file(path) as file:
@@ -274,13 +264,7 @@ def judged_query_vectors(
 ) -> list[np.ndarray] | None:
     """Returns the vectors of the given queries, in the given order, or None to encode the texts.
 
-    Args:
-        path: Parquet file with the vectors, or empty to use those of the benchmark, if any.
-        judged: Queries of the benchmark.
-        query_ids: Ids of the queries.
-
-    Raises:
-        SpecError: The file is invalid or lacks a query.
+    Without a path, they are those of the benchmark, if any.
     """
     vectors = read_query_vectors(path) if path else judged.vectors
     if vectors is None:

@@ -23,10 +23,7 @@ def codec_names(evaluation: Evaluation) -> list[str]:
 
 
 def line_name(evaluation: Evaluation, result: Result) -> str:
-    """Returns the label of a row's line, which is its method.
-
-    With several encoders, it names both.
-    """
+    """Returns the label of a row's line: its method and, with several encoders, the encoder."""
     encoders = {r.encoder for r in evaluation.results if r.encoder}
     return result.method if len(encoders) < 2 else f"{result.method}, {result.encoder[:6]}"
 
@@ -45,14 +42,7 @@ def full_row(evaluation: Evaluation, result: Result) -> Result | None:
 
 @dataclass(frozen=True)
 class Scan:
-    """Rows that differ only in the single layer that they read.
-
-    Attributes:
-        name: Method with its other settings.
-        budget: Budget of the rows.
-        encoder: Encoder of the rows.
-        rows: Rows by layer in ascending order.
-    """
+    """Rows that differ only in the single layer that they read."""
 
     name: str
     budget: Budget
@@ -86,13 +76,7 @@ def scanned_rows(evaluation: Evaluation) -> set[str]:
 
 @dataclass(frozen=True)
 class DepthScan:
-    """Rows of one reranker and first stage that differ only in the rerank depth.
-
-    Attributes:
-        name: Name of the reranker and the first stage, with precision and score addition.
-        first_stage: Row of the first stage.
-        rows: Rows by rerank depth in ascending order.
-    """
+    """Rows of one reranker and first stage that differ only in the rerank depth."""
 
     name: str
     first_stage: Result
@@ -125,8 +109,6 @@ class CandidatesScan:
 
     Attributes:
         generator: Candidate generator, such as `lemur:pq`.
-        exact: Row of the exact search.
-        rows: Rows by number of candidates in ascending order.
     """
 
     generator: str
@@ -228,12 +210,9 @@ class Correlation(NamedTuple):
     """Correlation between a quantity and the quality of rows.
 
     Attributes:
-        quantity: Name of the quantity.
-        rows: Rows that have both values.
         x: Quantity (n,).
         y: Headline metric (n,).
         r: Pearson's r; None with fewer than three rows, or if either value is constant.
-        p: Two-sided p value of r.
     """
 
     quantity: str

@@ -37,9 +37,6 @@ class Checkpoints:
     A checkpoint contains the trained weights, the optimiser state, the states of the random
     generators of all workers, and the step. The step determines the position in the data and the
     learning rate.
-
-    Args:
-        spec: The run.
     """
 
     def __init__(self, spec: TrainSpec):
@@ -84,11 +81,7 @@ class Checkpoints:
             self._checked_metadata(last)
 
     def _checked_metadata(self, checkpoint: Path) -> dict[str, Any]:
-        """Returns the metadata of a checkpoint.
-
-        Raises:
-            SpecError: The checkpoint belongs to a run with another spec.
-        """
+        """Returns the metadata, or raises `SpecError` if they are of another run."""
         with _corruption_errors(checkpoint):
             metadata = json.loads((checkpoint / METADATA).read_text("utf-8"))
             stored = self._lasting(metadata["spec"])
@@ -99,11 +92,7 @@ class Checkpoints:
         return metadata
 
     def restore_weights(self, learner: torch.nn.Module) -> int:
-        """Restores the weights of the latest checkpoint. Returns its step, or 0 if there is none.
-
-        Raises:
-            SpecError: The checkpoint belongs to another run.
-        """
+        """Restores the weights of the latest checkpoint and returns its step, or 0 without one."""
         last = self.last()
         if last is None:
             return 0
@@ -182,15 +171,7 @@ def _corruption_errors(checkpoint: Path) -> Iterator[None]:
 
 
 def only_one(folder: Path, seconds: float = 10.0) -> TextIO:
-    """Locks the output folder of a run until the returned file is closed.
-
-    Args:
-        folder: Output folder of the run.
-        seconds: Time to wait for another process to end.
-
-    Raises:
-        SpecError: For `output`: another process holds the lock.
-    """
+    """Locks the output folder of a run, waiting `seconds`, until the returned file is closed."""
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".lock").open("w")
     deadline = time.monotonic() + seconds

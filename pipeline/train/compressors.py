@@ -30,14 +30,6 @@ class Compressors:
     Attributes:
         by_label: Compressors by the label of their metrics, which is empty for the one of the loss.
         taps: Attention statistics of single layers that they need.
-
-    Args:
-        spec: Spec of the learner.
-        encoder: Its encoder.
-
-    Raises:
-        SpecError: A compressor needs attention, and the encoder has none; or the parameters that
-            the spec names do not exist.
     """
 
     def __init__(self, spec: ContrastiveSpec, encoder: Encoder):
@@ -62,13 +54,7 @@ class Compressors:
     def compress(
         self, tokens: TokenBatch, boxes: Sequence[np.ndarray] | None = None, label: str = ""
     ) -> TokenBatch:
-        """Compresses documents.
-
-        Args:
-            tokens: Tokens of the documents, with `taps`.
-            boxes: Annotated object boxes of each document, or None.
-            label: Label of the compressor.
-        """
+        """Compresses documents, which have the `taps`, with the compressor of a label."""
         compressor = self.by_label[label]
         if boxes is not None and compressor.uses_objects:
             tokens = with_objects(tokens, boxes)
@@ -83,7 +69,6 @@ class Compressors:
         return compressor.compress(tokens)
 
     def _log_remark(self, compressor: Compressor, tokens: TokenBatch) -> None:
-        """Logs the remark of a compressor on the first document that has tokens with extents."""
         if tokens.extents is None or self._has_remarked or not bool(tokens.mask[0].any()):
             return
         self._has_remarked = True
@@ -92,13 +77,7 @@ class Compressors:
 
 
 def check_compressors(spec: ContrastiveSpec) -> None:
-    """Checks that the compressors of a spec can be trained or evaluated. Weights are not loaded.
-
-    Raises:
-        SpecError: A compressor has to be fitted or needs appended tokens that do not exist; the
-            budget of MemTok is not their number; an additional compressor has parameters, which no
-            run would train; or parameters were trained with other settings.
-    """
+    """Checks that the compressors of a spec can be trained or evaluated, without weights."""
     additional = enumerate(spec.validation_compressors)
     numbered = {f"validation_compressors[{number}]": other for number, other in additional}
     compressors = {"compressor": spec.compressor, **numbered}

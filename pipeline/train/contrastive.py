@@ -34,8 +34,6 @@ class ModelInputs:
     """A batch as the model reads it.
 
     Attributes:
-        queries: Inputs of the queries.
-        documents: Inputs of the documents.
         boxes: (M, 4) annotated object boxes of each document, or None.
     """
 
@@ -130,12 +128,7 @@ class Contrastive(Learner[ContrastiveSpec]):
         return inputs.split(size)
 
     def forward(self, mini_batch: ModelInputs, labels: Iterable[str] = ("",)) -> Embedded:
-        """Returns vectors, masks and single vectors of queries and compressed documents.
-
-        Args:
-            mini_batch: Model inputs.
-            labels: Labels of the compressors, which follow `document` in the names of the tensors.
-        """
+        """Returns vectors, masks and single vectors; a label follows `document` in their names."""
         batches = {"query": self.tuning.tokens(mini_batch.queries)}
         documents = self._documents(mini_batch.documents)
         for label in labels:
@@ -151,12 +144,7 @@ class Contrastive(Learner[ContrastiveSpec]):
         return embedded
 
     def _documents(self, inputs: Inputs) -> TokenBatch:
-        """Returns the token vectors of documents, and the attention that the compressors need.
-
-        Raises:
-            FloatingPointError: The model computes non-finite values in an evaluation. During
-                training, the loss shows them.
-        """
+        """Returns the token vectors of documents, which must be finite in an evaluation."""
         tokens = self.tuning.tokens(inputs, self.compressors.taps)
         if not self.training:
             _check_finite(tokens)
@@ -240,7 +228,6 @@ class Contrastive(Learner[ContrastiveSpec]):
         return quality
 
     def _quality(self, embedded: Embedded, validation: Batch, data: TrainingData) -> Quality:
-        """Returns the metrics of the data, and for MaxSim those of the use of the vectors."""
         quality = data.quality(self.scores(embedded, embedded), validation)
         if self.spec.score == "single_vector":
             return quality
@@ -252,11 +239,9 @@ class Contrastive(Learner[ContrastiveSpec]):
         return quality | utilisation(queries, documents, data.relevant(*labels))
 
     def embedded(self, inputs: ModelInputs, size: int = 64) -> dict[str, Embedded]:
-        """Embeds queries and documents in chunks of `size` documents, for an evaluation.
+        """Embeds a batch in chunks of `size` documents and returns embeddings by compressor label.
 
-        Returns:
-            The embeddings by label of the compressor, with an empty label for the one of the spec.
-            The model runs once for all compressors.
+        The model runs once for all compressors.
         """
         labels = self.compressors.by_label
         chunks = [self(mini_batch, labels) for mini_batch in self.mini_batches(inputs, size)]
@@ -271,7 +256,6 @@ class Contrastive(Learner[ContrastiveSpec]):
         }
 
     def _grounding(self, phrases: Phrases, documents: Inputs, size: int = 64) -> Quality:
-        """Computes the grounding metrics of each phrase in its document."""
         inputs = self.tuning.read_queries(phrases.texts)
         found: list[Quality] = []
         for start in range(0, len(phrases.texts), size):
@@ -310,11 +294,6 @@ class Contrastive(Learner[ContrastiveSpec]):
 
 
 def _check_score(spec: ContrastiveSpec, pooled_dim: int | None) -> None:
-    """Checks that the encoder has single vectors if the score compares them.
-
-    Raises:
-        SpecError: For `score`: it has none.
-    """
     if spec.score != "maxsim" and pooled_dim is None:
         rule = f"maxsim for the encoder {spec.encoder.name}, which has no single vector"
         raise SpecError("score", spec.score, rule)
@@ -329,7 +308,6 @@ def _store_scale(model: torch.nn.Module, log_scale: float) -> None:
 
 
 def _check_finite(tokens: TokenBatch) -> None:
-    """Raises `FloatingPointError` if vectors or attention statistics are not finite."""
     values = [tokens.vectors[tokens.mask], *(tap[tokens.mask] for tap in tokens.taps.values())]
     if tokens.appended is not None:
         values.append(tokens.appended)
@@ -347,16 +325,7 @@ def distillation_loss(
 ) -> torch.Tensor:
     """Computes the weighted loss of distillation.
 
-    Args:
-        spec: Kind and weight of the loss.
-        scores_QB: Scores.
-        teacher_QB: Scores of the teacher, NaN where it has none; None without a teacher.
-        is_filler_B: True at padding documents.
-        positive_QB: True at relevant documents.
-        temperature: Temperature of the scores.
-
-    Raises:
-        SpecError: The data have no teacher scores.
+    `teacher_QB` is NaN where the teacher has no score. `is_filler_B` is True at padding documents.
     """
     if teacher_QB is None:
         rule = "null for data without teacher scores"
@@ -370,11 +339,7 @@ def distillation_loss(
 
 
 def mean_over_workers(losses_A: torch.Tensor) -> torch.Tensor:
-    """Returns a loss whose mean over workers is the mean of the losses of all workers.
-
-    Args:
-        losses_A: Losses of this worker, of any number.
-    """
+    """Returns a loss whose mean over workers is the mean of the losses of all workers."""
     count = torch.tensor(float(len(losses_A)), device=losses_A.device)
     # A mean times a weight, so that the result on one worker is the rounded mean.
     weight = count / distributed.mean(count).clamp_min(1e-6)

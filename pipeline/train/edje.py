@@ -208,7 +208,6 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
             read_metadata(spec.distillation.teacher, "distillation.teacher")
 
     def _check_vision(self, edje: Edje, field: str, folder: str) -> None:
-        """Raises `SpecError` if an EDJE was trained on another encoder."""
         if edje.vision["fingerprint"] != self.encoder.fingerprint:
             rule = "the folder of an EDJE trained on this encoder"
             raise SpecError(f"learner.{field}", folder, rule, "was trained on another")
@@ -417,9 +416,6 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
         w are the hidden states of the text without an item, y the vision tokens. This aligns words
         with tokens before both are read together (ALBEF; Li et al., 2021), which matching alone
         learns slowly.
-
-        Returns:
-            (A,) losses of the texts with a relevant item.
         """
         mask_BV = gathered_batch["tokens_mask"]
         scores_QB = late_scores(
@@ -457,7 +453,6 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
     def _in_mini_batches(
         self, run: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
     ) -> torch.Tensor:
-        """Applies a function to rows in chunks of `pair_mini_batch_size`."""
         size = self.spec.pair_mini_batch_size
         if size is None or len(rows) <= size:
             return run(rows)
@@ -501,14 +496,7 @@ class EdjeLearner(Learner["EdjeLearner.Spec"]):
 
 
 def sample_positives(relevant_QB: torch.Tensor, own_rows: slice) -> torch.Tensor:
-    """Samples a positive pair for each query of this worker that has relevant documents.
-
-    Args:
-        relevant_QB: bool, relevance of all workers' documents to all workers' queries.
-        own_rows: Rows of this worker's queries.
-
-    Returns:
-        (A, 2) int64 rows of queries and of documents, uniformly among the relevant ones.
+    """Samples (A, 2) rows of a query of this worker and a relevant document, uniformly.
 
     >>> relevant = torch.tensor([[True, False], [False, False], [False, True]])
     >>> sample_positives(relevant, slice(1, 3)).tolist()

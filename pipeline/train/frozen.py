@@ -29,16 +29,7 @@ CACHE_BATCH = 256
 def encoded(
     encoder: Encoder, inputs: Sequence[str] | Sequence[Mapping[str, Any]], taps: Sequence[Tap] = ()
 ) -> TokenBatch:
-    """Encodes queries or items without gradients.
-
-    Args:
-        encoder: Frozen encoder.
-        inputs: Queries as texts, or items as mappings of payload columns.
-        taps: Attention statistics of items. Those of queries are zeros.
-
-    Returns:
-        One row per input, in order.
-    """
+    """Encodes texts as queries or mappings as items, a row each; taps of queries are zeros."""
     if not inputs:
         pooled = None if encoder.pooled_dim is None else torch.zeros(0, encoder.pooled_dim)
         mask = torch.zeros(0, 0, dtype=torch.bool)
@@ -60,13 +51,9 @@ def encoded(
 
 
 class FrozenEncoder:
-    """Hidden states of an encoder that is not trained, computed or read from a cache.
+    """Hidden states of an encoder that is not trained, read from a cache or else computed.
 
-    Args:
-        encoder: The encoder.
-        cache: Folder of the cache, which may contain the hidden states of several models and
-            settings. If None, hidden states are computed each time.
-        dtype: Precision of the cached hidden states.
+    A cache may contain the hidden states of several models and settings.
     """
 
     def __init__(
@@ -106,13 +93,7 @@ class FrozenEncoder:
     def prepare(self, data: TrainingData, taps: Sequence[Tap] = ()) -> None:
         """Caches the missing hidden states of all data, also validation data, if there is a cache.
 
-        Args:
-            data: Training data. Its later batches do not contain what only the model reads.
-            taps: Attention statistics that are cached with the hidden states.
-
-        Raises:
-            SpecError: For `learner.hidden_states_cache`: the queries and documents of the data
-                differ between epochs.
+        Later batches of the data do not contain what only the model reads.
         """
         if self._cache is None:
             return

@@ -66,12 +66,7 @@ class HiddenStates:
         return len(self._rows)
 
     def add(self, keys: Sequence[str], batch: TokenBatch) -> None:
-        """Appends rows in one commit.
-
-        Args:
-            keys: Key of each row.
-            batch: Hidden states, one row per key, with their kinds.
-        """
+        """Appends the hidden states of one batch in one commit, one row per key."""
         table = self._table(keys, batch.to("cpu"))
         try:
             mode = "append" if self._dataset is not None else "create"
@@ -104,13 +99,7 @@ class HiddenStates:
         return pa.table(columns).replace_schema_metadata({METADATA: self._origin.encode()})
 
     def read(self, keys: Sequence[str]) -> TokenBatch:
-        """Returns the hidden states of some keys.
-
-        Args:
-            keys: Keys of the rows, in any order and possibly repeated.
-
-        Returns:
-            The hidden states in float32, one row per key, in order.
+        """Returns the hidden states (float32), one row per key, in order; keys may repeat.
 
         Raises:
             KeyError: A key is not cached.
@@ -140,6 +129,5 @@ class HiddenStates:
 
 
 def _rows(column: pa.ChunkedArray) -> torch.Tensor:
-    """Converts a column of lists of equal length to a matrix."""
     flat = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
     return torch.from_numpy(flat.reshape(len(column), -1).copy())

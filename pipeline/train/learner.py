@@ -64,12 +64,7 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
 
     @abstractmethod
     def mini_batches(self, inputs: Any, size: int) -> Sequence[Any]:
-        """Splits a preprocessed batch.
-
-        Args:
-            inputs: Preprocessed batch, as `read` returns it.
-            size: Maximum number of documents per mini-batch.
-        """
+        """Splits a batch that `read` returned into parts of at most `size` documents."""
 
     @abstractmethod
     def forward(self, mini_batch: Any) -> Embedded:
@@ -79,16 +74,7 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
     def loss(
         self, embedded: Embedded, batch: Batch, data: TrainingData
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Computes the loss of this worker's rows.
-
-        Args:
-            embedded: Embeddings of the whole batch of this worker.
-            batch: The batch.
-            data: Training data, which defines the relevance of documents.
-
-        Returns:
-            The loss, whose mean over workers is minimised, and metrics by name.
-        """
+        """Returns the loss of this worker's rows, to be averaged over workers, and its metrics."""
 
     @abstractmethod
     def evaluate(self, validation: Batch, data: TrainingData) -> Quality:
@@ -96,10 +82,6 @@ class Learner(torch.nn.Module, ABC, Generic[BaseSpecT]):
 
         The loop switches the learner to evaluation mode before the call and back to training mode
         afterwards.
-
-        Args:
-            validation: All validation queries and documents.
-            data: Training data, which defines the metrics.
 
         Returns:
             Metrics by name, higher is better. The first one selects the best model.

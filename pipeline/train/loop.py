@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -20,21 +22,16 @@ from pipeline.config import JobError
 from pipeline.encoders.batching import prefetch
 from pipeline.registry import LEARNERS, TRAINING_DATA
 from pipeline.runtime import distributed
-from pipeline.train import masters, sharding
+from pipeline.train import sharding
 from pipeline.train.checkpoints import Checkpoints, only_one, random_state, set_random_state
 from pipeline.train.data.base import Batch, TrainingData
 from pipeline.train.data.quality import means
 from pipeline.train.learner import Embedded, Learner, concatenate
-from pipeline.train.metrics import Metrics
 from pipeline.train.spec import VALIDATION, TrainSpec
 
 
 def check(spec: TrainSpec) -> TrainingData:
-    """Checks a spec without loading weights and returns the data of the run.
-
-    Raises:
-        SpecError: The run is not possible here.
-    """
+    """Checks a spec without loading weights and returns the data of the run."""
     with config.within("learner"):
         LEARNERS.load(spec.learner.name).check(spec.learner)
     data = data_of(spec)
@@ -58,14 +55,7 @@ def train(
     report: Callable[[int, dict[str, float]], None] | None = None,
     data: TrainingData | None = None,
 ) -> None:
-    """Trains runs in order, in this process or as one of several workers.
-
-    Args:
-        runs: The runs by title.
-        say: Called with one progress line at a time.
-        report: See `Loop`.
-        data: Training data of the only run, if they are loaded already.
-    """
+    """Trains runs in order, in this process or as one of several workers."""
     for number, (title, spec) in enumerate(runs.items(), start=1):
         if len(runs) > 1:
             say(f"run {number} of {len(runs)}: {title}")
@@ -77,13 +67,7 @@ class Loop:
     """Training loop of one worker, which continues from the latest checkpoint.
 
     Args:
-        spec: The run.
-        say: Called with one progress line at a time, on the first worker.
         report: Called with the step and its metrics at every checkpoint, on all workers.
-        data: Training data of the spec, if it is loaded already.
-
-    Raises:
-        SpecError: The checkpoint in the output folder belongs to another run.
     """
 
     def __init__(
@@ -96,7 +80,7 @@ class Loop:
         self.spec, self._say, self._report = spec, say, report
         torch.manual_seed(spec.seed)
         self.learner = LEARNERS.build(spec.learner)
-        self._dtypes = masters.to_float32(self.learner)
+        self._dtypes = sharding.to_float32(self.learner)
         if distributed.rank():  # dropout differs by worker
             torch.manual_seed(spec.seed + distributed.rank())
         self.data = data or data_of(spec)
@@ -172,7 +156,7 @@ class Loop:
                 self.checkpoints.save(self.step, self.learner, self.optimiser)
                 if self._report:
                     self._report(self.step, metrics)
-        with sharding.whole(self.learner), masters.as_loaded(self.learner, self._dtypes):
+        with sharding.whole(self.learner), sharding.as_loaded(self.learner, self._dtypes):
             if distributed.rank() == 0:
                 self.checkpoints.publish(self.folder / "model", self.learner)
         distributed.wait_for_all()
@@ -180,7 +164,6 @@ class Loop:
     # -- a step ------------------------------------------------------------------------------------
 
     def _batches(self) -> Iterator[list[tuple[Batch, Any]]]:
-        """Yields the batches of each remaining step together with their preprocessed inputs."""
 
         def batches() -> Iterator[Batch]:
             worker, num_workers = distributed.rank(), distributed.num_workers()
@@ -235,19 +218,12 @@ class Loop:
         return total
 
     def _non_finite(self, step: int, problem: str) -> JobError:
-        """Returns the error for non-finite values, which names the step and the last checkpoint."""
         last = self.checkpoints.last()
         good = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
         return JobError(f"step {step}: {problem}; {good}")
 
     def _backward(self, batch: Batch, inputs: Any, is_last: bool) -> dict[str, float]:
-        """Adds the gradients of a batch and returns its loss and metrics.
-
-        Args:
-            batch: The batch.
-            inputs: The batch as the learner preprocessed it.
-            is_last: True for the last batch of a step, after which workers exchange gradients.
-        """
+        """Adds the gradients of a batch; returns its metrics. Workers exchange if `is_last`."""
         size = self.spec.mini_batch_size or len(batch.documents)
         mini_batches = self.learner.mini_batches(inputs, size)
         weight = 1 / self.spec.gradient_accumulation_steps
@@ -293,7 +269,6 @@ class Loop:
         return {"loss": loss.item(), **metrics}
 
     def _syncing(self, is_wanted: bool) -> contextlib.AbstractContextManager[None]:
-        """Context that controls whether backward passes exchange gradients between workers."""
         if isinstance(self.parallel, DistributedDataParallel) and not is_wanted:
             return self.parallel.no_sync()
         if isinstance(self.parallel, FSDPModule):
@@ -333,7 +308,7 @@ class Loop:
                     raise self._non_finite(self.step, f"validation: {error}") from None
             self.learner.train()
             quality = means(values)
-        with sharding.whole(self.learner), masters.as_loaded(self.learner, self._dtypes):
+        with sharding.whole(self.learner), sharding.as_loaded(self.learner, self._dtypes):
             if self.metrics is not None and quality:
                 self.metrics.add(self.step, quality)
                 folder = self.folder / VALIDATION
@@ -356,6 +331,41 @@ def _summary(quality: dict[str, float]) -> str:
     return ", ".join(f"{name} {quality[name]:.4f}" for name in shown)
 
 
+class Metrics:
+    """Writes `metrics.jsonl`, one line per call, and the same values as events in `tensorboard/`.
+
+    Events are written only if the package tensorboardX is installed.
+
+    Args:
+        step: Step from which the run resumes. Events of later steps are discarded.
+    """
+
+    def __init__(self, folder: Path, step: int):
+        self._path = folder / "metrics.jsonl"
+        self._writer: Any = None
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            return
+        events = str(folder / "tensorboard")
+        self._writer = SummaryWriter(events, purge_step=step + 1, flush_secs=10)
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds the metrics of a step."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self._writer is not None:
+            for name, value in metrics.items():
+                # The library warns about each name with other characters.
+                self._writer.add_scalar(re.sub(r"[^\w./-]+", "_", name), value, step)
+
+    def close(self) -> None:
+        """Flushes and closes the event file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
 class _Forward(torch.nn.Module):
     """Module that wraps the forward pass of a learner and its parameters for use with DDP."""
 
@@ -365,5 +375,4 @@ class _Forward(torch.nn.Module):
         self._embed = [learner]  # in a list, so that its other parameters are not this module's
 
     def forward(self, mini_batch: Any) -> Embedded:
-        """Embeds a mini-batch."""
         return self._embed[0](mini_batch)

@@ -48,13 +48,7 @@ def check() -> None:
 def attach(model: torch.nn.Module, spec: Lora, default: str) -> Any:
     """Adds LoRA matrices to a model, freezes all other weights and returns the peft model.
 
-    Args:
-        model: Model to adapt in place.
-        spec: LoRA settings.
-        default: Targets if the spec names none.
-
-    Raises:
-        SpecError: No linear layer's name matches the targets.
+    `default` are the targets if the spec names none.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -85,10 +79,7 @@ def train(model: torch.nn.Module, mode: bool) -> None:
 def save(tuned: Any, folder: Path, within: str = "") -> None:
     """Writes an adapter in peft's form, as the field `adapter` of an encoder's spec reads it.
 
-    Args:
-        tuned: Model that `attach` returned.
-        folder: Output folder.
-        within: Prefix of the model's weights in the checkpoint that it is part of.
+    `within` is the prefix of the model's weights in the checkpoint that it is part of.
     """
     from peft import get_peft_model_state_dict
 
@@ -101,16 +92,7 @@ def save(tuned: Any, folder: Path, within: str = "") -> None:
 
 
 def load(tuned: Any, folder: Path, within: str = "") -> None:
-    """Loads the matrices of an adapter that was written by `save`, to train them further.
-
-    Args:
-        tuned: Model that `attach` returned.
-        folder: Folder of the adapter.
-        within: Prefix of the model's weights, as for `save`.
-
-    Raises:
-        SpecError: The adapter has other settings, or belongs to another model.
-    """
+    """Loads the matrices of an adapter that was written by `save`, to train them further."""
     from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
     settings, stored = (

@@ -97,11 +97,6 @@ def train(
 
     The workers are started once for all runs.
 
-    Args:
-        runs: The runs by title, in order.
-        workers: Number and resources of the workers.
-        say: Called with one progress line at a time.
-
     Raises:
         SpecError: A spec is invalid on the workers.
         JobError: A run failed, or workers died too often.
@@ -192,20 +187,13 @@ def _on_failures(progress: Path) -> Any:
 
 
 def _append(progress: Path, line: str) -> None:
-    """Reports a progress line to the job, which may run on another node."""
     with progress.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
 
 @contextlib.contextmanager
 def following(path: Path, say: Callable[[str], None], seconds: float = 0.5) -> Iterator[None]:
-    """Reports every line that another process appends to a file.
-
-    Args:
-        path: File. It need not exist yet.
-        say: Called with each complete line.
-        seconds: Interval between reads.
-    """
+    """Reports each complete line that a process appends to a file, which need not exist yet."""
     offset = path.stat().st_size if path.exists() else 0
     is_over = threading.Event()
 
@@ -233,7 +221,6 @@ def following(path: Path, say: Callable[[str], None], seconds: float = 0.5) -> I
 
 
 def _train_worker(settings: dict[str, Any]) -> None:
-    """Trains the runs in a worker."""
     import ray.train
 
     if torch.cuda.is_available():
@@ -284,7 +271,6 @@ def _known_cause(error: BaseException | None) -> Exception | None:
 
 
 def _cause(error: Exception) -> Exception:
-    """Describes the cause of a worker's failure in one sentence."""
     failures = [getattr(error, "controller_failure", None)]
     failures += (getattr(error, "worker_failures", None) or {}).values()
     for failure in failures:

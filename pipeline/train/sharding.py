@@ -1,14 +1,14 @@
-"""FSDP and activation checkpointing, for models that exceed the memory of one worker.
+"""FSDP, activation checkpointing and float32 master weights.
 
 FSDP distributes weights, gradients and optimiser states over the workers (Zhao et al., 2023). With
 activation checkpointing, the backward pass recomputes activations instead of storing them (Chen et
-al., 2016).
+al., 2016). Models that were loaded in half precision are trained in float32.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,11 +32,7 @@ def layers_of(module: torch.nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 def checkpoint_activations(model: torch.nn.Module) -> None:
-    """Enables activation checkpointing: the backward pass recomputes each layer from its input.
-
-    Raises:
-        SpecError: The model has no transformers layers.
-    """
+    """Enables activation checkpointing: the backward pass recomputes each layer from its input."""
     layers = layers_of(model)
     if not layers:
         rule = "false for a model without transformers layers"
@@ -142,3 +138,31 @@ def load_state(optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         for number, of_parameter in state["state"].items()
     }
     optimiser.load_state_dict(state)
+
+
+def to_float32(module: torch.nn.Module) -> dict[str, torch.dtype]:
+    """Converts trainable parameters to float32 and returns the previous dtypes of those converted.
+
+    The states of AdamW have the dtype of the parameters, and most of its updates are too small to
+    change a bfloat16 weight.
+    """
+    dtypes = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            dtypes[name] = parameter.dtype
+            parameter.data = parameter.data.float()
+    return dtypes
+
+
+@contextlib.contextmanager
+def as_loaded(module: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Context in which parameters have the given dtypes, for saving the model and for inference."""
+    parameters = dict(module.named_parameters())
+    masters = {name: parameters[name].data for name in dtypes}
+    for name, dtype in dtypes.items():
+        parameters[name].data = masters[name].to(dtype)
+    try:
+        yield
+    finally:
+        for name, master in masters.items():
+            parameters[name].data = master

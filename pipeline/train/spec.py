@@ -45,11 +45,6 @@ class Optimiser(config.Spec):
     def rate(self, step: int, num_steps: int, steps_per_epoch: int | None = None) -> float:
         """Returns the learning rate of a step.
 
-        Args:
-            step: Step, counted from 0.
-            num_steps: Number of steps of the run.
-            steps_per_epoch: Number of steps of an epoch, or None if the run has one epoch.
-
         >>> spec = Optimiser(learning_rate=1.0, warmup_ratio=0.5)
         >>> [round(spec.rate(step, 8), 2) for step in range(8)]
         [0.25, 0.5, 0.75, 1.0, 1.0, 0.85, 0.5, 0.15]

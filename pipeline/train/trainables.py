@@ -37,14 +37,9 @@ class FineTuning:
     """Fine-tuning of an encoder. This class trains `all` parameters of the model.
 
     Attributes:
-        encoder: The encoder.
         model: Module of the forward pass that contains trainable parameters.
         head: Layers behind the model that are not part of it, or None.
         appended: Learned tokens that are appended to documents, or None.
-        device: Device of the model.
-
-    Args:
-        spec: Spec of the learner.
     """
 
     encoder: Any
@@ -100,12 +95,7 @@ class FineTuning:
         return self.encoder.read_queries(texts)
 
     def read_documents(self, items: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Inputs:
-        """Returns the inputs of documents for `tokens`.
-
-        Args:
-            items: Documents as mappings from column names to values.
-            keys: Key of each document in the cache.
-        """
+        """Returns the inputs of documents for `tokens`; `keys` are those of the cache."""
         return self.encoder.read_items(items)
 
     def tokens(self, inputs: Inputs, taps: Sequence[Tap] = ()) -> TokenBatch:
@@ -205,21 +195,13 @@ class HiddenStatesTuning(FineTuning):
     """Base of the classes that train a layer on the hidden states of a frozen model.
 
     The hidden states can be cached.
-
-    Attributes:
-        frozen: The frozen model.
-        layer: The trained layer.
     """
 
     frozen: FrozenEncoder
     layer: torch.nn.Module
 
     def prepare(self, data: TrainingData, taps: Sequence[Tap]) -> None:
-        """Caches the missing hidden states, if the spec names a cache.
-
-        Raises:
-            SpecError: For `hidden_states_cache`: the data differ between epochs.
-        """
+        """Caches the missing hidden states, if the spec names a cache."""
         self.frozen.prepare(data, taps)
 
     def read_queries(self, texts: Sequence[str]) -> Inputs:
@@ -310,7 +292,6 @@ TRAINABLES: dict[str, type[FineTuning]] = {
 
 
 def _names(has_property: Callable[[type[Encoder]], bool]) -> str:
-    """Returns the names of the encoders that have a property, for messages."""
     return ", ".join(name for name in ENCODERS.names() if has_property(ENCODERS.load(name)))
 
 
@@ -323,5 +304,4 @@ def _has_projection(encoder_class: type[Encoder]) -> bool:
 
 
 def _has_parameters(spec: ContrastiveSpec) -> bool:
-    """Checks whether the compressor of the loss has parameters."""
     return issubclass(COMPRESSORS.load(spec.compressor.name).Spec, TrainedSpec)

@@ -221,7 +221,6 @@ class Optional:
 
 
 def _write_figure(path: Path, rows: Sequence[Sequence[Any]]) -> None:
-    """Plots the recall of each generator against the median latency, as PNG."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -414,6 +413,5 @@ def write_index(uri: str, blocks: Iterator[list[np.ndarray]], dim: int) -> None:
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
-    """Normalises vectors to unit length."""
     vectors = np.asarray(vectors, np.float32)
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

@@ -20,13 +20,6 @@ def measure(
 
     The result of the filter is given, because its evaluation does not depend on the generator.
 
-    Args:
-        searcher: Searcher of an index with the generator.
-        column: Representation to search.
-        queries: Token vectors of each query.
-        name: Registered name of the generator.
-        shares: Shares of the items that satisfy the filter.
-
     Yields:
         The cells of a row of the table, and its numbers.
     """
@@ -56,7 +49,6 @@ def measure(
 def _rank(
     scorer: Any, queries: Sequence[Any], options: Any, rows: np.ndarray
 ) -> tuple[list[Any], float]:
-    """Returns the ranking of each query, and the median time of a query in milliseconds."""
     rankings = [scorer.rank(query, options, rows)[0] for query in queries]  # also a warm-up
     times = [seconds_of(lambda q=q: scorer.rank(q, options, rows)) for q in queries]
     return rankings, 1000 * float(np.median(times))

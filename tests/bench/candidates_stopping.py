@@ -53,7 +53,6 @@ def measure(
     best_QK = np.argsort(-exact_QB, axis=1, kind="stable")[:, :K]
 
     def seconds(query: int, num_scored: int, block: int) -> float:
-        """Returns the time of scoring the first candidates in blocks, as a search scores them."""
         blocks = [
             torch.from_numpy(np.sort(order_QC[query, first : min(first + block, num_scored)]))
             for first in range(0, num_scored, block)

@@ -48,7 +48,6 @@ class Setting:
 
     Attributes:
         shards: Number of shards, each read by one task.
-        actors: Number of actors of the middle stage.
         max_in_flight: Blocks per actor, or None for Ray's default.
         ratio: Backpressure ratio, or None for Ray's default.
         block_bytes: Size up to which units share a block.
@@ -133,7 +132,6 @@ def _measure(
 
 
 def _run(setting: Setting, num_units: int, index: str) -> dict[str, float]:
-    """Runs a stream. Returns its rate and the CPU time of this process per unit."""
     open_or_create(index)
     configure_ray_data(Profile(block_bytes=setting.block_bytes, backpressure_ratio=setting.ratio))
     ray.data.DataContext.get_current().wait_for_min_actors_s = 300
@@ -166,7 +164,6 @@ def _run(setting: Setting, num_units: int, index: str) -> dict[str, float]:
 
 
 def _read(num_units: int, shards: int, has_item: bool, units: UnitRange) -> Iterator[Unit]:
-    """Yields the units of a shard. They have one item or none."""
     item = Item("item", "item", "bench", "text", "r1", text="text").row()
     items = pa.Table.from_pylist([item] if has_item else [], schema=ITEM)
     for number in range(units.shard, num_units, shards):

@@ -120,7 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _load(folder: Path, family: str, args: Any) -> SequenceEncoder[Any]:
-    """Loads an encoder, whose checkpoint is written first if it is missing."""
     start = time.perf_counter()
     checkpoint = folder / f"{family}-{args.layers or 'all'}"
     spec = encode_models.spec(checkpoint, family, args.layers, args.device, args.batch)
@@ -165,7 +164,6 @@ def _repeated(sides: dict[str, Callable[[], float]], repeats: int) -> dict[str, 
 def _encode_pages(
     encoder: SequenceEncoder[Any], items: pa.Table, taps: Sequence[Tap] = ()
 ) -> float:
-    """Encodes items and returns the time of the forward passes in seconds."""
     with pass_times(encoder) as passes:
         for _ in encoder.encode(items, taps):
             pass
@@ -174,7 +172,6 @@ def _encode_pages(
 
 @contextmanager
 def _eager(encoder: SequenceEncoder[Any]) -> Iterator[None]:
-    """Switches the model to eager attention that returns all probabilities."""
     model, implementation = encoder.model, encoder.spec.attention
     forward = functools.partial(model.forward, output_attentions=True)
     model.set_attn_implementation("eager")
@@ -264,7 +261,6 @@ def _describe(family: str, encoder: SequenceEncoder[Any], items: pa.Table) -> st
 
 
 def _heads(encoder: SequenceEncoder[Any]) -> tuple[int, int, int]:
-    """Returns the numbers of heads and of keys, and the width of a head."""
     settings = encoder.attention_module().config
     heads = settings.num_attention_heads
     dim = getattr(settings, "head_dim", None) or settings.hidden_size // heads
@@ -425,7 +421,6 @@ def text(bench: Bench, args: Any) -> None:
 
 
 def _windows(encoder: MiniLM, text: str) -> list[str]:
-    """Returns the text of each window, as input for an encoder that does not support windows."""
     encoded = encoder.tokenizer(
         text,
         truncation=True,

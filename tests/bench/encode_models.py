@@ -27,14 +27,9 @@ QWEN_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 768 * 28 * 28}
 
 
 def spec(folder: Path, family: str, num_layers: int | None, device: str, batch: int) -> Any:
-    """Returns the spec of an encoder, whose checkpoint is written to `folder` if it is missing.
+    """Returns the spec of an encoder of `SHAPES`, whose checkpoint is written if it is missing.
 
-    Args:
-        folder: Folder of the checkpoint.
-        family: Name in `SHAPES`.
-        num_layers: Layers of the language model, with as much of the other towers, or None for all.
-        device: Device of the model.
-        batch: Number of pages per batch.
+    The language model has `num_layers`, with as much of the other towers, or all.
     """
     name, write = SHAPES[family]
     if not (folder / "config.json").exists():
@@ -107,7 +102,6 @@ class Operations(TorchFunctionMode):
 
 
 def _words(*special: str, pad: str, eos: str, bos: str | None = None) -> Any:
-    """Creates a byte-level tokenizer, which is sufficient to measure a model."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -183,12 +177,7 @@ def _colpali(folder: Path, num_layers: int | None) -> None:
 
 
 def _qwen_words(names: dict[str, str], *more: str) -> tuple[Any, dict[str, Any]]:
-    """Creates a tokenizer with the special tokens of a Qwen model.
-
-    Args:
-        names: Special tokens by the field of the configuration that holds their id.
-        more: Further special tokens.
-    """
+    """Creates a tokenizer; `names` are special tokens by the configuration field of their id."""
     special = ["<|im_start|>", "<|im_end|>", *names.values(), *more]
     words = _words(*special, pad="<|endoftext|>", eos="<|end|>")
     return words, {field: words.convert_tokens_to_ids(name) for field, name in names.items()}
@@ -256,7 +245,6 @@ def _qwen2_5_text(words: Any, num_layers: int | None) -> dict[str, Any]:
 
 
 def _qwen2_5_vision(num_layers: int | None) -> dict[str, Any]:
-    """Returns the vision tower of both models."""
     depth = _scaled(32, num_layers, 36)
     return {
         "depth": depth,

@@ -212,7 +212,6 @@ class Stream(NamedTuple):
 
 
 def _stream(encoder: SequenceEncoder[Any], args: Any, folder: Path) -> Stream:
-    """Encodes pages while workers decode and preprocess the next ones."""
     pool, unit = _workers(args.workers), encode_models.pages(args.unit_items)
     spec = (encoder.spec.name, encoder.spec.model, encoder.spec.max_batch_tokens)
     first = unit.slice(0, 1)
@@ -254,9 +253,7 @@ class UnitTime(NamedTuple):
     """Time of a unit.
 
     Attributes:
-        num_items: Number of encoded items.
         seconds: Time by stage.
-        total: Time until the next unit.
     """
 
     num_items: int
@@ -299,7 +296,6 @@ def stages(bench: Bench, family: str, encoder: SequenceEncoder[Any], args: Any) 
 
 
 def _unit_times(encoder: SequenceEncoder[Any], source: Source, args: Any) -> list[UnitTime]:
-    """Reads, encodes, compresses and writes units, and returns the time of each."""
     spec: Any = encoder.spec
     info = EncoderInfo.from_encoder(encoder, spec)
     representations = [
@@ -329,7 +325,6 @@ def _unit_times(encoder: SequenceEncoder[Any], source: Source, args: Any) -> lis
 
 
 def _units(source: Source, max_items: int, max_unit_items: int) -> Iterator[pa.Table]:
-    """Yields at most `max_items` decoded items, in enough units for a trial."""
     for shard in source.shards():
         entries = [
             (position, entry)

@@ -41,14 +41,10 @@ class Comparison(NamedTuple):
     """Quality of a fusion on a collection.
 
     Attributes:
-        collection: Name of the collection.
-        representation: Name of the representation.
-        fusion: Name of the settings.
         quality: Mean metric.
         gain: Mean difference from MaxSim.
         low: Lower bound of the 95 % confidence interval of the gain.
         high: Upper bound.
-        p: p value of the paired randomisation test.
     """
 
     collection: str
@@ -92,7 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _measure_bm25(num_items: int) -> dict[str, float]:
-    """Returns the CPU times and sizes of BM25 over random texts."""
     from pipeline.search.candidates import MIN_CANDIDATES
     from pipeline.search.generators.bm25 import Bm25, Postings, encode, statistics
     from pipeline.search.top import best_rows
@@ -133,7 +128,6 @@ def _measure_bm25(num_items: int) -> dict[str, float]:
 
 
 def _collection(value: str) -> tuple[str, str, str]:
-    """Parses the name, the index and the benchmark of a collection."""
     name, equals, locations = value.partition("=")
     index, comma, benchmark = locations.rpartition(",")
     if not (equals and comma and name and index and benchmark):
@@ -163,7 +157,6 @@ def fusions() -> dict[str, Fusion]:
 def _compare(
     name: str, index: str, benchmark: str, representations: Sequence[str]
 ) -> Iterator[Comparison]:
-    """Yields the comparisons of one collection."""
     from pipeline.eval.fusion_fit import MAXSIM_ONLY, JudgedPools, fit_fusion
     from pipeline.eval.significance import bootstrap_interval, randomisation_p
     from pipeline.eval.spec import EvaluateSpec
@@ -184,7 +177,6 @@ def _compare(
 
 
 def _table(rows: Sequence[Comparison]) -> str:
-    """Returns a table with a line per fusion and a column per representation."""
     representations = list(dict.fromkeys(row.representation for row in rows))
     cells: dict[str, list[str]] = {}
     for row in rows:

@@ -62,8 +62,6 @@ class Bench:
     """Run of a benchmark, which prints the machine and the results and records them.
 
     Args:
-        name: Name of the benchmark.
-        arguments: Arguments of its command line.
         out: File for the record as JSON, if any.
     """
 
@@ -98,16 +96,7 @@ class Bench:
 def parse_on_device(
     parser: argparse.ArgumentParser, arguments: Sequence[str], repeats: int
 ) -> argparse.Namespace:
-    """Parses the arguments of a benchmark that uses a GPU if one is available.
-
-    Args:
-        parser: Parser to which `--repeats`, `--device` and `--out` are added.
-        arguments: Arguments of the benchmark.
-        repeats: Default number of repeats.
-
-    Raises:
-        SpecError: A GPU is requested and there is none.
-    """
+    """Parses arguments with `--repeats`, `--device` (a GPU if there is one) and `--out`."""
     import torch
 
     on_gpu = torch.cuda.is_available()

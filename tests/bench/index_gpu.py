@@ -107,12 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Runs:
-    """Specs, indexes and results of one benchmark.
-
-    Args:
-        folder: Temporary folder.
-        args: Arguments of the command line.
-    """
+    """Specs, indexes and results of one benchmark."""
 
     def __init__(self, folder: Path, args: argparse.Namespace):
         self.folder, self.args = folder, args
@@ -200,7 +195,6 @@ class Samples:
     """Samples of the GPU's state.
 
     Attributes:
-        times: Unix time of each sample.
         use: Percentage of the preceding interval in which a kernel ran.
         memory: Memory in use, in bytes.
     """

@@ -35,7 +35,6 @@ class SimulatedStore(fsspec.AbstractFileSystem):
     """Object store with folders of equally many videos, whose paths end in the numbers of both.
 
     Args:
-        folders: Number of folders.
         files: Number of files per folder.
         latency: Delay of a request, in seconds.
     """
@@ -93,7 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(folders: int, files: int, latency: float) -> dict[str, float]:
-    """Receives all shards of a store. Returns their number, the time and the cost of the driver."""
     source = SOURCES.resolve({"name": "video", "path": "simulated://bucket/videos"})
     job = ListingJob("", "", source, "", wants=("frames",))
     options: dict[str, Any] = {"num_cpus": 0, "num_returns": "streaming"}

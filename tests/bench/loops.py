@@ -14,12 +14,6 @@ Read = Callable[[str, Any], float]
 def run_loops(read: Read, paths: Sequence[str], options: Any, processes: int) -> dict[str, Any]:
     """Reads files in several processes. The time to import modules is not measured.
 
-    Args:
-        read: Reads one file.
-        paths: Files.
-        options: Second argument of `read`.
-        processes: Number of processes.
-
     Returns:
         `amount`, the sum over all files, and the `seconds` of reading.
     """

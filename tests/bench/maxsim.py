@@ -183,13 +183,7 @@ def lengths_of(layout: str, num_tokens: int) -> torch.Tensor:
 def packed_as(
     fields: Mapping[str, Any], vectors_TD: torch.Tensor, lengths: torch.Tensor
 ) -> PackedVectors:
-    """Returns vectors as a codec stores them.
-
-    Args:
-        fields: Spec of the codec.
-        vectors_TD: Vectors (T, D) of all documents, one document after the other.
-        lengths: Number of vectors of each document (B,).
-    """
+    """Returns vectors (T, D) of documents of `lengths` (B,) as a codec stores them."""
     spec = CODECS.resolve(fields)
     kind = CODECS.load(spec.name)
     sample = vectors_TD[: 1 << 15].numpy()
@@ -206,7 +200,6 @@ def pad_and_einsum(
     negative.
 
     Args:
-        queries_QMD: Token vectors of the queries, all with M tokens.
         documents: Token vectors (N, D) of each document.
         batch: Number of documents scored at a time; default: all.
     """

@@ -34,12 +34,7 @@ def write_index(
 ) -> None:
     """Writes an index of random int8 vectors, in fragments as the index job does.
 
-    Args:
-        uri: URI of the index.
-        num_items: Number of items.
-        num_vectors: Vectors per item.
-        dim: Dimensions of the vectors.
-        encoder: Encoder of the queries. None for an index that is searched by vectors only.
+    Without an encoder, it is searched by vectors only.
     """
     encoder_info = EncoderInfo(
         spec={"name": "minilm"},

@@ -178,7 +178,6 @@ def _recogniser(name: str) -> Any:
 
 
 def _pages(number: int) -> tuple[str, list[dict[str, Any]], Any, list[str]]:
-    """Returns rendered pages, a function that calls the library directly, and the text layers."""
     import io
 
     import torch
@@ -205,7 +204,6 @@ def _pages(number: int) -> tuple[str, list[dict[str, Any]], Any, list[str]]:
 
 
 def _decoded(source: Pages) -> Iterator[Item]:
-    """Yields the first page of each document."""
     for shard in source.shards():
         listed = listed_items(source, shard)
         firsts = [entry for entry in listed if entry[1].item_id.endswith("#page=1")]
@@ -213,7 +211,6 @@ def _decoded(source: Pages) -> Iterator[Item]:
 
 
 def _speech() -> tuple[str, list[dict[str, Any]], Any, list[str]]:
-    """Returns the shipped speech, a direct call of the library, and the transcript."""
     import soxr
     from pocketsphinx import Decoder
 

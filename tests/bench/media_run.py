@@ -102,7 +102,6 @@ class Count:
 
 
 def _amount(kind: str, items: pa.Table) -> float:
-    """Returns the number of frames or the seconds of audio that some items contain."""
     if kind == "video":
         return float(pc.sum(pc.list_value_length(items["frames"])).as_py())
     samples = pc.struct_field(items["audio"], "samples")

@@ -137,7 +137,6 @@ def write_snapshot(folder: Path, num_pages: int, num_queries: int, dpi: int) -> 
 
 
 def _pages(dpi: int) -> Iterator[Item]:
-    """Yields the pages of the shipped PDFs with their images and texts."""
     source = Pages(Pages.Spec(path=str(PDFS), dpi=dpi), ("text", "image"))
     for shard in source.shards():
         yield from decoded_items(source, shard, listed_items(source, shard))

@@ -62,7 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(folder: Path, num_nodes: int, args: Any) -> dict[str, Any]:
-    """Runs an index job on a new cluster. Returns its items, its rate and its summary."""
     from tests.chaos.cluster import ChaosCluster
 
     profile = folder / f"profile-{num_nodes}.yaml"

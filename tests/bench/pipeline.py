@@ -222,7 +222,6 @@ def rate_after(share: float, commits: Sequence[tuple[float, int]]) -> float:
 
 
 def _per_item(summaries: list[dict[str, Any]], stage: str) -> str:
-    """Computes the milliseconds per item that one stage takes, averaged over a run."""
     spent = [1000 * s["seconds"][stage] / s["new"] for s in summaries if stage in s["seconds"]]
     return str(Repeats(tuple(spent))) if spent else "-"
 

@@ -134,13 +134,7 @@ def joint_encoder(args: Any, **changes: Any) -> JointEncoder:
 def plain(
     joint: JointEncoder, dtype: torch.dtype, device: str
 ) -> Callable[[Texts, torch.Tensor, torch.Tensor, int], torch.Tensor]:
-    """Returns a typical scoring loop with transformers, which applies a linear layer to the model.
-
-    Args:
-        joint: Joint encoder whose weights the loop copies.
-        dtype: Data type of weights and activations.
-        device: Device of the model.
-    """
+    """Returns a typical scoring loop with transformers: a linear layer after the model."""
     language = copy.deepcopy(joint.language).eval().to(device, dtype)
     model, embedding = language.base_model, language.get_input_embeddings()
     head = torch.nn.Linear(joint.match.in_features, 1, dtype=dtype, device=device)

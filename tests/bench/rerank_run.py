@@ -37,8 +37,6 @@ def scores_on_cpu(
     """Computes scores of pairs (P,) and copies them to the CPU, which waits for the GPU to finish.
 
     Args:
-        joint: Joint encoder to score with.
-        texts: Texts of the queries.
         tokens: Cached tokens of the items, (B, V, dim).
         mask: Real tokens of the items, (B, V).
         pairs: Rows of the text and of the item of each pair, (P, 2).

@@ -101,8 +101,6 @@ def serving(uri: str, args: argparse.Namespace, edje: str | None = None) -> Iter
     """Context manager that serves a new index and stops the server at the end.
 
     Args:
-        uri: URI of the index to write.
-        args: Arguments of the benchmark.
         edje: Folder of the EDJE that reranks, if any.
     """
     write_index(uri, args.items, edje)
@@ -132,8 +130,6 @@ def write_index(uri: str, num_items: int, edje: str | None = None) -> None:
     """Writes an index that contains random vectors and the texts of Cranfield, repeated.
 
     Args:
-        uri: URI of the index.
-        num_items: Number of items.
         edje: Folder of an EDJE, to store random rerank tokens.
     """
     spec = ENCODERS.resolve("minilm")
@@ -261,7 +257,6 @@ class Load:
 
     Args:
         answers: Due time in seconds, HTTP status and latency in milliseconds of each request.
-        seconds: Duration of the load.
         durations: Milliseconds of each stage of successful requests.
     """
 
@@ -481,14 +476,7 @@ def swap(bench: Bench, server: Server, args: Any) -> None:
 
 
 def reranking(bench: Bench, server: Server, edje: str, args: Any) -> None:
-    """Measures pairs per second of EDJE's second stage, and its latency at equal load.
-
-    Args:
-        bench: Record of the results.
-        server: Server that reranks with the EDJE.
-        edje: Folder of the EDJE.
-        args: Arguments of the benchmark.
-    """
+    """Measures pairs per second of EDJE's second stage, and its latency at equal load."""
     from pipeline.search.rerank import Reranker
 
     searcher, reranker = open_index(server.uri), Reranker(edje, RERANK_DEPTH)

@@ -27,14 +27,7 @@ BROKEN = 0
 
 
 class Load:
-    """Sends searches and records their outcomes.
-
-    Args:
-        url: URL of the server.
-        body: Body of a search, without the query.
-        queries: Texts to sample queries from.
-        retries: Sends requests through the retrying client.
-    """
+    """Sends searches and records their outcomes."""
 
     def __init__(self, url: str, body: dict[str, Any], queries: list[str], retries: bool):
         self._body, self._queries, self._retries = body, queries, retries
@@ -89,7 +82,6 @@ class Load:
 
         Args:
             rate: Requests per second.
-            seconds: Duration.
         """
         due, end = time.perf_counter(), time.perf_counter() + seconds
         sent = []

@@ -225,10 +225,7 @@ class OneBatch(TrainingData[ComponentSpec]):
     """Training data that repeats a single batch, with default relevance labels.
 
     Args:
-        spec: Spec of the original data.
         batch_size: Number of documents per step.
-        seed: Random seed of the run.
-        batch: The batch that is used in every step.
     """
 
     num_batches = 1

@@ -23,9 +23,6 @@ class Clock:
 
     libfaketime (0.9.10) cannot be used: with it, `time.sleep` of Python 3.11 raises an error unless
     the monotonic clock jumps as well.
-
-    Args:
-        folder: Folder of the library and of the file with the offset.
     """
 
     def __init__(self, folder: Path):

@@ -257,13 +257,7 @@ class ChaosCluster:
         return False
 
     def leaked(self, seconds: float) -> list[str]:
-        """Returns the titles of processes that outlive their job or their node.
-
-        Called when no job is running.
-
-        Args:
-            seconds: Time in which Ray may end them.
-        """
+        """Returns titles of processes that outlive their job or node. Called when no job runs."""
         of_dead_nodes = [process for node in self._dead for process in node.processes()]
         left = survivors([*self._victims, *of_dead_nodes, *self.tasks()], seconds)
         self._victims = []
@@ -272,11 +266,7 @@ class ChaosCluster:
         return [process.title for process in left if process.title]
 
     def unregistered(self, seconds: float) -> list[str]:
-        """Returns the addresses of nodes that run although the GCS considers them dead.
-
-        Args:
-            seconds: Time in which they may end.
-        """
+        """Returns the addresses of nodes that run although the GCS considers them dead."""
         state = self._cluster.global_state
 
         def find() -> list[str]:
@@ -318,11 +308,7 @@ class ChaosCluster:
 
 
 class _Node:
-    """Worker node that shares the network of this process.
-
-    Args:
-        cluster: Ray's object for a cluster on one machine.
-    """
+    """Worker node that shares the network of this process."""
 
     def __init__(self, cluster: Any):
         self._cluster = cluster
@@ -333,14 +319,12 @@ class _Node:
 
     @property
     def raylet(self) -> Process:
-        """Raylet of the node."""
         return _first(self._node, "raylet")
 
     def wait(self) -> None:
         """Waits until the raylet has started, which is the case."""
 
     def remove(self) -> None:
-        """Kills all processes of the node."""
         self._node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
         self._cluster.worker_nodes.discard(self._node)
 
@@ -349,12 +333,9 @@ class _NetworkNode:
     """Worker node in a network namespace of its own, started by `ray start`.
 
     Args:
-        network: Network of the cluster.
-        address: Address of the cluster.
         folder: Folder for the sessions of Ray. Nodes that start at the same time cannot share one.
 
     Attributes:
-        port: Connection of the node to the network.
         raylet: Raylet of the node, after `wait`.
     """
 
@@ -375,11 +356,6 @@ class _NetworkNode:
             )
 
     def wait(self) -> None:
-        """Waits until the raylet has started.
-
-        Raises:
-            JobError: It does not start.
-        """
         if self.raylet.pid:
             return
 
@@ -393,11 +369,9 @@ class _NetworkNode:
             raise JobError(f"the node at {self.port.address} did not start: {output[-1000:]}")
 
     def processes(self) -> list[Process]:
-        """Returns the processes in the namespace of the node."""
         return self._network.processes(self.port)
 
     def remove(self) -> None:
-        """Kills all processes of the node and removes its namespace."""
         self._network.remove(self.port)
         self._child.wait()
 

@@ -26,12 +26,10 @@ class Contents:
     """Contents of an index, independent of the order and the fragments in which it stores them.
 
     Attributes:
-        columns: Type and metadata of each column.
         rows: Digest of each value by item id and column. Ids with several rows have the first.
         copies: Number of rows by item id.
         rejects: Rejects in the order of their text.
         artefacts: Names of the artefacts that columns refer to; each is a hash of the content.
-        damages: Artefacts that are missing or corrupted.
     """
 
     columns: dict[str, str]
@@ -47,7 +45,6 @@ class Differences:
     """Differences of an index from the undisturbed one.
 
     Attributes:
-        lost: Ids of items that are missing.
         duplicated: Ids of items with several rows, or with a row and a reject.
         changed: Values that differ, as `item.column`, and items that should not exist.
         others: Sentences about columns, rejects, artefacts, counts and the lease.
@@ -95,7 +92,6 @@ def contents(uri: str) -> Contents:
 
 
 def _artefacts(metadata: bytes) -> set[str]:
-    """Returns the names of artefacts in the metadata of a column."""
     try:
         values = json.loads(metadata)
     except ValueError:
@@ -137,12 +133,7 @@ def differences(actual: Contents, expected: Contents) -> Differences:
 
 
 def accounting(uri: str, listed: Collection[str]) -> Differences:
-    """Checks that each listed item is indexed or rejected exactly once.
-
-    Args:
-        uri: URI of the index.
-        listed: Ids of the items that the source lists.
-    """
+    """Checks that each listed item is indexed or rejected exactly once."""
     index, found = Index(uri), Differences()
     indexed = Counter(
         item_id for batch in index.batches(["item_id"]) for item_id in batch["item_id"].to_pylist()
@@ -156,14 +147,7 @@ def accounting(uri: str, listed: Collection[str]) -> Differences:
 
 
 def accounting_of_job(summary: Mapping[str, Any]) -> list[str]:
-    """Checks the counts of the last job.
-
-    Args:
-        summary: Summary of the job, see `pipeline.index.status.recent_jobs`.
-
-    Returns:
-        Sentences about counts that do not add up.
-    """
+    """Returns sentences about counts of the last job that do not add up."""
     found = []
     if summary["state"] != "done":
         found.append(f"the last job is recorded as {summary['state']}")

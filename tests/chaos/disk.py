@@ -44,11 +44,7 @@ class Disk:
         return "tmpfs" if self.is_mounted else "RLIMIT_FSIZE"
 
     def fill(self, writers: Iterable[Process]) -> None:
-        """Fills the disk.
-
-        Args:
-            writers: Processes that write, which are limited if the disk cannot be filled.
-        """
+        """Fills the disk, or else limits the processes that write."""
         if not self.is_mounted:
             for writer in writers:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

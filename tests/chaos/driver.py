@@ -25,15 +25,11 @@ class Driver:
 
     Args:
         arguments: Module and arguments of `python -m`.
-        index: Local folder of the index.
-        log: File to which the standard error is appended.
         environment: Environment variables in addition to those of this process.
 
     Attributes:
-        phase: Phase that the job reports.
         phases: Start of each phase so far, by name, in seconds of `time.time`.
         job: Identifier of the job, or "" before it holds the lease.
-        process: Process of the job.
     """
 
     def __init__(

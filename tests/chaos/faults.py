@@ -83,10 +83,8 @@ class Fault:
     """Fault at a random moment of a phase.
 
     Attributes:
-        number: Position in the plan.
         phase: Phase in which it happens, one of `PHASES`.
         target: Affected process or resource, a key of `ACTIONS`.
-        action: What happens to the target.
         moment: Event that triggers it, one of `MOMENTS`.
         fraction: Fraction of the usual duration of the phase after which it happens.
         seconds: Duration of a pause, of a full disk or of a partition, in seconds. A partition
@@ -118,17 +116,7 @@ class Fault:
 def plan(
     number: int, seed: int, phases: Sequence[str], without: Collection[str] = ()
 ) -> list[Fault]:
-    """Draws faults. Every target of every phase comes once before any comes again.
-
-    Args:
-        number: Number of faults.
-        seed: Seed of the generator.
-        phases: Phases to disturb.
-        without: Targets that are not available.
-
-    Raises:
-        SpecError: None of the phases has an available target.
-    """
+    """Draws faults. Every target of every phase comes once before any comes again."""
     generator = random.Random(seed)
     pairs = [(p, t) for p in phases for t in TARGETS[p] if t not in without]
     if not pairs:
@@ -150,13 +138,7 @@ def plan(
 
 
 def rounds(faults: Sequence[Fault], seed: int, max_faults: int = ROUND_FAULTS) -> list[list[Fault]]:
-    """Divides faults into rounds. All faults of a round affect one job on one index.
-
-    Args:
-        faults: Faults in the order of their numbers.
-        seed: Seed of the order of the rounds.
-        max_faults: Maximum number of faults per round.
-    """
+    """Divides faults into rounds. All faults of a round affect one job on one index."""
     by_job: dict[str, list[Fault]] = {}
     for fault in faults:
         by_job.setdefault(fault.job, []).append(fault)

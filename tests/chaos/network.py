@@ -102,13 +102,11 @@ class Network:
         return self._plug(number, name, "eth0")
 
     def _number(self) -> int:
-        """Returns the number of a port that is not in use."""
         number = next(n for n in self._numbers if n not in self._used)
         self._used.add(number)
         return number
 
     def _plug(self, number: int, namespace: str, interface: str) -> Port:
-        """Connects an interface of a namespace to the bridge."""
         port = Port(namespace, f"{self._subnet}.{number}", self._name, f"port{number}")
         place = ["netns", namespace or str(os.getpid())]
         peer = ["peer", "name", interface, *place]
@@ -151,7 +149,6 @@ def remove_abandoned() -> list[str]:
 
 
 def _names() -> list[str]:
-    """Returns the names of the namespaces of this machine."""
     return sorted(path.name for path in NAMESPACES.iterdir()) if NAMESPACES.is_dir() else []
 
 
@@ -172,7 +169,6 @@ def _remove(namespace: str) -> None:
 
 
 def _free_subnet(number: int) -> str:
-    """Returns a subnet that this machine does not use."""
     used = {
         address["local"].rpartition(".")[0]
         for interface in json.loads(_ip("-json", "-4", "address", "show"))
@@ -183,11 +179,6 @@ def _free_subnet(number: int) -> str:
 
 
 def _ip(*arguments: str) -> str:
-    """Runs `ip` and returns its output.
-
-    Raises:
-        JobError: It is missing or fails.
-    """
     path = shutil.which("ip", path=os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS]))
     if path is None:
         raise JobError("network namespaces require `ip` (iproute2), which is not installed")

@@ -20,7 +20,6 @@ class Process:
     """Process of this machine.
 
     Attributes:
-        pid: Process id.
         start: Start time in clock ticks, which distinguishes it from later processes with its id;
             empty for a process that has ended.
     """

@@ -70,7 +70,6 @@ class Outcome:
     """Fault that was injected, and what followed.
 
     Attributes:
-        fault: The fault.
         observed: Phase that the job reported at the moment of the fault, and its busy processes.
         seconds: Time from the fault to the next commit of the job, or to its end.
         exits: Exit codes of the runs that the fault ended.
@@ -89,13 +88,8 @@ class Round:
     """Faults of one job, and the check of its index.
 
     Attributes:
-        job: Name of the job.
-        outcomes: Faults that were injected.
         missed: Faults whose moment did not come before the job ended.
-        lost: Ids of lost items.
-        duplicated: Ids of items that exist several times.
         problems: Other sentences about the index, leases, processes and memory.
-        seconds: Duration of the round.
     """
 
     job: str
@@ -132,11 +126,8 @@ def run(
     Args:
         folder: Folder of the suite. Finished rounds of an earlier run with the same arguments are
             not repeated.
-        number: Number of faults.
-        seed: Seed of the faults.
         phases: Phases to disturb, see `faults.PHASES`.
         targets: Processes and resources to disturb, see `faults.ACTIONS`.
-        num_nodes: Number of worker nodes besides the head.
         report: Called with a sentence per fault and per round.
 
     Raises:
@@ -184,14 +175,7 @@ def describe(finished: Round, number: int, total: int) -> str:
 
 
 class Record:
-    """File with the finished rounds, one JSON object per line.
-
-    Args:
-        path: Path of the file.
-
-    Attributes:
-        rounds: Finished rounds.
-    """
+    """File with the finished rounds, one JSON object per line."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -211,14 +195,7 @@ class Record:
 
 
 class Suite:
-    """Cluster, disk and jobs of the suite.
-
-    Args:
-        folder: Folder of the suite.
-        num_nodes: Number of worker nodes.
-        has_network: Whether the nodes have network namespaces.
-        report: Called with each sentence.
-    """
+    """Cluster, disk and jobs of the suite."""
 
     def __init__(
         self, folder: Path, num_nodes: int, has_network: bool, report: Callable[[str], None]
@@ -321,17 +298,7 @@ class Suite:
 
 
 class Victim:
-    """Job that is disturbed and resumed.
-
-    Args:
-        suite: The suite.
-        job: Name of the job.
-        index: Its index.
-        has_clock: Whether the clock of the job can jump.
-
-    Attributes:
-        driver: Current run of the job.
-    """
+    """Job that is disturbed and resumed."""
 
     def __init__(self, suite: Suite, job: str, index: Path, has_clock: bool):
         self._suite, self._job, self._index = suite, job, index
@@ -346,10 +313,6 @@ class Victim:
 
     def disturb(self, fault: Fault, num_left: int) -> Outcome | None:
         """Waits for the moment of a fault, injects it, and waits until the job has recovered.
-
-        Args:
-            fault: Fault to inject.
-            num_left: Number of faults of the round that have not been injected, with this one.
 
         Returns:
             The outcome, or None if the job ended before.
@@ -427,7 +390,6 @@ class Victim:
     # -- the fault ---------------------------------------------------------------------------
 
     def _targets(self, fault: Fault) -> list[Process]:
-        """Returns the processes that a fault affects."""
         cluster, generator = self._suite.cluster, random.Random(fault.number)
         if fault.target in TITLES:
             found = sorted(cluster.tasks_like(fault.target), key=lambda task: task.pid)
@@ -566,7 +528,6 @@ class Victim:
             outcome.problems.append(f"exit code {code}: {_last(self.driver)}")
 
     def _resume(self) -> None:
-        """Repairs the cluster and runs the same command again."""
         self._undo_due(everything=True)
         self._suite.cluster.repair()
         if self._clock is not None:
@@ -605,5 +566,4 @@ def _ignore(value: object) -> None:
 
 
 def _last(driver: Driver) -> str:
-    """Returns the last line that a job wrote to its standard error."""
     return (driver.error().strip().splitlines() or [""])[-1][:300]

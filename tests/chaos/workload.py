@@ -131,15 +131,7 @@ class Workload:
     def expected(
         self, job: str, run: Callable[[str, Path], dict[str, float]]
     ) -> tuple[Contents, dict[str, float]]:
-        """Returns the contents of an undisturbed index, which is built unless it exists.
-
-        Args:
-            job: Job to run undisturbed.
-            run: Runs a job on an index and returns the durations of its phases in seconds.
-
-        Returns:
-            The contents, and the durations of the phases.
-        """
+        """Returns the contents of an undisturbed index, built by `run` unless it exists."""
         index, record = self.undisturbed(job), self.folder / "undisturbed" / f"{job}.json"
         if not record.exists():
             self.prepare(job, index)
@@ -173,7 +165,6 @@ def index_spec(folder: Path) -> dict[str, Any]:
 
 
 def _write_edje(folder: Path) -> None:
-    """Writes an untrained EDJE for the encoder."""
     disable_progress_bar()
     torch.manual_seed(0)
     tiny.bert(folder / "language")

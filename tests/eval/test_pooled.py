@@ -8,7 +8,7 @@ import pytest
 from jobs import evaluate
 from pipeline.config import SpecError
 from pipeline.eval.pooled import pool, query_retention
-from pipeline.eval.report.pooled import table
+from pipeline.eval.report.tables import pooled_table
 from tests.eval.evaluations import DIAGNOSIS, evaluation_of, result
 
 #: OSR by method in three collections; sap is higher than random in all 12 pairs.
@@ -59,7 +59,7 @@ def test_means_and_spread_over_collections(outputs):
 
 
 def test_significance_over_all_queries(outputs):
-    header, *rows = table(pool(outputs), ["random", "eos"])
+    header, *rows = pooled_table(pool(outputs), ["random", "eos"])
     by_method = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
     assert float(by_method["sap"]["p random"]) < 0.01  # the sign of 12 differences
     assert (by_method["eos"]["p random"], by_method["random"]["p random"]) == ("1.000", "-")
@@ -82,7 +82,7 @@ def test_invalid_combinations(outputs, tmp_path):
     ):
         pool([*outputs, outputs[0]])
     with pytest.raises(SpecError, match="^against must be .*'nothing'"):
-        table(pool(outputs), ["nothing"])
+        pooled_table(pool(outputs), ["nothing"])
     (tmp_path / "other").mkdir()
     other = evaluation_of([result("other")], judgments="j9")
     (tmp_path / "other/results.json").write_text(other.to_json())

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline import config
 from pipeline.config import JobError, SpecError
-from pipeline.eval.planning.dry_run import dry_run
+from pipeline.eval.planning.trial import dry_run
 from pipeline.index import job
 from pipeline.index.counts import Counts
 from pipeline.index.reader import Index

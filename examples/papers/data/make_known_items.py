@@ -71,12 +71,7 @@ def functions() -> Iterator[tuple[str, str, str]]:
 
 
 def write(folder: Path, items: Iterator[tuple[str, str, str]]) -> int:
-    """Writes a collection in the format of BEIR and returns the number of its documents.
-
-    Args:
-        folder: Output folder.
-        items: Id, query and text of each document.
-    """
+    """Writes (id, query, text) of documents in the format of BEIR and returns their number."""
     corpus, queries, judgments = [], [], ["query-id\tcorpus-id\tscore"]
     for item_id, query, text in items:
         corpus.append(json.dumps({"_id": item_id, "title": "", "text": text}))

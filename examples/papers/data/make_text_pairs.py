@@ -48,12 +48,7 @@ def write_pairs(
 ) -> str:
     """Writes documents.jsonl, train.jsonl and judged.jsonl, and returns a summary.
 
-    Args:
-        folder: Output folder.
-        documents: Objects with `document_id` and `text`.
-        pairs: Training pairs, with `query` and `document_id`.
-        collection: BEIR folder with the judged queries.
-        num_queries: Number of judged queries; all if it is None.
+    The queries of judged.jsonl, at most `num_queries`, are those of the BEIR folder `collection`.
     """
     queries = {}
     for line in (collection / "queries.jsonl").read_text("utf-8").splitlines()[:num_queries]:

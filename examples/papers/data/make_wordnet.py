@@ -71,11 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read(folder: Path) -> Iterator[Synset]:
-    """Yields the synsets of WordNet's data files (format described in `man wndb`).
-
-    Raises:
-        SpecError: A file does not exist.
-    """
+    """Yields the synsets of WordNet's data files (format described in `man wndb`)."""
     for part in PARTS_OF_SPEECH:
         path = folder / f"data.{part}"
         if not path.exists():
@@ -115,12 +111,7 @@ def write(
 ) -> None:
     """Writes a collection in the format of BEIR, with a log of queries.
 
-    Args:
-        folder: Output folder.
-        documents: Id and text of each document.
-        judged: Id of the relevant document and text of each query. Queries without a document of
-            the collection are omitted.
-        log: The same for past queries, which are all written.
+    Judged queries without a document of the collection are omitted; past queries are all written.
     """
     ids = {document for document, _ in documents}
     judged = [(document, text) for document, text in judged if document in ids]

@@ -14,12 +14,7 @@ Change = tuple[float, float, float]
 
 
 def changes_png(rows: Mapping[str, Mapping[str, Change]], metrics: Sequence[str]) -> bytes:
-    """Draws one panel per metric, in which each row is a line from before to after, as a PNG.
-
-    Args:
-        rows: Changes of each metric, by row name, in order from top to bottom.
-        metrics: Metrics to draw, from left to right.
-    """
+    """Draws one panel per metric, in which each row is a line from before to after, as a PNG."""
     figure = Figure(figsize=(3.2 * len(metrics), 1.2 + 0.32 * len(rows)), layout="constrained")
     panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
     heights = np.arange(len(rows))[::-1]

@@ -14,12 +14,7 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 
 def curves_png(rows: Mapping[str, Mapping[str, Curve]], metrics: Sequence[str]) -> bytes:
-    """Draws the mean of each row over its runs, and a band of one standard deviation, as a PNG.
-
-    Args:
-        rows: Curves of each metric, by row name. A row may lack metrics.
-        metrics: Metrics to draw, from left to right.
-    """
+    """Draws the mean of each row over its runs, and a band of one standard deviation, as a PNG."""
     figure = Figure(figsize=(3.6 * len(metrics), 3.4), layout="constrained")
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for panel, metric in zip(panels, metrics, strict=True):

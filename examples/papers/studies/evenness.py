@@ -14,8 +14,6 @@ class Point(NamedTuple):
     """A row of a study.
 
     Attributes:
-        method: Name of the compressor.
-        quality: Retrieval quality.
         evenness: Values of the metrics of the x axes, one per panel.
     """
 
@@ -25,13 +23,7 @@ class Point(NamedTuple):
 
 
 def evenness_png(points: Sequence[Point], axes: Sequence[str], quality: str) -> bytes:
-    """Draws one panel per metric of evenness, with a colour per method, as a PNG.
-
-    Args:
-        points: Rows of the study.
-        axes: Names of the metrics of evenness.
-        quality: Name of the quality metric.
-    """
+    """Draws one panel per metric of evenness, with a colour per method, as a PNG."""
     figure = Figure(figsize=(3.6 * len(axes), 3.4), layout="constrained")
     panels = figure.subplots(1, len(axes), sharey=True, squeeze=False)[0]
     for number, method in enumerate(dict.fromkeys(point.method for point in points)):

@@ -52,18 +52,9 @@ class Positions(NamedTuple):
 
 
 def report(spec: StudySpec, runs: Sequence[Run], names: Sequence[str] = ()) -> str:
-    """Writes `positions.csv` and `positions.png` to the output folder of a study.
+    """Writes `positions.csv` and `positions.png` to the output folder and returns the table.
 
-    Args:
-        spec: The study.
-        runs: Its runs. The first run of a row represents it.
-        names: Names of rows, as in the table of the study; empty for all of them.
-
-    Returns:
-        A table of the rows.
-
-    Raises:
-        SpecError: A row does not exist, or a run is not trained or has no MaxSim scores.
+    The first run of a row represents it. `names` are those of rows; empty for all of them.
     """
     from examples.papers.studies.utilisation import Profile, utilisation_figure
     from pipeline.eval.report.plot import to_png  # matplotlib is an extra
@@ -131,11 +122,7 @@ def _labels(run: Run) -> dict[str, str]:
 
 @torch.no_grad()
 def _embedded(run: Run) -> tuple[dict[str, Embedded], Batch, TrainingData]:
-    """Returns the embeddings of the validation data by the trained model, the data and the batch.
-
-    Raises:
-        SpecError: The run is not trained, or has no such data or no MaxSim scores.
-    """
+    """Returns the embeddings of the validation data by the trained model, batch and data."""
     spec = run.spec
     data = check(spec)
     learner = LEARNERS.build(spec.learner)

@@ -77,11 +77,7 @@ class Row(NamedTuple):
 
 
 def runs_of(spec: StudySpec) -> list[Run]:
-    """Returns the runs of a study in subfolders of its output, or a single run without a sweep.
-
-    Raises:
-        SpecError: A combination is invalid or occurs twice.
-    """
+    """Returns the runs of a study in subfolders of its output, or a single run without a sweep."""
     fields = {field: value for field, value in config.dump(spec).items() if field != "sweep"}
     if not spec.sweep:
         return [Run(spec.name, spec.name, config.parse(TrainSpec, fields))]
@@ -231,12 +227,10 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
 
 
 def _evaluations(run: Run) -> list[Path]:
-    """Returns the files of the evaluations of a run by step."""
     return sorted((Path(run.spec.output) / VALIDATION).glob("step-*.npz"))
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:
-    """Loads the values of an evaluation by metric."""
     return dict(np.load(path))
 
 

@@ -20,7 +20,6 @@ class Profile(NamedTuple):
     """Use of the stored vectors of a representation.
 
     Attributes:
-        name: Title of the panels.
         num_positions: Number of vectors of the longest item.
         strengths: Matching strength of each position, or of runs of adjacent positions.
         similarity: (R, R) mean cosine between positions, or between runs of adjacent positions.
@@ -33,12 +32,7 @@ class Profile(NamedTuple):
 
 
 def utilisation_figure(profiles: Sequence[Profile], lowest: float | None = None) -> Figure:
-    """Draws the matching strength above the similarity between positions, by representation.
-
-    Args:
-        profiles: The representations.
-        lowest: Lower limit of the colour scale; None for that of all profiles.
-    """
+    """Draws the matching strength above the similarity between positions, by representation."""
     lowest = lowest_similarity(profiles) if lowest is None else lowest
     columns = max(1, min(len(profiles), MAX_COLUMNS))
     lines = max(1, math.ceil(len(profiles) / columns))

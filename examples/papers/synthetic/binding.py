@@ -47,7 +47,6 @@ class Report:
     """Report with panels in raster order.
 
     Attributes:
-        codes: Code of each panel.
         markers: Marker of each panel, (25, 2) int64: indices into `MARKER_COLOURS` and `SHAPES`.
         layout: Series and number, the seed of the charts and of the positions within panels.
     """
@@ -78,10 +77,7 @@ class Report:
         )
 
     def code_boxes(self, side: int = SIDE) -> np.ndarray:
-        """Returns the boxes of the codes in pixels, (25, 4) int64.
-
-        X1 and y1 are exclusive.
-        """
+        """Returns the boxes of the codes in pixels, (25, 4) int64; x1 and y1 are exclusive."""
         panel = side // GRID
         radius, gap, margin = (round(size * panel) for size in (RADIUS, GAP, MARGIN))
         width, height = _code_size(side)
@@ -179,7 +175,6 @@ def _distinct(random: np.random.Generator, *sizes: int) -> np.ndarray:
 def _draw_chart(
     draw: ImageDraw.ImageDraw, left: int, top: int, panel: int, random: np.random.Generator
 ) -> None:
-    """Draws grey bars, a line and dots in a frame."""
     inner = panel * (1 - 2 * MARGIN)
     x, y = left + MARGIN * panel, top + MARGIN * panel
     for number, height in enumerate(random.random(NUM_BARS)):

@@ -39,14 +39,11 @@ class Accuracy:
     """Row of the table.
 
     Attributes:
-        form: Form of the reports.
         score: One of `SCORES`.
         accuracy: Fraction of queries whose report scores higher than the hard negative.
         low: Lower bound of the 95 % bootstrap confidence interval over pairs.
         high: Upper bound of the interval.
         ties: Fraction of queries with equal scores, which count as incorrect.
-        num_pairs: Number of pairs.
-        num_queries: Number of queries.
     """
 
     form: Form
@@ -77,13 +74,7 @@ def measure(
 
 
 def summarise(scores_PQ2: torch.Tensor, form: Form, score: str) -> Accuracy:
-    """Returns the row of the table for one score.
-
-    Args:
-        scores_PQ2: Scores of each pair's queries with its report and its hard negative, (P, Q, 2).
-        form: Form of the reports.
-        score: Name of the score.
-    """
+    """Returns the row of a score from the scores with report and hard negative, (P, Q, 2)."""
     positive_PQ, negative_PQ = scores_PQ2.unbind(dim=2)
     # Queries of a pair are correlated, so the bootstrap resamples pairs.
     pair_means = [pairwise(*scores).mean() for scores in zip(positive_PQ, negative_PQ, strict=True)]
@@ -137,7 +128,6 @@ def compute_scores(queries: TokenBatch, documents: TokenBatch) -> dict[str, torc
 
 
 def _documents(encoder: Encoder, pairs: Sequence[Pair], form: Form, side: int) -> list[TokenBatch]:
-    """Encodes the report and the hard negative of each pair, in order."""
     items = []
     for number, pair in enumerate(pairs):
         for role, report in (("positive", pair.positive), ("negative", pair.negative)):

@@ -61,10 +61,7 @@ class Binding(TrainingData["Binding.Spec"]):
 
     @property
     def num_batches(self) -> int:
-        """Number of batches per epoch.
-
-        Incomplete batches are dropped.
-        """
+        """Number of complete batches per epoch."""
         return self.spec.num_pairs // (self.batch_size // 2)
 
     def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
@@ -123,14 +120,7 @@ def payload(report: Report, form: Form, side: int = SIDE) -> dict[str, Any]:
 def make_batch(
     pairs: Sequence[Pair], panels: Sequence[Sequence[int]], form: Form, side: int = SIDE
 ) -> Batch:
-    """Builds a batch of training data.
-
-    Args:
-        pairs: Pairs of a report and its hard negative.
-        panels: Indices of the panels with a query, for each pair.
-        form: Form of the reports.
-        side: Width and height of a rendered report, in pixels.
-    """
+    """Builds a batch of pairs; `panels` are the indices of those with a query, for each pair."""
     reports = [report for pair in pairs for report in (pair.positive, pair.negative)]
     numbers = np.array([pair.positive.layout[1] for pair in pairs])
     variant = form if form == "text" else f"{form} {side}"

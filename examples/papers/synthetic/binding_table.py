@@ -38,7 +38,6 @@ class Row(NamedTuple):
     """Row of the table.
 
     Attributes:
-        name: Name of the encoder.
         correct: By score, 1 if the report scores higher than its hard negative for each seed, pair
             and query, (S, P, 25) float64.
     """
@@ -75,13 +74,7 @@ def check(spec: TableSpec) -> None:
 
 
 def measure(spec: TableSpec, pairs: Sequence[Pair], report: Callable[[str], None]) -> list[Row]:
-    """Measures the accuracy of all encoders by all scores that they support.
-
-    Args:
-        spec: Spec of the table.
-        pairs: Pairs of reports.
-        report: Called with a progress line per row.
-    """
+    """Measures the accuracy of all encoders by all scores that they support."""
     rows = []
     for name, encoders in spec.rows.items():
         results: dict[str, list[np.ndarray]] = {}

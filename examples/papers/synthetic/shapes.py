@@ -61,7 +61,6 @@ class Scenes:
             padding.
         centres: Centres x and y in pixels, (S, T, 2) float64.
         greys: Grey level of the background, (S,) uint8.
-        layout: Layout of all scenes.
     """
 
     attributes: np.ndarray
@@ -235,14 +234,8 @@ def draw_captions(
 ) -> tuple[Captions, np.ndarray]:
     """Draws captions that match the given scenes.
 
-    Args:
-        scenes: Scenes to describe.
-        random: Random number generator.
-        captions_per_scene: Number of captions per scene.
-        single_fraction: Fraction of captions that describe a single object, in [0, 1].
-
-    Returns:
-        The captions, grouped by scene, and the row (C,) of the scene of each caption.
+    `single_fraction` of them describe a single object. Returns the captions, grouped by scene, and
+    the row (C,) of the scene of each caption.
     """
     count = len(scenes) * captions_per_scene
     phrases = np.full((count, 2, 3), ANY, dtype=np.int64)
@@ -289,10 +282,7 @@ def _free_centre(
     centres_T2: np.ndarray,
     layout: Layout,
 ) -> np.ndarray | None:
-    """Draws a centre at which an object touches no other object.
-
-    Returns None if no such centre is found.
-    """
+    """Draws a centre at which an object touches no other, or None if none is found."""
     radii = np.array(layout.radii)
     radius = radii[size]
     for _ in range(50):

@@ -90,10 +90,7 @@ class Shapes(TrainingData["Shapes.Spec"]):
 
     @property
     def num_batches(self) -> int:
-        """Number of batches per epoch.
-
-        Incomplete batches are dropped.
-        """
+        """Number of complete batches per epoch."""
         return self.spec.num_scenes // self.batch_size
 
     def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
@@ -153,16 +150,7 @@ class Shapes(TrainingData["Shapes.Spec"]):
 def validation_scenes(
     count: int, series: int = 0, layout: Layout = DEFAULT_LAYOUT
 ) -> tuple[Scenes, Captions, np.ndarray]:
-    """Returns scenes that are never used for training.
-
-    Args:
-        count: Number of scenes.
-        series: Zero-based number of the validation series.
-        layout: Layout of the scenes.
-
-    Returns:
-        The scenes, one caption of two objects per scene, and the scene (C,) of each caption.
-    """
+    """Returns unseen scenes, one caption of two objects each, and the scene (C,) of each."""
     scenes = generate_scenes(VALIDATION_SERIES + series, range(count), layout)
     captions, scene_C = draw_captions(
         scenes, np.random.default_rng([VALIDATION_SERIES + series, count])

@@ -12,7 +12,7 @@ from pipeline.runtime.atomic import write_atomic
 
 
 def write_collection(folder: Path, count: int, series: int = 0) -> None:
-    """Writes scenes with their captions as a benchmark.
+    """Writes scenes as a benchmark; training evaluates on the validation series number 0.
 
     The folder contains:
         images/: one PNG per scene.
@@ -20,11 +20,6 @@ def write_collection(folder: Path, count: int, series: int = 0) -> None:
             match it, in BEIR format.
         phrases.jsonl: the phrase for the first object of each caption, with the boxes of all
             matching objects.
-
-    Args:
-        folder: Folder to write to.
-        count: Number of scenes.
-        series: Number of the validation series; training evaluates on number 0.
     """
     scenes, captions, scene_C = validation_scenes(count, series)
     names = [f"scene-{row:05d}.png" for row in range(count)]

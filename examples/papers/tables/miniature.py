@@ -30,12 +30,7 @@ CLIPS = ("talk", "tables")
 
 
 def generate(specs: Any, folder: Path) -> None:
-    """Generates the data and models that specs refer to, unless they exist.
-
-    Args:
-        specs: Fields of specs, in which the paths below `folder` name what is needed.
-        folder: Folder of the generated data and models.
-    """
+    """Generates the data and models that the paths of specs below `folder` name, if missing."""
     for name in sorted(set(_names(specs, f"{folder}/"))):
         target = folder / name
         if target.exists():
@@ -48,7 +43,6 @@ def generate(specs: Any, folder: Path) -> None:
 
 
 def _names(value: Any, prefix: str) -> Iterator[str]:
-    """Yields the names of the data and models of the paths in a JSON value."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):
@@ -60,11 +54,6 @@ def _names(value: Any, prefix: str) -> Iterator[str]:
 
 
 def _generator(name: str) -> Callable[[Path], Any]:
-    """Returns the function that generates a data set or a model.
-
-    Raises:
-        SpecError: There is none of this name.
-    """
     models = {
         "bert": tiny.bert,
         **{family: _seeded(write) for family, write in checkpoints.FAMILIES.items()},
@@ -189,7 +178,6 @@ def write_karpathy(folder: Path) -> None:
 
 
 def _clips(folder: Path, prefix: str) -> dict[str, str]:
-    """Copies the shipped clips and returns the captions by id."""
     clips = CRANFIELD.parent / "clips"
     folder.mkdir(parents=True)
     contents = json.loads((clips / "clips.json").read_text("utf-8"))["clips"]

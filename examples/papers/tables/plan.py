@@ -24,13 +24,7 @@ RELATIVE, FULL = "relative ", "full"
 
 
 class Folders(NamedTuple):
-    """Folders that replace prefixes of paths in specs.
-
-    Attributes:
-        data: Folder of the data sets.
-        output: Folder of the results.
-        root: Folder of the repository.
-    """
+    """Folders that replace prefixes of paths in specs."""
 
     data: str
     output: str
@@ -56,13 +50,7 @@ class Folders(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """A job with its spec.
-
-    Attributes:
-        name: Name of the step.
-        job: The job.
-        fields: Fields of the spec of the job.
-    """
+    """A job with its spec."""
 
     name: str
     job: Job
@@ -75,12 +63,7 @@ class PlannedStep(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """Origin of one number.
-
-    Attributes:
-        output: Output folder of the evaluation.
-        selection: Representation, score and measure.
-    """
+    """Origin of one number."""
 
     output: str
     selection: dict[str, str]
@@ -90,7 +73,6 @@ class Plan(NamedTuple):
     """Steps of a table, in the order in which they run, and the origin of each number.
 
     Attributes:
-        steps: Distinct steps.
         cells: Origins of the numbers of each cell, by row and column.
     """
 
@@ -99,11 +81,7 @@ class Plan(NamedTuple):
 
 
 def plan(table: TableSpec, folders: Folders, miniature: bool) -> Plan:
-    """Returns the steps of a table.
-
-    Raises:
-        SpecError: A spec cannot be read, or a change does not fit it.
-    """
+    """Returns the steps of a table."""
     steps: dict[str, dict[str, PlannedStep]] = {name: {} for name in table.steps}
     scores: dict[str, set[str]] = {}  # by output folder
     cells: list[list[list[Cell]]] = []
@@ -136,7 +114,6 @@ def plan(table: TableSpec, folders: Folders, miniature: bool) -> Plan:
 
 
 def _restrict(fields: dict[str, Any], scores: Mapping[str, set[str]]) -> None:
-    """Restricts an evaluation to the scores that the table shows."""
     if found := scores.get(fields["output"]):
         fields["scores"] = sorted(found | set(fields.get("scores") or ()))
     fields.setdefault("bm25", False)
@@ -145,7 +122,6 @@ def _restrict(fields: dict[str, Any], scores: Mapping[str, set[str]]) -> None:
 def _steps(
     table: TableSpec, variables: Mapping[str, str], folders: Folders, miniature: bool
 ) -> Iterator[PlannedStep]:
-    """Yields the steps for one combination of the values of the variables."""
     for name, step in table.steps.items():
         of_values = [
             (f"variables.{variable}.{variables[variable]}", values[variables[variable]])
@@ -195,17 +171,7 @@ def missing(
     data_sets: Mapping[str, DataSet],
     folders: Folders,
 ) -> list[str]:
-    """Returns one sentence per missing file, folder or model, which says where to obtain it.
-
-    Args:
-        steps: Steps, whose models are checked.
-        required: Names of the data sets.
-        data_sets: Data sets by name.
-        folders: Folders of the data sets and of the results.
-
-    Raises:
-        SpecError: A data set is unknown.
-    """
+    """Returns one sentence per missing file, folder or model, which says where to obtain it."""
     sentences = []
     for name in required:
         if name not in data_sets:
@@ -222,7 +188,6 @@ def missing(
 
 
 def _models(value: Any) -> Iterator[str]:
-    """Yields the names of models in the fields of a spec."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if key == "model" and isinstance(inner, str):

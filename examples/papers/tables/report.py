@@ -33,9 +33,7 @@ class TableRow(NamedTuple):
     """A row of the table.
 
     Attributes:
-        label: Name of the row.
         values: Our numbers, one per column; None where the table has none.
-        paper: Numbers of the paper.
     """
 
     label: str
@@ -44,11 +42,7 @@ class TableRow(NamedTuple):
 
 
 def table_rows(table: TableSpec, plan: Plan) -> tuple[list[str], list[TableRow]]:
-    """Returns the titles of the columns and the rows of a table.
-
-    Raises:
-        SpecError: An evaluation does not have a row or a metric.
-    """
+    """Returns the titles of the columns and the rows of a table."""
     read = functools.cache(read_evaluation)  # many cells are from the same evaluation
     rows = [
         TableRow(row.label, [cell_value(cell, table.percent, read) for cell in cells], row.paper)

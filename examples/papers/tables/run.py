@@ -32,11 +32,7 @@ FINISHED = "finished.txt"
 
 
 def parse(step: PlannedStep) -> Spec:
-    """Returns the spec of a step.
-
-    Raises:
-        SpecError: A field is invalid. The error names the step.
-    """
+    """Returns the spec of a step."""
     with config.within(f"steps.{step.name}"):
         return config.parse(SPECS[step.job], step.fields)
 
@@ -50,16 +46,7 @@ def run(
     resources: IndexResources | None = None,
     full_reports: bool = True,
 ) -> None:
-    """Runs steps in order on the Ray cluster to which this process is connected.
-
-    Args:
-        steps: The steps.
-        job_id: Function that returns the id of a new job.
-        say: Function that reports a line of progress.
-        workers: Workers for training, or None to train in this process.
-        resources: Resources of index jobs.
-        full_reports: Whether evaluations write their tables and plots beside the results.
-    """
+    """Runs steps in order on the Ray cluster to which this process is connected."""
     specs = [parse(step) for step in steps]  # fails before any step runs
     for number, (step, spec) in enumerate(zip(steps, specs, strict=True), start=1):
         started = time.monotonic()
@@ -91,7 +78,6 @@ def run(
 def _train(
     title: str, spec: TrainSpec, workers: ray.Workers | None, say: Callable[[str], None]
 ) -> None:
-    """Trains a run to its end, unless it is finished."""
     finished, key = Path(spec.output) / FINISHED, config.digest(spec)
     if finished.exists() and finished.read_text("utf-8") == key:
         say(f"{spec.output} is trained")

@@ -192,9 +192,6 @@ class TableSpec(Spec):
         """Yields the values of all placeholders and the selection of each number of a cell.
 
         A cell has several numbers if a variable has the name of a group; its value is their mean.
-
-        Raises:
-            SpecError: A variable has no value, or a field is unknown.
         """
         at = {**row.at, **column, **(self.miniature.values if miniature else {})}
         selection = {name: at.pop(name) for name in SELECTED if name in at}
@@ -225,11 +222,7 @@ class TableSpec(Spec):
 
 
 def step_job(name: str, step: Step) -> Job:
-    """Returns the job of a step.
-
-    Raises:
-        SpecError: The name of the step is not that of a job, and the step names none.
-    """
+    """Returns the job of a step."""
     if step.job is not None:
         return step.job
     for job in ("train", "index", "recompress", "evaluate"):
@@ -242,11 +235,7 @@ def step_job(name: str, step: Step) -> Job:
 def filled(value: Any, variables: Mapping[str, str], typed: bool = False) -> Any:
     """Replaces placeholders in all strings of a JSON value.
 
-    Args:
-        value: JSON value.
-        variables: Values of the placeholders.
-        typed: Whether a string that is a placeholder becomes a number or a boolean if its value is
-            one.
+    If `typed`, a placeholder becomes a number or a boolean if its value is one.
 
     >>> filled({"out": "out/${model}", "k": ["${k}"]}, {"model": "agc", "k": "32"})
     {'out': 'out/agc', 'k': ['32']}
@@ -289,11 +278,7 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def load_table(folder: Path, paper: str, table: str) -> TableSpec:
-    """Loads the spec of a table.
-
-    Raises:
-        SpecError: The paper or the table is unknown, or the spec is invalid.
-    """
+    """Loads the spec of a table."""
     known = papers(folder)
     if paper not in known:
         raise SpecError.unknown_name("PAPER", paper, known)

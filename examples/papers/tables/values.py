@@ -34,16 +34,7 @@ def read_evaluation(output: str) -> Evaluation:
 def cell_value(
     cells: Sequence[Cell], percent: bool, read: Callable[[str], Evaluation] = read_evaluation
 ) -> float | None:
-    """Returns the mean number of the origins of a cell, or None without origins.
-
-    Args:
-        cells: Origins of the numbers.
-        percent: Whether metrics are in percent.
-        read: Function that reads the results in an output folder.
-
-    Raises:
-        SpecError: An evaluation does not have the row or the metric.
-    """
+    """Returns the mean number of the origins of a cell, or None without origins."""
     values = [_value(read(cell.output), cell.selection, percent) for cell in cells]
     return math.fsum(values) / len(values) if values else None
 
@@ -73,11 +64,7 @@ def _metric(row: Result, name: str) -> float:
 
 
 def find_row(evaluation: Evaluation, representation: str, score: str) -> Result:
-    """Returns the row of a representation under a score.
-
-    Raises:
-        SpecError: The evaluation does not have the row.
-    """
+    """Returns the row of a representation under a score."""
     for row in evaluation.results:
         names = {row.representation, *row.seeds}
         if row.score == score and (not representation or representation in names):

@@ -77,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _table(args: argparse.Namespace, pairs: Sequence[Pair]) -> None:
-    """Measures all encoders of a table."""
     from examples.papers.synthetic import binding_table
 
     options = {"--encoder": args.encoder, "--form": args.form, "--side": args.side}
@@ -93,7 +92,6 @@ def _table(args: argparse.Namespace, pairs: Sequence[Pair]) -> None:
 
 
 def _accuracy(args: argparse.Namespace, pairs: Sequence[Pair], side: int) -> None:
-    """Measures one encoder."""
     from examples.papers.synthetic import binding_accuracy
     from pipeline.registry import ENCODERS
 
@@ -115,7 +113,6 @@ def _accuracy(args: argparse.Namespace, pairs: Sequence[Pair], side: int) -> Non
 
 
 def _write(folder: str, table: Table, png: bytes) -> None:
-    """Writes the table and the plot."""
     from pipeline.runtime.atomic import write_atomic
 
     files: dict[str, str | bytes] = {"binding.csv": table.csv(), "binding.png": png}

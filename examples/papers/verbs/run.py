@@ -113,7 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _tables(paper: str | None) -> dict[str, list[str]]:
-    """Returns the names of the tables by paper, or of a single paper."""
     from examples.papers.tables.spec import papers
 
     known = papers(PAPERS)

@@ -30,7 +30,6 @@ class Pool(NamedTuple):
 
     Attributes:
         stages: Names of the stages, in order.
-        resources: Size of the pool, and resources of each actor.
     """
 
     stages: tuple[str, ...]
@@ -100,14 +99,7 @@ class Estimate:
 
 
 def num_actors(pools: Sequence[Pool], num_items: int, unit_items: int) -> list[int]:
-    """Returns the number of actors of each pool that can work at the same time.
-
-    Args:
-        pools: Pools of actors.
-        num_items: Number of items.
-        unit_items: Number of items per unit. A pool has no more actors at work than there are
-            units.
-    """
+    """Returns the number of actors of each pool that can work at the same time."""
     num_units = max(1, -(-num_items // unit_items))
     return [min(pool.resources.max_actors, num_units) for pool in pools]
 
@@ -148,14 +140,6 @@ def estimate(
     The pool with the lowest capacity limits the rate, unless all stages together need more CPU
     cores than there are. The first unit passes through the stages one after another before the
     pipeline is filled.
-
-    Args:
-        num_items: Number of items.
-        unit_items: Number of items per unit.
-        times: Time of one item, by stage.
-        pools: Pools of actors, in the order of the stages.
-        num_cpus: CPU cores that the stages share, or None for no common limit.
-        startup_seconds: Time until the actors have loaded their models.
     """
     pool_seconds = [sum(times[stage].seconds for stage in pool.stages) for pool in pools]
     actors = num_actors(pools, num_items, unit_items)

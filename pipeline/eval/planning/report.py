@@ -111,7 +111,6 @@ def _transfers(plan: Plan) -> list[str]:
 
 
 def _rate(rate: float) -> str:
-    """Formats a rate with three significant digits."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 

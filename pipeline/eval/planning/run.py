@@ -29,15 +29,9 @@ class Plan:
     """Time, storage and cost of an index job.
 
     Attributes:
-        num_items: Number of items.
-        tokens: Token vectors per item.
-        source_bytes: Size of an item's file, or None if it is unknown.
         payload_bytes: Size of a decoded item, or None if it is unknown.
-        column_bytes: Size of each token column, per item.
         stored_bytes: Size of the index, per item.
-        estimate: Time and resources.
         origins: `GIVEN` or `MEASURED` by stage.
-        prices: Prices of the resources.
         trial: The trial, or None if everything was given.
     """
 
@@ -96,19 +90,10 @@ def make_plan(
     """Plans an index job. Nothing is written.
 
     What the assumptions do not contain is measured: the source is listed, and a random sample of
-    its items passes through the stages on the connected Ray cluster.
-
-    Args:
-        spec: Spec of the index job.
-        resources: Resources profile of the index job.
-        assumptions: Known properties, which replace measurements.
-        limit: Maximum number of items to list, or None for all.
-        sample_size: Number of items of the trial.
-        max_seconds: Time after which the trial processes no further unit.
-        report: Called with each progress line.
+    its items passes through the stages on the connected Ray cluster, where no unit starts after
+    `max_seconds`.
 
     Raises:
-        SpecError: The index job would be refused, or an assumption that is needed is missing.
         JobError: All items of the sample are rejected.
     """
     check_resources(spec, resources)
@@ -195,11 +180,7 @@ def _plan(
 
 
 def _vector_bytes(representation: Representation, tokens: float, dim: int) -> float:
-    """Returns the size of the vectors of an item with a given number of tokens.
-
-    Raises:
-        SpecError: The number of vectors of the compressor depends on the content of items.
-    """
+    """Returns the size of the vectors of an item with a given number of tokens."""
     compressor = representation.compressor
     length = torch.tensor([math.ceil(tokens)])
     if compressor.name == "none":
@@ -218,7 +199,6 @@ def _vector_bytes(representation: Representation, tokens: float, dim: int) -> fl
 
 
 def _size(spec: IndexSpec) -> float | None:
-    """Returns the size of the files of a source, or None if it has no path."""
     path = getattr(spec.source, "path", None)
     if not isinstance(path, str):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +15,10 @@ import lance
 import pyarrow as pa
 import ray
 
-from pipeline.config import JobError
+from pipeline.config import JobError, dump_yaml
 from pipeline.eval.planning.estimate import StageTime
 from pipeline.index import tasks, unit_reader
+from pipeline.index.checks import check
 from pipeline.index.columns import all_representations, representation_fields
 from pipeline.index.fitting import needs_fit, trained_state
 from pipeline.index.fragments import write_table
@@ -31,20 +32,18 @@ from pipeline.registry import CODECS
 from pipeline.schema import ITEM, Reject
 from pipeline.tokens import TokenBatch, flat_from_arrow
 
+#: Maximum number of items that a dry run encodes.
+NUM_TRIED = 32
+
 
 @dataclass(frozen=True)
 class Trial:
     """Means of a sample.
 
     Attributes:
-        num_items: Number of items that were encoded.
-        times: Time of one item, by stage.
-        tokens: Token vectors per item.
-        dim: Dimensions of the token vectors.
         payload_bytes: Size of a decoded item.
         column_bytes: Size of each token column in memory, per item.
         stored_bytes: Size of the index on disk, per item.
-        rejects: Reason of each rejected item.
         unfitted: Representations that were omitted because their compressor needs fitting.
     """
 
@@ -64,11 +63,7 @@ class Listed:
     """Listing of a source, while which the encoder was loaded.
 
     Attributes:
-        num_items: Number of items.
-        rejects: Entries that cannot be listed.
-        seconds: Time of listing.
         sample: Random sample of the items, as (shard, [(position, item), ...]) pairs.
-        encoder_info: Info of the encoder.
         loading_seconds: Time of starting a process and loading the encoder.
     """
 
@@ -84,12 +79,6 @@ def list_items(spec: IndexSpec, resources: IndexResources, limit: int | None, si
     """Lists the source, draws a sample, and loads the encoder at the same time as the job does.
 
     Nothing is decoded.
-
-    Args:
-        spec: Spec of the index job.
-        resources: Resources profile of the job.
-        limit: Maximum number of entries to list, or None for all.
-        size: Number of items in the sample.
     """
     start = time.perf_counter()
     describe = tasks.describe_encoder.options(**resources.encode.task_options)
@@ -117,14 +106,7 @@ def _choose(
 def run_trial(
     spec: IndexSpec, resources: IndexResources, listed: Listed, max_seconds: float = 60.0
 ) -> Trial:
-    """Processes a sample with the resources of an encoding actor. Nothing is kept.
-
-    Args:
-        spec: Spec of the index job.
-        resources: Resources profile of the job.
-        listed: The sample and the encoder.
-        max_seconds: Time after which no further unit is processed.
-    """
+    """Processes a sample like an encoding actor, for about `max_seconds`. Nothing is kept."""
     task = _run_trial.options(**resources.encode.task_options)
     threads = resources.encode.num_threads
     placement = dict(resources.placement)
@@ -142,7 +124,6 @@ class _Clock:
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:
-        """Adds the time of a block to a stage."""
         start, cpu_start = time.perf_counter(), time.process_time()
         yield
         elapsed = time.perf_counter() - start
@@ -161,7 +142,6 @@ class _Clock:
             self.core_seconds[stage] = self.core_seconds.get(stage, 0.0) + cores
 
     def times(self, num_items: int) -> dict[str, StageTime]:
-        """Returns the mean time of an item by stage."""
         return {
             stage: StageTime(elapsed / num_items, self.core_seconds[stage] / num_items)
             for stage, elapsed in self.seconds.items()
@@ -169,12 +149,9 @@ class _Clock:
 
 
 class _CountingCompressor(Compress):
-    """Compressor that also counts the tokens of its input."""
-
     num_tokens = 0
 
     def columns(self, batch: TokenBatch, item_field: str = "content") -> Columns:
-        """Counts the tokens of a batch and compresses it."""
         self.num_tokens += int(batch.mask.sum())
         return super().columns(batch, item_field)
 
@@ -242,7 +219,6 @@ class _Stages:
         self._compressor.num_tokens = 0
 
     def run(self, sample: list[unit_reader.Chosen], max_seconds: float) -> None:
-        """Reads, encodes and compresses units until the time has passed."""
         units = unit_reader.decode_units(self._source, sample, self._limits)
         end = time.perf_counter() + max_seconds
         while time.perf_counter() < end:
@@ -261,11 +237,7 @@ class _Stages:
             self._rejects += unit.rejects["reason"].to_pylist()
 
     def result(self) -> Trial:
-        """Writes the processed items to a temporary folder and returns all means.
-
-        Raises:
-            JobError: All items were rejected.
-        """
+        """Writes the processed items to a temporary folder and returns all means."""
         tables = [table for table in self._tables if table.num_rows]
         if not tables:
             counts = Counter(self._rejects)
@@ -297,3 +269,31 @@ class _Stages:
             rejects=self._rejects,
             unfitted=self._unfitted,
         )
+
+
+def dry_run(
+    spec: IndexSpec, resources: IndexResources, limit: int | None, report: Callable[[str], None]
+) -> None:
+    """Estimates the time and size of an index job from a few items. Nothing is written."""
+    check(spec)
+    report(dump_yaml(spec).rstrip())
+    listed = list_items(spec, resources, limit, NUM_TRIED)
+    num_rejects = len(listed.rejects)
+    report(f"\nlisted {listed.num_items + num_rejects:,} items, {num_rejects:,} unreadable")
+    for reject in listed.rejects[:5]:
+        report(f"  rejected {reject.item_id}: {reject.reason} {reject.detail}")
+    if not listed.sample:
+        return
+    trial = run_trial(spec, resources, listed)
+    rate = 1 / sum(time.seconds for time in trial.times.values())
+    num_actors = resources.encode.max_actors
+    report(
+        f"encoded {trial.num_items} items: {trial.tokens:.0f} tokens per item,"
+        f" {rate:,.1f} items/s per actor;"
+        f" about {listed.num_items / rate / num_actors:,.0f} s in total with {num_actors} actors"
+    )
+    for reason, number in Counter(trial.rejects).items():
+        report(f"  rejected {number} of them: {reason}")
+    for name, num_bytes in trial.column_bytes.items():
+        total = f"{num_bytes * listed.num_items / 1e6:12,.1f} MB"
+        report(f"  {name:24} {num_bytes:10,.0f} bytes per item {total}")

@@ -17,12 +17,6 @@ class Row:
     """Measurements of a candidate.
 
     Attributes:
-        name: Default name of the column.
-        method: Name of the compressor.
-        num_vectors: Budget, or None without one.
-        codec: Settings of the codec.
-        vectors_per_item: Mean number of vectors per item.
-        bytes_per_item: Mean number of bytes of the vectors of an item.
         milliseconds: Time to score a query.
         quality: Mean metric of the queries.
         retained: Quality divided by that of the uncompressed vectors.
@@ -73,7 +67,6 @@ class Choice:
 
     Attributes:
         row: The recommended row, or the closest one if none meets all requirements.
-        violations: Requirements that the row does not meet.
     """
 
     row: Row

@@ -20,19 +20,9 @@ NUM_COVERED = 100
 class Comparison:
     """Compares candidates with the uncompressed vectors.
 
-    Args:
-        sample: Sampled items.
-        full: Their uncompressed vectors.
-        queries: Queries.
-        seed: Seed of the bootstrap.
-
     Attributes:
-        rows: One row per candidate, in the order in which they were added.
         values: Metric of each query (Q,) for each row.
         reference_Q: Metric of each query with uncompressed vectors.
-
-    Raises:
-        SpecError: The uncompressed vectors find no relevant item.
     """
 
     def __init__(self, sample: Sample, full: Measured, queries: QuerySet, seed: int):
@@ -76,11 +66,7 @@ class Comparison:
         return row
 
     def _covering(self, packed: PackedVectors) -> tuple[float, float]:
-        """Computes the cosine distances of tokens to the nearest stored vector of their item.
-
-        Returns:
-            Mean distance, and largest distance (covering radius), both averaged over items.
-        """
+        """Returns mean and largest cosine distance of tokens to the nearest vector."""
         distances = [
             1 - (tokens_ND @ normalise(packed.item(row)).T).amax(dim=1)
             for row, tokens_ND in self._covered.items()

@@ -37,7 +37,6 @@ class Measured(NamedTuple):
     """Candidate that has been compressed and packed.
 
     Attributes:
-        representation: Compressor and codec.
         compressor: Compressor, which may transform queries.
         packed: Quantised vectors of the sampled items, in their order.
     """
@@ -65,10 +64,6 @@ class Measured(NamedTuple):
 
         The sampled items are repeated up to `num_items`, or until they have `TIMED_VECTORS`
         vectors. The time is extrapolated linearly to `num_items`.
-
-        Args:
-            queries: Queries. The first few are timed.
-            num_items: Number of items of the index.
         """
         (segment,) = self.packed.segments
         needed = min(num_items / len(self.packed), TIMED_VECTORS / max(1, self.packed.num_vectors))
@@ -111,11 +106,7 @@ def measured_candidates(
 def compress(
     compressor: Compressor, batch: TokenBatch, encoder_info: EncoderInfo
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """Compresses a batch of items.
-
-    Returns:
-        Vectors (T, D) float32 and the number of vectors per item (B,) int64.
-    """
+    """Returns vectors (T, D) float32 and the number of vectors per item (B,) int64."""
     batch = replace(batch, vectors=batch.vectors.float())
     result = compressor.compress(with_taps(batch, compressor.needs_taps, encoder_info))
     vectors_TD, lengths_B = flat_rows(result.vectors, result.mask)

@@ -36,12 +36,7 @@ class QuerySet(NamedTuple):
     ignored: Sequence[str | None] = ()
 
     def measure(self, scores_QB: torch.Tensor, ids: Sequence[str]) -> np.ndarray:
-        """Computes the metric of each query (Q,) float64.
-
-        Args:
-            scores_QB: Scores of the sampled items.
-            ids: Item or parent id of each item. The score of a parent is that of its best item.
-        """
+        """Computes the metric (Q,) float64 of each query; parents score as their best item."""
         documents = sorted(set(ids))
         numbers = {document: number for number, document in enumerate(documents)}
         document_B = torch.tensor([numbers[document] for document in ids])
@@ -68,15 +63,8 @@ def pseudo_queries(
     """Generates queries from the token vectors of random items.
 
     A pseudo-query consists of consecutive tokens of one item. Gaussian noise is added to each
-    token, so that finding the item is not trivial. The only relevant item is the one from which the
-    tokens were taken.
-
-    Args:
-        sample: Sampled items, whose ids must be unique.
-        full: Uncompressed vectors of the items.
-        num_queries: Maximum number of queries.
-        noise: Expected norm of the noise relative to that of a token.
-        seed: Random seed.
+    token, so that finding the item is not trivial; `noise` is its expected norm relative to that of
+    a token. The only relevant item is the one from which the tokens were taken.
     """
     rng = np.random.default_rng(seed)
     tokens, grades = [], []

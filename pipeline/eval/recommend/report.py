@@ -101,11 +101,7 @@ def reason(recommendation: Recommendation) -> str:
 
 
 def recompress_spec(recommendation: Recommendation) -> dict[str, Any] | None:
-    """Returns the spec of `maxray add representations` that adds the recommended representation.
-
-    Returns:
-        None if the index already stores it.
-    """
+    """Returns the spec of `maxray add representations`, or None if the index stores it."""
     spec, row = recommendation.spec, recommendation.choice.row
     if recommendation.stored_as is not None:
         return None

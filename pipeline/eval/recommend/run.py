@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.config import SpecError
+from pipeline.config import ComponentSpec, SpecError, TrainedSpec
 from pipeline.eval.level import judged_level
-from pipeline.eval.recommend.candidates import UNCOMPRESSED, list_candidates
 from pipeline.eval.recommend.choose import Choice, Row, Target, choose
 from pipeline.eval.recommend.comparison import Comparison
 from pipeline.eval.recommend.measure import Measured, measured_candidates
@@ -20,13 +20,20 @@ from pipeline.eval.recommend.spec import RecommendSpec
 from pipeline.eval.recommend.validation import Regret, regrets
 from pipeline.eval.topics import judged_query_vectors
 from pipeline.index.add import incomplete_fragments
-from pipeline.index.columns import Representation, changed_setting, required_taps
+from pipeline.index.columns import (
+    Representation,
+    changed_setting,
+    needs_appended_vectors,
+    required_taps,
+)
 from pipeline.index.info import EncoderInfo
 from pipeline.index.reader import Index
-from pipeline.index.recompress import stored_encoder
-from pipeline.registry import BENCHMARKS, COMPRESSORS
+from pipeline.index.recompress import check_taps, stored_encoder
+from pipeline.registry import BENCHMARKS, CODECS, COMPRESSORS
 from pipeline.search.searcher import Searcher, open_index
 
+#: Method that stores all tokens. It has no budget.
+UNCOMPRESSED = "none"
 #: Norms of the noise in pseudo-queries relative to that of a token, in ascending order.
 NOISES = (1.0, 2.0, 4.0)
 #: Quality of the uncompressed vectors above which pseudo-queries are too easy, so that they do not
@@ -41,16 +48,8 @@ class Recommendation:
     """Measurements of all candidates and the choice among them.
 
     Attributes:
-        spec: Options.
-        field: Item field of the representation.
-        rows: One row per candidate, in order of size.
-        choice: Recommended row.
         stored_as: Name under which the index already stores the recommended representation, or
             None.
-        left_out: Reason by method or codec that was not compared.
-        num_items: Number of items of the index.
-        num_sampled: Number of items by which the candidates were compared.
-        num_queries: Number of queries.
         is_judged: False if the queries are pseudo-queries.
         quality: Mean metric of the uncompressed vectors.
         regrets: Validation of the estimates, or an empty list if it was not requested.
@@ -71,15 +70,7 @@ class Recommendation:
 
 
 def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendation:
-    """Compares the candidates on a sample of the items, and chooses one.
-
-    Args:
-        spec: Options.
-        report: Function that reports a line of progress.
-
-    Raises:
-        SpecError: The index, the representation or the benchmark is missing or invalid.
-    """
+    """Compares the candidates on a sample of the items, and chooses one."""
     searcher = open_index(spec.index)
     index = searcher.index
     try:
@@ -133,7 +124,6 @@ def recommend(spec: RecommendSpec, report: Callable[[str], None]) -> Recommendat
 def _stored_name(
     index: Index, representation: Representation, encoder_info: EncoderInfo
 ) -> str | None:
-    """Returns the name of a complete column with the settings of a representation, if any."""
     for name, stored in index.representations().items():
         is_equal = changed_setting(representation, encoder_info, stored) is None
         if is_equal and not incomplete_fragments(index.dataset, [name]):
@@ -142,7 +132,6 @@ def _stored_name(
 
 
 def _uncompressed(sample: Sample, encoder_info: EncoderInfo) -> Measured:
-    """Returns the uncompressed vectors, which are the reference of all candidates."""
     representation = Representation(compressor=COMPRESSORS.resolve(UNCOMPRESSED))
     (full,) = measured_candidates([representation], sample, encoder_info)
     return full
@@ -162,7 +151,6 @@ def _pseudo_queries(spec: RecommendSpec, sample: Sample, full: Measured) -> Quer
 def _sample_and_queries(
     spec: RecommendSpec, searcher: Searcher, representations: Sequence[Representation]
 ) -> tuple[Sample, QuerySet | None]:
-    """Draws the sample and loads the judged queries, if the spec has a benchmark."""
     index = searcher.index
     info = index.representation(spec.representation)
     draw = functools.partial(
@@ -192,3 +180,75 @@ def _sample_and_queries(
     texts = [judged.queries[query_id] for query_id in query_ids]
     encoded = searcher.encoder(info.name).encode_queries(texts)
     return sample, QuerySet(searcher.queries(encoded, info.name).tokens, grades, True, ignored)
+
+
+class Candidates(NamedTuple):
+    """Representations to compare."""
+
+    representations: list[Representation]
+    left_out: dict[str, str]
+
+
+def list_candidates(
+    spec: RecommendSpec, index: Index, encoder_info: EncoderInfo, field: str
+) -> Candidates:
+    """Combines the methods, budgets and codecs of a spec."""
+    left_out = {}
+    codecs = []
+    for codec in spec.codecs:
+        if CODECS.load(codec.name).needs_fit:
+            left_out[codec.name] = "is fitted on the corpus"
+        else:
+            codecs.append(codec)
+    representations = []
+    for method in spec.methods:
+        try:
+            compressors = _compressors(method, spec.budgets)
+        except _LeftOut as reason:
+            left_out[method] = str(reason)
+            continue
+        listed = [
+            Representation(compressor=compressor, codec=codec, field=field)
+            for compressor in compressors
+            for codec in codecs
+        ]
+        if listed and (problem := _problem(listed[0], index, encoder_info)):
+            left_out[method] = problem
+        else:
+            representations += listed
+    if not representations:
+        reasons = "; ".join(f"{name} {reason}" for name, reason in left_out.items())
+        rule = "methods and codecs that can be computed from stored token vectors"
+        raise SpecError("methods", spec.methods, rule, note=f" ({reasons})")
+    return Candidates(representations, left_out)
+
+
+class _LeftOut(Exception):
+    """Raised for a method that cannot be compared. The message is the reason."""
+
+
+def _compressors(method: str, budgets: Sequence[int]) -> list[ComponentSpec]:
+    compressor_class = COMPRESSORS.load(method)
+    if method == UNCOMPRESSED:
+        return [COMPRESSORS.resolve(method)]
+    if issubclass(compressor_class.Spec, TrainedSpec):
+        raise _LeftOut("needs trained weights")
+    if compressor_class.needs_fit:
+        raise _LeftOut("is fitted on the corpus")
+    if "num_vectors" not in compressor_class.Spec.model_fields:
+        raise _LeftOut("has no budget num_vectors")
+    try:
+        return [COMPRESSORS.resolve({"name": method, "num_vectors": n}) for n in budgets]
+    except SpecError as error:
+        raise _LeftOut(f"needs further settings ({error})") from None
+
+
+def _problem(representation: Representation, index: Index, encoder_info: EncoderInfo) -> str | None:
+    """Returns the reason why a representation cannot be computed from the index, or None."""
+    if needs_appended_vectors([representation]):
+        return "needs the vectors of appended tokens, which are not stored"
+    try:
+        check_taps(index, encoder_info.for_field(representation.field), [representation])
+    except SpecError as error:
+        return f"needs the attention statistic {error.value}, which is not stored"
+    return None

@@ -32,7 +32,6 @@ class Sample(NamedTuple):
     Attributes:
         ids: Item or parent id of each item (B,).
         batches: Token vectors of consecutive items, in half precision if they are stored so.
-        num_items: Estimated number of items of the index that have the representation.
     """
 
     ids: list[str]
@@ -56,18 +55,8 @@ def draw_sample(
 ) -> Sample:
     """Draws random items, and adds those that are judged.
 
-    Args:
-        index: Index of the items.
-        info: Uncompressed representation to read.
-        size: Number of random items.
-        seed: Random seed.
-        level: "item" or "parent", the level of `judged` and of the ids of the sample.
-        judged: Ids of items, or of parents whose items are all added.
-        filter: SQL condition on the items.
-        taps: Single-layer attention statistics to read.
-
-    Raises:
-        SpecError: No item has the representation, or the filter is invalid.
+    `level`, "item" or "parent", is that of `judged` and of the ids of the sample. All items of a
+    judged parent are added.
     """
     rows, ids = _rows(index, f"{level}_id", filter)
     is_judged = pc.is_in(ids, pa.array(sorted(judged), pa.string())).to_numpy(zero_copy_only=False)
@@ -101,7 +90,6 @@ def draw_sample(
 
 
 def _rows(index: Index, column: str, filter: str | None) -> tuple[np.ndarray, pa.ChunkedArray]:
-    """Returns the positions and the ids of all items, or of those that match a filter."""
     table = index.dataset.to_table(columns=list(dict.fromkeys(["item_id", column])))
     rows = np.arange(table.num_rows)
     if filter is not None:

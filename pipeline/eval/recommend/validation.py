@@ -43,11 +43,6 @@ def regrets(judged: Comparison, pseudo: Comparison, target: Target) -> list[Regr
     """Measures the regret of recommendations without queries and with half of the queries.
 
     Halves consist of every other query. Each half is used once to recommend and once to measure.
-
-    Args:
-        judged: Measurements with judged queries.
-        pseudo: Measurements of the same candidates with pseudo-queries.
-        target: Requirements on the candidates.
     """
     num_queries = len(judged.reference_Q)
     found = [_regret("pseudo-queries", pseudo.rows, judged.rows, target)]
@@ -60,7 +55,6 @@ def regrets(judged: Comparison, pseudo: Comparison, target: Target) -> list[Regr
 
 
 def _restricted(comparison: Comparison, used: np.ndarray) -> list[Row]:
-    """Returns the rows with the quality on a subset of the queries."""
     reference_Q, values_RQ = comparison.reference_Q[used], np.stack(comparison.values)[:, used]
     intervals = ratio_intervals(values_RQ, reference_Q).tolist()
     return [
@@ -80,10 +74,7 @@ def _restricted(comparison: Comparison, used: np.ndarray) -> list[Row]:
 def _regret(
     estimate: str, estimated: Sequence[Row], measured: Sequence[Row], target: Target
 ) -> Regret:
-    """Compares the choice by estimated quality with the one by measured quality.
-
-    The best candidate is chosen by its measured quality, without an interval.
-    """
+    """Compares the choice by estimated quality with the one by measured quality."""
     best = choose([dataclasses.replace(row, low=row.retained) for row in measured], target).row
     name = choose(estimated, target).row.name
     recommended = next(row for row in measured if row.name == name)

@@ -16,10 +16,7 @@ def table(compared: Comparison) -> Table:
 
 
 def full_table(compared: Comparison) -> Table:
-    """Returns all metrics of all rows.
-
-    If only one of the evaluations contains a row, the mean of the other one is empty.
-    """
+    """Returns all metrics of all rows; the mean of a missing row is empty."""
     rows = Table([["row", "measure", "a", "b", "difference", "p"]])
     for differences in compared.differences.values():
         rows += [[d.name, d.measure, d.a, d.b, d.change, d.p] for d in differences]

@@ -53,10 +53,7 @@ class ReportFigure(NamedTuple):
 
     Attributes:
         name: File name without extension.
-        title: Heading.
-        caption: Description.
         panels: Functions that draw the panels, each small enough for a phone screen.
-        whole: Function that draws all panels as one figure.
     """
 
     name: str
@@ -204,7 +201,6 @@ def _depth_figure(evaluation: Evaluation, scans: Sequence[DepthScan]) -> Figure:
 
 
 def _candidates_figure(scans: Sequence[CandidatesScan]) -> Figure:
-    """Draws a panel of the recall above one of the latency for each representation."""
     exact_rows = list({scan.exact.name: scan.exact for scan in scans}.values())
     generators = list(dict.fromkeys(scan.generator for scan in scans))
     num_columns = min(len(exact_rows), 4)

@@ -55,13 +55,7 @@ def write_comparison(compared: Comparison, folder: str) -> list[str]:
 
 
 def write_pooled(pooled: Evaluation, table: Table, folder: str) -> list[str]:
-    """Writes the table and the figures of pooled evaluations, and returns their paths.
-
-    Args:
-        pooled: Pooled evaluation.
-        table: Table of the pooled evaluations.
-        folder: Path or URI of the folder to write to.
-    """
+    """Writes the table and the figures of pooled evaluations, and returns their paths."""
     tables = {"table.md": table.markdown(), "pooled.csv": table.csv()}
     return _write({**tables, **_figures(pooled)}, folder)
 

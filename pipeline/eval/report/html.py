@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from pipeline.eval.compare import Comparison
-from pipeline.eval.examples import HIGHLIGHT_DELIMITERS
+from pipeline.eval.examples import HIGHLIGHT_DELIMITERS, Example
 from pipeline.eval.report import figures, quality_bytes
-from pipeline.eval.report.links import side_by_side
 from pipeline.eval.report.summary import against_bm25, fitting_samples, measure_description, summary
 from pipeline.eval.report.tables import (
     budget,
@@ -32,6 +32,9 @@ from pipeline.eval.report.tables import (
 from pipeline.eval.results import ALPHA, OSR, Evaluation
 from pipeline.eval.views import correlations, scanned_rows
 from pipeline.runtime.text import decimal, p_equals, p_value, percentage
+
+#: Scores of rows that the side-by-side view can show. Unequal weights are not among them.
+SHOWN_SCORES = ("maxsim", "hybrid", "fused")
 
 
 def report(evaluations: Sequence[Evaluation]) -> str:
@@ -96,3 +99,25 @@ def highlight(snippet: str) -> Markup:
     """
     start, end = HIGHLIGHT_DELIMITERS
     return Markup(str(escape(snippet)).replace(start, "<mark>").replace(end, "</mark>"))
+
+
+def side_by_side(evaluation: Evaluation, example: Example) -> str | None:
+    """Returns the URL that shows a query with both rows of an example in the search page.
+
+    Returns None if the evaluation has no `search_page`, or if a row has another score than MaxSim,
+    hybrid with equal weights, or fused. The fields are those of `pipeline/serve/page/state.js`.
+    """
+    page = evaluation.spec.get("search_page")
+    rows = [evaluation.row(name) for name in example.hits]
+    if not page or any(row.label not in SHOWN_SCORES for row in rows):
+        return None
+    left, right = (rows * 2)[:2]
+    fields = {"view": "compare", "q": example.query, "rep": left.representation}
+    fields["rep2"] = right.representation
+    if left.score != "maxsim":
+        fields["score"] = left.score
+    if right.score != left.score:
+        fields["score2"] = right.score
+    parts = urlsplit(page)
+    query = urlencode([*parse_qsl(parts.query), *fields.items()])
+    return urlunsplit(parts._replace(query=query))

@@ -33,19 +33,11 @@ def match_sheet(
     rows: Sequence[tuple[Result, Sequence[tuple[str, float]]]],
     grades: Mapping[str, int],
 ) -> bytes:
-    """Draws the hits of a query, with a row per row of an evaluation (SMART, figures 1 and 3 to 5).
+    """Draws the hits of a query as a PNG, a row per row of an evaluation (SMART, figures 1, 3-5).
 
     Relevant hits are outlined in green. In rows of MaxSim and hybrid scores, the words that match
-    the query are highlighted. A hit without a readable image is represented by its id.
-
-    Args:
-        searcher: Searcher of the index.
-        query: Query: a text, an image or both. An image is drawn in a row of its own.
-        rows: Rows of the evaluation with the ids and scores of their hits, best first.
-        grades: Grades of the documents for the query.
-
-    Returns:
-        The sheet as a PNG.
+    the query are highlighted. A hit without a readable image is represented by its id. The image of
+    a query is drawn in a row of its own.
     """
     previews, sheet_rows = Previews(searcher.index), []
     text = query.text if isinstance(query, Composed) else query if isinstance(query, str) else ""

@@ -36,9 +36,7 @@ def to_png(figure: Figure) -> bytes:
 def to_svg(figure: Figure, name: str) -> str:
     """Returns a figure as an `<svg>` element, with grey replaced by the text colour of the page.
 
-    Args:
-        figure: Figure to convert.
-        name: Prefix that makes element ids unique on the page.
+    The prefix `name` makes element ids unique on the page.
     """
     svg = io.StringIO()
     no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))

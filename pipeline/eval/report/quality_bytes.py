@@ -36,7 +36,6 @@ class Panel(NamedTuple):
     """Plot of quality against size.
 
     Attributes:
-        score: Score of the rows.
         size: Attribute of rows with the bytes per item, `vector_bytes` or `all_bytes`.
     """
 
@@ -219,7 +218,6 @@ def _draw_line(
     method: str,
     style: Style,
 ) -> None:
-    """Draws the rows of a method in ascending order of size, with their spread over seeds."""
     spreads = [row.spread(measure) or 0.0 for row in line]
     panel.errorbar(
         [size_of(row) for row in line],
@@ -235,7 +233,6 @@ def _draw_line(
 
 
 def _label_point(panel: Axes, row: Result, size: float, quality: float, color: str) -> None:
-    """Writes a row's budget above its point."""
     panel.annotate(
         str(row.budget),
         (size, quality),
@@ -248,12 +245,7 @@ def _label_point(panel: Axes, row: Result, size: float, quality: float, color: s
 
 
 def _label_budgets(panel: Axes, sizes: dict[Budget, float]) -> None:
-    """Labels the points with their budgets. Budgets of similar size are on different lines.
-
-    Args:
-        panel: Axes to write on.
-        sizes: Position of each budget on the axis of sizes, in bytes.
-    """
+    """Labels the points with their budgets. Budgets of similar size are on different lines."""
     sizes = {budget: size for budget, size in sizes.items() if size > 0}
     span = max(1.0, math.log10(max(sizes.values()) / min(sizes.values()))) if sizes else 1.0
     ends: list[float] = []  # position of the last label of each line

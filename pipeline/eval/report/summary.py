@@ -39,7 +39,6 @@ def summary(evaluation: Evaluation) -> Iterator[str]:
 
 
 def _bm25_sentence(evaluation: Evaluation) -> Iterator[str]:
-    """Yields a sentence that counts the rows significantly better or worse than BM25."""
     bm25 = next((result for result in evaluation.results if result.method == BM25), None)
     if bm25 is None:
         return

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipeline.eval.pooled import retention_p_values
 from pipeline.eval.relevance_maps import GroundingMetrics
 from pipeline.eval.results import BM25, COSTS, FULL, OSR, Evaluation, Result
-from pipeline.eval.views import CandidatesScan, candidates_scans
+from pipeline.eval.views import CandidatesScan, candidates_scans, maxsim_rows
 from pipeline.runtime.text import Table, decimal, p_value, percentage
 
 
@@ -62,6 +63,27 @@ def comparisons_table(evaluation: Evaluation) -> Table:
     return Table([header, *rows])
 
 
+def pooled_table(evaluation: Evaluation, against: Sequence[str]) -> Table:
+    """Returns OSR (against other methods, see `retention_p_values`) and quality of MaxSim rows."""
+    rows = maxsim_rows(evaluation)
+    columns = retention_p_values(rows, against)
+    header = ["method", "K", OSR, "OSR ±", *(f"p {name}" for name in against)]
+    header += [evaluation.headline, f"{evaluation.headline} ±"]
+    cells = [
+        [
+            row.method,
+            budget(row),
+            decimal(row.retention and row.retention.mean),
+            decimal(row.spread(OSR)),
+            *(p_value(p_values.get(row.name)) for p_values in columns),
+            f"{evaluation.quality(row):.4f}",
+            decimal(row.spread(evaluation.headline)),
+        ]
+        for row in rows
+    ]
+    return Table([header, *cells])
+
+
 def candidates_table(evaluation: Evaluation) -> Table:
     """Formats the recall and the cost of candidate generators."""
     scans = candidates_scans(evaluation)
@@ -88,7 +110,6 @@ def candidates_table(evaluation: Evaluation) -> Table:
 
 
 def _recalls(scan: CandidatesScan) -> list[str]:
-    """Returns the names of the measured recalls."""
     first = next(iter(scan.rows.values()))
     return [name for name in first.candidates if name.startswith("recall@")]
 

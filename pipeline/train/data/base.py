@@ -106,15 +106,9 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
 
     @abstractmethod
     def batches(self, epoch: int, first: int, worker: int, num_workers: int) -> Iterator[Batch]:
-        """Yields one worker's part of the batches of an epoch.
+        """Yields one worker's part of the batches of an epoch, beginning with `first`, from 0.
 
         All workers yield the same number of batches, and `batch_size` is the total over workers.
-
-        Args:
-            epoch: Epoch, from 0.
-            first: Number of the first batch to yield, from 0.
-            worker: Rank of the worker.
-            num_workers: Number of workers.
         """
 
     def full_pass(self, worker: int, num_workers: int) -> Iterator[Batch]:
@@ -122,10 +116,6 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
 
         By default, these are the batches of the first epoch. Data whose epochs omit different rows
         yield all rows.
-
-        Args:
-            worker: Rank of the worker.
-            num_workers: Number of workers.
         """
         return self.batches(0, 0, worker, num_workers)
 
@@ -153,10 +143,6 @@ class TrainingData(ABC, Generic[ComponentSpecT]):
 
         The default metrics are R@1, R@5, R@10 and nDCG@10, where all validation documents are
         ranked.
-
-        Args:
-            scores_QB: Scores of all validation queries and documents.
-            validation: The validation data.
         """
         from pipeline.train.data.quality import ranking
 

@@ -30,14 +30,8 @@ def decode_media(spec: Decoding, video: str | None, audio: str | None) -> dict[s
 
     If a video has a separate audio file, the audio is read from it.
 
-    Args:
-        spec: Columns to decode, and options for decoding.
-        video: URI of the video file, if any.
-        audio: URI of the audio file, if any.
-
     Raises:
         Unreadable: A file cannot be read or has none of the requested inputs.
-        OSError: Reading from the storage failed.
     """
     item: dict[str, Any] = dict.fromkeys((*spec.inputs, "span"))
     if audio is not None and "audio" in spec.inputs:
@@ -54,12 +48,10 @@ def decoding_settings(spec: Decoding) -> dict[str, Any]:
 
 
 def _video(spec: Decoding, uri: str, inputs: tuple[str, ...]) -> Video:
-    """Returns a source that reads the video file at `uri` as one item."""
     return Video(Video.Spec(path=uri, window_seconds=None, **_fields(spec, Video.Spec)), inputs)
 
 
 def _audio(spec: Decoding, uri: str) -> Audio:
-    """Returns a source that reads the audio file at `uri` as one item."""
     fields = _fields(spec, Audio.Spec)
     return Audio(Audio.Spec(path=uri, window_seconds=None, **fields), ("audio",))
 
@@ -70,11 +62,6 @@ def _fields(spec: Decoding, source_spec: type[Spec]) -> dict[str, Any]:
 
 
 def _payload(source: WindowSource[Any], uri: str) -> dict[str, Any]:
-    """Decodes a complete file and returns its payload and its `span`.
-
-    Raises:
-        Unreadable: The file cannot be read or has none of the requested inputs.
-    """
     name = posixpath.basename(uri)
     file, whole = source.find_file(name, {}), Item(name, name, "", source.modality, "")
     with source.local_path(file) as path:

@@ -17,12 +17,7 @@ QUERIES_PER_BATCH = 256
 
 
 class Mined(NamedTuple):
-    """Result of mining.
-
-    Attributes:
-        queries: Number of queries that have negatives.
-        negatives: Number of negatives.
-    """
+    """Result of mining."""
 
     queries: int
     negatives: int
@@ -44,20 +39,8 @@ def mine(
     other ids, are removed before ranks are counted. Items that are not part of the data are removed
     afterwards.
 
-    Args:
-        searcher: Searcher of the index.
-        data: Queries, documents and relevance judgments.
-        output: Path or URI of the file, which is written atomically, with lines {"query": ...,
-            "negatives": [ids, best first]}.
-        representation: Representation to search. Defaults to `full` if it exists, else the first.
-        ranks: First and last rank to take, from 1. The best few documents are often relevant but
-            unjudged.
-        score: Score to rank by.
-        report: Function that reports a line of progress.
-
-    Raises:
-        SpecError: The ranks are invalid, or the index has none of the documents or cannot be
-            searched in this way.
+    The file is written atomically, with lines {"query": ..., "negatives": [ids, best first]}. Ranks
+    count from 1; the best few documents are often relevant but unjudged.
     """
     first, last = ranks
     if not 1 <= first <= last:

@@ -111,16 +111,6 @@ class PairData(RowData[PairsSpec]):
     def _read_files(
         self, uri: str, required: str, files: Callable[[str, tuple[str, ...]], list[str]]
     ) -> Iterator[TableRow]:
-        """Yields the rows of files.
-
-        Args:
-            uri: Path, folder or glob.
-            required: Column that each file must have, besides one that defines a document.
-            files: Function that lists the files.
-
-        Raises:
-            SpecError: A file lacks a column.
-        """
         names = self.spec.columns
         # Compares values with defaults: a resolved spec sets all fields.
         fields = type(names).model_fields.items()
@@ -151,12 +141,10 @@ class PairData(RowData[PairsSpec]):
 
     @property
     def _content(self) -> tuple[str, ...]:
-        """Columns of the content of a document."""
         names = self.spec.columns
         return (names.text, names.image, names.video, names.audio)
 
     def _add_document(self, listing: Listing, row: TableRow) -> int:
-        """Returns the number of the document of a row. Adds the document if it is new."""
         names = self.spec.columns
         document_id = self._document_id(row)
         has_content = row.cell is not None or any(
@@ -205,7 +193,6 @@ class PairData(RowData[PairsSpec]):
         return Document(document_id, text, image_location, row.location, NO_BOXES, *media)
 
     def _path(self, field: str, row: TableRow) -> str | None:
-        """Returns the value of a column of paths."""
         name = getattr(self.spec.columns, field)
         path = row.fields.get(name)
         is_path = path is None or (isinstance(path, str) and path.strip())
@@ -213,7 +200,6 @@ class PairData(RowData[PairsSpec]):
         return path
 
     def _uri(self, path: str, folder: str) -> str:
-        """Returns the URI of a path in a row."""
         return path if is_uri(path) else posixpath.join(self.spec.root or folder, path)
 
     # -- negatives and boxes -----------------------------------------------------------------------

@@ -65,15 +65,9 @@ def utilisation(
 ) -> dict[str, np.ndarray]:
     """Computes how evenly the vectors of relevant documents are matched (AGC, section 6.5).
 
-    Args:
-        queries: Token vectors of Q queries.
-        documents: Vectors of B documents.
-        positive_QB: bool, relevance of each document to each query.
-
-    Returns:
-        One value each: `CV`, the coefficient of variation of the matching strengths in percent;
-        `Gini`, their Gini coefficient; and `Used`, the fraction of the vectors of relevant
-        documents that are the best match of a token of a relevant query.
+    Returns one value each: `CV`, the coefficient of variation of the matching strengths in percent;
+    `Gini`, their Gini coefficient; and `Used`, the fraction of the vectors of relevant documents
+    that are the best match of a token of a relevant query.
     """
     from pipeline.eval.diagnostics import coefficient_of_variation, gini, matching_strength
 
@@ -96,10 +90,7 @@ def relevant_matches(
 ) -> tuple[Matches, PackedVectors]:
     """Returns the match records of queries and their relevant documents, and the packed documents.
 
-    Args:
-        queries: Token vectors of Q queries.
-        documents: Vectors of B documents. Those without vectors have no records.
-        positive_QB: bool, relevance of each document to each query.
+    Documents without vectors have no records.
     """
     from pipeline.eval.diagnostics import match_pairs
     from pipeline.search.packed import PackedVectors
@@ -121,13 +112,8 @@ def grounding(
     """Computes BoxMass, RegionHit and CoverageIoU of phrases in their documents (SaMer, eq. 8-10).
 
     The relevance of an input token is the mean similarity between the tokens of the phrase and the
-    vector to which the input token is assigned.
-
-    Args:
-        phrases: Token vectors of P phrases.
-        documents: Document vectors of each phrase, with their assignments.
-        locations: Input tokens of the same documents, with their extents.
-        boxes: Boxes (M, 4) of each phrase.
+    vector to which the input token is assigned. Rows are phrases: `documents` have assignments,
+    `locations` the extents of the input tokens, and `boxes` are (M, 4).
     """
     from pipeline.eval.relevance_maps import grounding_metrics, region_mask, relevance_map
 

@@ -142,14 +142,7 @@ class RowData(TrainingData[RowSpecT]):
 
     @abstractmethod
     def rows(self, files: RowSpec | ValidationFiles) -> Listing:
-        """Reads the rows of files.
-
-        Args:
-            files: The spec, or its `validation`.
-
-        Raises:
-            SpecError: A file, or a line or row of it, is invalid.
-        """
+        """Reads the rows of the files of the spec or of its `validation`."""
 
     # -- selection of rows -------------------------------------------------------------------------
 
@@ -207,7 +200,6 @@ class RowData(TrainingData[RowSpecT]):
         return np.lexsort((random.random(num_rows), window_R))
 
     def _sample_negatives(self, number: int, epoch: int) -> Row:
-        """Returns a row with the negatives that were sampled for an epoch."""
         row, maximum = self.training.rows[number], self.spec.num_negatives
         if maximum is None or len(row.negatives) <= maximum:
             return row
@@ -305,19 +297,7 @@ class RowData(TrainingData[RowSpecT]):
         boxes: list[np.ndarray] | None = None,
         teacher: torch.Tensor | None = None,
     ) -> Batch:
-        """Reads a batch of queries with their relevant documents, and documents.
-
-        Args:
-            listing: Listing of the documents.
-            queries: Queries, each with the numbers of its relevant documents.
-            numbers: Numbers of the documents; `NO_LABEL` for one without tokens.
-            num_labels: Number of labels per query. Defaults to the maximum over the queries.
-            boxes: Boxes of each document, if any.
-            teacher: Teacher scores of the documents of all workers, if any.
-
-        Raises:
-            JobError: None of several files can be read.
-        """
+        """Reads queries and documents by number; `NO_LABEL` is a document without tokens."""
         import torch
 
         wanted = [None if n == NO_LABEL else listing.documents[n] for n in numbers]
@@ -358,10 +338,7 @@ class RowData(TrainingData[RowSpecT]):
     # -- documents ---------------------------------------------------------------------------------
 
     def _load_item(self, document: Document | None) -> dict[str, Any] | None:
-        """Returns a document as input of the encoder.
-
-        Returns None for padding and unreadable files.
-        """
+        """Returns a document as encoder input, or None for padding and unreadable files."""
         if document is None:
             return None
         if self._key(document) in self.cached_keys:
@@ -453,7 +430,6 @@ class RowData(TrainingData[RowSpecT]):
 
     @functools.cached_property
     def _rows_by_document(self) -> dict[int, list[Row]]:
-        """Rows of each document."""
         rows: dict[int, list[Row]] = {}
         for row in self.training.rows:
             rows.setdefault(row.document, []).append(row)

@@ -33,12 +33,9 @@ class Document:
     """Document of training data: a text, an image or video, audio, or several of them.
 
     Attributes:
-        id: Unique id of the document.
-        text: Text of the document, if any.
         image: URI of an image file, a cell of a table, or a member of an archive.
         location: Line or row that names the document first.
         boxes: Boxes (M, 4) of the objects in the image, independently of the query.
-        video: URI of a video file.
         audio: URI of an audio file, which replaces the audio of the video.
     """
 
@@ -87,12 +84,10 @@ class Row:
     """Query with a relevant document.
 
     Attributes:
-        query: Text of the query.
         document: Number of the relevant document.
         negatives: Numbers of the hard negatives.
         scores: Teacher scores of the document and of the negatives.
         boxes: Boxes (M, 4) of what the query describes.
-        phrases: Phrases of the query, with their boxes.
     """
 
     query: str
@@ -110,8 +105,6 @@ class Listing:
     All documents in rows with the same query are relevant to it.
 
     Attributes:
-        documents: All documents.
-        rows: All rows.
         numbers: Number of each document, by id.
     """
 
@@ -120,13 +113,7 @@ class Listing:
     numbers: dict[str, int] = field(default_factory=dict)
 
     def add(self, document: Document) -> int:
-        """Adds a document and returns its number.
-
-        Documents that are already listed keep their number.
-
-        Raises:
-            SpecError: For `path`: another document has the same id.
-        """
+        """Adds a document, unless it is listed, and returns its number."""
         number = self.numbers.get(document.id)
         if number is None:
             number = self.numbers[document.id] = len(self.documents)
@@ -167,10 +154,6 @@ def select_negatives(row: Row, indices: Sequence[int]) -> Row:
     >>> selected = select_negatives(row, [0, 2])
     >>> selected.negatives, selected.scores
     ((5, 7), (0.9, 0.5, 0.7))
-
-    Args:
-        row: Row with negatives.
-        indices: Indices of the negatives to keep.
     """
     scores = row.scores and (row.scores[0], *(row.scores[1 + i] for i in indices))
     return replace(row, negatives=tuple(row.negatives[i] for i in indices), scores=scores)
@@ -200,12 +183,7 @@ def drop_relevant_negatives(listing: Listing) -> Listing:
 
 
 def add_hard_negatives(listing: Listing, uri: str) -> Listing:
-    """Appends the hard negatives from a file to those of the rows.
-
-    Raises:
-        SpecError: For `hard_negatives`: a line is malformed or names an unknown document, or the
-            file has no query of the data.
-    """
+    """Appends the hard negatives from a file to those of the rows."""
     line_rule = 'a line {"query": "...", "negatives": ["id", ...]}'
     negatives: dict[str, list[int]] = {}
     for file in list_files(uri, LINES, "hard_negatives"):
@@ -238,11 +216,7 @@ def add_hard_negatives(listing: Listing, uri: str) -> Listing:
 
 
 def drop_missing_files(listing: Listing) -> Listing:
-    """Removes rows and negatives whose files are missing, and logs a warning.
-
-    Raises:
-        SpecError: For `path`: no row is left.
-    """
+    """Removes rows and negatives whose files are missing, and logs a warning."""
     used = {row.document for row in listing.rows}
     used |= {number for row in listing.rows for number in row.negatives}
     missing = _missing(listing, sorted(used))
@@ -272,10 +246,7 @@ def drop_missing_files(listing: Listing) -> Listing:
 
 
 def _missing(listing: Listing, numbers: Sequence[int]) -> dict[int, tuple[str, str]]:
-    """Returns the documents whose files are missing, and the first of these files with its kind.
-
-    Each folder is listed only once.
-    """
+    """Returns the first missing file and its kind by document; each folder is listed once."""
     names: dict[str, set[str]] = {}
     missing: dict[int, tuple[str, str]] = {}
     for number in numbers:

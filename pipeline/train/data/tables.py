@@ -34,14 +34,7 @@ LINES, TABLE = (".jsonl", ".jsonl.gz"), (".parquet",)
 
 @dataclass(frozen=True, slots=True)
 class ImageCell:
-    """Image in a table.
-
-    Attributes:
-        table: URI of the file.
-        column: Column of the image.
-        group: Number of the row group.
-        row: Number of the row in the group.
-    """
+    """Image in a table."""
 
     table: str
     column: str
@@ -54,9 +47,7 @@ class ArchiveMember:
     """Image in an uncompressed archive.
 
     Attributes:
-        archive: URI of the archive.
         offset: Position of the first byte.
-        size: Number of bytes.
     """
 
     archive: str
@@ -84,9 +75,7 @@ class TableRow:
 
     Attributes:
         location: Line or row and file, for messages.
-        folder: Folder of the file.
         fields: Values of the columns that were read, without images.
-        cell: Image in the row, if any.
     """
 
     location: str
@@ -96,16 +85,7 @@ class TableRow:
 
 
 def list_files(uri: str, suffixes: tuple[str, ...], field: str = "path") -> list[str]:
-    """Returns the URIs of the files that match a path, a folder or a glob in sorted order.
-
-    Args:
-        uri: Path or URI of a file, a folder or a glob.
-        suffixes: Valid file name suffixes.
-        field: Spec field that errors name.
-
-    Raises:
-        SpecError: No file matches.
-    """
+    """Returns the URIs of the files that match a path, a folder or a glob in sorted order."""
     fs, root = open_root(uri, field)
     found = []
     with reading(field, uri, "a readable path"):
@@ -133,16 +113,7 @@ def _glob(fs: AbstractFileSystem, pattern: str) -> list[str]:
 def read_rows(
     file: str, columns: Collection[str] | None = None, image_column: str | None = None
 ) -> Iterator[TableRow]:
-    """Yields the rows of a file in order.
-
-    Args:
-        file: Path or URI of a Parquet or JSON-lines file.
-        columns: Columns to read, if the file has them, or None for all.
-        image_column: Column that may contain images, which are not read.
-
-    Raises:
-        SpecError: The file is corrupted. The error names `path` and the line or row.
-    """
+    """Yields the rows of a Parquet or JSON-lines file in order, without reading images."""
     if file.lower().endswith(TABLE):
         yield from _read_table(file, columns, image_column)
     else:
@@ -219,11 +190,7 @@ def _read_table(
 
 
 def table_columns(file: str) -> list[str] | None:
-    """Returns the columns of a Parquet file, or None if a file has no schema.
-
-    Raises:
-        SpecError: For `path`: the file cannot be read.
-    """
+    """Returns the columns of a Parquet file, or None if a file has no schema."""
     if not file.lower().endswith(TABLE):
         return None
     errors = (pa.ArrowException, ValueError)
@@ -242,10 +209,7 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def _has_image(table: pq.ParquetFile, group: int, image_column: str) -> list[bool]:
-    """Returns which rows of a group contain an image.
-
-    Uses the statistics of the file if possible.
-    """
+    """Returns which rows of a group have an image, from the statistics if possible."""
     metadata = table.metadata.row_group(group)
     for number in range(metadata.num_columns):
         column = metadata.column(number)
@@ -271,11 +235,7 @@ def _values(column: pa.ChunkedArray) -> Iterator[tuple[Any, str | None]]:
 
 
 class ImageReader:
-    """Reader of images in tables. The row groups that were used last are cached.
-
-    Args:
-        groups: Number of row groups in the cache.
-    """
+    """Reader of images in tables. The row groups that were used last are cached."""
 
     def __init__(self, groups: int):
         self._groups = groups

@@ -33,8 +33,6 @@ class Sample:
 
     Attributes:
         key: Path of the members up to the first dot of the file name.
-        image: Image, if any.
-        caption: Content of the member with the caption, if any.
     """
 
     key: str
@@ -84,15 +82,7 @@ class WebDataset(RowData["WebDataset.Spec"]):
 
 
 def read_samples(archive: str, caption_suffix: str) -> Iterator[Sample]:
-    """Yields the samples of an archive in the order of their first members, without the images.
-
-    Args:
-        archive: Path or URI of an uncompressed .tar archive.
-        caption_suffix: Suffix of the members with the captions.
-
-    Raises:
-        SpecError: The archive cannot be read.
-    """
+    """Yields the samples of an uncompressed archive in its order, without the images."""
     samples: dict[str, Sample] = {}
     with (
         reading("path", archive, "an uncompressed .tar archive", tarfile.TarError),
@@ -116,11 +106,7 @@ def read_samples(archive: str, caption_suffix: str) -> Iterator[Sample]:
 
 
 def _caption(content: bytes | None, field: str, location: str) -> str:
-    """Returns the caption of a sample, or an empty string without one.
-
-    Raises:
-        SpecError: The content is not UTF-8, or not a JSON object with `field`.
-    """
+    """Returns the caption of a sample, or an empty string without one."""
     if content is None:
         return ""
     rule = f"a JSON object with the field {field}" if field else "text in UTF-8 or UTF-16"

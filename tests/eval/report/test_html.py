@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from pipeline.eval.examples import Document, Example, HitImage
-from pipeline.eval.report import html, links
+from pipeline.eval.report import html
 from tests.eval.evaluations import evaluation_of, result
 
 UNESCAPED = '<b>bold</b> & "quoted" <script>alert(1)</script>'
@@ -83,10 +83,10 @@ def test_links_to_the_search_page_have_the_score_of_each_row(evaluation):
         reason="lost", query_id="q0", query="wing", values=values, judged=[], hits=rows
     )
     spec = {"search_page": "http://localhost:8000/"}
-    url = links.side_by_side(replace(evaluation, spec=spec), example)
+    url = html.side_by_side(replace(evaluation, spec=spec), example)
     assert "rep=full&rep2=hpool_32&score2=hybrid" in url
     reverse = example.model_copy(update={"hits": dict(reversed(rows.items()))})
-    url = links.side_by_side(replace(evaluation, spec=spec), reverse)
+    url = html.side_by_side(replace(evaluation, spec=spec), reverse)
     assert "rep=hpool_32&rep2=full&score=hybrid&score2=maxsim" in url
 
 

@@ -13,7 +13,7 @@ from examples.papers.data import make_page_pairs, make_text_pairs
 from examples.papers.studies.study import StudySpec, runs_of
 from examples.papers.verbs import study
 from pipeline import config
-from pipeline.eval.planning.dry_run import dry_run
+from pipeline.eval.planning.trial import dry_run
 from pipeline.eval.spec import EvaluateSpec
 from pipeline.index.spec import IndexResources, IndexSpec
 from tests.conftest import ROOT

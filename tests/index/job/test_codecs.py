@@ -12,7 +12,7 @@ import torch
 
 from pipeline import config, open_index
 from pipeline.config import SpecError
-from pipeline.eval.planning.dry_run import dry_run
+from pipeline.eval.planning.trial import dry_run
 from pipeline.index import add, job, recompress
 from pipeline.index.add import Progress
 from pipeline.index.artefacts import Sample, load_artefact

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pipeline import config, open_index
-from pipeline.eval.planning.dry_run import dry_run
+from pipeline.eval.planning.trial import dry_run
 from pipeline.index import job
 from pipeline.index.reader import Index
 from pipeline.index.spec import IndexResources, IndexSpec

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline import config
 from pipeline.config import SpecError
-from pipeline.eval.planning.dry_run import dry_run
+from pipeline.eval.planning.trial import dry_run
 from pipeline.index.spec import IndexResources, IndexSpec
 from pipeline.registry import ENCODERS
 from tests.conftest import ROOT

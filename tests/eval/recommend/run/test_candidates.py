@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.config import SpecError
-from pipeline.eval.recommend.candidates import list_candidates
+from pipeline.eval.recommend.run import list_candidates
 from pipeline.eval.recommend.spec import RecommendSpec
 from pipeline.index.reader import Index
 

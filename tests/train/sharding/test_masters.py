@@ -7,7 +7,7 @@ import torch
 
 from pipeline import config
 from pipeline.registry import ENCODERS
-from pipeline.train import masters
+from pipeline.train import sharding
 from pipeline.train.loop import Loop
 from tests.train.runs import spec_of, weights_of
 
@@ -54,7 +54,7 @@ def test_trained_weights_are_float32(model, tmp_path, learner):
     made = {**config.dump(spec.learner.encoder), field: str(tmp_path / "model")}
     read_back = ENCODERS.build(ENCODERS.resolve(made)).model.state_dict()
     if not is_lora:  # whose matrices are merged
-        with masters.as_loaded(loop.learner, loop._dtypes):
+        with sharding.as_loaded(loop.learner, loop._dtypes):
             for name, tensor in loop.learner.model.state_dict().items():
                 assert torch.equal(tensor, read_back[name]), name
     assert {p.dtype for p in after.values() if p.requires_grad} == {torch.float32}

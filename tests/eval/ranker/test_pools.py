@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from pipeline.datasets.queries import ImageFiles
-from pipeline.eval.pools import map_by_pool
-from pipeline.eval.query_images import IMAGES_PER_BATCH, encode_all
+from pipeline.eval.ranker import IMAGES_PER_BATCH, encode_all, map_by_pool
 from pipeline.registry import ENCODERS
 from tests.images import noise, png
 from tests.tiny import checkpoints

@@ -15,16 +15,7 @@ from pipeline.registry import COMPRESSORS
 
 
 def find_representation(infos: Mapping[str, RepresentationInfo], name: str) -> RepresentationInfo:
-    """Returns a stored representation, or a prefix of one with nested vectors.
-
-    Args:
-        infos: Stored representations by column.
-        name: Name of a column, or `NAME@K` for the first K vectors of each item.
-
-    Raises:
-        SpecError: The representation does not exist, its vectors are not nested, or K is not an
-            integer from 1 to its budget.
-    """
+    """Returns a stored representation, or for `NAME@K` the first K vectors of a nested one."""
     column, separator, length = name.partition(PREFIX_SEPARATOR)
     if column not in infos:
         raise SpecError.unknown_name("representation", name, infos, "is not in the index")
@@ -45,11 +36,7 @@ def find_representation(infos: Mapping[str, RepresentationInfo], name: str) -> R
 
 
 def is_nested(info: RepresentationInfo) -> bool:
-    """Checks whether the first k vectors of each item form a representation with budget k.
-
-    Raises:
-        SpecError: The compressor is not installed.
-    """
+    """Checks whether the first k vectors of each item form a representation with budget k."""
     return COMPRESSORS.build(COMPRESSORS.resolve(info.compressor)).is_nested
 
 

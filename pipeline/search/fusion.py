@@ -69,11 +69,7 @@ class Fusion(Spec):
 
     @property
     def component_weights(self) -> FusionWeights:
-        """The weights.
-
-        Raises:
-            SpecError: They are null.
-        """
+        """The weights, which must not be null."""
         if self.weights is None:
             note = "; fit them with `maxray evaluate SPEC --fit-fusion fusion.yaml`"
             raise SpecError("fusion.weights", None, "set for the score fused", note=note)
@@ -88,8 +84,6 @@ class Fusion(Spec):
         """Returns the ascending indices of the best items of each component.
 
         Args:
-            components: Scores (R,) of the items by component.
-            k: Number of hits.
             groups: Group (R,) of each item, or None. If given, the best item of each of the best
                 groups is included as well.
         """
@@ -108,10 +102,7 @@ class Fusion(Spec):
         k: int,
         groups: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Returns the fused scores (R,) float64 of items that contain those of all `lists`.
-
-        Items to which no list contributes have the score -inf.
-        """
+        """Returns the fused scores (R,) float64; -inf for items to which no list contributes."""
         fused = np.full(len(components["maxsim"]), -np.inf)
         for name, items in self.lists(components, k, groups).items():
             if self._agrees(components["maxsim"], components[name], items):
@@ -142,7 +133,6 @@ DEFAULT_FUSION = Fusion()
 
 
 def _read(value: Any) -> Any:
-    """Returns the content of a file if the value is its path."""
     return read(value, "") if isinstance(value, str) else value
 
 
@@ -161,8 +151,6 @@ def pool_rows(
 
     Args:
         components: Scores (R,) of the scored items by component.
-        fusion: Settings of the fusion.
-        k: Number of hits.
         rows: (R,) ascending indices of the scored items, or None for all items.
         groups: (B,) group of each item, or None.
     """

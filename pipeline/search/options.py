@@ -54,11 +54,7 @@ EQUAL_WEIGHTS = (1.0, 1.0)
 
 
 def _id_tuple(ids: Any) -> tuple[str, ...] | None:
-    """Converts a collection of ids to a tuple. This takes 1 ms for 100,000 ids.
-
-    Raises:
-        SpecError: The ids are not a collection of valid UTF-8 strings.
-    """
+    """Converts a collection of ids to a tuple. This takes 1 ms for 100,000 ids."""
     if ids is None:
         return None
     values = (ids,) if isinstance(ids, str) else tuple(ids)
@@ -69,7 +65,6 @@ def _id_tuple(ids: Any) -> tuple[str, ...] | None:
 
 
 def _are_texts(values: tuple[Any, ...]) -> bool:
-    """Checks whether all values are valid UTF-8 strings."""
     try:
         "".join(values).encode()
     except (TypeError, UnicodeEncodeError):
@@ -169,12 +164,7 @@ class SearchOptions(Spec):
         return self
 
     def resolve(self, index: Index, **changes: Any) -> SearchOptions:
-        """Returns the options with changes and with the default representation of an index.
-
-        Raises:
-            SpecError: The representation does not exist or is only for reranking, the candidate
-                generator was not built for it, or a fused score has no weights.
-        """
+        """Returns the options with changes and with the default representation of an index."""
         fields = {name: getattr(self, name) for name in SearchOptions.model_fields} | changes
         options = SearchOptions.model_construct(**fields)
         info = representation_info(index, options.representation)
@@ -201,8 +191,7 @@ class SearchOptions(Spec):
     def first_stage(self, rerank_depth: int = 0) -> SearchOptions:
         """Returns the options of the first stage, which finds the items to rerank.
 
-        Args:
-            rerank_depth: Number of items that another reranker than `rerank` reads.
+        `rerank_depth` is the number of items that another reranker than `rerank` reads.
         """
         k = max(self.k, rerank_depth, self.rerank.depth if self.rerank else 0)
         number = None if self.num_candidates is None else max(self.num_candidates, k)
@@ -214,12 +203,7 @@ class SearchOptions(Spec):
         return self.model_copy(update={"filter": None, "ids": None, "parents": None})
 
     def check_vectors(self, queries: Queries, pooled_column: str | None) -> None:
-        """Raises `SpecError` if the queries or the representation lack vectors for the score.
-
-        Args:
-            queries: Queries transformed for the representation.
-            pooled_column: Column of the representation's single vectors, or None.
-        """
+        """Raises `SpecError` if the queries or the representation lack vectors for the score."""
         weights = self.fusion.component_weights if self.score == FUSED else None
         needs_single = self.score != "maxsim" if weights is None else bool(weights.single_vector)
         rule, problem = "maxsim", None
@@ -247,7 +231,6 @@ class SearchOptions(Spec):
 
 
 def _check_bm25(index: Index, info: RepresentationInfo) -> None:
-    """Raises `SpecError` if the index has no BM25 scores for the texts of a representation."""
     if BM25 not in generators(index, info):
         problem = f"needs {BM25}, which was not built for the texts of {info.name}"
         note = f"; build it with `maxray add candidates INDEX {BM25}`"

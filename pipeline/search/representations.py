@@ -15,12 +15,8 @@ def representation_info(index: Index, name: str | None = None) -> Representation
     """Returns the metadata of a searchable representation.
 
     Args:
-        index: Open version of an index.
         name: Name of the representation, or `NAME@K` for a prefix. Defaults to `full` if it exists,
             otherwise the first.
-
-    Raises:
-        SpecError: The representation does not exist, is only for reranking or has no such prefix.
     """
     infos = index.representations()
     if name is None:

@@ -110,10 +110,7 @@ class Ranking:
         return tuple(FirstStage(rank=rank, score=score) for rank, score in numbers)
 
     def _descending_scores(self) -> Sequence[float]:
-        """Returns scores, or descending ranks after reranking.
-
-        Scores of the two stages are not comparable.
-        """
+        """Returns scores, or descending ranks after reranking, which mixes scores of two stages."""
         if self.first_stage is None:
             return self.scores
         return [float(number) for number in range(len(self.scores), 0, -1)]
@@ -134,7 +131,6 @@ class Scorer:
     """Scores the items of an index. Their vectors are opened on first use.
 
     Args:
-        items: Items to score.
         cache: Whether to pack vectors into memory-mapped local files. If False, they are read into
             memory.
         device: "cpu", or a CUDA device that holds the vectors and computes the scores.
@@ -232,10 +228,7 @@ class Scorer:
         return self._postings[column]
 
     def _text_codes(self, column: str) -> Iterator[pa.Array]:
-        """Yields the codes of the texts of all items in storage order.
-
-        The texts of items that were added since the column was filled are read and encoded.
-        """
+        """Yields the codes of all texts. Those added since the column was filled are encoded."""
         index = self._items.index
         text_column = index.candidates_columns[column].representation
         (field_ids,) = index.field_ids([column]).values()
@@ -262,12 +255,7 @@ class Scorer:
         return [packed.item(row).cpu() for row in rows.tolist()]
 
     def scores_all(self, options: SearchOptions, rows: np.ndarray | None) -> bool:
-        """Checks whether all selected items are scored, instead of the candidates of a generator.
-
-        Args:
-            options: Resolved options of the first stage.
-            rows: Indices of the selected items, or None for all.
-        """
+        """Checks whether all selected items are scored, not only the candidates of a generator."""
         if options.candidates == EXACT:
             return True
         if rows is None:
@@ -279,11 +267,6 @@ class Scorer:
     ) -> list[Ranking]:
         """Finds the k best items for each query. Ties are sorted by item id.
 
-        Args:
-            queries: Queries transformed for the representation.
-            options: Resolved options of the first stage.
-            rows: Ascending indices of the items to score, or None for all.
-
         Raises:
             SpecError: The queries or the representation lack vectors that the score needs.
         """
@@ -292,10 +275,7 @@ class Scorer:
     def rank_part(
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> list[Ranking]:
-        """Finds the items that `merge_rankings` needs, which computes fused scores.
-
-        For other scores, these are the k best items.
-        """
+        """Finds the items that `merge_rankings` needs: the k best, or more for fused scores."""
         options.check_vectors(queries, self._info(options.column).pooled_column)
         options.check_candidates(queries)
         scores_all = self.scores_all(options, rows)
@@ -321,7 +301,6 @@ class Scorer:
         options: SearchOptions,
         rows: np.ndarray | None,
     ) -> list[Ranking]:
-        """Ranks the given items for a batch of queries."""
         if options.score == FUSED:
             return self._pools(queries, options, rows)
         order = self._items.id_order
@@ -341,8 +320,7 @@ class Scorer:
     ) -> list[Ranking]:
         """Returns the best items of a batch of queries by each component of the fused score.
 
-        They are not fused yet, since bounds depend on the items of all shards. Their scores are
-        MaxSim scores. Items without vectors are omitted.
+        They are not fused yet, since bounds depend on the items of all shards.
         """
         weights = options.fusion.component_weights
         groups = self._items.parent_codes if options.group_by else None
@@ -375,9 +353,8 @@ class Scorer:
     ) -> list[np.ndarray]:
         """Finds the ascending indices of the candidates of each query in a batch.
 
-        Items that have vectors but no code are candidates of all queries. Items without the vectors
-        that the score needs are no candidates, because they would replace items with a score. If
-        fewer than k items are found, all items are candidates.
+        Items that have vectors but no code are candidates of all queries. If fewer than k items are
+        found, all items are candidates.
         """
         info = self._info(options.column)
         columns = generator_columns(self._items.index, info, options.candidates)
@@ -460,14 +437,7 @@ class Scorer:
             yield scores if rows is None else scores[rows]
 
     def _uncoded(self, column: str, options: SearchOptions) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ascending indices of two kinds of items, which are cached.
-
-        The first have the vectors that the score needs but no code, and the second vice versa.
-
-        Args:
-            column: Column of codes.
-            options: Resolved options of the first stage.
-        """
+        """Returns and caches the items with the score's vectors but no code, and vice versa."""
         score = "maxsim" if options.score == FUSED else options.score
         scored = self._columns(options.column, score, EXACT)
         key = (column, *scored)
@@ -510,7 +480,6 @@ class Scorer:
         return _Scores(total.numpy(), maxsim_scores.numpy(), pooled_scores.numpy())
 
     def _ranking(self, best: np.ndarray, scores: _Scores, rows: np.ndarray | None) -> Ranking:
-        """Builds the ranking of a query from the indices of its best scores."""
         best_rows = best if rows is None else rows[best]
         ids = self._items.ids.take(pa.array(best_rows))
         return Ranking(
@@ -533,16 +502,12 @@ class _Scores(NamedTuple):
     bm25: np.ndarray | None = None
 
     def query(self, query: int) -> _Scores:
-        """Returns the scores of one query."""
         parts = [None if part is None else part[query] for part in self[1:]]
         return _Scores(self.total[query], *parts)
 
 
 def fuse(ranking: Ranking, options: SearchOptions) -> Ranking:
-    """Computes the fused scores of the items found by all shards, and returns the k best.
-
-    For other scores, the ranking is returned unchanged.
-    """
+    """Fuses the items found by all shards and returns the k best. Other scores are unchanged."""
     if options.score != FUSED:
         return ranking
     groups = None

@@ -21,7 +21,6 @@ def top_rows(
         scores: (S,) float. Items with -inf are excluded.
         rows: (S,) indices of the scored items, or None for all items in order.
         order: (B,) rank of each item among equal scores.
-        k: Maximum number of indices.
         groups: (B,) group of each item, or None without grouping.
 
     >>> order, groups = np.arange(4), np.array([0, 0, 1, 1])
@@ -57,7 +56,6 @@ def best_rows(
     Args:
         scores: (S,) float. Items with -inf are excluded.
         rows: (S,) ascending indices of the scored items, or None for all items.
-        num: Number of items.
         groups: (B,) group of each item, or None. If given, the best item of each of the `num` best
             groups is included as well, so that candidates of few groups do not replace the others.
 
@@ -80,8 +78,8 @@ def best_rows(
 def _limit(scores: np.ndarray, num: int) -> float:
     """Returns the `num`-th best score, or -inf if there are fewer.
 
-    Selecting among a million scores takes longer than computing them, so scores below a bound that
-    is estimated on a sample are left out.
+    Scores below a bound that is estimated on a sample are left out: selecting among a million
+    scores takes longer than computing them.
     """
     if num >= len(scores):
         return -np.inf

@@ -29,8 +29,7 @@ from pipeline.config import SpecError, absolute
 from pipeline.data.vector_files import QRELS, QUERIES, QUERY_IDS, DocumentFiles
 from pipeline.index.filters import check_matches, filtering
 from pipeline.index.info import PREFIX_SEPARATOR
-from pipeline.index.prefixes import first_vectors
-from pipeline.index.reader import Index, access_errors, combine_filters
+from pipeline.index.reader import Index, access_errors, combine_filters, first_vectors
 from pipeline.paths import locate
 from pipeline.runtime.atomic import check_writable
 from pipeline.schema import ITEM, METADATA_KEY, column_metadata, vectors_type

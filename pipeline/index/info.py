@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from pipeline.config import WEIGHTS_HASH, SpecError, describe, digest, dump
 from pipeline.encoders.taps import Tap
 from pipeline.index.positions import EXTENTS
+from pipeline.registry import COMPRESSORS
 from pipeline.schema import FORMAT_VERSION, WORD_CONFIDENCES, column_metadata
 
 if TYPE_CHECKING:  # reading an index does not need torch
@@ -392,6 +396,38 @@ def representation_infos(schema: pa.Schema) -> dict[str, RepresentationInfo]:
     """Returns the stored representations by name."""
     names = columns_with_role(schema, "search")
     return {name: RepresentationInfo.from_schema(schema, name) for name in names}
+
+
+def find_representation(infos: Mapping[str, RepresentationInfo], name: str) -> RepresentationInfo:
+    """Returns a stored representation, or for `NAME@K` the first K vectors of a nested one."""
+    column, separator, length = name.partition(PREFIX_SEPARATOR)
+    if column not in infos:
+        raise SpecError.unknown_name("representation", name, infos, "is not in the index")
+    info = infos[column]
+    if not separator:
+        return info
+    if not is_nested(info):
+        nested = [other for other, candidate in infos.items() if _may_be_nested(candidate)]
+        rule = f"a prefix of {' or '.join(nested)}" if nested else "a name without @K"
+        raise SpecError("representation", name, rule, "stores no nested vectors")
+    budget = info.num_vectors
+    is_valid = re.fullmatch("[1-9][0-9]{0,8}", length) and int(length) <= (budget or int(length))
+    if not is_valid:
+        limits = ">= 1" if budget is None else f"from 1 to {budget}, its stored budget"
+        rule = f"{column}{PREFIX_SEPARATOR}K with an integer K {limits}"
+        raise SpecError("representation", name, rule)
+    return replace(info, max_vectors=int(length))
+
+
+def is_nested(info: RepresentationInfo) -> bool:
+    """Checks whether the first k vectors of each item form a representation with budget k."""
+    return COMPRESSORS.build(COMPRESSORS.resolve(info.compressor)).is_nested
+
+
+def _may_be_nested(info: RepresentationInfo) -> bool:
+    with contextlib.suppress(SpecError):
+        return is_nested(info)
+    return False
 
 
 def pooled_infos(schema: pa.Schema) -> dict[str, PooledInfo]:

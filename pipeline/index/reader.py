@@ -28,14 +28,14 @@ from pipeline.index.info import (
     RepresentationInfo,
     RerankInfo,
     candidates_infos,
+    find_representation,
     format_versions,
     pooled_infos,
     representation_infos,
     rerank_infos,
 )
 from pipeline.index.lease import Lease
-from pipeline.index.positions import decode_positions
-from pipeline.index.prefixes import find_representation, first_vectors
+from pipeline.index.positions import STORED_EXTENTS, decode_positions
 from pipeline.paths import is_uri, locate
 from pipeline.registry import CANDIDATES, CODECS
 from pipeline.runtime.atomic import check_writable
@@ -383,7 +383,8 @@ class Index:
             table = self.dataset.to_table(columns=columns, filter=id_filter(item_ids))
         row_by_id = {item_id: i for i, item_id in enumerate(table["item_id"].to_pylist())}
         rows = [row_by_id[item_id] for item_id in item_ids if item_id in row_by_id]
-        return decode_positions(table.take(pa.array(rows, pa.int64())))
+        table = table.take(pa.array(rows, pa.int64()))
+        return decode_positions(table) if STORED_EXTENTS in table.schema.types else table
 
     def item(self, item_id: str, columns: Sequence[str]) -> pa.Table:
         """Returns the row of an item.
@@ -463,6 +464,22 @@ def files_with(fragment: lance.LanceFragment, field_ids: Iterable[int]) -> list[
     """Returns the names of the data files of a fragment that contain any of the fields, sorted."""
     wanted = set(field_ids)
     return sorted(file.path for file in fragment.data_files() if wanted & set(file.fields))
+
+
+def first_vectors(
+    vectors_TD: np.ndarray, lengths_B: np.ndarray, max_vectors: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns at most the first `max_vectors` vectors of each item, and their numbers.
+
+    >>> vectors = np.arange(5).reshape(5, 1)
+    >>> [part.tolist() for part in first_vectors(vectors, np.array([3, 0, 2]), 2)]
+    [[[0], [1], [3], [4]], [2, 0, 2]]
+    """
+    if max_vectors is None:
+        return vectors_TD, lengths_B
+    starts_B = lengths_B.cumsum() - lengths_B
+    position_T = np.arange(len(vectors_TD)) - np.repeat(starts_B, lengths_B)
+    return vectors_TD[position_T < max_vectors], np.minimum(lengths_B, max_vectors)
 
 
 def id_filter(item_ids: Iterable[str]) -> str:

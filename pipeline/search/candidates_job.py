@@ -37,8 +37,8 @@ from pipeline.registry import CANDIDATES, GeneratorSpec
 from pipeline.schema import with_metadata
 from pipeline.search.candidates import BM25
 from pipeline.search.candidates_sample import draw_sample
+from pipeline.search.options import representation_info
 from pipeline.search.query import AnyQuery
-from pipeline.search.representations import representation_info
 
 log = logging.getLogger("maxray.candidates")
 

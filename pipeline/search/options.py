@@ -18,7 +18,6 @@ from pipeline.search.candidates import (
     generators,
 )
 from pipeline.search.fusion import DEFAULT_FUSION, FUSED, Fusion
-from pipeline.search.representations import representation_info
 from pipeline.search.scores import Score
 
 if TYPE_CHECKING:  # imported lazily to keep --help fast
@@ -49,7 +48,9 @@ def _check_weights(weights: Any) -> Any:
 
 
 #: Weights of the single-vector and the MaxSim score in the hybrid score.
-Weights = Annotated[tuple[float, float], BeforeValidator(_check_weights)]
+Weights = Annotated[
+    tuple[float, float], BeforeValidator(_check_weights), Field(validate_default=False)
+]
 EQUAL_WEIGHTS = (1.0, 1.0)
 
 
@@ -72,7 +73,7 @@ def _are_texts(values: tuple[Any, ...]) -> bool:
     return True
 
 
-Ids = Annotated[tuple[str, ...] | None, BeforeValidator(_id_tuple)]
+Ids = Annotated[tuple[str, ...] | None, BeforeValidator(_id_tuple), Field(validate_default=False)]
 
 
 RerankMethod = Literal["vectors", "edje"]
@@ -125,7 +126,7 @@ class SearchOptions(Spec):
     weights: Weights = EQUAL_WEIGHTS
     """Weights of the `single_vector` and the `maxsim` score in the `hybrid` score. Items that lack
     either score have no hybrid score, even if its weight is 0."""
-    fusion: Fusion = DEFAULT_FUSION
+    fusion: Fusion = Field(DEFAULT_FUSION, validate_default=False)
     """Settings of the `fused` score. A server has defaults of its own for each index."""
     group_by: Literal["parent"] | None = None
     """`parent` returns only the best item of each parent, such as the best page of a document."""
@@ -228,6 +229,25 @@ class SearchOptions(Spec):
             problem = "needs a pooled query vector (pass the query as text)"
         if problem:
             raise SpecError("candidates", self.candidates, EXACT, problem)
+
+
+def representation_info(index: Index, name: str | None = None) -> RepresentationInfo:
+    """Returns the metadata of a searchable representation.
+
+    Args:
+        name: Name of the representation, or `NAME@K` for a prefix. Defaults to `full` if it exists,
+            otherwise the first.
+    """
+    infos = index.representations()
+    if name is None:
+        if not infos:
+            problem = f"has no representations in version {index.version}"
+            rule = "an index with at least one representation"
+            raise SpecError("index", index.uri, rule, problem)
+        return infos["full"] if "full" in infos else next(iter(infos.values()))
+    if name in index.rerank_columns:
+        raise SpecError.unknown_name("representation", name, infos, "is only for reranking")
+    return index.representation(name)
 
 
 def _check_bm25(index: Index, info: RepresentationInfo) -> None:

@@ -41,7 +41,7 @@ from pipeline.search.candidates import (
     generator_columns,
     generator_steps,
 )
-from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, pool_rows
+from pipeline.search.fusion import COMPONENTS, DEFAULT_FUSION, FUSED, best_rows, pool_rows
 from pipeline.search.generators.bm25 import Postings, encode
 from pipeline.search.maxsim import maxsim
 from pipeline.search.options import SearchOptions
@@ -50,7 +50,6 @@ from pipeline.search.query import Queries
 from pipeline.search.results import FirstStage, JointScore
 from pipeline.search.scores import Score
 from pipeline.search.selection import Items
-from pipeline.search.top import best_rows, top_rows
 
 #: Number of queries per batch, which bounds the size of the (queries, items) score matrix.
 QUERY_BATCH = 64
@@ -145,7 +144,8 @@ class Scorer:
             devices += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         if device not in devices:
             raise SpecError("device", device, f"one of {', '.join(devices)}", "is not available")
-        self._items, self._cache, self._device = items, cache, device
+        self._items, self._index = items, items.index
+        self._cache, self._device = cache, device
         self._packed: dict[str, PackedVectors] = {}
         self._postings: dict[str, Postings] = {}
         self._uncoded_rows: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
@@ -170,8 +170,8 @@ class Scorer:
         packed = self.vectors(options.column)
         if options.candidates == EXACT:
             return packed.num_vectors
-        info = self._info(options.column)
-        columns = generator_columns(self._items.index, info, options.candidates)
+        info = self._index.representation(options.column)
+        columns = generator_columns(self._index, info, options.candidates)
         members = generator_steps(options.candidates)
         codes = [self.codes(columns[steps[0]]) for steps in members]
         num_candidates = min(len(members) * options.candidates_per_query, len(packed))
@@ -179,25 +179,22 @@ class Scorer:
         return sum(opened.num_vectors for opened in codes) + int(share * packed.num_vectors)
 
     def _columns(self, representation: str, score: Score, candidates: str) -> list[str]:
-        info = self._info(representation)
+        info = self._index.representation(representation)
         columns = [] if score == "single_vector" else [info.column]
         if score != "maxsim" and info.pooled_column:
             columns.append(info.pooled_column)
         if score == FUSED:
             columns.append(self._bm25_column(info))
         if candidates != EXACT:
-            columns += generator_columns(self._items.index, info, candidates).values()
+            columns += generator_columns(self._index, info, candidates).values()
         return columns
 
     def _bm25_column(self, info: RepresentationInfo) -> str:
-        return generator_columns(self._items.index, info, BM25)[BM25]
-
-    def _info(self, representation: str) -> RepresentationInfo:
-        return self._items.index.representation(representation)
+        return generator_columns(self._index, info, BM25)[BM25]
 
     def vectors(self, representation: str) -> PackedVectors:
         """Returns the vectors of a representation. Those of a prefix are a view of its column."""
-        info = self._info(representation)
+        info = self._index.representation(representation)
         packed = self.packed(info.column)
         return packed if info.max_vectors is None else self._prefix(packed, info.max_vectors)
 
@@ -211,7 +208,7 @@ class Scorer:
                     opened._close(column)
 
             self._packed[column] = packed_column(
-                self._items.index,
+                self._index,
                 column,
                 self._items.fragments,
                 cache=self._cache,
@@ -223,13 +220,13 @@ class Scorer:
     def postings(self, column: str) -> Postings:
         """Returns the postings of the items, which are held in memory with 8 bytes per entry."""
         if column not in self._postings:
-            generator = self._items.index.generator(column)
+            generator = self._index.generator(column)
             self._postings[column] = Postings(generator, self._text_codes(column))
         return self._postings[column]
 
     def _text_codes(self, column: str) -> Iterator[pa.Array]:
         """Yields the codes of all texts. Those added since the column was filled are encoded."""
-        index = self._items.index
+        index = self._index
         text_column = index.candidates_columns[column].representation
         (field_ids,) = index.field_ids([column]).values()
         for fragment in self._items.fragments:
@@ -241,7 +238,7 @@ class Scorer:
 
     def codes(self, column: str) -> PackedVectors | Postings:
         """Returns the codes or the vectors of a column."""
-        info = self._items.index.candidates_columns.get(column)
+        info = self._index.candidates_columns.get(column)
         is_bm25 = info is not None and info.generator_name == BM25
         return self.postings(column) if is_bm25 else self.packed(column)
 
@@ -276,8 +273,9 @@ class Scorer:
         self, queries: Queries, options: SearchOptions, rows: np.ndarray | None
     ) -> list[Ranking]:
         """Finds the items that `merge_rankings` needs: the k best, or more for fused scores."""
-        options.check_vectors(queries, self._info(options.column).pooled_column)
-        options.check_candidates(queries)
+        options.check_vectors(queries, self._index.representation(options.column).pooled_column)
+        if options.candidates != EXACT:
+            options.check_candidates(queries)
         scores_all = self.scores_all(options, rows)
         rankings = []
         for first in range(0, len(queries), QUERY_BATCH):
@@ -334,7 +332,7 @@ class Scorer:
             singles = self._scores(queries, single_options, rows)
             single_QR = singles.single_vector
         if weights.bm25:
-            column = self._bm25_column(self._info(options.column))
+            column = self._bm25_column(self._index.representation(options.column))
             bm25_QR = np.stack(list(self._bm25_scores(column, queries, rows)))
         all_parts = _Scores(scores.maxsim, scores.maxsim, single_QR, bm25_QR)
         pools = []
@@ -356,8 +354,8 @@ class Scorer:
         Items that have vectors but no code are candidates of all queries. If fewer than k items are
         found, all items are candidates.
         """
-        info = self._info(options.column)
-        columns = generator_columns(self._items.index, info, options.candidates)
+        info = self._index.representation(options.column)
+        columns = generator_columns(self._index, info, options.candidates)
         num = options.candidates_per_query
         found = [np.empty(0, np.int64)] * len(queries)
         for first, *steps in generator_steps(options.candidates):
@@ -418,7 +416,7 @@ class Scorer:
             assert queries.pooled is not None
             tokens = list(queries.pooled[:, None])
         else:
-            fitted = self._items.index.generator(column)
+            fitted = self._index.generator(column)
             transform = fitted.codec.transform_queries
             tokens = [transform(tokens) for tokens in fitted.queries(queries.tokens)]
         items = None if rows is None else torch.from_numpy(rows)
@@ -465,7 +463,7 @@ class Scorer:
             if options.score == "maxsim":
                 return _Scores(maxsim_scores.numpy(), maxsim_scores.numpy())
         # The single-vector score is the MaxSim score of one-token queries and one-token items.
-        pooled_column = self._info(options.column).pooled_column
+        pooled_column = self._index.representation(options.column).pooled_column
         assert queries.pooled is not None and pooled_column is not None
         packed = self.packed(pooled_column)
         pooled_scores = _maxsim(list(queries.pooled[:, None]), packed, items)
@@ -506,6 +504,43 @@ class _Scores(NamedTuple):
         return _Scores(self.total[query], *parts)
 
 
+def top_rows(
+    scores: np.ndarray,
+    rows: np.ndarray | None,
+    order: np.ndarray,
+    k: int,
+    groups: np.ndarray | None = None,
+) -> np.ndarray:
+    """Finds the k best scores or, with groups, the best score of each of the k best groups.
+
+    Args:
+        scores: (S,) float. Items with -inf are excluded.
+        rows: (S,) indices of the scored items, or None for all items in order.
+        order: (B,) rank of each item among equal scores.
+        groups: (B,) group of each item, or None without grouping.
+
+    >>> order, groups = np.arange(4), np.array([0, 0, 1, 1])
+    >>> scores = np.array([3.0, 2.0, 1.0, 3.0])
+    >>> top_rows(scores, None, order, 2).tolist(), top_rows(scores, None, order, 3, groups).tolist()
+    ([0, 3], [0, 3])
+    """
+    if rows is not None:
+        order = order[rows]
+        groups = None if groups is None else groups[rows]
+    best = scores
+    if groups is not None and len(groups):
+        best = np.full(groups.max() + 1, -np.inf, scores.dtype)
+        np.maximum.at(best, groups, scores)
+    # Sort only scores that can be among the k best.
+    limit = np.partition(best, -k)[-k] if k < len(best) else -np.inf
+    candidates = np.flatnonzero((scores >= limit) & (scores > -np.inf))
+    candidates = candidates[np.lexsort((order[candidates], -scores[candidates]))]
+    if groups is not None:
+        _, first = np.unique(groups[candidates], return_index=True)
+        candidates = candidates[np.sort(first)]
+    return candidates[:k]
+
+
 def fuse(ranking: Ranking, options: SearchOptions) -> Ranking:
     """Fuses the items found by all shards and returns the k best. Other scores are unchanged."""
     if options.score != FUSED:
@@ -525,7 +560,7 @@ def _maxsim(
     """Computes scores (Q, R) of items, with a pause after about `SLICE_PAIRS` pairs."""
     num_rows = len(packed) if rows is None else len(rows)
     pairs = sum(map(len, queries)) * packed.num_vectors / max(len(packed), 1)  # per item
-    size = max(1, int(SLICE_PAIRS / max(pairs, 1))) if pauses.are_used() else num_rows
+    size = max(1, int(SLICE_PAIRS / max(pairs, 1))) if pauses.action.get() else num_rows
     if num_rows <= size:
         return maxsim(queries, packed, rows=rows).cpu()
     rows = torch.arange(num_rows) if rows is None else rows

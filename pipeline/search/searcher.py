@@ -11,10 +11,9 @@ from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Index
 from pipeline.search.candidates import EXACT
 from pipeline.search.describe import describe
-from pipeline.search.options import SearchOptions
+from pipeline.search.options import SearchOptions, representation_info
 from pipeline.search.packed import PackedVectors
 from pipeline.search.query import AnyQueries, AnyQuery, Queries, QueryEncoders
-from pipeline.search.representations import representation_info
 from pipeline.search.results import Hit
 from pipeline.search.score import Ranking, Scorer
 from pipeline.search.scores import Score

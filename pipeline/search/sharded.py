@@ -137,7 +137,7 @@ class ShardedScorer(Scorer):
     ) -> list[Ranking]:
         """Finds the k best items for each query. All actors work in parallel."""
         # Also checked here, because Ray prints errors of actors whose results are not awaited.
-        options.check_vectors(queries, self._info(options.column).pooled_column)
+        options.check_vectors(queries, self._index.representation(options.column).pooled_column)
         options.check_candidates(queries)
         queries_ref = ray.put(queries)
         scoring = options.without_selection()  # replaced by `rows`

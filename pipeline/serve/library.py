@@ -19,9 +19,9 @@ from pipeline.index.reader import Edition, open_edition
 from pipeline.index.writer import LeaseHeld
 from pipeline.schema import ITEM
 from pipeline.search.facets import ExampleQuery, IndexFacets, index_facets
+from pipeline.search.options import representation_info
 from pipeline.search.previews import ByteRange, MediaPart, Previews, media_type, thumbnail
 from pipeline.search.query import Queries
-from pipeline.search.representations import representation_info
 from pipeline.search.stored_items import stored_query
 from pipeline.serve.outcomes import logged, returns_errors
 from pipeline.serve.replica import bind_to_loopback

@@ -17,8 +17,7 @@ from pipeline.config import SpecError
 from pipeline.index.info import RepresentationInfo
 from pipeline.index.reader import Edition, Index
 from pipeline.search.candidates import EXACT, generators
-from pipeline.search.options import SearchOptions
-from pipeline.search.representations import representation_info
+from pipeline.search.options import SearchOptions, representation_info
 from pipeline.search.scores import Score
 from pipeline.serve.calls import Handle, Stages
 from pipeline.serve.errors import ApiError, from_spec_error

@@ -113,13 +113,6 @@ def _library() -> ctypes.CDLL | None:
     return None
 
 
-def _built_library() -> ctypes.CDLL:
-    library = _library()
-    if library is None:
-        raise RuntimeError("the MaxSim library is not built")
-    return library
-
-
 @functools.cache
 def available() -> tuple[str, ...]:
     """Returns the supported levels, widest last. There are none without the library."""
@@ -366,7 +359,9 @@ def _tasks(
     documents: Documents, queries: _Queries, output: _Output, level: int
 ) -> Iterator[Callable[[], None]]:
     """Yields calls of the library, one per run of documents."""
-    library, num_threads = _built_library(), torch.get_num_threads()
+    library, num_threads = _library(), torch.get_num_threads()
+    if library is None:
+        raise RuntimeError("the MaxSim library is not built")
     min_tokens = max(TASK_PAIRS // max(queries.num_tokens, 32), 1)
     for begin, end in documents.runs(num_threads * TASKS if num_threads > 1 else 1, min_tokens):
 

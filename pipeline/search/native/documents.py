@@ -167,7 +167,9 @@ class Documents:
         num_runs = max(min(max_runs, total // min_tokens), 1)
         targets = np.arange(1, num_runs) * (total // num_runs)
         bounds = np.concatenate([[0], np.searchsorted(self.ends, targets), [len(self.ends)]])
-        yield from ((a, b) for a, b in itertools.pairwise(bounds.tolist()) if a < b)
+        for first, end in itertools.pairwise(bounds.tolist()):
+            if first < end:
+                yield first, end
 
     def groups(self, begin: int, end: int) -> np.ndarray:
         """Verifies a run of documents and returns the arguments of the library, one per segment."""

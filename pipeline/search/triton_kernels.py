@@ -492,7 +492,7 @@ def score(
 def _pack(query_MD: torch.Tensor, counts: list[int], layout: _Layout) -> list[_Panels]:
     """Packs queries into panels, one element per launch.
 
-    A launch has one piece of a panel or less of each query.
+    A launch has the next piece, of at most a panel, of each query that has one left.
     """
     counts_Q = np.array(counts, dtype=np.int64)
     rows_P, firsts_P, counts_P = np.arange(len(counts)), counts_Q.cumsum() - counts_Q, counts_Q

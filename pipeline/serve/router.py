@@ -50,7 +50,7 @@ class VectorRouter(RequestRouter):
     def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata=None) -> None:
         """Assigns a replica to its call.
 
-        Ray looks it up by an id that all calls of a request share.
+        Ray's method mixes up the calls to several shards: all calls of a request share an id.
         """
         for pending in self._pending_requests_to_fulfill:
             if pending.metadata is request_metadata and not pending.future.done():

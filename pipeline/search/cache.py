@@ -405,7 +405,7 @@ def _update_access_time(path: Path) -> None:
 
 
 def _remove_stale(column: Column) -> None:
-    """Removes files unused for `KEEP_SECONDS`. A mapped file stays readable until it is closed."""
+    """Removes unused files that the newest version does not need. Mapped ones stay readable."""
     dataset = column.index.dataset
     if dataset.latest_version != dataset.version:
         return

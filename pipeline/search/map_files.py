@@ -78,7 +78,7 @@ def _write_maps(
 def write_hit_sheet(
     file: str, searcher: Searcher, query: str, hits: Sequence[Hit], options: SearchOptions
 ) -> str:
-    """Writes a sheet with the images of all hits, a row per stage.
+    """Writes a sheet with the images of all hits, one row per stage.
 
     Returns its path or the problem.
     """

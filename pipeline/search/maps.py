@@ -73,7 +73,7 @@ class SimilarityMap(Map):
 
 
 def visible_time(location: Word | Passage) -> float | None:
-    """Returns the middle of a text, whose times are estimates, or the start of an image region."""
+    """Returns a visible time: the middle for text (times are estimates), or a region's frame."""
     if location.times is None:
         return None
     is_text = location.text if isinstance(location, Word) else location.highlights

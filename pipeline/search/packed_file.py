@@ -101,7 +101,7 @@ class PackedWriter:
     def append(
         self, parts: Mapping[str, np.ndarray], lengths: np.ndarray, rows: np.ndarray
     ) -> None:
-        """Adds parts (t, width), lengths (s,) and rows (s,), which ascend, of documents."""
+        """Adds documents: parts (t, width), lengths (s,) and ascending rows (s,)."""
         self._lengths.append(lengths.astype("<i8"))
         self._rows.append(rows.astype("<i8"))
         for name, part in parts.items():

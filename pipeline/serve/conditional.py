@@ -29,7 +29,7 @@ def preview_tag(served: Served, *parts: object) -> str:
 
 
 def is_current(request: Request, etag: str) -> bool:
-    """Checks the entity tags of a client, which proxies that compress prefix with `W/`."""
+    """Checks whether a client has the current version. Proxies that compress add `W/`."""
     header = request.headers.get("if-none-match", "")
     tags = [tag.strip().removeprefix("W/") for tag in header.split(",")]
     return etag in tags or "*" in tags
